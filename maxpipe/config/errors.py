@@ -1,0 +1,31 @@
+"""Errors that a user can mend: collected, shown together, exit code 2."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with the configuration.
+
+    Attributes:
+      key: the full key to change, such as `mesh.ici.stage`; empty if no single key is at fault.
+      message: what is wrong and what would be right, one line.
+      source: where the value came from (`file.yml:12`, `command line`), or empty.
+    """
+
+    key: str
+    message: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.key}{where}: {self.message}" if self.key else self.message
+
+
+class ConfigError(ValueError):
+    """One or more problems; command lines print them and exit with code 2, without a traceback."""
+
+    def __init__(self, *problems: Problem):
+        assert problems
+        self.problems = problems
+        super().__init__("\n".join(str(p) for p in problems))

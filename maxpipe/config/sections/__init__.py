@@ -1,0 +1,38 @@
+"""The typed configuration: `Config` and its sections, in the order of the YAML file."""
+
+from dataclasses import dataclass, field
+
+from maxpipe.config.sections._option import Rule, option
+from maxpipe.config.sections.data import DataConfig, EvalConfig
+from maxpipe.config.sections.mesh import MESH_AXES, AxesConfig, MeshConfig, ShardingConfig
+from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
+from maxpipe.config.sections.pipeline import PipelineConfig
+from maxpipe.config.sections.training import CheckpointConfig, CompileConfig, OptimizerConfig, TelemetryConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. Frozen; after `maxpipe.config.resolve` no key is left at -1."""
+
+    run_name: str = option("base", "name of the run's directory: letters, digits, '.', '_' and '-'")
+    output_dir: str = option("runs", "directory that holds run directories")
+    seed: int = option(0, "seed of initial values, dropout and the order of documents", minimum=0)
+    steps: int = option(200, "training steps in all", minimum=1)
+    stop_after: int = option(0, "end after this step as if interrupted; 0 = run to the end", minimum=0)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+
+
+__all__ = [
+    "MESH_AXES", "AxesConfig", "CheckpointConfig", "CompileConfig", "Config", "DataConfig", "EvalConfig",
+    "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RopeScalingConfig", "Rule",
+    "ShardingConfig", "TelemetryConfig", "option",
+]

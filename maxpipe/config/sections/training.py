@@ -1,0 +1,39 @@
+"""`optimizer.*`, `checkpoint.*`, `telemetry.*`, `compile.*`."""
+
+from dataclasses import dataclass
+
+from maxpipe.config.sections._option import option
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str = option("adamw", "optimizer", variants="maxpipe.training.optimizers")
+    learning_rate: float = option(3e-4, "peak learning rate", above=0)
+    schedule: str = option("cosine", "shape of the learning rate over steps", variants="maxpipe.training.lr_schedules")
+    warmup_steps: int = option(10, "steps of linear warm-up from 0", minimum=0)
+    decay_steps: int = option(-1, "step at which the decay ends; -1 = steps", minimum=1, derived=True)
+    final_fraction: float = option(0.1, "learning rate at the end of the decay, as a share of the peak", minimum=0, maximum=1)
+    beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", minimum=0, maximum=0.9999)
+    beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
+    eps: float = option(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "decoupled weight decay, on matrices only", minimum=0)
+    grad_clip_norm: float = option(1.0, "clip gradients to this global norm; 0 = never", minimum=0)
+    max_consecutive_skips: int = option(5, "stop with exit code 42 after so many non-finite steps in a row; 0 = never", minimum=0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = option(100, "save after every so many steps; 0 = never", minimum=0)
+    keep: int = option(3, "newest checkpoints kept", minimum=1)
+    resume: str = option("auto", "auto, never, must, or the number of the step to continue from")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    log_every: int = option(10, "console and TensorBoard lines every so many steps; 0 = never", minimum=0)
+    profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    cache_dir: str = option("", "persistent compilation cache; empty = <output_dir>/compile_cache, off = none")

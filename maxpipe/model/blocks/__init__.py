@@ -1,0 +1,5 @@
+"""Decoder blocks; each module registers one, chosen by `model.block`."""
+
+from maxpipe.registry import Registry
+
+BLOCKS: Registry = Registry(__name__, __path__, "model.block")
