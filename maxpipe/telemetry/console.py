@@ -1,0 +1,145 @@
+"""The run on the console: a progress bar on a terminal, plain lines otherwise."""
+
+import sys
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+from typing import TextIO
+
+from tqdm import tqdm
+
+WINDOW = 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the console shows of one finished step.
+
+    Attributes:
+      step: number of the step, counted from 1.
+      loss: training loss of the step, nats per token.
+      learning_rate: learning rate of the step.
+      step_seconds: wall-clock seconds of the step.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    step_seconds: float
+
+
+class Console:
+    """Shows steps, and text between them.
+
+    Step time, tokens/s, MFU and time left come from the median of the last `WINDOW` steps, so that no single
+    stall distorts them. The first step of a process, which compiles, never enters the median; until there is
+    another the time left is unknown.
+
+    Args:
+      total_steps: steps of the whole run, earlier processes included.
+      start_step: steps already finished before this process.
+      log_every: print every so many steps, and the first and the last one; 0 = no steps at all.
+      tokens_per_step, flops_per_step: of the global batch.
+      peak_flops: FLOP/s of all devices together; None leaves MFU out.
+      stream: where to write; standard output if None.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        start_step: int,
+        log_every: int,
+        tokens_per_step: int,
+        flops_per_step: float,
+        peak_flops: float | None,
+        stream: TextIO | None = None,
+    ):
+        self._total = total_steps
+        self._log_every = log_every
+        self._tokens = tokens_per_step
+        self._flops = flops_per_step
+        self._peak = peak_flops
+        self._stream = stream or sys.stdout
+        self._start_step = start_step
+        self._recent: deque[float] = deque(maxlen=WINDOW)
+        self._unprinted: Progress | None = None
+        self._bar: tqdm | None = None
+        if log_every and self._stream.isatty():
+            self._bar = tqdm(
+                total=total_steps, initial=start_step, file=self._stream, dynamic_ncols=True,
+                bar_format="{desc} |{bar:30}|", leave=True,
+            )
+
+    def step(self, progress: Progress) -> None:
+        is_first = progress.step == self._start_step + 1
+        if not is_first:
+            self._recent.append(progress.step_seconds)
+        if self._bar is not None:
+            self._bar.set_description_str(self._line(progress), refresh=False)
+            self._bar.update(1)
+        elif self._log_every:
+            self._unprinted = progress
+            if is_first or progress.step % self._log_every == 0 or progress.step == self._total:
+                self._print_step()
+
+    def say(self, text: str) -> None:
+        """Prints `text` as lines of its own, above the progress bar if there is one."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Shows the last step if it is not on the console yet, as when a run is stopped early."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
+        elif self._unprinted is not None:
+            self._print_step()
+
+    def _print_step(self) -> None:
+        assert self._unprinted is not None
+        print(self._line(self._unprinted), file=self._stream, flush=True)
+        self._unprinted = None
+
+    def _line(self, progress: Progress) -> str:
+        seconds = median(self._recent) if self._recent else progress.step_seconds
+        left = format_seconds(seconds * (self._total - progress.step)) if self._recent else "?"
+        parts = [
+            f"step {progress.step:>{len(str(self._total))}}/{self._total}",
+            f"loss {progress.loss:.4f}",
+            f"lr {progress.learning_rate:.2e}",
+            f"{format_step_time(seconds)}/step",
+            f"{format_count(self._tokens / seconds)} tokens/s",
+        ]
+        if self._peak is not None:
+            parts.append(f"MFU {100 * self._flops / (seconds * self._peak):.1f} %")
+        return "  ".join([*parts, f"left {left}"])
+
+
+def format_seconds(seconds: float) -> str:
+    """`h:mm:ss` from an hour on, `m:ss` below, days in front from a day on."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def format_step_time(seconds: float) -> str:
+    """Seconds from a second on, whole milliseconds from 10 ms on, hundredths of a millisecond below."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1000 * seconds:.{0 if seconds >= 0.01 else 2}f} ms"
+
+
+def format_count(count: float) -> str:
+    """Three significant digits with k, M, G, T (powers of 1000)."""
+    for unit in ("", "k", "M", "G"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}T"

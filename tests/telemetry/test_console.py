@@ -1,0 +1,95 @@
+import io
+
+import pytest
+
+from maxpipe.telemetry.console import Console, Progress, format_count, format_seconds, format_step_time
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(stream, steps, *, start_step=0, total_steps=100, log_every=10, peak_flops=None, compile_seconds=60.0):
+    console = Console(
+        total_steps=total_steps, start_step=start_step, log_every=log_every, tokens_per_step=4096,
+        flops_per_step=1e9, peak_flops=peak_flops, stream=stream,
+    )
+    for step in range(start_step + 1, start_step + steps + 1):
+        console.step(Progress(step, 2.5, 3e-4, compile_seconds if step == start_step + 1 else 0.5))
+    return console
+
+
+def printed_steps(stream):
+    return [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
+
+
+def test_the_first_every_tenth_and_the_last_step_are_printed():
+    stream = io.StringIO()
+    run(stream, 25, total_steps=25).close()
+    assert printed_steps(stream) == [1, 10, 20, 25]
+
+
+def test_the_last_step_of_a_run_stopped_early_is_printed_once():
+    stream = io.StringIO()
+    run(stream, 13).close()
+    assert printed_steps(stream) == [1, 10, 13]
+
+
+def test_a_resumed_run_prints_its_own_first_step():
+    stream = io.StringIO()
+    run(stream, 8, start_step=33).close()
+    assert printed_steps(stream) == [34, 40, 41]
+
+
+def test_log_every_zero_prints_text_but_no_steps():
+    stream = io.StringIO()
+    console = run(stream, 30, log_every=0)
+    console.say("saved")
+    console.close()
+    assert stream.getvalue() == "saved\n"
+
+
+def test_compilation_does_not_distort_step_time_throughput_and_time_left():
+    stream = io.StringIO()
+    run(stream, 10, peak_flops=4e9).close()
+    first, tenth = stream.getvalue().splitlines()
+    assert first.endswith("left ?")
+    assert tenth.startswith("step  10/100  loss 2.5000  lr 3.00e-04  500 ms/step  8.19k tokens/s")
+    assert tenth.endswith("MFU 50.0 %  left 0:45")
+
+
+def test_mfu_is_left_out_where_the_peak_is_unknown():
+    stream = io.StringIO()
+    run(stream, 1).close()
+    assert "MFU" not in stream.getvalue()
+
+
+def test_a_terminal_gets_a_bar_and_text_on_lines_of_its_own():
+    stream = Terminal()
+    console = run(stream, 5, total_steps=5)
+    console.say("eval loss 2.0")
+    console.close()
+    assert "step 5/5" in stream.getvalue()
+    assert "|" in stream.getvalue()
+    assert "eval loss 2.0\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3661, "1:01:01"), (90061, "1d 1:01:01")]
+)
+def test_time_left_is_easy_to_read(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(12.345, "12.35 s"), (0.0642, "64 ms"), (0.00123, "1.23 ms")])
+def test_step_times_keep_three_digits(seconds, text):
+    assert format_step_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (999.7, "1k"), (61234, "61.2k"), (4.1e6, "4.1M"), (2e13, "20T")],
+)
+def test_counts_keep_three_digits(count, text):
+    assert format_count(count) == text
