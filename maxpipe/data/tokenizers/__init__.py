@@ -1,5 +1,50 @@
-"""Tokenizers; each module registers one, chosen by `data.tokenizer`."""
+"""Tokenizers; `data.tokenizer` names a module here or is the path of a Hugging Face tokenizer.json."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
 
 from maxpipe.registry import Registry
 
+if TYPE_CHECKING:
+    import numpy as np
+
 TOKENIZERS: Registry = Registry(__name__, __path__, "data.tokenizer")
+
+
+class Tokenizer(Protocol):
+    """What the loader needs. Picklable, for worker processes.
+
+    Attributes:
+      vocab_size: every id is below it.
+      eos_id: ends a document.
+      bos_id: begins a document; None if the vocabulary has no such token.
+      pad_id: fills sequences; never a target.
+    """
+
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    pad_id: int
+
+    def encode(self, text: str) -> "np.ndarray":
+        """Token ids, int32 [tokens], without begin or end of document."""
+        ...
+
+    def decode(self, ids: "Sequence[int] | np.ndarray") -> str:
+        """The text of `ids`; special tokens are left out."""
+        ...
+
+
+@cache
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` selects; one object per value.
+
+    Raises:
+      ConfigError: it is neither a name nor a usable tokenizer.json.
+    """
+    if name_or_path in TOKENIZERS.names():
+        return TOKENIZERS.get(name_or_path)()
+    from maxpipe.data.tokenizers._hugging_face import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(name_or_path)

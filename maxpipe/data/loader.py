@@ -1,0 +1,137 @@
+"""The loader: this process's rows of every batch, and where they stand.
+
+Batch N is a pure function of (seed, data configuration, N). Each of the B rows of the global batch is a
+stream of its own over documents (`maxpipe.data.packing`), whose state is three integers, so that a run
+continues exactly from the saved array whatever the number of processes, workers or batches prepared ahead.
+
+Shapes: B global batch size, R rows of this process, T sequence length.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.sections import Config
+from maxpipe.data.documents import Split, open_documents
+from maxpipe.data.packing import Batch
+from maxpipe.data.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    import grain
+
+
+class Loader(Iterator[Batch]):
+    """Endless batches; made by `make_loader`.
+
+    `next(loader)` gives `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and `weights` (float32
+    [R, T]): weight 1 for real targets, 0 for padding; segments from 1, 0 for padding; positions from 0 within
+    each segment.
+
+    Args:
+      iterators: worker w gives rows w::len(iterators) as (batch, state).
+      state: int64 [R, 3], the state before the first batch.
+    """
+
+    def __init__(self, iterators: "list[grain.DatasetIterator]", state: np.ndarray):
+        self._iterators = iterators
+        self._state = state
+
+    def __next__(self) -> Batch:
+        batches, states = zip(*[next(iterator) for iterator in self._iterators], strict=True)
+        self._state = _interleave(states)
+        return {name: _interleave([batch[name] for batch in batches]) for name in batches[0]}
+
+    @property
+    def state(self) -> np.ndarray:
+        """int64 [R, 3] (epoch, position, offset): the state after the batch handed out last; a copy."""
+        return self._state.copy()
+
+    def close(self) -> None:
+        """Stops threads and worker processes; may be called twice."""
+        for iterator in self._iterators:
+            iterator.close()
+
+
+def make_loader(config: Config, split: Split, rows: Sequence[int], state: np.ndarray | None = None) -> Loader:
+    """A loader of some rows of the global batch.
+
+    Args:
+      config: `seed`, `data`, `eval.global_batch_size` and `model.vocab_size` count.
+      split: `train` has data.global_batch_size rows in all, `eval` eval.global_batch_size.
+      rows: this process's rows, each in [0, B), at least one.
+      state: int64 [R, 3] of these rows, from `Loader.state`; None starts from the beginning.
+
+    Raises:
+      ConfigError: files are missing or unusable, the split is empty, or model.vocab_size is too small.
+      ValueError: `state` does not belong to these rows, documents and batch size.
+    """
+    from maxpipe.data.encoding import EncodedDocuments
+    from maxpipe.data.order import DocumentOrder
+    from maxpipe.data.rows import RowSource, prefetched
+
+    data = config.data
+    batch_size = global_batch_size(config, split)
+    assert len(rows) > 0
+    assert all(0 <= row < batch_size for row in rows)
+    tokenizer = load_tokenizer(data.tokenizer)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        message = (
+            f"{config.model.vocab_size} is smaller than the tokenizer's vocabulary; "
+            f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
+        )
+        raise ConfigError(Problem("model.vocab_size", message))
+    documents = open_documents(data, split)
+    if state is None:
+        state = initial_state(rows, len(documents))
+    check_state(state, rows, len(documents), batch_size)
+    source = RowSource(
+        documents=EncodedDocuments(documents, tokenizer, config.model.vocab_size),
+        order=DocumentOrder(len(documents), config.seed, data.shuffle),
+        global_batch_size=batch_size,
+        sequence_length=data.sequence_length,
+        packing=data.packing,
+        pad_id=tokenizer.pad_id,
+    )
+    workers = min(max(data.num_workers, 1), len(rows))
+    parts = [state[worker::workers] for worker in range(workers)]
+    return Loader(prefetched(source, parts, data.prefetch, processes=data.num_workers > 0), state)
+
+
+def global_batch_size(config: Config, split: Split) -> int:
+    """B of a split."""
+    if split == "eval" and config.eval.global_batch_size != -1:
+        return config.eval.global_batch_size
+    return config.data.global_batch_size
+
+
+def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
+    """int64 [R, 3]: row r starts with document r of all epochs laid end to end."""
+    row = np.asarray(rows, np.int64)
+    return np.stack([row // num_documents, row % num_documents, np.zeros_like(row)], axis=1)
+
+
+def check_state(state: np.ndarray, rows: Sequence[int], num_documents: int, batch_size: int) -> None:
+    """Raises ValueError unless every row stands at one of its own documents."""
+    if state.shape != (len(rows), 3) or state.dtype != np.int64:
+        raise ValueError(
+            f"the saved data position is {state.dtype} {list(state.shape)}, not int64 {[len(rows), 3]}"
+        )
+    epoch, position, offset = state.T
+    fits = (epoch >= 0) & (position >= 0) & (position < num_documents) & (offset >= 0)
+    if not (fits & ((epoch * num_documents + position) % batch_size == np.asarray(rows))).all():
+        raise ValueError(
+            f"the saved data position does not fit {num_documents} documents and {batch_size} rows: restore "
+            "the files of data.path and data.global_batch_size that the run began with, or start a new run"
+        )
+
+
+def _interleave(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Inverse of splitting rows into parts w::len(parts)."""
+    if len(parts) == 1:
+        return parts[0]
+    rows = np.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0].dtype)
+    for worker, part in enumerate(parts):
+        rows[worker :: len(parts)] = part
+    return rows

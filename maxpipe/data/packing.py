@@ -1,0 +1,112 @@
+"""Row streams, and how they fill sequences.
+
+A document of tokens d_1..d_L becomes the (input, target) pairs of [bos, d_1..d_L, eos]: inputs are all but
+the last, targets all but the first (without bos where the tokenizer has none). A row's stream is the
+concatenation of the pairs of its documents, and sequence n of a row holds pairs [n*T, (n+1)*T) of its stream.
+So every token of every document is a target exactly once per epoch, no target crosses from one document into
+the next, and packed sequences have no padding.
+
+Shapes: B global batch size, T sequence length.
+"""
+
+
+import numpy as np
+
+from maxpipe.data.encoding import EncodedDocuments
+from maxpipe.data.order import DocumentOrder
+
+Batch = dict[str, np.ndarray]
+
+
+class RowStream:
+    """One row's endless walk over documents: row, row + B, row + 2B, ... of all epochs laid end to end.
+
+    Args:
+      documents: framed token ids; a document of fewer than two ids offers no pair and is skipped.
+      order: visiting order, per epoch.
+      stride: B.
+      state: int64 [3]: epoch, position within the epoch, pairs of that document already used.
+    """
+
+    def __init__(self, documents: EncodedDocuments, order: DocumentOrder, stride: int, state: np.ndarray):
+        self._documents = documents
+        self._order = order
+        self._stride = stride
+        self._epoch, self._position, self._offset = (int(x) for x in state)
+        self._ids: np.ndarray | None = None
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Where the next pair is: epoch, position, offset."""
+        return self._epoch, self._position, self._offset
+
+    @property
+    def offset(self) -> int:
+        """Pairs of the current document already used; 0 at the start of a document."""
+        return self._offset
+
+    def take(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
+        """The next pairs of one document, at least one and at most `limit`: inputs, targets, int32.
+
+        Raises:
+          ValueError: as many documents as there are hold no tokens.
+        """
+        ids = self._current()
+        end = min(self._offset + limit, len(ids) - 1)
+        inputs, targets = ids[self._offset : end], ids[self._offset + 1 : end + 1]
+        self._offset = end
+        if end == len(ids) - 1:
+            self.skip_rest()
+        return inputs, targets
+
+    def skip_rest(self) -> None:
+        """Moves to the start of the next document."""
+        epochs, self._position = divmod(self._position + self._stride, self._order.num_documents)
+        self._epoch += epochs
+        self._offset = 0
+        self._ids = None
+
+    def _current(self) -> np.ndarray:
+        for _ in range(self._order.num_documents + 1):
+            if self._ids is None:
+                self._ids = self._documents[self._order(self._epoch, self._position)]
+            if len(self._ids) > self._offset + 1:
+                return self._ids
+            self.skip_rest()
+        raise ValueError(f"data.path: {self._order.num_documents} documents in a row hold no tokens")
+
+
+def empty_batch(rows: int, sequence_length: int, pad_id: int) -> Batch:
+    """A batch of padding: segment 0, weight 0."""
+    shape = rows, sequence_length
+    return {
+        "tokens": np.full(shape, pad_id, np.int32),
+        "targets": np.full(shape, pad_id, np.int32),
+        "positions": np.zeros(shape, np.int32),
+        "segment_ids": np.zeros(shape, np.int32),
+        "weights": np.zeros(shape, np.float32),
+    }
+
+
+def fill_row(batch: Batch, row: int, stream: RowStream, packing: bool) -> None:
+    """Fills `row` of an empty batch from `stream`.
+
+    Segments count from 1 within the sequence and positions from 0 within the segment, also for a document
+    that continues from the sequence before: attention does not reach there.
+
+    Args:
+      packing: True fills the row; False takes one document, cut to the row's length.
+    """
+    length = batch["tokens"].shape[1]
+    start, segment = 0, 0
+    while start < length and (packing or segment == 0):
+        inputs, targets = stream.take(length - start)
+        end, segment = start + len(inputs), segment + 1
+        batch["tokens"][row, start:end] = inputs
+        batch["targets"][row, start:end] = targets
+        batch["positions"][row, start:end] = np.arange(len(inputs))
+        batch["segment_ids"][row, start:end] = segment
+        batch["weights"][row, start:end] = 1
+        start = end
+        if not packing and stream.offset:
+            stream.skip_rest()
