@@ -1,10 +1,11 @@
 """The run on the console: a progress bar on a terminal, plain lines otherwise."""
 
+import os
 import sys
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -67,8 +68,11 @@ class Console:
         self._bar: tqdm | None = None
         if log_every and self._stream.isatty():
             self._bar = tqdm(
-                total=total_steps, initial=start_step, file=self._stream, dynamic_ncols=True,
-                bar_format="{desc} |{bar:30}|", leave=True,
+                total=total_steps,
+                initial=start_step,
+                file=self._stream,
+                bar_format="{desc} |{bar}|",
+                **_bar_size(self._stream),
             )
 
     def step(self, progress: Progress) -> None:
@@ -117,6 +121,18 @@ class Console:
         if self._peak is not None:
             parts.append(f"MFU {100 * self._flops / (seconds * self._peak):.1f} %")
         return "  ".join([*parts, f"left {left}"])
+
+
+def _bar_size(stream: TextIO) -> dict[str, Any]:
+    """tqdm's size options: follow the window, or a usual size where the terminal does not know its own.
+
+    Terminals made by scripts and containers often report 0 x 0, on which tqdm draws nothing.
+    """
+    try:
+        size = os.get_terminal_size(stream.fileno())
+    except OSError:
+        size = os.terminal_size((0, 0))
+    return {"dynamic_ncols": True} if all(size) else {"ncols": 120, "nrows": 40}
 
 
 def format_seconds(seconds: float) -> str:

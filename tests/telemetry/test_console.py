@@ -1,4 +1,6 @@
 import io
+import os
+import pty
 
 import pytest
 
@@ -73,6 +75,14 @@ def test_a_terminal_gets_a_bar_and_text_on_lines_of_its_own():
     assert "step 5/5" in stream.getvalue()
     assert "|" in stream.getvalue()
     assert "eval loss 2.0\n" in stream.getvalue()
+
+
+def test_the_bar_is_drawn_on_a_terminal_that_does_not_know_its_size():
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as stream:
+        run(stream, 5, total_steps=5).close()
+        assert "step 5/5" in os.read(reader, 65536).decode()
+    os.close(reader)
 
 
 @pytest.mark.parametrize(
