@@ -1,0 +1,48 @@
+import pytest
+
+from maxpipe.config.sections.model import DTYPES
+from maxpipe.telemetry.chips import CHIPS, chip_for
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name", "tera"),
+    [
+        ("TPU v4", "v4", 275),
+        ("TPU v5 lite", "v5e", 197),
+        ("TPU v5e", "v5e", 197),
+        ("TPU v5", "v5p", 459),
+        ("TPU v5p", "v5p", 459),
+        ("TPU v6 lite", "v6e", 918),
+        ("TPU v6e", "v6e", 918),
+        ("NVIDIA A100-SXM4-80GB", "A100", 312),
+        ("NVIDIA H100 80GB HBM3", "H100", 989.4),
+        ("NVIDIA H200", "H200", 989.4),
+        ("NVIDIA B200", "B200", 2250),
+    ],
+)
+def test_device_kinds_of_jax_are_known(device_kind, name, tera):
+    chip = chip_for(device_kind)
+    assert chip is not None
+    assert chip.name == name
+    assert chip.peak_flops["bfloat16"] == pytest.approx(tera * 1e12)
+
+
+@pytest.mark.parametrize(
+    "device_kind",
+    [
+        "cpu", "TPU v2", "TPU v4 lite", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-40GB",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GB200", "NVIDIA GeForce RTX 4090",
+    ],
+)
+def test_other_devices_have_no_known_peak(device_kind):
+    assert chip_for(device_kind) is None
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_units_are_consistent(chip):
+    assert set(chip.peak_flops) == set(DTYPES)
+    assert chip.peak_flops["float32"] <= chip.peak_flops["bfloat16"]
+    assert 1e14 < chip.peak_flops["bfloat16"] < 1e16
+    assert 1e10 < chip.hbm_bytes < 1e12
+    assert chip.ici_bandwidth < chip.hbm_bandwidth < 1e13
+    assert chip.dcn_bandwidth is None or 1e9 < chip.dcn_bandwidth < chip.ici_bandwidth

@@ -1,0 +1,48 @@
+import dataclasses
+
+import pytest
+
+from maxpipe.config.sections import ModelConfig
+from maxpipe.telemetry.flops import model_flops_per_token, parameter_count
+
+TINY = ModelConfig(
+    num_layers=3, embed_dim=8, num_query_heads=4, num_kv_heads=2, head_dim=5, mlp_dim=16, vocab_size=32
+)
+
+
+def count_by_hand(model):
+    heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    embed, mlp = model.embed_dim, model.mlp_dim
+    shapes = [
+        (embed, heads), (embed, kv_heads), (embed, kv_heads), (heads, embed),
+        (embed, mlp), (embed, mlp), (mlp, embed),
+    ]
+    return sum(rows * columns for rows, columns in shapes)
+
+
+def test_parameters_of_a_plain_decoder():
+    norms = 3 * 2 * 8 + 8
+    assert parameter_count(TINY) == 2 * 32 * 8 + 3 * count_by_hand(TINY) + norms
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"tie_embeddings": True}, -32 * 8),
+        ({"qk_norm": True}, 3 * 2 * 5),
+        ({"attention_bias": True}, 3 * (4 + 2 + 2) * 5),
+    ],
+)
+def test_options_change_the_parameters(change, difference):
+    assert parameter_count(dataclasses.replace(TINY, **change)) - parameter_count(TINY) == difference
+
+
+def test_flops_are_six_per_weight_and_causal_attention():
+    weights = 3 * count_by_hand(TINY) + 32 * 8
+    scores_and_values = 2 * 2 * 4 * 5 * (64 / 2)
+    assert model_flops_per_token(TINY, 64) == 6 * weights + 3 * 3 * scores_and_values
+
+
+def test_tied_embeddings_save_parameters_but_no_flops():
+    tied = dataclasses.replace(TINY, tie_embeddings=True)
+    assert model_flops_per_token(tied, 64) == model_flops_per_token(TINY, 64)

@@ -1,0 +1,47 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxpipe.telemetry.profiler import Profiler
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    made = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: made.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: made.append("stop"))
+    return made
+
+
+def run(calls, window, steps, tmp_path):
+    profiler = Profiler(window, tmp_path)
+    for step in steps:
+        profiler.before(step)
+        calls.append(step)
+        profiler.after(step)
+    profiler.close()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("window", "steps", "expected"),
+    [
+        ([3, 4], range(1, 7), [1, 2, "start", 3, 4, "stop", 5, 6]),
+        ([2, 2], range(1, 4), [1, "start", 2, "stop", 3]),
+        ([2, 5], range(1, 4), [1, "start", 2, 3, "stop"]),
+        ([2, 5], range(4, 8), ["start", 4, 5, "stop", 6, 7]),
+        ([2, 3], range(4, 6), [4, 5]),
+        ([], range(1, 3), [1, 2]),
+    ],
+    ids=["inside", "one step", "run ends inside", "resumes inside", "resumes after", "off"],
+)
+def test_traces_exactly_the_steps_of_the_window(calls, window, steps, expected, tmp_path):
+    assert run(calls, window, steps, tmp_path) == expected
+
+
+def test_writes_a_trace(tmp_path):
+    profiler = Profiler([1, 1], tmp_path)
+    profiler.before(1)
+    jnp.ones(8).sum().block_until_ready()
+    profiler.after(1)
+    assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
