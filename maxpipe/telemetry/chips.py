@@ -1,8 +1,8 @@
 """What accelerators can do at best, per JAX device, from the vendors' public data sheets.
 
 TPUs: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. NVIDIA: the data sheets of A100 80GB SXM,
-H100 SXM, H200 SXM and HGX B200, without sparsity; network cards as in the DGX system of the generation, one per
-GPU.
+H100 SXM, H200 SXM and HGX B200, without sparsity; network cards as in the DGX system of the generation, one
+per GPU.
 
 Conventions: FLOP/s and bytes/s, 10^9 per giga; bandwidths of links are per chip and per direction (what data
 sheets call bidirectional is halved), ICI summed over all links of a chip, NVLink in the place of ICI on GPUs.
@@ -28,7 +28,7 @@ class Chip:
       hbm_bytes: memory size.
       hbm_bandwidth: bytes/s.
       ici_bandwidth: bytes/s one way to the other chips of the slice, or of the NVLink domain.
-      dcn_bandwidth: bytes/s one way to other slices or nodes, this chip's share of its host; None if unpublished.
+      dcn_bandwidth: bytes/s one way to other slices or nodes, its share of the host's; None if unpublished.
     """
 
     name: str
