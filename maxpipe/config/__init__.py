@@ -1,0 +1,28 @@
+"""Configuration: typed sections, YAML with inheritance, overrides, and checks that come all at once. No JAX."""
+
+from maxpipe.config.cli import exit_on_config_error as main_errors
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import Loaded, load, replace, resolve
+from maxpipe.config.printing import notes, print_config, to_yaml
+from maxpipe.config.sections import (
+    MESH_AXES,
+    AxesConfig,
+    CheckpointConfig,
+    CompileConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RopeScalingConfig,
+    ShardingConfig,
+    TelemetryConfig,
+)
+
+__all__ = [
+    "MESH_AXES", "AxesConfig", "CheckpointConfig", "CompileConfig", "Config", "ConfigError", "DataConfig", "EvalConfig",
+    "Loaded", "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "Problem", "RopeScalingConfig",
+    "ShardingConfig", "TelemetryConfig", "load", "main_errors", "notes", "print_config", "replace", "resolve", "to_yaml",
+]  # fmt: skip

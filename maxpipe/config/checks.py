@@ -1,0 +1,116 @@
+"""Rules across keys that derive nothing and need no device."""
+
+import os
+import re
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.schema import variants
+from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.steps import step
+from maxpipe.config.values import nearest
+
+
+@step("run_name")
+def run_name(c: Config) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run_name):
+        legal = "a name without a path: letters, digits, '.', '_' and '-', not starting with a sign"
+        raise ConfigError(Problem("run_name", f"{c.run_name!r} is not {legal}; output_dir takes the directory"))
+
+
+@step("model.num_query_heads", "model.num_kv_heads")
+def grouped_heads(c: Config) -> None:
+    heads = c.model.num_query_heads
+    if heads % c.model.num_kv_heads:
+        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        message = f"{c.model.num_kv_heads} does not divide model.num_query_heads={heads}; legal are {legal}"
+        raise ConfigError(Problem("model.num_kv_heads", message))
+
+
+@step("model.rope_scaling")
+def rope_scaling(c: Config) -> None:
+    scaling = c.model.rope_scaling
+    if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
+        message = f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}"
+        raise ConfigError(Problem("model.rope_scaling.low_freq_factor", f"{message}; got {scaling.low_freq_factor}"))
+
+
+@step("data.tokenizer")
+def tokenizer(c: Config) -> None:
+    name = c.data.tokenizer
+    if name != "byte" and not name.endswith(".json"):
+        message = f"{name!r} is neither byte nor the path of a tokenizer.json{nearest(name, ['byte'])}"
+        raise ConfigError(Problem("data.tokenizer", message))
+
+
+@step("checkpoint.resume")
+def resume(c: Config) -> None:
+    value = c.checkpoint.resume
+    words = ["auto", "never", "must"]
+    if value not in words and not (value.isascii() and value.isdigit()):
+        message = f"{value!r} is not one of auto, never, must or the number of a step{nearest(value, words)}"
+        raise ConfigError(Problem("checkpoint.resume", message))
+
+
+@step("telemetry.profile_steps", "steps")
+def profile_steps(c: Config) -> None:
+    steps = c.telemetry.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= c.steps):
+        message = f"expected [] or [first, last] with 1 <= first <= last <= steps={c.steps}; got {steps}"
+        raise ConfigError(Problem("telemetry.profile_steps", message))
+
+
+@step("sharding.logical_axis_rules")
+def logical_axis_rules(c: Config) -> None:
+    problems: list[str] = []
+    seen: set[str] = set()
+    for rule in c.sharding.logical_axis_rules:
+        name, axes = (rule[0], rule[1]) if isinstance(rule, list) and len(rule) == 2 else (None, None)
+        if not isinstance(name, str) or not isinstance(axes, list) or not all(isinstance(a, str) for a in axes):
+            problems.append(f"{rule} is not of the form [logical axis, [mesh axes]]")
+            continue
+        unknown = [axis for axis in axes if axis not in MESH_AXES]
+        for axis in unknown:
+            legal = f"the mesh axes are {', '.join(MESH_AXES)}"
+            problems.append(f"{rule}: there is no mesh axis {axis!r}{nearest(axis, list(MESH_AXES))}; {legal}")
+        if len(set(axes)) < len(axes):
+            problems.append(f"{rule} uses a mesh axis twice, but an array can be split over it once only")
+        if name in seen:
+            problems.append(f"{name!r} has more than one rule; merge their mesh axes into one list")
+        seen.add(name)
+    if problems:
+        raise ConfigError(*(Problem("sharding.logical_axis_rules", message) for message in problems))
+
+
+@step()
+def unsupported_axes(c: Config) -> None:
+    reasons = {
+        "expert": "the axis splits the experts of a mixture, and no decoder block has any yet",
+        "context": "attention over a split sequence is not there yet",
+    }
+    problems = [
+        Problem(f"mesh.{level}.{axis}", f"must be 1: {reason}")
+        for level, sizes in (("ici", c.mesh.ici), ("dcn", c.mesh.dcn))
+        for axis, reason in reasons.items()
+        if getattr(sizes, axis) != 1
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+@step("pipeline.schedule")
+def schedule(c: Config) -> None:
+    name = c.pipeline.schedule
+    if name.endswith(".csv"):
+        if not os.path.isfile(name):
+            raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
+        return
+    names = variants("maxpipe.pipeline.schedules")
+    if name not in names:
+        message = f"{name!r} is neither a CSV file nor one of {', '.join(names)}{nearest(name, names)}"
+        raise ConfigError(Problem("pipeline.schedule", message))
+
+
+CHECKS = (
+    run_name, grouped_heads, rope_scaling, tokenizer, resume, profile_steps, logical_axis_rules, unsupported_axes,
+    schedule,
+)  # fmt: skip

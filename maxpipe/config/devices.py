@@ -1,0 +1,118 @@
+"""Fits the mesh to the devices there are, and proposes meshes that fit when the one asked for does not."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from maxpipe.config.checks import CHECKS
+from maxpipe.config.derive import STEPS as DERIVE
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.layout import STEPS as LAYOUT
+from maxpipe.config.schema import update
+from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
+from maxpipe.config.steps import Step, Updates, run_steps, step
+
+STEPS: tuple[Step, ...] = (*CHECKS, *DERIVE, *LAYOUT)
+LEVELS = {"ici": "devices per slice", "dcn": "slices"}
+# Proposals change these axes only. The cost of a change grows from left to right: re-cutting data is the mildest.
+_FREE_AXES = {"fsdp": 1.0, "data": 1.1, "tensor": 1.5, "stage": 1.6}
+_MAX_TRIED = 200
+_PROPOSALS = 3
+
+
+@step()
+def one_unknown(c: Config) -> None:
+    """At each level one axis may be -1."""
+    problems = []
+    for level in LEVELS:
+        unknown = [axis for axis in MESH_AXES if getattr(getattr(c.mesh, level), axis) == -1]
+        if len(unknown) > 1:
+            message = f"only one axis may be -1, not {' and '.join(unknown)}"
+            problems.append(Problem(f"mesh.{level}.{unknown[-1]}", message))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def unknown_axes(c: Config) -> list[str]:
+    """Full keys of the mesh axes that are still -1."""
+    keys = [(level, axis) for level in LEVELS for axis in MESH_AXES]
+    return [f"mesh.{level}.{axis}" for level, axis in keys if getattr(getattr(c.mesh, level), axis) == -1]
+
+
+def fit_mesh(c: Config, num_devices: int, num_slices: int) -> Config:
+    """Fills the -1 of each level and checks the products.
+
+    Raises:
+      ConfigError: a product differs from the number of devices per slice, or of slices; the message gives both numbers
+        and up to three meshes that fit.
+    """
+    assert num_devices > 0 and num_devices % num_slices == 0, (num_devices, num_slices)
+    wanted = {"ici": num_devices // num_slices, "dcn": num_slices}
+    updates: Updates = {}
+    wrong = []
+    for level, count in wanted.items():
+        sizes = _filled(getattr(c.mesh, level), count)
+        if math.prod(sizes.values()) == count:
+            updates |= {f"mesh.{level}.{axis}": size for axis, size in sizes.items()}
+        else:
+            wrong.append(level)
+    fitted = update(c, updates)
+    if wrong:
+        raise ConfigError(*(_mismatch(fitted, level, wanted[level]) for level in wrong))
+    return fitted
+
+
+def _filled(axes: AxesConfig, count: int) -> dict[str, int]:
+    sizes = dataclasses.asdict(axes)
+    known = math.prod(size for size in sizes.values() if size != -1)
+    return {axis: max(1, count // known) if size == -1 else size for axis, size in sizes.items()}
+
+
+def _mismatch(c: Config, level: str, count: int) -> Problem:
+    axes = getattr(c.mesh, level)
+    sizes = dataclasses.asdict(axes)
+    written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
+    product = math.prod(size for size in sizes.values() if size != -1)
+    relation = f"= {product}, which does not divide" if -1 in sizes.values() else f"= {product}, but there are"
+    choices = "; ".join(_words(level, sizes, other) for other in _proposals(c, level, count))
+    message = f"{written} {relation} {count} {LEVELS[level]}; these fit: {choices}"
+    if count == 1 and level == "ici":
+        message += " (mesh.simulated_devices pretends to have more on a CPU)"
+    return Problem(f"mesh.{level}", message)
+
+
+def _words(level: str, old: dict[str, int], new: dict[str, int]) -> str:
+    return " ".join(f"mesh.{level}.{axis}={new[axis]}" for axis in MESH_AXES if new[axis] > 1 or new[axis] != old[axis])
+
+
+def _proposals(c: Config, level: str, count: int) -> list[dict[str, int]]:
+    """Meshes of `count` nearest to the one written; those that the rest of the config can use come first."""
+    old = dataclasses.asdict(getattr(c.mesh, level))
+
+    def cost(new: dict[str, int]) -> float:
+        changes = (abs(math.log(new[axis] / old[axis])) * weight for axis, weight in _FREE_AXES.items() if old[axis] > 0)
+        return sum(changes)
+
+    ranked = sorted(_factorings(count, list(_FREE_AXES)), key=cost)
+    usable = []
+    for new in ranked[:_MAX_TRIED]:
+        other = update(c, {f"mesh.{level}.{axis}": size for axis, size in new.items()})
+        if not run_steps(STEPS, other, unknown_axes(other))[1]:
+            usable.append(new)
+        if len(usable) == _PROPOSALS:
+            break
+    return [*usable, *(new for new in ranked if new not in usable)][:_PROPOSALS]
+
+
+def _factorings(count: int, axes: list[str]) -> Iterator[dict[str, int]]:
+    if len(axes) == 1:
+        yield dict.fromkeys(MESH_AXES, 1) | {axes[0]: count}
+        return
+    for size in _divisors(count):
+        for rest in _factorings(count // size, axes[1:]):
+            yield rest | {axes[0]: size}
+
+
+def _divisors(count: int) -> Iterable[int]:
+    small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
+    return [*small, *(count // n for n in reversed(small) if n * n != count)]

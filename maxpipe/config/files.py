@@ -1,0 +1,162 @@
+"""Reads YAML files and `key=value` words into settings, each with the place it came from. No value is judged here."""
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.schema import OPTIONS, SECTIONS
+from maxpipe.config.values import Raw, Scalar
+
+COMMAND_LINE = "command line"
+_SCALAR_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool", "int", "float", "timestamp", "value")}
+_MAX_DEPTH = 6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key (legal or not) with its value as written and its source (`file.yml:12` or `command line`)."""
+
+    key: str
+    raw: Raw
+    source: str
+
+
+def read_files(path: str) -> tuple[list[Setting], list[Problem]]:
+    """Settings of a file and of the files it inherits from, the furthest base first."""
+    chain: list[list[Setting]] = []
+    problems: list[Problem] = []
+    seen: list[str] = []
+    origin = ""
+    while path:
+        if path in seen:
+            problems.append(Problem("base", f"files inherit in a circle: {' -> '.join([*seen, path])}", origin))
+            break
+        seen.append(path)
+        try:
+            settings = list(_read(path, origin))
+        except ConfigError as error:
+            problems.extend(error.problems)
+            break
+        problems.extend(_duplicates(settings))
+        bases = [setting for setting in settings if setting.key == "base"]
+        chain.append([setting for setting in settings if setting.key != "base"])
+        directory, path = os.path.dirname(path), ""
+        for base in bases:
+            if isinstance(base.raw, Scalar) and base.raw.text:
+                path, origin = os.path.normpath(os.path.join(directory, base.raw.text)), base.source
+            else:
+                problems.append(Problem("base", "expected the path of one YAML file", base.source))
+    return [setting for settings in reversed(chain) for setting in settings], problems
+
+
+def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
+    """Settings of `key=value` words, in their order."""
+    settings: list[Setting] = []
+    problems: list[Problem] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip():
+            problems.append(Problem("", f"{word!r} is not of the form key=value", COMMAND_LINE))
+        elif key == "base":
+            problems.append(Problem("base", "belongs in a YAML file; name the file itself instead", COMMAND_LINE))
+        elif key.startswith("-"):
+            message = f"{word!r}: keys are written without dashes: {key.lstrip('-')}={text}"
+            problems.append(Problem("", message, COMMAND_LINE))
+        else:
+            try:
+                settings.extend(_override(key.strip(), text))
+            except ConfigError as error:
+                problems.extend(error.problems)
+    return settings, problems
+
+
+def nearest_files(path: str) -> list[str]:
+    """YAML files that a mistyped path may have meant, the likeliest first, at most three."""
+    roots = [Path(root) for root in {os.path.dirname(path) or ".", "configs"} if os.path.isdir(root)]
+    found = {os.path.normpath(p) for root in roots for end in ("yml", "yaml") for p in root.glob(f"**/*.{end}")}
+    stem = Path(path).stem
+    ranked = sorted(found, key=lambda f: (-difflib.SequenceMatcher(None, Path(f).stem, stem).ratio(), f))
+    return ranked[:3]
+
+
+def _read(path: str, origin: str) -> Iterator[Setting]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = nearest_files(path)
+        hint = f"; the nearest are {', '.join(near)}" if near else ""
+        raise ConfigError(Problem("", f"there is no file {path}{hint}", origin)) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem("", f"cannot read {path}: {error}", origin)) from None
+    root = _compose(text, path)
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(Problem("", "a configuration is a mapping of keys to values", path))
+    yield from _flatten(root, "", path)
+
+
+def _compose(text: str, path: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(Problem("", f"not valid YAML: {error.problem or error.context}", where)) from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(Problem("", f"not valid YAML: {str(error).splitlines()[0]}", path)) from None
+
+
+def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting]:
+    for key_node, value in node.value:
+        source = f"{path}:{key_node.start_mark.line + 1}" if path != COMMAND_LINE else path
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(Problem("", "a key must be a word", source))
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            raise ConfigError(Problem("", "YAML merge keys are not supported; inherit with `base: other.yml`", source))
+        key = prefix + key_node.value
+        if key in SECTIONS and isinstance(value, yaml.MappingNode):
+            yield from _flatten(value, key + ".", path)
+        elif key in SECTIONS and isinstance(value, yaml.ScalarNode) and not value.value:
+            continue
+        else:
+            yield Setting(key, _raw(value, source), source)
+
+
+def _raw(node: yaml.Node, source: str, depth: int = 0) -> Raw:
+    if depth > _MAX_DEPTH:
+        raise ConfigError(Problem("", "a value is nested too deeply", source))
+    if isinstance(node, yaml.ScalarNode) and node.tag in _SCALAR_TAGS:
+        return Scalar(node.value, quoted=node.style is not None)
+    if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+        return [_raw(item, source, depth + 1) for item in node.value]
+    if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        return {str(key.value): _raw(value, source, depth + 1) for key, value in node.value}
+    raise ConfigError(Problem("", f"YAML tag {node.tag!r} is not allowed", source))
+
+
+def _override(key: str, text: str) -> Iterator[Setting]:
+    option = OPTIONS.get(key)
+    collection = text.lstrip().startswith(("[", "{")) and not (option and option.type is str)
+    node = _compose(text, COMMAND_LINE) if collection else None
+    if isinstance(node, yaml.MappingNode) and key in SECTIONS:
+        yield from _flatten(node, key + ".", COMMAND_LINE)
+    elif node is not None:
+        yield Setting(key, _raw(node, COMMAND_LINE), COMMAND_LINE)
+    else:
+        quoted = re.fullmatch(r"(['\"])(.*)\1", text, re.DOTALL)
+        yield Setting(key, Scalar(quoted[2], quoted=True) if quoted else Scalar(text), COMMAND_LINE)
+
+
+def _duplicates(settings: Sequence[Setting]) -> Iterator[Problem]:
+    first: dict[str, str] = {}
+    for setting in settings:
+        if setting.key in first:
+            yield Problem(setting.key, f"set twice, first at {first[setting.key]}", setting.source)
+        first.setdefault(setting.key, setting.source)

@@ -1,0 +1,123 @@
+"""A config as YAML, plain or with the source of every value; and what was decided automatically, in words."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from maxpipe.config.devices import STEPS, unknown_axes
+from maxpipe.config.layout import data_shards, num_stages
+from maxpipe.config.load import Loaded
+from maxpipe.config.schema import OPTIONS, get
+from maxpipe.config.sections import Config
+from maxpipe.config.steps import run_steps
+
+_SOURCE_COLUMN = 44
+
+
+def to_yaml(config: Config) -> str:
+    """YAML text that `load` reads back to an equal config."""
+    return "".join(f"{line}\n" for line, _ in _lines(config))
+
+
+def print_config(loaded: Loaded) -> str:
+    """YAML text with the source of every value as a comment. Derived values appear as far as they are known."""
+    known, _ = run_steps(STEPS, loaded.config, unknown_axes(loaded.config))
+    text = []
+    for line, key in _lines(known):
+        if key is None:
+            text.append(line)
+            continue
+        source = loaded.sources[key]
+        if get(known, key) != get(loaded.config, key):
+            source = "derived"
+        elif OPTIONS[key].rule.derived and get(known, key) == -1:
+            source += "; derived at start"
+        text.append(f"{line:<{_SOURCE_COLUMN}}  # {source}")
+    return "\n".join(text) + "\n"
+
+
+def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
+    """Automatic decisions and keys without effect, one line each with the reason.
+
+    Args:
+      resolved: from `resolve`.
+      loaded: what it was resolved from; without it derived values cannot be told from given ones and are not listed.
+    """
+    before = loaded.config if isinstance(loaded, Loaded) else loaded
+    lines = []
+    for key in OPTIONS if before else ():
+        if get(resolved, key) != get(before, key) and (reason := _reason(resolved, key)):
+            lines.append(f"{key}={get(resolved, key)}: {reason}")
+    return [*lines, *_without_effect(resolved)]
+
+
+def _reason(c: Config, key: str) -> str:
+    stages = num_stages(c)
+    if c.pipeline.engine == "sequential":
+        pipeline = {
+            "pipeline.engine": "there is one stage" if stages == 1 else "",
+            "pipeline.num_microbatches": "the whole batch at once",
+        }
+    else:
+        twice = "two per stage, since forwarding is delayed" if c.pipeline.delay_activation_forwarding else "one per stage"
+        chunks = f"{c.model.num_layers} layers over {stages} stages"
+        pipeline = {
+            "pipeline.engine": f"it runs schedule {c.pipeline.schedule}",
+            "pipeline.num_microbatches": twice,
+            "pipeline.num_repeats": f"{chunks} x {c.pipeline.num_layers_per_stage} layers per stage",
+            "pipeline.num_layers_per_stage": f"{chunks} x {c.pipeline.num_repeats} repeats",
+        }
+        if c.pipeline.layers_per_stage:
+            pipeline["pipeline.num_repeats"] = "the length of pipeline.layers_per_stage over the stages"
+            pipeline["pipeline.num_layers_per_stage"] = "the largest entry of pipeline.layers_per_stage"
+    if key.startswith("mesh."):
+        return "the devices that the other axes leave"
+    return pipeline.get(key, _REASONS.get(key, ""))
+
+
+_REASONS = {
+    "model.head_dim": "model.embed_dim / model.num_query_heads",
+    "optimizer.decay_steps": "steps",
+    "optimizer.warmup_steps": "a twentieth of optimizer.decay_steps",
+    "eval.global_batch_size": "data.global_batch_size",
+}
+
+
+def _without_effect(c: Config) -> list[str]:
+    lines = []
+    if c.pipeline.engine == "sequential":
+        rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
+        lines.append(
+            "the sequential engine has no pipeline: schedule, repeats, layers per stage, delayed forwarding, overlap, "
+            f"idle slots do not apply; microbatches accumulate gradients ({rows} sequences per device each)"
+        )
+    if c.stop_after >= c.steps:
+        lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
+    if c.checkpoint.every == 0 and c.checkpoint.resume in ("auto", "must"):
+        lines.append("checkpoint.every=0: this run cannot be resumed")
+    return lines
+
+
+def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
+    """Lines of YAML, each with its key (None for lines that set no value)."""
+    opened: tuple[str, ...] = ()
+    for key in OPTIONS:
+        *path, name = key.split(".")
+        for depth, section in enumerate(path):
+            if opened[: depth + 1] != tuple(path[: depth + 1]):
+                yield f"{'  ' * depth}{section}:", None
+        opened = tuple(path)
+        indent = "  " * len(path)
+        value = get(config, key)
+        if isinstance(value, list) and any(isinstance(item, list) for item in value):
+            yield f"{indent}{name}:", key
+            for item in value:
+                yield f"{indent}- {_flow(item)}", None
+        else:
+            yield f"{indent}{name}: {_flow(value)}", key
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=2**20, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,173 @@
+"""From the text of a YAML scalar to the value of a key, led by the type of the key and not by YAML's guess.
+
+That keeps `run_name: 007` a string, `cache_dir: off` a string, and lets whole numbers be written 1e3, 4k or 2Mi.
+"""
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, TypeAlias
+
+from maxpipe.config.schema import Option
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A YAML scalar as written; `quoted` tells the string 'null' from the null."""
+
+    text: str
+    quoted: bool = False
+
+    @property
+    def is_null(self) -> bool:
+        return not self.quoted and self.text.lower() in ("", "~", "null")
+
+
+Raw: TypeAlias = "Scalar | list[Raw] | dict[str, Raw]"
+
+_NUMBER = re.compile(r"([+-]?(?:\d[\d_]*)?(?:\.\d*)?(?:[eE][+-]?\d{1,4})?)(k|M|Ki|Mi)?")
+_SUFFIXES = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
+_BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def convert(option: Option, raw: Raw) -> Any:
+    """The value of `raw` in the type of the option, not yet checked against its rule.
+
+    Raises:
+      ValueError: it has another type; the message says which is expected, and does not name the key.
+    """
+    if isinstance(raw, dict):
+        raise ValueError("takes a value, not a section of further keys")
+    if isinstance(raw, Scalar) and raw.is_null and option.type is not str:
+        raise ValueError("has no value")
+    if option.type is str:
+        return _string(raw)
+    if option.type is bool:
+        return _bool(raw)
+    if option.type is int:
+        return _integer(raw)
+    if option.type is float:
+        return _float(raw)
+    if not isinstance(raw, list):
+        raise ValueError(f"expected a list such as {_example(option)}, got {show(raw)}")
+    if option.type == list[int]:
+        return [_integer(item) for item in raw]
+    return [_plain(item) for item in raw]
+
+
+def check_type(option: Option, value: Any) -> None:
+    """Raises ValueError unless a Python value has the option's type (a whole number may stand for a float)."""
+    if option.type is float:
+        legal = isinstance(value, int | float) and not isinstance(value, bool)
+    elif option.type is int:
+        legal = isinstance(value, int) and not isinstance(value, bool)
+    elif option.type == list[int]:
+        legal = isinstance(value, list) and all(type(item) is int for item in value)
+    else:
+        legal = isinstance(value, list if option.type == list[Any] else option.type)
+    if not legal:
+        raise ValueError(f"expected {_name(option)}, got {value!r}")
+
+
+def check_rule(option: Option, value: Any) -> None:
+    """Raises ValueError, naming the legal values, if a value of the right type breaks the option's rule."""
+    rule = option.rule
+    choices = option.choices
+    if choices and value not in choices:
+        raise ValueError(f"{value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}")
+    if rule.derived and value == -1:
+        return
+    bounds = []
+    if rule.minimum is not None and value < rule.minimum:
+        bounds.append(f"at least {rule.minimum}")
+    if rule.above is not None and value <= rule.above:
+        bounds.append(f"greater than {rule.above}")
+    if rule.maximum is not None and value > rule.maximum:
+        bounds.append(f"at most {rule.maximum}")
+    if bounds:
+        derived = ", or -1 to derive it" if rule.derived else ""
+        raise ValueError(f"must be {' and '.join(bounds)}{derived}; got {value}")
+
+
+def nearest(value: str, choices: list[str]) -> str:
+    """`; did you mean X?` for the choice most like `value`, or nothing if none is like it."""
+    found = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def show(raw: Raw) -> str:
+    """A short form of a raw value for messages."""
+    if isinstance(raw, Scalar):
+        return repr(raw.text)
+    return "a list" if isinstance(raw, list) else "a section"
+
+
+def number(text: str) -> Decimal:
+    """The exact value of a number as written: underscores and the suffixes k, M, Ki, Mi are understood.
+
+    Raises:
+      ValueError: the text is no finite number.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if not match or not any(c.isdigit() for c in match[1]) or match[1].lower().startswith(("e", "+e", "-e")):
+        raise ValueError(text)
+    return Decimal(match[1].replace("_", "")) * _SUFFIXES[match[2]]
+
+
+def _string(raw: Raw) -> str:
+    if not isinstance(raw, Scalar):
+        raise ValueError(f"expected a string, got {show(raw)}")
+    if raw.is_null and raw.text:
+        raise ValueError(f"has no value; write '' for the empty string or '{raw.text}' for the word")
+    return raw.text
+
+
+def _bool(raw: Raw) -> bool:
+    value = _BOOLS.get(raw.text.strip().lower()) if isinstance(raw, Scalar) else None
+    if value is None:
+        raise ValueError(f"expected true or false, got {show(raw)}")
+    return value
+
+
+def _integer(raw: Raw) -> int:
+    wanted = "expected a whole number such as 8, 1e3, 4k or 2Ki"
+    try:
+        value = number(raw.text) if isinstance(raw, Scalar) else None
+    except ValueError:
+        value = None
+    if value is None:
+        raise ValueError(f"{wanted}, got {show(raw)}")
+    if value and value.adjusted() > 18:
+        raise ValueError(f"{show(raw)} is too large")
+    if value != value.to_integral_value():
+        raise ValueError(f"{wanted}, got {show(raw)}")
+    return int(value)
+
+
+def _float(raw: Raw) -> float:
+    try:
+        value = float(number(raw.text)) if isinstance(raw, Scalar) else math.nan
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"expected a finite number such as 3e-4, got {show(raw)}")
+    return value
+
+
+def _plain(raw: Raw) -> Any:
+    if isinstance(raw, list):
+        return [_plain(item) for item in raw]
+    if isinstance(raw, dict):
+        raise ValueError("expected a list of lists, got a section inside it")
+    return None if raw.is_null else raw.text
+
+
+def _name(option: Option) -> str:
+    names = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
+    return names[option.type] if option.type in names else f"a list such as {_example(option)}"
+
+
+def _example(option: Option) -> str:
+    return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
