@@ -1,5 +1,13 @@
-"""Optimizers; each module registers one, chosen by `optimizer.name`."""
+"""Optimizers; each module registers one, chosen by `optimizer.name`.
+
+A variant maps `optimizer.*` to an `optax.GradientTransformation` whose updates are descent directions: they are
+multiplied by minus the learning rate, after weight decay was added. Layer parameters have leading layer dimensions that
+an optimizer must treat as batch dimensions.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 from maxpipe.registry import Registry
 
-OPTIMIZERS: Registry = Registry(__name__, __path__, "optimizer.name")
+OPTIMIZERS: Registry[Callable[[Any], Any]] = Registry(__name__, __path__, "optimizer.name")

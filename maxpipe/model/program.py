@@ -1,0 +1,115 @@
+"""ModelProgram: the model as pure functions over plain pytrees, which is all that engines know of it.
+
+Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer's tree with leading layer dimensions
+that the engine chooses. Shapes: B sequences of a microbatch, T sequence, D embed, V vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxpipe.config.sections import ModelConfig
+from maxpipe.model import parameters
+from maxpipe.model.attention import AttentionFn, dot_product_attention
+from maxpipe.model.blocks import BLOCKS
+from maxpipe.model.norms import RMSNorm
+from maxpipe.model.parameters import Params, declare, split_module
+
+
+class Embedding(nnx.Module):
+    """Token embedding table."""
+
+    def __init__(self, config: ModelConfig):
+        shape, axes = (config.vocab_size, config.embed_dim), ("vocab", "outer_embed")
+        self.embedding = declare(shape, axes, config.param_dtype, stddev=0.02)
+
+
+class Head(nnx.Module):
+    """Final norm and, unless embeddings are tied, output projection."""
+
+    def __init__(self, config: ModelConfig):
+        self.norm = RMSNorm(config.embed_dim, eps=config.norm_eps, dtype=config.param_dtype)
+        if not config.tie_embeddings:
+            shape, axes = (config.embed_dim, config.vocab_size), ("outer_embed", "vocab")
+            self.kernel = declare(shape, axes, config.param_dtype, stddev=0.02)
+
+    def normalise(self, x_BTD: jax.Array) -> jax.Array:
+        return self.norm(x_BTD)
+
+
+class ModelProgram:
+    """The model of one configuration around one attention function.
+
+    `params` below are the outer parameters {"embed", "head"}, floating leaves in the compute dtype.
+
+    Attributes:
+      config: the model's section of the configuration.
+      specs: {"embed", "layers" (of one layer), "head"}: trees of `ParamSpec`.
+    """
+
+    def __init__(self, config: ModelConfig, attention: AttentionFn = dot_product_attention):
+        block = BLOCKS.get(config.block)
+        self.config = config
+        self._apply_block, layers = split_module(lambda: block(config, attention))
+        self._apply_head, head = split_module(lambda: Head(config))
+        _, embed = split_module(lambda: Embedding(config))
+        self.specs = {"embed": embed, "layers": layers, "head": head}
+
+    @property
+    def needs_key(self) -> bool:
+        """True if `block` draws random numbers."""
+        return self.config.dropout > 0
+
+    def parameter_count(self) -> int:
+        outer = {"embed": self.specs["embed"], "head": self.specs["head"]}
+        return parameters.count(outer) + self.config.num_layers * parameters.count(self.specs["layers"])
+
+    def cast(self, params: Params) -> Params:
+        """Floating leaves in the compute dtype."""
+        dtype = jnp.dtype(self.config.dtype)
+        return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+
+    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Token ids int32 [B,T] -> activations [B,T,D]."""
+        return params["embed"]["embedding"][tokens].astype(self.config.dtype)
+
+    def block(
+        self, layer: Params, x_BTD: jax.Array, side: dict[str, Any], key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """One decoder layer: (activations [B,T,D], auxiliary loss summed over the sequences, float32 scalar)."""
+        return self._apply_block(layer, x_BTD, side, key)
+
+    def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
+        """Activations [..., D] -> logits [..., V], float32, soft-capped if configured."""
+        x = self._apply_head(params["head"], x_BTD, method="normalise")
+        if self.config.tie_embeddings:
+            kernel = params["embed"]["embedding"].astype(x.dtype).T
+        else:
+            kernel = params["head"]["kernel"].astype(x.dtype)
+        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+        cap = self.config.logit_soft_cap
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+    def head_loss(
+        self, params: Params, x_BTD: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Weighted token losses, summed.
+
+        Args:
+          params: outer parameters.
+          x_BTD: activations [..., D].
+          targets: int32 [...], token ids.
+          weights: float32 [...]; 0 for tokens that do not count.
+
+        Returns:
+          (loss, cross_entropy), float32 scalars: sums over tokens of weight * value; loss adds the z-loss term.
+        """
+        logits = self.logits(params, x_BTD)
+        log_z = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        cross_entropy = jnp.sum(weights * (log_z - picked))
+        if not self.config.z_loss:
+            return cross_entropy, cross_entropy
+        return cross_entropy + self.config.z_loss * jnp.sum(weights * jnp.square(log_z)), cross_entropy

@@ -1,0 +1,70 @@
+"""What an engine's pipeline is: pure functions from parameters and a batch to losses and gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from maxpipe.config.sections import PipelineConfig
+from maxpipe.model.parameters import Params
+from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.layout import StageLayout
+from maxpipe.sharding import AxisRules
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What every pipeline is built from.
+
+    Attributes:
+      program: the model.
+      rules: logical axis rules, bound to the mesh.
+      config: `pipeline.*`, resolved.
+      layout: where the layers live.
+    """
+
+    program: ModelProgram
+    rules: AxisRules
+    config: PipelineConfig
+    layout: StageLayout
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.rules.mesh
+
+
+class Pipeline(Protocol):
+    """Runs the model over its stages. Parameters: {"embed", "layers", "head"}, layer leaves as `layer_axes` says.
+
+    Attributes:
+      layer_axes: logical axes of the leading dimensions of live layer parameters.
+      to_canonical, from_canonical: one layer leaf, live layout <-> [num_layers, ...].
+    """
+
+    layer_axes: tuple[str, ...]
+    to_canonical: Callable[[jax.Array], jax.Array]
+    from_canonical: Callable[[jax.Array], jax.Array]
+
+    def layer_index(self) -> Any:
+        """int32 array over the leading dimensions: each layer's index in model order, num_layers for padding."""
+
+    def loss_and_gradients(self, params: Params, batch: Batch, key: jax.Array) -> tuple[Metrics, Params]:
+        """Training loss and its gradient.
+
+        Args:
+          params: live parameters in `param_dtype`.
+          batch: tokens, targets, positions, segment_ids int32 [B, T], weights float32 [B, T]; B is the global batch.
+          key: PRNG key of the step.
+
+        Returns:
+          ({"loss"}, gradients like `params`). The loss is the weighted token sum over the global batch divided once
+          by the global weight sum, plus the auxiliary loss per sequence.
+        """
+
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
+        """Forward only: {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""

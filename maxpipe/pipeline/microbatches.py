@@ -1,0 +1,39 @@
+"""Splitting a global batch into microbatches. Letters: B sequences, M microbatches, T tokens."""
+
+import jax
+import jax.numpy as jnp
+
+Batch = dict[str, jax.Array]
+SIDE = ("positions", "segment_ids", "sequence_index")
+
+
+def with_sequence_index(batch: Batch) -> Batch:
+    """Adds sequence_index int32 [B], the index in the global batch, from which dropout masks are drawn."""
+    return batch | {"sequence_index": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
+
+
+def split(batch: Batch, num_microbatches: int) -> Batch:
+    """[B, ...] -> [M, B / M, ...]; microbatch m takes rows m::M, so that no row leaves its data shard."""
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.swapaxes(x.reshape(-1, num_microbatches, *x.shape[1:]), 0, 1)
+
+    return {name: one(x) for name, x in batch.items()}
+
+
+def side_inputs(batch: Batch) -> Batch:
+    """What every layer may look at beside its activations."""
+    return {name: batch[name] for name in SIDE}
+
+
+def pad_rows(batch: Batch, multiple: int) -> Batch:
+    """Appends rows of weight 0 until `multiple` divides the number of rows."""
+    missing = -batch["tokens"].shape[0] % multiple
+    if not missing:
+        return batch
+    return {name: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in batch.items()}
+
+
+def weight_sum(batch: Batch) -> jax.Array:
+    """Sum of the token weights of the global batch, at least a tiny positive number; float32 scalar."""
+    return jnp.maximum(jnp.sum(batch["weights"]), 1e-6)

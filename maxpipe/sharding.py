@@ -1,0 +1,98 @@
+"""Logical axis rules: which dimension of which array lies on which mesh axes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.config import ConfigError, Problem
+
+MeshAxes = tuple[str, ...]
+KEY = "sharding.logical_axis_rules"
+
+
+class AxisRules:
+    """Turns logical axes into shardings over one mesh.
+
+    Args:
+      rules: `sharding.logical_axis_rules`, a list of [logical axis, [mesh axes]].
+      mesh: the device mesh.
+      say: called once for every dimension that stays whole because a mesh axis does not divide it.
+    """
+
+    def __init__(self, rules: Sequence[Any], mesh: Mesh, say: Callable[[str], None] = lambda text: None):
+        self.mesh = mesh
+        self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
+        self._say = say
+        self._said: set[str] = set()
+
+    def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:
+        """PartitionSpec of an array whose dimensions have these logical axes.
+
+        Args:
+          axes: logical axis of each dimension; None is whole.
+          shape: if given, a dimension that its mesh axes do not divide stays whole over the axes that do not fit.
+
+        Raises:
+          ConfigError: a logical axis has no rule, or two dimensions claim the same mesh axis.
+        """
+        taken: dict[str, str] = {}
+        entries: list[Any] = []
+        for i, name in enumerate(axes):
+            mesh_axes = self._mesh_axes(name)
+            if shape is not None:
+                mesh_axes = self._dividing(mesh_axes, shape[i], name or "")
+            for axis in mesh_axes:
+                if axis in taken:
+                    text = f"an array has axes {taken[axis]!r} and {name!r}, and both are laid over mesh axis {axis!r}"
+                    raise ConfigError(Problem(KEY, text))
+                taken[axis] = name or ""
+            entries.append(mesh_axes if len(mesh_axes) > 1 else (mesh_axes[0] if mesh_axes else None))
+        return PartitionSpec(*entries)
+
+    def sharding(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> NamedSharding:
+        """`spec` bound to the mesh."""
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    def constrain(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
+        """Asks the partitioner to lay `x` out by its logical axes."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+    def size(self, axis: str) -> int:
+        """Number of shards of a dimension with this logical axis."""
+        size = 1
+        for mesh_axis in self._mesh_axes(axis):
+            size *= self.mesh.shape[mesh_axis]
+        return size
+
+    def _mesh_axes(self, name: str | None) -> MeshAxes:
+        if name is None:
+            return ()
+        if name not in self._rules:
+            raise ConfigError(Problem(KEY, f"no rule for logical axis {name!r}; add [{name}, []] to leave it whole"))
+        return tuple(a for a in self._rules[name] if self.mesh.shape[a] > 1)
+
+    def _dividing(self, mesh_axes: MeshAxes, size: int, name: str) -> MeshAxes:
+        kept: list[str] = []
+        parts = 1
+        for axis in mesh_axes:
+            if size % (parts * self.mesh.shape[axis]) == 0:
+                kept.append(axis)
+                parts *= self.mesh.shape[axis]
+            else:
+                text = f"axis {name!r} of size {size} stays whole over mesh axis {axis!r} of size {self.mesh.shape[axis]}"
+                if text not in self._said:
+                    self._said.add(text)
+                    self._say(text + ", which does not divide it")
+        return tuple(kept)
+
+
+def without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """`spec` with the given mesh axes removed: the layout after a gather over them."""
+    entries: list[Any] = []
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        kept = tuple(n for n in names if n not in axes)
+        entries.append(kept if len(kept) > 1 else (kept[0] if kept else None))
+    return PartitionSpec(*entries)

@@ -1,0 +1,78 @@
+"""The update of parameters: clipping, the optimizer's direction, decay, learning rate, and skipping bad steps."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxpipe.config.sections import OptimizerConfig
+from maxpipe.model.parameters import ParamSpec, Params, map_specs
+from maxpipe.training.lr_schedules import LR_SCHEDULES
+from maxpipe.training.optimizers import OPTIMIZERS
+
+# Matrices that touch the residual stream decay; norms and biases do not.
+DECAYING_AXES = {"embed", "outer_embed"}
+
+
+def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
+    """Rate of the update that follows `step` finished steps, float32 scalar.
+
+    Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to `decay_steps`.
+    """
+    step = step.astype(jnp.float32)
+    warmup = jnp.minimum(1.0, (step + 1) / max(config.warmup_steps, 1))
+    progress = (step - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1)
+    share = LR_SCHEDULES.get(config.schedule)(jnp.clip(progress, 0.0, 1.0), config)
+    return config.learning_rate * warmup * share
+
+
+class Optimizer:
+    """A pure function of one parameter tree, its gradients and its state.
+
+    Args:
+      config: `optimizer.*`, resolved.
+      specs: tree of `ParamSpec`s that says by logical axes which parameters decay.
+    """
+
+    def __init__(self, config: OptimizerConfig, specs: Any):
+        self._config = config
+        self._transform = OPTIMIZERS.get(config.name)(config)
+        self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
+
+    def init(self, params: Params) -> Any:
+        """State of the optimizer before the first step."""
+        return self._transform.init(params)
+
+    def update(
+        self, params: Params, gradients: Params, state: Any, step: jax.Array, norm: jax.Array, finite: jax.Array
+    ) -> tuple[Params, Any]:
+        """One step.
+
+        Args:
+          params, gradients, state: of the same tree; part of a model is enough.
+          step: int32 scalar, finished steps.
+          norm: float32 scalar, norm of the gradients of the whole model.
+          finite: bool scalar; False leaves parameters and state as they are, bit for bit.
+
+        Returns:
+          (parameters, state).
+        """
+        config = self._config
+        clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6)) if config.grad_clip_norm else 1.0
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, gradients)
+        directions, new_state = self._transform.update(gradients, state, params)
+        rate = learning_rate(config, step)
+
+        def apply(p: jax.Array, direction: jax.Array, decays: bool) -> jax.Array:
+            p32 = p.astype(jnp.float32)
+            decay = config.weight_decay if decays else 0.0
+            return jnp.where(finite, p32 - rate * (direction + decay * p32), p32).astype(p.dtype)
+
+        params = jax.tree.map(apply, params, directions, self._decays)
+        return params, jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
+
+
+def global_norm(tree: Params) -> jax.Array:
+    """Root of the sum of squares of all leaves, float32 scalar."""
+    return optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), tree))

@@ -1,0 +1,63 @@
+"""TrainState: everything a step changes, and its layout on devices and on disk."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxpipe.model.parameters import Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Live state of a run.
+
+    Attributes:
+      step: int32 scalar, finished steps.
+      key: uint32 key data of the run; a step's key is folded from it.
+      params: {"embed", "layers", "head"}.
+      opt_state: the optimizer's state; subtrees like `params` have the same keys.
+      skips: int32 scalar, non-finite steps in a row up to now.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    params: Params
+    opt_state: Any
+    skips: jax.Array
+
+    def step_key(self) -> jax.Array:
+        """PRNG key of the next step."""
+        return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.step)
+
+
+def new_state(params: Params, opt_state: Any, key: jax.Array) -> TrainState:
+    """The state before the first step."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, jax.random.key_data(key), params, opt_state, zero)
+
+
+def map_by_parameter(f: Callable[[Any, Any], Any], tree: Any, by_path: Any, otherwise: Any) -> Any:
+    """Maps leaves together with what belongs to their parameter.
+
+    Args:
+      f: called as f(leaf, value).
+      tree: a `TrainState` or part of one.
+      by_path: tree like the parameters with a value per parameter.
+      otherwise: value for leaves that belong to no parameter, such as counters.
+
+    A leaf belongs to the parameter whose path ends its own path, so optimizer states that mirror the parameters match.
+    """
+    names = {jax.tree_util.keystr(path): value for path, value in jax.tree_util.tree_leaves_with_path(by_path)}
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        for start in range(len(path)):
+            name = jax.tree_util.keystr(path[start:])
+            if name in names:
+                return f(leaf, names[name])
+        return f(leaf, otherwise)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
