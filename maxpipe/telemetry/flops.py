@@ -29,8 +29,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
     6 N + 6 L H D T, with N the parameters that are multiplied with activations (the output projection
     included, tied or not; the embedding lookup, norms and biases left out), L layers, H query heads of width
-    D and T tokens per sequence. The second term is attention: PaLM's 12 L H D T halved, because a causal query
-    sees T/2 keys on average. Packed sequences are counted as if they were one document.
+    D and T tokens per sequence. The second term is attention: PaLM's 12 L H D T halved, because on average a
+    causal query sees T/2 keys. Packed sequences are counted as if they were one document.
 
     Args:
       model: resolved: `head_dim` is not -1.

@@ -1,0 +1,127 @@
+"""Draws the losses of one or more runs as an SVG picture.
+
+    python scripts/loss_curve.py runs/base/metrics.jsonl loss.svg
+    python scripts/loss_curve.py runs/a/metrics.jsonl runs/b/metrics.jsonl loss.svg
+
+Training loss is a line per run, named after the run's directory; evaluation loss is marked by dots. Needs
+nothing but Python.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 760, 360
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 34, 44
+COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#475569")
+
+Points = list[tuple[int, float]]
+Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    train: Points
+    evaluation: Points
+
+
+def read_run(path: Path) -> Run:
+    """Loss against step from a metrics.jsonl; null losses and a torn last line are left out.
+
+    Raises:
+      ValueError: there is no loss in the file.
+    """
+    train: Points = []
+    evaluation: Points = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        for key, points in (("loss", train), ("eval_loss", evaluation)):
+            if row.get(key) is not None:
+                points.append((row["step"], row[key]))
+    if not train:
+        raise ValueError(f"{path} holds no training loss; is it the metrics.jsonl of a run?")
+    return Run(path.resolve().parent.name, train, evaluation)
+
+
+def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
+    """Round numbers from low to high, at a distance of 1, 2 or 5 times a power of ten."""
+    raw = (high - low) / wanted or 1.0
+    power = 10.0 ** math.floor(math.log10(raw))
+    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    first, last = math.ceil(low / distance), math.floor(high / distance + 1e-9)
+    return [index * distance for index in range(first, last + 1)]
+
+
+def draw(runs: Sequence[Run]) -> str:
+    """The picture as SVG text."""
+    steps = [step for run in runs for step, _ in run.train + run.evaluation]
+    losses = [loss for run in runs for _, loss in run.train + run.evaluation]
+    first, last = 0, max(steps)
+    low, high = min(losses), max(losses)
+    margin = 0.05 * (high - low) or 0.5
+    low, high = low - margin, high + margin
+
+    def x(step: float) -> float:
+        return LEFT + (step - first) / (last - first) * (WIDTH - LEFT - RIGHT)
+
+    def y(loss: float) -> float:
+        return TOP + (high - loss) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"',
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12" fill="#334155">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+    ]
+    for loss in ticks(low, high):
+        parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="#e2e8f0"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>')
+    for step in ticks(first, last):
+        below = HEIGHT - BOTTOM + 18
+        parts.append(f'<text x="{x(step):.1f}" y="{below}" text-anchor="middle">{step:g}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
+    parts.append('<text x="8" y="18">loss (nats per token)</text>')
+    for index, run in enumerate(runs):
+        parts += _draw_run(run, COLOURS[index % len(COLOURS)], index, x, y)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _draw_run(run: Run, colour: str, index: int, x: Scale, y: Scale) -> list[str]:
+    line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in run.train)
+    parts = [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
+    for step, loss in run.evaluation:
+        centre = f'cx="{x(step):.1f}" cy="{y(loss):.1f}"'
+        parts.append(f'<circle {centre} r="4" fill="white" stroke="{colour}" stroke-width="2"/>')
+    key = f"{run.name}: training" + (", evaluation (dots)" if run.evaluation else "")
+    height = TOP + 8 + 18 * index
+    parts.append(f'<path d="M{WIDTH - RIGHT - 22} {height}h20" stroke="{colour}" stroke-width="3"/>')
+    parts.append(f'<text x="{WIDTH - RIGHT - 30}" y="{height + 4}" text-anchor="end">{escape(key)}</text>')
+    return parts
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Draw the losses of runs as an SVG picture.")
+    parser.add_argument("metrics", nargs="+", type=Path, help="metrics.jsonl of each run")
+    parser.add_argument("picture", type=Path, help="the SVG file to write")
+    options = parser.parse_args(arguments)
+    try:
+        picture = draw([read_run(path) for path in options.metrics])
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+        options.picture.write_text(picture, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

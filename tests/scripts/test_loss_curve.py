@@ -1,0 +1,59 @@
+import importlib.util
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+_SCRIPT = Path(__file__).parents[2] / "scripts" / "loss_curve.py"
+_SPEC = importlib.util.spec_from_file_location("loss_curve", _SCRIPT)
+loss_curve = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(loss_curve)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def write_metrics(path, rows):
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_draws_a_line_per_run_and_a_dot_per_evaluation(tmp_path):
+    rows = [{"step": step, "loss": 6.0 / step} for step in range(1, 9)] + [{"step": 8, "eval_loss": 1.0}]
+    first = write_metrics(tmp_path / "a<b" / "metrics.jsonl", rows)
+    second = write_metrics(tmp_path / "plain" / "metrics.jsonl", rows[:4])
+    picture = tmp_path / "out" / "loss.svg"
+    assert loss_curve.main([str(first), str(second), str(picture)]) == 0
+    root = ElementTree.parse(picture).getroot()
+    lines = [line.get("points").split() for line in root.iter(f"{SVG}polyline")]
+    assert [len(line) for line in lines] == [8, 4]
+    assert len(list(root.iter(f"{SVG}circle"))) == 1
+    heights = [float(point.split(",")[1]) for point in lines[0]]
+    assert heights == sorted(heights)
+    assert max(heights) < loss_curve.HEIGHT
+    assert any("a<b" in (text.text or "") for text in root.iter(f"{SVG}text"))
+
+
+def test_null_losses_and_a_torn_line_are_left_out(tmp_path):
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
+    path = write_metrics(tmp_path / "run" / "metrics.jsonl", rows)
+    path.write_text(path.read_text() + '{"step": 3, "lo')
+    run = loss_curve.read_run(path)
+    assert run.train == [(1, 2.0)]
+    assert "<polyline" in loss_curve.draw([run])
+
+
+def test_a_file_without_losses_is_refused_without_a_traceback(tmp_path, capsys):
+    path = write_metrics(tmp_path / "run" / "metrics.jsonl", [{"step": 1, "eval_loss": 2.0}])
+    assert loss_curve.main([str(path), str(tmp_path / "loss.svg")]) == 2
+    assert str(path) in capsys.readouterr().err
+    assert not (tmp_path / "loss.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 200, [0, 50, 100, 150, 200]), (2.4, 5.8, [3, 4, 5]), (1, 1.3, [1, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3])],
+)
+def test_ticks_are_round_numbers(low, high, expected):
+    assert loss_curve.ticks(low, high) == pytest.approx(expected)
