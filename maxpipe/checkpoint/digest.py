@@ -1,0 +1,108 @@
+"""A 32-bit digest of an array that does not depend on how the array is laid out over devices.
+
+Every element's bit pattern is read as 32-bit words, word i becomes mix(word + i * GOLDEN) and the results are
+summed, all modulo 2^32. `mix` is the finalizer of MurmurHash3 (Austin Appleby, public domain): a bijection,
+so that a change confined to one word always changes the digest; other changes slip through with probability
+2^-32. Integer sums do not depend on order, hence neither on mesh, sharding or reduction tree. (Without the
+mixing, weights times bits, two flipped sign bits anywhere in an array would cancel.)
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+GOLDEN = 0x9E3779B9
+_CHUNK = 1 << 17  # words per step on the host: two temporaries stay in the second-level cache
+
+
+def digests(arrays: dict[str, Any]) -> dict[str, int]:
+    """Digests of all arrays; those of `jax.Array`s are computed where they live, in parallel.
+
+    Args:
+      arrays: name -> `jax.Array` of any sharding (with several processes: the same global arrays in all of
+        them) or NumPy array; element size 1, 2, 4 or 8 bytes.
+
+    Returns:
+      name -> digest in [0, 2^32).
+    """
+    pending = {
+        name: _device_digest(a) if isinstance(a, jax.Array) else _host_digest(a) for name, a in arrays.items()
+    }
+    # A scalar is whole on every device, so that any local copy is the answer also when others are out of
+    # reach.
+    local = {name: d.addressable_data(0) if isinstance(d, jax.Array) else d for name, d in pending.items()}
+    return {name: int(d) for name, d in jax.device_get(local).items()}
+
+
+def _mix(word: Any, multiply: Callable[[Any, int], Any], fold: Callable[[Any, int], Any]) -> Any:
+    word = fold(word, 16)
+    word = multiply(word, 0x85EBCA6B)
+    word = fold(word, 13)
+    word = multiply(word, 0xC2B2AE35)
+    return fold(word, 16)
+
+
+def _device_digest(array: jax.Array) -> jax.Array:
+    if array.size == 0:
+        return jnp.uint32(0)
+    # 64-bit arrays exist only while x64 is on, whatever the program around us uses.
+    with jax.enable_x64(array.dtype.itemsize == 8):
+        return _compiled()(array)
+
+
+@functools.cache
+def _compiled() -> Callable[[jax.Array], jax.Array]:
+    def digest(array: jax.Array) -> jax.Array:
+        words = _device_words(array)
+        index = jnp.zeros(words.shape, jnp.uint32)
+        for dim in range(words.ndim):
+            stride = math.prod(words.shape[dim + 1 :]) & 0xFFFFFFFF
+            index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim) * np.uint32(stride)
+        mixed = _mix(
+            words + index * np.uint32(GOLDEN),
+            multiply=lambda word, factor: word * np.uint32(factor),
+            fold=lambda word, shift: word ^ (word >> np.uint32(shift)),
+        )
+        return jnp.sum(mixed, dtype=jnp.uint32)
+
+    return jax.jit(digest)
+
+
+def _device_words(array: jax.Array) -> jax.Array:
+    """Bit patterns as uint32, shaped as `array`; 8-byte elements add a last dimension of 2 (low, high)."""
+    if array.dtype == jnp.bool_:
+        return array.astype(jnp.uint32)
+    if array.dtype.itemsize == 8:
+        return jax.lax.bitcast_convert_type(array, jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+
+
+def _host_digest(array: np.ndarray) -> int:
+    """The same digest of an array in host memory, a cache-sized piece at a time."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    words = flat.view(np.uint32 if flat.itemsize >= 4 else f"u{flat.itemsize}")
+    total = 0
+    steps = np.arange(_CHUNK, dtype=np.uint32) * np.uint32(GOLDEN)
+    for start in range(0, words.size, _CHUNK):
+        word = words[start : start + _CHUNK].astype(np.uint32)
+        word += steps[: word.size]
+        word += np.uint32(start * GOLDEN & 0xFFFFFFFF)
+        word = _mix(word, multiply=_multiply_in_place, fold=_fold_in_place)
+        total += int(word.sum(dtype=np.uint64))
+    return total & 0xFFFFFFFF
+
+
+def _multiply_in_place(word: np.ndarray, factor: int) -> np.ndarray:
+    word *= np.uint32(factor)
+    return word
+
+
+def _fold_in_place(word: np.ndarray, shift: int) -> np.ndarray:
+    word ^= word >> np.uint32(shift)
+    return word

@@ -1,0 +1,34 @@
+"""What can go wrong with a checkpoint, by what the user has to do about it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+LINES_SHOWN = 20
+
+
+class CheckpointDamaged(RuntimeError):
+    """A committed checkpoint cannot be read, or what was read is not what was saved."""
+
+
+class CheckpointSaveError(RuntimeError):
+    """A save failed; with asynchronous saves, raised at the next save, at `wait` or at `close`."""
+
+
+class CheckpointMismatch(ValueError):
+    """A checkpoint is sound but holds other arrays than the run needs; never mended by casting or skipping.
+
+    Attributes:
+      differences: one line per array that is missing, unexpected, or of another shape or dtype.
+    """
+
+    def __init__(self, directory: Path, differences: Sequence[str]):
+        assert differences
+        self.differences = tuple(differences)
+        shown = [f"  {line}" for line in self.differences[:LINES_SHOWN]]
+        if len(self.differences) > LINES_SHOWN:
+            shown.append(f"  ... and {len(self.differences) - LINES_SHOWN} more")
+        super().__init__(
+            f"checkpoint {directory} does not fit this run:\n"
+            + "\n".join(shown)
+            + "\nContinue with the model.* and optimizer.* it was saved with, or choose another run_name."
+        )

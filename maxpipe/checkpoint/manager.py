@@ -1,0 +1,225 @@
+"""`Checkpointer`: asynchronous, atomic, verified checkpoints of a run, on Orbax."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from maxpipe.checkpoint import processes
+from maxpipe.checkpoint.digest import digests
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError
+from maxpipe.checkpoint.leaves import ITERATOR, named_leaves, saveable
+from maxpipe.checkpoint.reader import ITEM as ARRAYS
+from maxpipe.checkpoint.reader import Restored, read_step
+from maxpipe.checkpoint.record import ITEM as RECORD
+from maxpipe.checkpoint.record import Leaf, Record
+from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, committed_steps, set_aside, step_path
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+
+class Checkpointer:
+    """Saves and restores the checkpoints of one run; with several processes all of them make the same calls.
+
+    A step is one commit: state, data position, the caller's meta and a digest of every array appear together
+    under `<directory>/<step>/` or not at all. The directory must be a local or shared file system with atomic
+    renames.
+
+    Args:
+      directory: holds the step directories; made by the first save.
+      every: save after every so many steps; 0 = only when forced.
+      keep: newest committed steps kept. An older one is deleted only after a newer one has been committed.
+      say: where warnings go; called in process 0 only.
+    """
+
+    def __init__(self, directory: Path, *, every: int, keep: int, say: Callable[[str], None] | None = None):
+        assert every >= 0
+        assert keep >= 1
+        self._directory = Path(directory).absolute()
+        self._every = every
+        self._keep = keep
+        self._report = say or (lambda message: print(message, file=sys.stderr))
+        self._orbax: ocp.CheckpointManager | None = None
+        self._latest: int | None = None  # step last saved or restored here, perhaps not committed yet
+
+    def due(self, step: int) -> bool:
+        """Whether `save(step, ...)` would write without `force`; never for a step just saved or restored."""
+        return self._every > 0 and step % self._every == 0 and step != self._latest
+
+    def steps(self) -> list[int]:
+        """Committed steps in ascending order."""
+        return committed_steps(self._directory)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        iterator: np.ndarray | jax.Array,
+        meta: dict[str, Any],
+        force: bool = False,
+    ) -> bool:
+        """Starts saving in the background if the step is due or forced; waits for an earlier save first.
+
+        On return nothing refers to the arrays any more: they may be donated or overwritten. Until the commit
+        one copy of this process's shards is kept in host memory.
+
+        Args:
+          step: training steps done.
+          state: pytree of arrays in the canonical layout: `jax.Array`s (with several processes: global ones)
+            or NumPy arrays (with several processes: equal in all of them). PRNG keys as key data.
+          iterator: [rows, columns] int64 of all rows, as NumPy or as a global `jax.Array`.
+          meta: JSON; `meta["config"]` should be the nested configuration.
+          force: save also when not due. A step just saved or restored is not written again.
+
+        Returns:
+          Whether a save was started.
+
+        Raises:
+          CheckpointSaveError: the previous save failed in the background, or this one could not be started.
+          TypeError: a leaf is not an array.
+        """
+        if step == self._latest or not (force or self.due(step)):
+            return False
+        arrays = {
+            name: saveable(name, leaf) for name, leaf in {**named_leaves(state), ITERATOR: iterator}.items()
+        }
+        self.wait()
+        # Moving a state to the host is what a save is for, so that it is legal also inside a guarded loop.
+        with jax.transfer_guard("allow"):
+            found = digests(arrays)
+            leaves = {n: Leaf(tuple(a.shape), np.dtype(a.dtype).name, found[n]) for n, a in arrays.items()}
+            record = Record(step, meta, leaves).to_json()
+            self._latest = step
+            with self._failures():
+                self._start(step, arrays, record)
+        return True
+
+    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+        """Reads and verifies a committed step.
+
+        Without `step`, the newest step that is sound; damaged newer ones are reported and, once an older one
+        has been loaded, set aside as `<step>.damaged`. With `step`, that one or nothing.
+
+        Args:
+          abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s,
+            the others as NumPy arrays. The mesh and the shardings need not be those of the save.
+          step: a committed step.
+
+        Raises:
+          CheckpointMismatch: names, shapes or dtypes differ; lists each. Older steps are not tried.
+          CheckpointDamaged: `step`, or every committed step, is damaged; nothing is renamed.
+          FileNotFoundError: there is no committed step.
+        """
+        self._release()
+        if step is not None:
+            try:
+                restored = read_step(step_path(self._directory, step), abstract_state)
+            except CheckpointDamaged as error:
+                raise CheckpointDamaged(f"checkpoint {step_path(self._directory, step)}: {error}") from error
+        else:
+            restored = self._restore_newest_sound(abstract_state)
+        self._latest = restored.step
+        return restored
+
+    def wait(self) -> None:
+        """Returns when nothing is being saved any more.
+
+        Raises:
+          CheckpointSaveError: the save failed; reported once.
+        """
+        if self._orbax is not None:
+            with self._failures():
+                self._orbax.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits for a running save and lets go of threads.
+
+        Raises:
+          CheckpointSaveError: the save failed and that has not been reported yet.
+        """
+        self._release()
+
+    def _start(self, step: int, arrays: dict[str, Any], record: dict[str, Any]) -> None:
+        import orbax.checkpoint as ocp  # a second or more to import: paid at the first save
+
+        if self._orbax is None:
+            self._abandon_from(step)
+            self._orbax = ocp.CheckpointManager(
+                self._directory,
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=ocp.checkpoint_managers.LatestN(n=self._keep),
+                    cleanup_tmp_directories=True,
+                    # Damage in an old step's metadata must not prevent a new save.
+                    lightweight_initialize=True,
+                ),
+            )
+        items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
+        self._orbax.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def _abandon_from(self, step: int) -> None:
+        """Sets aside steps that a run which went back before them is about to write anew."""
+        for newer in [s for s in self.steps() if s >= step] if jax.process_index() == 0 else []:
+            aside = set_aside(self._directory, newer, ABANDONED)
+            self._say(f"checkpoint {newer} lies ahead of this run and was set aside as {aside}")
+        processes.barrier("maxpipe_abandon")
+
+    def _restore_newest_sound(self, abstract_state: Any) -> Restored:
+        damage: dict[int, str] = {}
+        while (step := self._newest_below(min(damage, default=None))) is not None:
+            try:
+                restored = read_step(step_path(self._directory, step), abstract_state)
+            except CheckpointDamaged as error:
+                damage[step] = str(error)
+                self._say(f"checkpoint {step} in {self._directory} is damaged: {error}")
+                continue
+            self._set_damaged_aside(damage, restored.step)
+            return restored
+        if not damage:
+            raise FileNotFoundError(f"no committed checkpoint in {self._directory}")
+        found = "\n".join(f"  step {step}: {reason}" for step, reason in damage.items())
+        raise CheckpointDamaged(
+            f"none of the checkpoints in {self._directory} can be loaded:\n{found}\n"
+            "Put back a copy of that directory; to start from scratch delete it or choose another run_name."
+        )
+
+    def _newest_below(self, limit: int | None) -> int | None:
+        """Process 0 looks, so that all try the same step."""
+        newest = max((step for step in self.steps() if limit is None or step < limit), default=-1)
+        step = processes.of_first_process(newest)
+        return step if step >= 0 else None
+
+    def _set_damaged_aside(self, damage: dict[int, str], sound: int) -> None:
+        if not damage:
+            return
+        if jax.process_index() == 0:
+            for step in damage:
+                set_aside(self._directory, step, DAMAGED)
+        processes.barrier("maxpipe_damaged")
+        steps = ", ".join(map(str, damage))
+        self._say(f"going on from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: {steps}")
+
+    def _release(self) -> None:
+        orbax, self._orbax = self._orbax, None
+        if orbax is not None:
+            with self._failures():
+                orbax.close()
+
+    @contextlib.contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            where = self._directory if self._latest is None else step_path(self._directory, self._latest)
+            self._latest = None  # so that the step may be tried again
+            raise CheckpointSaveError(
+                f"saving checkpoint {where} failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _say(self, message: str) -> None:
+        if jax.process_index() == 0:
+            self._report(message)

@@ -1,0 +1,162 @@
+"""Reading a committed step: record first, then arrays, and nothing is believed before its digest matches."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxpipe.checkpoint.digest import digests
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from maxpipe.checkpoint.leaves import ITERATOR, differences, named_leaves, nbytes
+from maxpipe.checkpoint.processes import agree
+from maxpipe.checkpoint.record import Leaf, Record, read_record
+
+ITEM = "arrays"
+BATCH_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held.
+
+    Attributes:
+      step: training step after which it was saved.
+      state: pytree like the `abstract_state` asked for.
+      iterator: [rows, columns] int64, every row in every process.
+      meta: what was given to `Checkpointer.save`.
+    """
+
+    step: int
+    state: Any
+    iterator: np.ndarray
+    meta: dict[str, Any]
+
+
+def read_step(directory: Path, abstract_state: Any) -> Restored:
+    """Reads and verifies one step directory; every process calls it.
+
+    Args:
+      directory: a committed step.
+      abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s, the
+        others as NumPy arrays.
+
+    Raises:
+      CheckpointMismatch: the checkpoint is sound but its arrays are not those of `abstract_state`.
+      CheckpointDamaged: it cannot be read, or what was read is not what was saved.
+    """
+    record = _read_record_everywhere(directory)
+    wanted = named_leaves(abstract_state)
+    saved = {name: leaf for name, leaf in record.leaves.items() if name != ITERATOR}
+    if lines := differences(saved, wanted):
+        raise CheckpointMismatch(directory, lines)
+    shardings = {name: getattr(leaf, "sharding", None) for name, leaf in wanted.items()}
+    arrays = read_arrays(directory, record.leaves, {**shardings, ITERATOR: None})
+    iterator = arrays.pop(ITERATOR)
+    state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
+    return Restored(record.step, state, iterator, record.meta)
+
+
+def verify_step(directory: Path) -> Record:
+    """Reads a whole step through host memory, about `BATCH_BYTES` at a time, and checks every digest.
+
+    Raises:
+      CheckpointDamaged: as `read_step`.
+    """
+    record = read_record(directory)
+    for names in _batches(record.leaves):
+        read_arrays(directory, record.leaves, dict.fromkeys(names))
+    return record
+
+
+def read_arrays(
+    directory: Path, leaves: Mapping[str, Leaf], shardings: Mapping[str, jax.sharding.Sharding | None]
+) -> dict[str, Any]:
+    """Reads the arrays named in `shardings` (None = into host memory) and checks them against `leaves`.
+
+    Raises:
+      CheckpointDamaged: as `read_step`.
+    """
+    problem = ""
+    try:
+        arrays = _restore(directory / ITEM, leaves, shardings)
+        wrong = [name for name, array in arrays.items() if not _as_recorded(array, leaves[name])]
+        if wrong:
+            problem = f"{_some(wrong)} came back with another shape or dtype"
+    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+        raise  # this machine's trouble; the checkpoint may be sound
+    except Exception as error:  # Orbax and TensorStore report damage as almost any type
+        problem = f"arrays cannot be read: {type(error).__name__}: {_first_line(error)}"
+    # Digests of sharded arrays are collective: nobody may start on them while another process has nothing to
+    # add.
+    if not agree(not problem):
+        raise CheckpointDamaged(problem or "arrays cannot be read by another process")
+    changed = [name for name, digest in digests(arrays).items() if digest != leaves[name].digest]
+    if not agree(not changed):
+        raise CheckpointDamaged(f"digest of {_some(changed) or 'an array of another process'} does not match")
+    return arrays
+
+
+def _read_record_everywhere(directory: Path) -> Record:
+    record, problem = None, "record cannot be read by another process"
+    try:
+        record = read_record(directory)
+    except CheckpointDamaged as error:
+        problem = str(error)
+    if not agree(record is not None):
+        raise CheckpointDamaged(problem)
+    assert record is not None
+    return record
+
+
+def _restore(
+    path: Path, leaves: Mapping[str, Leaf], shardings: Mapping[str, jax.sharding.Sharding | None]
+) -> dict[str, Any]:
+    import orbax.checkpoint as ocp  # a second or more to import: paid when a checkpoint is touched
+    from etils import epath
+
+    def arguments(name: str) -> ocp.RestoreArgs:
+        sharding = shardings[name]
+        if sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaves[name].shape)
+
+    # The handler, not the manager: it has no barriers, so that one process's read error cannot hang the
+    # others.
+    return ocp.PyTreeCheckpointHandler().restore(
+        epath.Path(path),
+        args=ocp.args.PyTreeRestore(
+            item=dict.fromkeys(shardings, 0),
+            restore_args={name: arguments(name) for name in shardings},
+            partial_restore=True,
+        ),
+    )
+
+
+def _as_recorded(array: Any, leaf: Leaf) -> bool:
+    # An array missing on disk comes back from a partial restore as the placeholder that was passed in.
+    is_array = isinstance(array, jax.Array | np.ndarray)
+    return is_array and (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype)
+
+
+def _batches(leaves: Mapping[str, Leaf]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for name, leaf in leaves.items():
+        batch.append(name)
+        size += nbytes(leaf)
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:300]

@@ -1,0 +1,114 @@
+"""The record: the JSON part of a checkpoint, which says what the arrays are and carries its own checksum."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from maxpipe.checkpoint.errors import CheckpointDamaged
+
+FORMAT = 1
+ITEM = "meta"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One saved array.
+
+    Attributes:
+      shape: global shape in the canonical layout.
+      dtype: NumPy name of the dtype, `bfloat16` included.
+      digest: see `maxpipe.checkpoint.digest`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known about a checkpoint besides the arrays' values.
+
+    Attributes:
+      step: training step after which it was taken.
+      meta: the caller's JSON: configuration, versions.
+      leaves: name -> description of every array, iterator state included.
+    """
+
+    step: int
+    meta: dict[str, Any]
+    leaves: dict[str, Leaf]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON object with a checksum over everything else in it.
+
+        Raises:
+          TypeError, ValueError: `meta` holds something that JSON does not (objects, NaN).
+        """
+        content = {
+            "format": FORMAT,
+            "step": self.step,
+            "meta": self.meta,
+            "leaves": {name: asdict(leaf) for name, leaf in self.leaves.items()},
+        }
+        # What is read back has string keys and lists: the checksum must be taken over that.
+        content = json.loads(json.dumps(content, allow_nan=False))
+        return {**content, "checksum": _checksum(content)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Record":
+        """Inverse of `to_json`.
+
+        Raises:
+          CheckpointDamaged: the checksum does not match.
+        """
+        content = dict(data)
+        if content.pop("checksum", None) != _checksum(content):
+            raise CheckpointDamaged("checksum of the record does not match")
+        if content["format"] != FORMAT:
+            raise ValueError(
+                f"checkpoint format {content['format']} is not known to this version (knows {FORMAT})"
+            )
+        leaves = {
+            name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
+            for name, leaf in content["leaves"].items()
+        }
+        return cls(content["step"], content["meta"], leaves)
+
+
+def record_file(step_directory: Path) -> Path:
+    """Where Orbax's JSON handler puts the record of a committed step."""
+    return step_directory / ITEM / "metadata"
+
+
+def read_record(step_directory: Path) -> Record:
+    """Reads and checks the record of a committed step.
+
+    Raises:
+      CheckpointDamaged: it is missing, unreadable, changed, or belongs to another step.
+      ValueError: it was written in a format that this version does not know.
+      PermissionError: the file may not be read.
+    """
+    try:
+        data = json.loads(record_file(step_directory).read_bytes())
+        checked = isinstance(data, dict)
+    except PermissionError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"record cannot be read: {error}") from error
+    if not checked:
+        raise CheckpointDamaged("record is not a JSON object")
+    record = Record.from_json(data)
+    if str(record.step) != step_directory.name.partition(".")[0]:
+        raise CheckpointDamaged(f"record says step {record.step}")
+    return record
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,137 @@
+"""The directory of a run: where things lie in it, and whose it is. Imports no JAX."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maxpipe.checkpoint.record import record_file
+from maxpipe.checkpoint.steps import committed_steps, step_path
+from maxpipe.config import Config, ConfigError, Problem, to_yaml
+from maxpipe.config.schema import OPTIONS, get
+
+# Whatever decides what a saved state means; everything else may change from one start to the next.
+IDENTITY = (
+    "model",
+    "seed",
+    "optimizer.name",
+    "data.source",
+    "data.path",
+    "data.tokenizer",
+    "data.packing",
+    "data.sequence_length",
+    "data.global_batch_size",
+)
+
+
+class RunDirectory:
+    """Paths below `<output_dir>/<run_name>`.
+
+    Attributes:
+      root: the directory itself.
+      checkpoints: one directory per committed step.
+      tensorboard: event files.
+      metrics: `metrics.jsonl`, one row per step.
+      config_file: `config.yml`, the resolved configuration of the latest start.
+    """
+
+    def __init__(self, config: Config):
+        self.root = Path(config.output_dir) / config.run_name
+        self.checkpoints = self.root / "checkpoints"
+        self.tensorboard = self.root / "tensorboard"
+        self.metrics = self.root / "metrics.jsonl"
+        self.config_file = self.root / "config.yml"
+
+    def claim(self, config: Config, *, write: bool = True) -> None:
+        """Makes the directory and writes `config.yml`, unless its checkpoints are of another configuration.
+
+        A directory without a committed checkpoint belongs to nobody. With several processes all of them call
+        this and one of them writes.
+
+        Args:
+          config: the resolved configuration.
+          write: false only checks.
+
+        Raises:
+          ConfigError: the checkpoints belong to another configuration (one problem per key that
+            differs), or the directory cannot be written to; nothing is written.
+        """
+        steps = committed_steps(self.checkpoints)
+        owner = next(self._recorded_configs(steps), None) if steps else None
+        if owner is not None and (differences := _differences(config, owner)):
+            raise ConfigError(
+                *(self._conflict(key, *pair) for key, pair in differences.items()), self._advice()
+            )
+        if not write:
+            return
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            _write_atomically(self.config_file, to_yaml(config))
+        except OSError as error:
+            message = f"cannot write to {self.root}: {error.strerror}"
+            raise ConfigError(Problem("output_dir", message)) from error
+
+    def _conflict(self, key: str, ours: Any, theirs: Any) -> Problem:
+        return Problem(
+            key, f"is {ours!r}, but the checkpoints in {self.checkpoints} were made with {theirs!r}"
+        )
+
+    def _advice(self) -> Problem:
+        return Problem(
+            "run_name",
+            f"{self.root} belongs to another configuration: choose another run_name or restore its values. "
+            "checkpoint.resume=never is not enough: to use this name again, delete the directory",
+        )
+
+    def _recorded_configs(self, steps: list[int]) -> Iterator[Mapping[str, Any]]:
+        """Readable configurations found here: `config.yml`, then those in the checkpoints, newest first."""
+        try:
+            written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            written = None  # lost or torn; the checkpoints carry it, too
+        if isinstance(written, Mapping):
+            yield written
+        for step in reversed(steps):
+            try:
+                record = json.loads(record_file(step_path(self.checkpoints, step)).read_bytes())
+                saved = record["meta"]["config"]
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if isinstance(saved, Mapping):
+                yield saved
+
+
+def _differences(config: Config, owner: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Identity keys whose values differ -> (value in `config`, value in `owner`).
+
+    A key that `owner` lacks, saved by a version without it, counts as having had its default.
+    """
+    differing = {}
+    for key, option in OPTIONS.items():
+        if not any(key == name or key.startswith(f"{name}.") for name in IDENTITY):
+            continue
+        ours, theirs = get(config, key), _lookup(owner, key, None if option.rule.derived else option.default)
+        if theirs is not None and ours != theirs:
+            differing[key] = (ours, theirs)
+    return differing
+
+
+def _lookup(tree: Mapping[str, Any], key: str, default: Any) -> Any:
+    value: Any = tree
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)

@@ -1,0 +1,64 @@
+"""Step directories by name: `120` is committed, `120.damaged` and `120.abandoned` are set aside.
+
+Orbax writes into `120.orbax-checkpoint-tmp...` and commits by an atomic rename, so that a name made of digits
+alone is the commit. Nothing here reads a checkpoint or imports JAX.
+"""
+
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMITTED = "committed"
+DAMAGED = "damaged"
+ABANDONED = "abandoned"
+UNFINISHED = "unfinished"
+
+_COMMITTED_NAME = re.compile(r"0|[1-9]\d*")
+_ASIDE_NAME = re.compile(rf"(\d+)\.({DAMAGED}|{ABANDONED})(-\d+)?")
+_UNFINISHED_NAME = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
+
+
+@dataclass(frozen=True)
+class StepDirectory:
+    """A directory that holds, held or was to hold the checkpoint of `step`."""
+
+    step: int
+    state: str
+    path: Path
+
+
+def step_path(directory: Path, step: int) -> Path:
+    """Where the committed checkpoint of `step` lies."""
+    return directory / str(step)
+
+
+def step_directories(directory: Path) -> list[StepDirectory]:
+    """Every step directory in `directory` whatever its state, by step, then name; the rest is left out."""
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if not path.is_dir():
+            continue
+        if _COMMITTED_NAME.fullmatch(path.name):
+            found.append(StepDirectory(int(path.name), COMMITTED, path))
+        elif match := _ASIDE_NAME.fullmatch(path.name):
+            found.append(StepDirectory(int(match[1]), match[2], path))
+        elif match := _UNFINISHED_NAME.fullmatch(path.name):
+            found.append(StepDirectory(int(match[1]), UNFINISHED, path))
+    return sorted(found, key=lambda entry: (entry.step, entry.path.name))
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Committed steps in ascending order; empty if the directory does not exist."""
+    return [entry.step for entry in step_directories(directory) if entry.state == COMMITTED]
+
+
+def set_aside(directory: Path, step: int, state: str) -> Path:
+    """Renames a committed step, so that it is not restored, counted or deleted; returns its new path.
+
+    Renaming it back to the bare number undoes this.
+    """
+    assert state in (DAMAGED, ABANDONED)
+    names = itertools.chain([f"{step}.{state}"], (f"{step}.{state}-{n}" for n in itertools.count(2)))
+    target = next(path for path in (directory / name for name in names) if not path.exists())
+    return step_path(directory, step).rename(target)
