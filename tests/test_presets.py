@@ -1,12 +1,12 @@
-"""The model presets: shapes as published, and layouts that the chips named in them can run."""
+"""The model presets: shapes as published, and commands that fit the chips named in them and a laptop."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
-from maxpipe.config.sections import ModelConfig, RopeScalingConfig
+from maxpipe.config import load, resolve
 from maxpipe.telemetry.flops import parameter_count
 
 PRESETS = Path(__file__).parents[1] / "configs" / "models"
@@ -20,13 +20,20 @@ PARAMETERS = {
 }
 
 
-def load(name):
-    return yaml.safe_load((PRESETS / f"{name}.yml").read_text())
+def path_of(name):
+    return PRESETS / f"{name}.yml"
 
 
-def model_of(name):
-    values = load(name)["model"]
-    return ModelConfig(**values | {"rope_scaling": RopeScalingConfig(**values.get("rope_scaling", {}))})
+def commands_of(name):
+    """The arguments of each `python -m maxpipe.train` in the file's opening comment."""
+    comment = path_of(name).read_text().partition("\nbase:")[0]
+    text = re.sub(r"\\\n#", "", comment)
+    return [shlex.split(line) for line in re.findall(r"^# +python -m maxpipe\.train (.*)$", text, re.M)]
+
+
+def for_slice(name):
+    chips = int(re.search(r"\((\d+) chips\)", path_of(name).read_text())[1])
+    return resolve(load(path_of(name)), chips)
 
 
 def test_every_preset_is_covered():
@@ -35,27 +42,31 @@ def test_every_preset_is_covered():
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameter_count_is_the_published_one(name):
-    assert parameter_count(model_of(name)) == PARAMETERS[name]
-    assert f"{PARAMETERS[name]:,} parameters" in (PRESETS / f"{name}.yml").read_text().splitlines()[0]
+    assert parameter_count(for_slice(name).model) == PARAMETERS[name]
+    assert f"{PARAMETERS[name]:,} parameters" in path_of(name).read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_activations_are_bfloat16_and_parameters_float32(name):
-    assert (model_of(name).dtype, model_of(name).param_dtype) == ("bfloat16", "float32")
+    model = for_slice(name).model
+    assert (model.dtype, model.param_dtype) == ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_file_opens_with_its_own_command(name):
-    commands = re.findall(r"^# +python -m maxpipe\.train (\S+)", (PRESETS / f"{name}.yml").read_text(), re.M)
-    assert commands == [f"configs/models/{name}.yml"] * 2
+def test_the_layout_named_in_the_comment_is_what_the_slice_gets(name):
+    config = for_slice(name)
+    layers = config.pipeline.num_layers_per_stage
+    layout = (
+        f"{config.mesh.ici.stage} stages x {config.mesh.ici.fsdp} fsdp, {config.pipeline.num_repeats} repeats"
+        f" of {layers} layers per stage, {config.pipeline.num_microbatches} microbatches"
+    )
+    assert layout in re.sub(r"\n# ", " ", path_of(name).read_text())
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_layers_and_batch_divide_on_the_slice_it_is_sized_for(name):
-    preset = load(name)
-    chips = int(re.search(r"\((\d+) chips\)", (PRESETS / f"{name}.yml").read_text())[1])
-    stages, pipeline = preset["mesh"]["ici"]["stage"], preset["pipeline"]
-    assert chips % stages == 0
-    assert preset["model"]["num_layers"] % (stages * pipeline["num_repeats"]) == 0
-    assert pipeline["num_microbatches"] % stages == 0
-    assert preset["data"]["global_batch_size"] % (pipeline["num_microbatches"] * (chips // stages)) == 0
+def test_the_laptop_command_fits_four_simulated_devices(name):
+    full, (own_path, *overrides) = commands_of(name)
+    assert full[0] == own_path == f"configs/models/{name}.yml"
+    config = resolve(load(path_of(name), overrides), load(path_of(name)).config.mesh.simulated_devices)
+    assert config.pipeline.engine == "circular"
+    assert parameter_count(config.model) < 10_000_000
