@@ -25,8 +25,8 @@ class LockstepPlan:
     """What every stage does in every tick; lifetimes of slots are those of `_slots`.
 
     A tick runs, in this order: the F slot, the head, the B slot, then the transfers. With forwarding delay d
-    the transfer of tick t carries the F (B) output of tick t - (d-1) to the next (previous) stage of the ring,
-    where it is written at the end of tick t and read from tick t + 1 on.
+    the transfer of tick t carries the F (B) output of tick t - (d-1) to the next (previous) stage of the
+    ring, where it is written at the end of tick t and read from tick t + 1 on.
 
     int32 [N, S] unless said otherwise; N ticks, S stages. Slots are -1 where there is nothing to read or
     write; microbatches and chunks are 0 where the slot is idle, which is always a legal index.

@@ -63,18 +63,12 @@ def activation_slots(table: Table) -> ActivationSlots:
     nothing = _colour(table, forward[:, :0], forward[:, :0], 0)
     if table.kinds == ("F",):
         return ActivationSlots(arrived, nothing, nothing)
-    backward = _merged(table, "B", "I")
+    backward = table.merged_ticks("BI")
     # The head's gradient is a value of the last chunk; a same-tick one has first > last and is left out.
     landed = np.concatenate([backward[:, 1:] + delay, forward[:, -1:] + 1], axis=1)
     return ActivationSlots(
-        arrived, _colour(table, landed, backward, 0), _colour(table, forward, _merged(table, "B", "W"), 0)
+        arrived, _colour(table, landed, backward, 0), _colour(table, forward, table.merged_ticks("BW"), 0)
     )
-
-
-def _merged(table: Table, whole: str, part: str) -> np.ndarray:
-    """Ticks [M, G] of B, or of the part of a split backward that stands for it."""
-    none = np.full_like(table.ticks["F"], -1)
-    return np.maximum(table.ticks.get(whole, none), table.ticks.get(part, none))
 
 
 def _colour(table: Table, first: np.ndarray, last: np.ndarray, chunk_offset: int) -> Store:

@@ -122,6 +122,16 @@ class Table:
             found[kind][microbatch, self.global_chunk(chunk, stage)] = tick
         return found
 
+    def merged_ticks(self, kinds: str) -> np.ndarray:
+        """int [M, G]: the tick of whichever of `kinds` runs, -1 if none.
+
+        `BI` gives the ticks of input gradients, `BW` those of weight gradients.
+        """
+        merged = np.full((self.num_microbatches, self.num_chunks), -1)
+        for kind in set(kinds) & self.ticks.keys():
+            np.maximum(merged, self.ticks[kind], out=merged)
+        return merged
+
     def units(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Tick, stage, microbatch and chunk of every unit of a kind, ordered by tick, then stage."""
         tick, stage = np.nonzero(self.microbatch[kind] != IDLE)

@@ -1,0 +1,149 @@
+"""Tables as CSV, in the notation of torch.distributed.pipelining.
+
+No header; one row per stage; a cell such as `2F0` is global chunk, kind, microbatch; an empty cell is idle. In
+a free-running table a column is a tick. In a lockstep table a tick is two columns: F, then whichever of B and I
+there is. A file with F in odd columns only and everything else in even columns only is read as lockstep.
+"""
+
+import csv
+import io
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.pipeline.schedules._table import IDLE, ScheduleError, Table, stages_of_chunks
+from maxpipe.pipeline.schedules._validate import validate
+
+CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Cell(NamedTuple):
+    """A cell of the file; row and column count from 0."""
+
+    row: int
+    column: int
+    chunk: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind}{self.microbatch} (row {self.row + 1}, column {self.column + 1})"
+
+
+def to_csv(table: Table) -> str:
+    """The table as CSV text.
+
+    Raises:
+      ScheduleError: a lockstep table with W units, which the two columns of a tick cannot hold.
+    """
+    if table.lockstep and "W" in table.kinds:
+        raise ScheduleError(f"{table.name}: a lockstep tick with a W slot has no CSV notation")
+    width = 2 if table.lockstep else 1
+    rows = [[""] * (table.num_ticks * width) for _ in range(table.num_stages)]
+    for kind in table.kinds:
+        tick, stage, microbatch, chunk = (a.tolist() for a in table.units(kind))
+        position = table.global_chunk(np.array(chunk, int), np.array(stage, int)).tolist()
+        for t, s, m, g in zip(tick, stage, microbatch, position, strict=True):
+            rows[s][t * width + (table.lockstep and kind != "F")] = f"{g}{kind}{m}"
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def csv_sizes(path: str | Path) -> tuple[int, int, int]:
+    """Stages, microbatches and repeats of a CSV table.
+
+    Raises:
+      ScheduleError: the file cannot be read, or a cell is no unit.
+    """
+    num_rows, cells = _read(Path(path))
+    chunks = 1 + max(cell.chunk for cell in cells)
+    return num_rows, 1 + max(cell.microbatch for cell in cells), -(-chunks // num_rows)
+
+
+def load_csv(
+    path: str | Path, num_stages: int, num_microbatches: int, num_repeats: int, *,
+    forwarding_delay: int = 1, slack: int = 0,
+) -> Table:
+    """Reads and validates a table.
+
+    Args:
+      path: the file.
+      num_stages, num_microbatches, num_repeats: sizes that the table must have.
+      forwarding_delay, slack: as in `Table`; the file's ticks must leave room for them.
+
+    Raises:
+      ScheduleError: the file cannot be read, is for other sizes, or is no valid schedule; names row, column and
+        cell.
+    """
+    path = Path(path)
+    sizes = csv_sizes(path)
+    if sizes != (num_stages, num_microbatches, num_repeats):
+        raise ScheduleError(
+            f"pipeline.schedule={path}: the file is for {sizes[0]} stages, {sizes[1]} microbatches and "
+            f"{sizes[2]} repeats, but mesh.ici.stage={num_stages}, pipeline.num_microbatches={num_microbatches} "
+            f"and pipeline.num_repeats={num_repeats}"
+        )
+    cells = _read(path)[1]
+    lockstep = all((cell.column % 2 == 0) == (cell.kind == "F") for cell in cells)
+    shape = (1 + max(cell.column for cell in cells) // (2 if lockstep else 1), num_stages)
+    kinds = {"F", *(cell.kind for cell in cells)}
+    if kinds == {"F"}:
+        kinds.add("B")
+    microbatch = {kind: np.full(shape, IDLE, np.int32) for kind in kinds}
+    chunk = {kind: np.full(shape, IDLE, np.int32) for kind in kinds}
+    for cell in cells:
+        at = (cell.column // 2 if lockstep else cell.column, cell.row)
+        microbatch[cell.kind][at] = cell.microbatch
+        chunk[cell.kind][at] = cell.chunk // num_stages
+    table = Table(
+        path.stem, num_stages, num_microbatches, num_repeats, microbatch, chunk,
+        _placement(path, cells, num_stages, num_repeats), lockstep, forwarding_delay, slack, str(path),
+    )
+    validate(table)
+    return table
+
+
+def _read(path: Path) -> tuple[int, list[Cell]]:
+    """Number of rows and the cells that are not empty."""
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8").rstrip("\n").split("\n")))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text file"
+        raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {reason}") from error
+    cells = []
+    for row, texts in enumerate(rows):
+        for column, text in enumerate(t.strip() for t in texts):
+            match = CELL.fullmatch(text)
+            if match:
+                cells.append(Cell(row, column, int(match[1]), match[2], int(match[3])))
+            elif text:
+                raise ScheduleError(
+                    f"pipeline.schedule={path}: row {row + 1}, column {column + 1}: {text!r} is no unit; write "
+                    f"global chunk, kind (F, B, I or W) and microbatch, such as 2F0, or nothing for an idle tick"
+                )
+    if not cells:
+        raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
+    return len(rows), cells
+
+
+def _placement(path: Path, cells: list[Cell], num_stages: int, num_repeats: int) -> str:
+    """`loop` or `v`, whichever all cells agree with.
+
+    Raises:
+      ScheduleError: neither; names a cell that is off the placement that fits better.
+    """
+    strays = {}
+    for placement in ("loop", "v"):
+        stage = stages_of_chunks(num_stages, num_repeats, placement)
+        strays[placement] = [cell for cell in cells if stage[cell.chunk] != cell.row]
+        if not strays[placement]:
+            return placement
+    placement = min(strays, key=lambda p: len(strays[p]))
+    stray = strays[placement][0]
+    row = 1 + int(stages_of_chunks(num_stages, num_repeats, placement)[stray.chunk])
+    raise ScheduleError(
+        f"pipeline.schedule={path}: {stray} is on the wrong stage; chunk {stray.chunk} is row {row}'s"
+    )

@@ -1,0 +1,88 @@
+"""Free-running tables from the order of work on each stage.
+
+A unit is a tuple (kind, microbatch, global chunk); an order is the list of a stage's units.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from maxpipe.pipeline.schedules._table import Table, from_ticks, stages_of_chunks
+
+RawUnit = tuple[str, int, int]
+
+
+def one_forward_one_backward(
+    forwards: list[RawUnit], backwards: list[RawUnit], num_warmup: int
+) -> Iterator[RawUnit]:
+    """`num_warmup` forwards, then forward and backward in turn, then what is left."""
+    yield from forwards[:num_warmup]
+    rest = forwards[num_warmup:]
+    for forward, backward in zip(rest, backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(rest):]
+
+
+def split_backward(stage: int, num_microbatches: int, num_warmup: int, lag: int) -> Iterator[RawUnit]:
+    """`num_warmup` forwards, then I and F in turn; W follows its I once more than `lag` W are due."""
+    yield from (("F", m, stage) for m in range(min(num_warmup, num_microbatches)))
+    for m in range(num_microbatches):
+        yield "I", m, stage
+        if m >= lag:
+            yield "W", m - lag, stage
+        if m + num_warmup < num_microbatches:
+            yield "F", m + num_warmup, stage
+    yield from (("W", m, stage) for m in range(max(num_microbatches - lag, 0), num_microbatches))
+
+
+def place(
+    name: str, num_stages: int, num_microbatches: int, num_repeats: int, orders: Iterable[Iterable[RawUnit]],
+    placement: str = "loop",
+) -> Table:
+    """Runs every unit in the earliest tick that its stage's order and its dependencies allow.
+
+    Args:
+      orders: one per stage; together they must be free of deadlock.
+    """
+    queues = [list(order) for order in orders]
+    last = num_repeats * num_stages - 1
+    stage_of = stages_of_chunks(num_stages, num_repeats, placement).tolist()
+    done: dict[RawUnit, int] = {}
+    position, free = [0] * num_stages, [0] * num_stages
+    waiting: dict[RawUnit, int] = {}
+    ready = list(range(num_stages))
+    while ready:
+        stage = ready.pop()
+        while position[stage] < len(queues[stage]):
+            unit = queues[stage][position[stage]]
+            needs = dependency(unit, last)
+            tick = free[stage]
+            if needs is not None:
+                if needs not in done:
+                    waiting[needs] = stage
+                    break
+                tick = max(tick, done[needs] + 1)
+            assert stage_of[unit[2]] == stage
+            done[unit] = tick
+            free[stage] = tick + 1
+            position[stage] += 1
+            if unit in waiting:
+                ready.append(waiting.pop(unit))
+    assert all(p == len(q) for p, q in zip(position, queues, strict=True)), f"{name}: deadlock"
+    ticks: dict[str, np.ndarray] = {}
+    for (kind, microbatch, chunk), tick in done.items():
+        if kind not in ticks:
+            ticks[kind] = np.full((num_microbatches, last + 1), -1)
+        ticks[kind][microbatch, chunk] = tick
+    return from_ticks(name, num_stages, num_repeats, ticks, placement=placement)
+
+
+def dependency(unit: RawUnit, last_chunk: int) -> RawUnit | None:
+    """The unit whose result this one waits for, usually another stage's; None for the first F."""
+    kind, microbatch, chunk = unit
+    if kind == "F":
+        return ("F", microbatch, chunk - 1) if chunk else None
+    if kind == "W":
+        return "I", microbatch, chunk
+    return (kind, microbatch, chunk + 1) if chunk < last_chunk else ("F", microbatch, chunk)
