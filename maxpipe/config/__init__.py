@@ -1,4 +1,4 @@
-"""Configuration: typed sections, YAML with inheritance, overrides, and checks that come all at once. No JAX."""
+"""Configuration: typed sections, YAML with inheritance, overrides, checks that come all at once. No JAX."""
 
 from maxpipe.config.cli import exit_on_config_error as main_errors
 from maxpipe.config.errors import ConfigError, Problem
@@ -22,7 +22,28 @@ from maxpipe.config.sections import (
 )
 
 __all__ = [
-    "MESH_AXES", "AxesConfig", "CheckpointConfig", "CompileConfig", "Config", "ConfigError", "DataConfig", "EvalConfig",
-    "Loaded", "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "Problem", "RopeScalingConfig",
-    "ShardingConfig", "TelemetryConfig", "load", "main_errors", "notes", "print_config", "replace", "resolve", "to_yaml",
-]  # fmt: skip
+    "MESH_AXES",
+    "AxesConfig",
+    "CheckpointConfig",
+    "CompileConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "EvalConfig",
+    "Loaded",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "Problem",
+    "RopeScalingConfig",
+    "ShardingConfig",
+    "TelemetryConfig",
+    "load",
+    "main_errors",
+    "notes",
+    "print_config",
+    "replace",
+    "resolve",
+    "to_yaml",
+]

@@ -14,7 +14,9 @@ from maxpipe.config.values import nearest
 def run_name(c: Config) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run_name):
         legal = "a name without a path: letters, digits, '.', '_' and '-', not starting with a sign"
-        raise ConfigError(Problem("run_name", f"{c.run_name!r} is not {legal}; output_dir takes the directory"))
+        raise ConfigError(
+            Problem("run_name", f"{c.run_name!r} is not {legal}; output_dir takes the directory")
+        )
 
 
 @step("model.num_query_heads", "model.num_kv_heads")
@@ -31,14 +33,19 @@ def rope_scaling(c: Config) -> None:
     scaling = c.model.rope_scaling
     if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
         message = f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}"
-        raise ConfigError(Problem("model.rope_scaling.low_freq_factor", f"{message}; got {scaling.low_freq_factor}"))
+        raise ConfigError(
+            Problem("model.rope_scaling.low_freq_factor", f"{message}; got {scaling.low_freq_factor}")
+        )
 
 
 @step("data.tokenizer")
 def tokenizer(c: Config) -> None:
-    name = c.data.tokenizer
-    if name != "byte" and not name.endswith(".json"):
-        message = f"{name!r} is neither byte nor the path of a tokenizer.json{nearest(name, ['byte'])}"
+    name, names = c.data.tokenizer, variants("maxpipe.data.tokenizers")
+    is_path = "/" in name or name.endswith(".json") or os.path.exists(name)
+    if name not in names and not is_path:
+        message = (
+            f"{name!r} is neither {', '.join(names)} nor the path of a tokenizer.json{nearest(name, names)}"
+        )
         raise ConfigError(Problem("data.tokenizer", message))
 
 
@@ -65,13 +72,19 @@ def logical_axis_rules(c: Config) -> None:
     seen: set[str] = set()
     for rule in c.sharding.logical_axis_rules:
         name, axes = (rule[0], rule[1]) if isinstance(rule, list) and len(rule) == 2 else (None, None)
-        if not isinstance(name, str) or not isinstance(axes, list) or not all(isinstance(a, str) for a in axes):
+        if (
+            not isinstance(name, str)
+            or not isinstance(axes, list)
+            or not all(isinstance(a, str) for a in axes)
+        ):
             problems.append(f"{rule} is not of the form [logical axis, [mesh axes]]")
             continue
         unknown = [axis for axis in axes if axis not in MESH_AXES]
         for axis in unknown:
             legal = f"the mesh axes are {', '.join(MESH_AXES)}"
-            problems.append(f"{rule}: there is no mesh axis {axis!r}{nearest(axis, list(MESH_AXES))}; {legal}")
+            problems.append(
+                f"{rule}: there is no mesh axis {axis!r}{nearest(axis, list(MESH_AXES))}; {legal}"
+            )
         if len(set(axes)) < len(axes):
             problems.append(f"{rule} uses a mesh axis twice, but an array can be split over it once only")
         if name in seen:
@@ -111,6 +124,13 @@ def schedule(c: Config) -> None:
 
 
 CHECKS = (
-    run_name, grouped_heads, rope_scaling, tokenizer, resume, profile_steps, logical_axis_rules, unsupported_axes,
+    run_name,
+    grouped_heads,
+    rope_scaling,
+    tokenizer,
+    resume,
+    profile_steps,
+    logical_axis_rules,
+    unsupported_axes,
     schedule,
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""The front of every command: `CONFIG.yml key=value ...`, --print-config, --help [KEY]; errors end with exit code 2."""
+"""The front of every command: `CONFIG.yml key=value ...`, --print-config, --help [KEY]."""
 
 import argparse
 import sys
@@ -32,14 +32,16 @@ class Arguments:
 def exit_on_config_error() -> Iterator[None]:
     """Turns a ConfigError into one line per problem on stderr and exit code 2, without a traceback.
 
-    A context manager and a decorator; to be put around a whole `main`, so that checks made after JAX's start look alike.
+    A context manager and a decorator, for the whole of a `main`: checks made after JAX's start look alike.
     """
     try:
         yield
     except ConfigError as error:
         lines = [f"config error: {problem}" for problem in error.problems]
         count = len(error.problems)
-        print(*lines, f"{count} problem{'s' if count > 1 else ''}; nothing was run", sep="\n", file=sys.stderr)
+        print(
+            *lines, f"{count} problem{'s' if count > 1 else ''}; nothing was run", sep="\n", file=sys.stderr
+        )
         sys.stderr.flush()
         raise SystemExit(CONFIG_ERROR) from None
 
@@ -61,8 +63,12 @@ def parse_args(
     parser = _Parser(prog=prog, description=description, add_help=False, allow_abbrev=False)
     parser.add_argument("config", nargs="?", metavar="CONFIG.yml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--print-config", action="store_true", help="print every value with its source, and exit")
-    parser.add_argument("--help", "-h", nargs="?", const="", metavar="KEY", help="print this, or about a key or section")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every value with its source, and exit"
+    )
+    parser.add_argument(
+        "--help", "-h", nargs="?", const="", metavar="KEY", help="print this, or about a key or section"
+    )
     if add_flags:
         add_flags(parser)
     flags, unknown = parser.parse_known_intermixed_args(argv)
@@ -100,7 +106,11 @@ def describe(key: str) -> str:
         raise ConfigError(Problem(key, unknown_key(key)))
     option = OPTIONS[key]
     rule = option.rule
-    kind = option.type.__name__ if isinstance(option.type, type) and option.type is not list else str(option.type)
+    kind = (
+        option.type.__name__
+        if isinstance(option.type, type) and option.type is not list
+        else str(option.type)
+    )
     lines = [f"{key}: {rule.help}", f"  type     {kind}", f"  default  {option.default!r}"]
     if option.choices:
         lines.append(f"  choices  {', '.join(option.choices)}")
@@ -121,9 +131,12 @@ class _Parser(argparse.ArgumentParser):
 def _help(parser: argparse.ArgumentParser, key: str) -> str:
     if key and not key.endswith((".yml", ".yaml")):
         return describe(key)
-    top = "".join(f"  {option.key:<16} {option.rule.help}\n" for option in OPTIONS.values() if "." not in option.key)
+    top = "".join(
+        f"  {option.key:<16} {option.rule.help}\n" for option in OPTIONS.values() if "." not in option.key
+    )
     sections = ", ".join(section for section in SECTIONS if "." not in section)
-    return f"{parser.format_help()}\nkeys:\n{top}sections (--help SECTION or --help KEY tells more):\n  {sections}\n"
+    usage = parser.format_help()
+    return f"{usage}\nkeys:\n{top}sections (--help SECTION or --help KEY tells more):\n  {sections}\n"
 
 
 def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:

@@ -10,7 +10,7 @@ def head_dim(c: Config) -> Updates:
     width, heads, head = c.model.embed_dim, c.model.num_query_heads, c.model.head_dim
     if head == -1 and width % heads:
         legal = " or ".join(str(n) for n in (width // heads * heads, (width // heads + 1) * heads) if n)
-        message = f"{width} is not divisible by model.num_query_heads={heads}; nearest legal: {legal}, or set model.head_dim"
+        message = f"{width} is not divisible by model.num_query_heads={heads}; nearest legal: {legal}"
         raise ConfigError(Problem("model.embed_dim", message))
     size = width // heads if head == -1 else head
     if size % 2:
@@ -27,7 +27,9 @@ def learning_rate_steps(c: Config) -> Updates:
     decay = c.steps if c.optimizer.decay_steps == -1 else c.optimizer.decay_steps
     warmup = decay // 20 if c.optimizer.warmup_steps == -1 else c.optimizer.warmup_steps
     if warmup > decay:
-        message = f"{warmup} is more than optimizer.decay_steps={decay}; give at most that, or -1 for a twentieth"
+        message = (
+            f"{warmup} is more than optimizer.decay_steps={decay}; give at most that, or -1 for a twentieth"
+        )
         raise ConfigError(Problem("optimizer.warmup_steps", message))
     return {"optimizer.decay_steps": decay, "optimizer.warmup_steps": warmup}
 

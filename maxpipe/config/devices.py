@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import islice
 
 from maxpipe.config.checks import CHECKS
 from maxpipe.config.derive import STEPS as DERIVE
@@ -13,9 +14,13 @@ from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
 from maxpipe.config.steps import Step, Updates, run_steps, step
 
 STEPS: tuple[Step, ...] = (*CHECKS, *DERIVE, *LAYOUT)
-LEVELS = {"ici": "devices per slice", "dcn": "slices"}
-# Proposals change these axes only. The cost of a change grows from left to right: re-cutting data is the mildest.
-_FREE_AXES = {"fsdp": 1.0, "data": 1.1, "tensor": 1.5, "stage": 1.6}
+LEVELS = ("ici", "dcn")
+# Proposals use these axes only, at this cost of each doubling or halving: re-cutting the data is the mildest
+# change, and tensor parallelism across slices is never a good one.
+_COSTS = {
+    "ici": {"fsdp": 1.0, "data": 1.1, "stage": 1.6, "tensor": 2.5},
+    "dcn": {"data": 1.0, "stage": 1.3, "fsdp": 1.5},
+}
 _MAX_TRIED = 200
 _PROPOSALS = 3
 
@@ -43,10 +48,10 @@ def fit_mesh(c: Config, num_devices: int, num_slices: int) -> Config:
     """Fills the -1 of each level and checks the products.
 
     Raises:
-      ConfigError: a product differs from the number of devices per slice, or of slices; the message gives both numbers
-        and up to three meshes that fit.
+      ConfigError: a product differs from the number of devices per slice, or of slices; the message gives
+        both numbers and up to three meshes that fit.
     """
-    assert num_devices > 0 and num_devices % num_slices == 0, (num_devices, num_slices)
+    assert num_devices % num_slices == 0, (num_devices, num_slices)
     wanted = {"ici": num_devices // num_slices, "dcn": num_slices}
     updates: Updates = {}
     wrong = []
@@ -69,39 +74,42 @@ def _filled(axes: AxesConfig, count: int) -> dict[str, int]:
 
 
 def _mismatch(c: Config, level: str, count: int) -> Problem:
-    axes = getattr(c.mesh, level)
-    sizes = dataclasses.asdict(axes)
-    written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all 1"
+    sizes = dataclasses.asdict(getattr(c.mesh, level))
+    written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
     product = math.prod(size for size in sizes.values() if size != -1)
-    relation = f"= {product}, which does not divide" if -1 in sizes.values() else f"= {product}, but there are"
-    choices = "; ".join(_words(level, sizes, other) for other in _proposals(c, level, count))
-    message = f"{written} {relation} {count} {LEVELS[level]}; these fit: {choices}"
+    what = {"ici": "device", "dcn": "slice"}[level] + ("s" if count > 1 else "")
+    if level == "ici" and math.prod(dataclasses.astuple(c.mesh.dcn)) > 1:
+        what += " per slice"
+    relation = "which does not divide the" if -1 in sizes.values() else f"but there {'are' if count > 1 else 'is'}"
+    choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count))
+    message = f"{written} makes {product}, {relation} {count} {what}; these fit: {choices}"
     if count == 1 and level == "ici":
-        message += " (mesh.simulated_devices pretends to have more on a CPU)"
+        message += " (mesh.simulated_devices makes a CPU pretend to have more)"
     return Problem(f"mesh.{level}", message)
 
 
 def _words(level: str, old: dict[str, int], new: dict[str, int]) -> str:
-    return " ".join(f"mesh.{level}.{axis}={new[axis]}" for axis in MESH_AXES if new[axis] > 1 or new[axis] != old[axis])
+    return " ".join(
+        f"mesh.{level}.{axis}={new[axis]}" for axis in MESH_AXES if new[axis] > 1 or new[axis] != old[axis]
+    )
 
 
 def _proposals(c: Config, level: str, count: int) -> list[dict[str, int]]:
     """Meshes of `count` nearest to the one written; those that the rest of the config can use come first."""
     old = dataclasses.asdict(getattr(c.mesh, level))
+    costs = _COSTS[level]
 
     def cost(new: dict[str, int]) -> float:
-        changes = (abs(math.log(new[axis] / old[axis])) * weight for axis, weight in _FREE_AXES.items() if old[axis] > 0)
-        return sum(changes)
+        return sum(abs(math.log(new[axis] / old[axis])) * costs[axis] for axis in costs if old[axis] != -1)
 
-    ranked = sorted(_factorings(count, list(_FREE_AXES)), key=cost)
-    usable = []
-    for new in ranked[:_MAX_TRIED]:
+    def usable(new: dict[str, int]) -> bool:
         other = update(c, {f"mesh.{level}.{axis}": size for axis, size in new.items()})
-        if not run_steps(STEPS, other, unknown_axes(other))[1]:
-            usable.append(new)
-        if len(usable) == _PROPOSALS:
-            break
-    return [*usable, *(new for new in ranked if new not in usable)][:_PROPOSALS]
+        divides = c.model.num_kv_heads % (other.mesh.ici.tensor * other.mesh.dcn.tensor) == 0
+        return divides and not run_steps(STEPS, other, unknown_axes(other))[1]
+
+    ranked = sorted(_factorings(count, list(costs)), key=cost)
+    best = list(islice((new for new in ranked[:_MAX_TRIED] if usable(new)), _PROPOSALS))
+    return [*best, *(new for new in ranked if new not in best)][:_PROPOSALS]
 
 
 def _factorings(count: int, axes: list[str]) -> Iterator[dict[str, int]]:
@@ -113,6 +121,6 @@ def _factorings(count: int, axes: list[str]) -> Iterator[dict[str, int]]:
             yield rest | {axes[0]: size}
 
 
-def _divisors(count: int) -> Iterable[int]:
+def _divisors(count: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
     return [*small, *(count // n for n in reversed(small) if n * n != count)]

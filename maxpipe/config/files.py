@@ -1,4 +1,4 @@
-"""Reads YAML files and `key=value` words into settings, each with the place it came from. No value is judged here."""
+"""Reads YAML files and `key=value` words into settings, each with its source. No value is judged here."""
 
 import difflib
 import os
@@ -14,7 +14,9 @@ from maxpipe.config.schema import OPTIONS, SECTIONS
 from maxpipe.config.values import Raw, Scalar
 
 COMMAND_LINE = "command line"
-_SCALAR_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool", "int", "float", "timestamp", "value")}
+_SCALAR_TAGS = {
+    f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
+}
 _MAX_DEPTH = 6
 
 
@@ -35,7 +37,9 @@ def read_files(path: str) -> tuple[list[Setting], list[Problem]]:
     origin = ""
     while path:
         if path in seen:
-            problems.append(Problem("base", f"files inherit in a circle: {' -> '.join([*seen, path])}", origin))
+            problems.append(
+                Problem("base", f"files inherit in a circle: {' -> '.join([*seen, path])}", origin)
+            )
             break
         seen.append(path)
         try:
@@ -64,7 +68,9 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
         if not equals or not key.strip():
             problems.append(Problem("", f"{word!r} is not of the form key=value", COMMAND_LINE))
         elif key == "base":
-            problems.append(Problem("base", "belongs in a YAML file; name the file itself instead", COMMAND_LINE))
+            problems.append(
+                Problem("base", "belongs in a YAML file; name the file itself instead", COMMAND_LINE)
+            )
         elif key.startswith("-"):
             message = f"{word!r}: keys are written without dashes: {key.lstrip('-')}={text}"
             problems.append(Problem("", message, COMMAND_LINE))
@@ -79,7 +85,9 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 def nearest_files(path: str) -> list[str]:
     """YAML files that a mistyped path may have meant, the likeliest first, at most three."""
     roots = [Path(root) for root in {os.path.dirname(path) or ".", "configs"} if os.path.isdir(root)]
-    found = {os.path.normpath(p) for root in roots for end in ("yml", "yaml") for p in root.glob(f"**/*.{end}")}
+    found = {
+        os.path.normpath(p) for root in roots for end in ("yml", "yaml") for p in root.glob(f"**/*.{end}")
+    }
     stem = Path(path).stem
     ranked = sorted(found, key=lambda f: (-difflib.SequenceMatcher(None, Path(f).stem, stem).ratio(), f))
     return ranked[:3]
@@ -119,7 +127,9 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(Problem("", "a key must be a word", source))
         if key_node.tag == "tag:yaml.org,2002:merge":
-            raise ConfigError(Problem("", "YAML merge keys are not supported; inherit with `base: other.yml`", source))
+            raise ConfigError(
+                Problem("", "YAML merge keys are not supported; inherit with `base: other.yml`", source)
+            )
         key = prefix + key_node.value
         if key in SECTIONS and isinstance(value, yaml.MappingNode):
             yield from _flatten(value, key + ".", path)

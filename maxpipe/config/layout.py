@@ -40,11 +40,13 @@ def engine(c: Config) -> Updates:
     """Picks the engine, or checks that the one asked for runs the schedule."""
     asked, schedule, stages = c.pipeline.engine, c.pipeline.schedule, num_stages(c)
     if asked == "sequential" and stages > 1:
-        message = f"has no stages, but mesh.*.stage makes {stages}; use engine=auto, or mesh.ici.stage=1 and more fsdp"
+        message = f"has no stages, but mesh.*.stage makes {stages}; use engine=auto or mesh.ici.stage=1"
         raise ConfigError(Problem("pipeline.engine", f"sequential {message}"))
     if asked == "sequential" or (asked == "auto" and stages == 1):
         return {"pipeline.engine": "sequential"}
-    able = [name for name, patterns in ENGINE_SCHEDULES.items() if any(fnmatch(schedule, p) for p in patterns)]
+    able = [
+        name for name, patterns in ENGINE_SCHEDULES.items() if any(fnmatch(schedule, p) for p in patterns)
+    ]
     if not able:
         instead = next((use for pattern, use in SUBSTITUTES.items() if fnmatch(schedule, pattern)), None)
         runnable = ", ".join(pattern for patterns in ENGINE_SCHEDULES.values() for pattern in patterns)
@@ -62,7 +64,9 @@ def engine(c: Config) -> Updates:
 @step("pipeline.engine", "pipeline.overlap_slots")
 def overlap_slots(c: Config) -> None:
     if c.pipeline.engine == "circular" and c.pipeline.overlap_slots:
-        message = "only the scheduled engine has forward and backward slots to overlap; use schedule=lockstep_1f1b"
+        message = (
+            "only the scheduled engine has forward and backward slots to overlap; use schedule=lockstep_1f1b"
+        )
         raise ConfigError(Problem("pipeline.overlap_slots", message))
 
 
@@ -105,8 +109,10 @@ def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
 
 def _uneven_layers(c: Config) -> Updates:
     chunks, stages, total = c.pipeline.layers_per_stage, num_stages(c), c.model.num_layers
-    wanted = max(1, round(len(chunks) / stages)) * stages
-    example = f"pipeline.layers_per_stage={_even_split(total, wanted)}"
+    repeats = max(1, min(round(len(chunks) / stages), total // stages))
+    example = f"pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
+    if total < stages:
+        raise ConfigError(Problem("model.num_layers", f"{total} layers are too few for {stages} stages"))
     if min(chunks) < 1:
         message = f"every chunk needs at least one layer; got {chunks}"
     elif len(chunks) % stages:
@@ -133,13 +139,20 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     elif c.pipeline.num_repeats == -1:
         key, split = "pipeline.num_layers_per_stage", f"{stages} stages x {per_stage} layers per stage"
     else:
-        key, split = "pipeline.num_repeats", f"{stages} stages x {repeats} repeats x {per_stage} layers per stage"
+        key, split = (
+            "pipeline.num_repeats",
+            f"{stages} stages x {repeats} repeats x {per_stage} layers per stage",
+        )
     if c.pipeline.schedule == "gpipe":
         key, split = "model.num_layers", f"{stages} stages"
-    chunk = math.prod(n for n in (stages, repeats if "repeats" in split else 1, per_stage if "layers" in split else 1))
+    chunk = math.prod(
+        n for n in (stages, repeats if "repeats" in split else 1, per_stage if "layers" in split else 1)
+    )
     options = []
     if total % stages == 0 and c.pipeline.schedule != "gpipe":
-        splits = [(v, total // stages // v) for v in range(1, total // stages + 1) if total // stages % v == 0]
+        splits = [
+            (v, total // stages // v) for v in range(1, total // stages + 1) if total // stages % v == 0
+        ]
         splits.sort(key=lambda split: _distance(split[0], repeats) + _distance(split[1], per_stage))
         options += [f"pipeline.num_repeats={v} pipeline.num_layers_per_stage={l}" for v, l in splits[:3]]
     options.append(f"model.num_layers={' or '.join(str(n) for n in _multiples_around(total, chunk))}")
@@ -165,7 +178,9 @@ def microbatches(c: Config) -> Updates:
         reason = " with delay_activation_forwarding" if least > stages else ""
         near = " or ".join(str(n) for n in _multiples_around(count, stages) if n >= least) or str(least)
         message = f"the circular engine needs a multiple of the {stages} stages, at least {least}{reason}"
-        raise ConfigError(Problem("pipeline.num_microbatches", f"{message}; got {count}, nearest legal: {near}"))
+        raise ConfigError(
+            Problem("pipeline.num_microbatches", f"{message}; got {count}, nearest legal: {near}")
+        )
     return {}
 
 

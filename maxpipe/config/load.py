@@ -1,4 +1,4 @@
-"""YAML files and overrides -> a checked Config with the source of every value; then resolve() for real devices."""
+"""YAML and overrides -> a checked Config with the source of every value -> a Config for real devices."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ class Loaded:
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Reads a YAML file, the files it inherits from and `key=value` overrides, and checks all that needs no device.
+    """Reads a YAML file, the files it inherits from and `key=value` words; checks all that needs no device.
 
     Precedence, weakest first: defaults, the furthest `base:`, ..., the file, the overrides in their order.
 
@@ -87,7 +87,8 @@ def replace(config: Config, **values: Any) -> Config:
     """A copy with some keys changed: `replace(config, **{"mesh.ici.stage": 2})`.
 
     Raises:
-      ConfigError: a key does not exist, or a value breaks the rule of its key. Rules across keys are left to `resolve`.
+      ConfigError: a key does not exist, or a value breaks the rule of its key. Rules across keys are left to
+        `resolve`.
     """
     problems = []
     for key, value in values.items():

@@ -66,7 +66,10 @@ KEYS: dict[str, tuple[str, str]] = {
     "max_target_length": ("data.sequence_length", ""),
     "per_device_batch_size": ("data.global_batch_size", "over all devices: multiply by their number"),
     "eval_per_device_batch_size": ("eval.global_batch_size", "over all devices: multiply by their number"),
-    "gradient_accumulation_steps": ("pipeline.num_microbatches", "with engine=sequential; it divides the batch"),
+    "gradient_accumulation_steps": (
+        "pipeline.num_microbatches",
+        "with engine=sequential; it divides the batch",
+    ),
     "grain_worker_count": ("data.num_workers", ""),
     "enable_data_shuffling": ("data.shuffle", ""),
     "data_shuffle_seed": ("seed", "one seed for everything"),

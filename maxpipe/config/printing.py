@@ -21,7 +21,7 @@ def to_yaml(config: Config) -> str:
 
 
 def print_config(loaded: Loaded) -> str:
-    """YAML text with the source of every value as a comment. Derived values appear as far as they are known."""
+    """YAML text with the source of every value as a comment; derived values as far as they are known."""
     known, _ = run_steps(STEPS, loaded.config, unknown_axes(loaded.config))
     text = []
     for line, key in _lines(known):
@@ -42,13 +42,15 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
 
     Args:
       resolved: from `resolve`.
-      loaded: what it was resolved from; without it derived values cannot be told from given ones and are not listed.
+      loaded: what it was resolved from; without it derived values are not listed.
     """
     before = loaded.config if isinstance(loaded, Loaded) else loaded
     lines = []
-    for key in OPTIONS if before else ():
-        if get(resolved, key) != get(before, key) and (reason := _reason(resolved, key)):
-            lines.append(f"{key}={get(resolved, key)}: {reason}")
+    if before is not None:
+        changed = [key for key in OPTIONS if get(resolved, key) != get(before, key)]
+        lines = [
+            f"{key}={get(resolved, key)}: {reason}" for key in changed if (reason := _reason(resolved, key))
+        ]
     return [*lines, *_without_effect(resolved)]
 
 
@@ -60,11 +62,12 @@ def _reason(c: Config, key: str) -> str:
             "pipeline.num_microbatches": "the whole batch at once",
         }
     else:
-        twice = "two per stage, since forwarding is delayed" if c.pipeline.delay_activation_forwarding else "one per stage"
+        delayed = c.pipeline.delay_activation_forwarding
+        count = "two per stage, since forwarding is delayed" if delayed else "one per stage"
         chunks = f"{c.model.num_layers} layers over {stages} stages"
         pipeline = {
             "pipeline.engine": f"it runs schedule {c.pipeline.schedule}",
-            "pipeline.num_microbatches": twice,
+            "pipeline.num_microbatches": count,
             "pipeline.num_repeats": f"{chunks} x {c.pipeline.num_layers_per_stage} layers per stage",
             "pipeline.num_layers_per_stage": f"{chunks} x {c.pipeline.num_repeats} repeats",
         }
@@ -89,8 +92,8 @@ def _without_effect(c: Config) -> list[str]:
     if c.pipeline.engine == "sequential":
         rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
         lines.append(
-            "the sequential engine has no pipeline: schedule, repeats, layers per stage, delayed forwarding, overlap, "
-            f"idle slots do not apply; microbatches accumulate gradients ({rows} sequences per device each)"
+            "the sequential engine has no pipeline: schedule, repeats, layers per stage, delayed forwarding, "
+            f"overlap and idle slots do not apply; gradients add up over microbatches of {rows} rows a device"
         )
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")

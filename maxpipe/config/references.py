@@ -1,4 +1,4 @@
-"""`${other.key}` inside a value. Nothing else may be referred to: configs are written to disk, secrets must not be."""
+"""`${other.key}` inside a value. Nothing else may be named: configs are written to disk, secrets are not."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting]
     """Replaces references by the values of the keys they name.
 
     Returns:
-      The settings without those whose references are refused or lead nowhere, and one problem for each of these.
+      The settings without those whose references are refused or lead nowhere, and a problem for each.
     """
     settings = dict(chosen)
     problems: list[Problem] = []
@@ -48,7 +48,11 @@ def _resolve(settings: dict[str, Setting]) -> list[Problem]:
                 value = OmegaConf.to_container(value, resolve=True)
             settings[key] = replace(setting, raw=_raw(value))
         except (OmegaConfBaseException, RecursionError) as error:
-            reason = "references go in a circle" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+            reason = (
+                "references go in a circle"
+                if isinstance(error, RecursionError)
+                else str(error).splitlines()[0]
+            )
             problems.append(Problem(key, f"cannot follow the reference: {reason}", setting.source))
             del settings[key]
     return problems
@@ -56,7 +60,9 @@ def _resolve(settings: dict[str, Setting]) -> list[Problem]:
 
 def _refusal(raw: Raw) -> str:
     if any("env" in text for text in _texts(raw)):
-        return "values from the environment are refused: the config is written to disk, and secrets must not be"
+        return (
+            "values from the environment are refused: the config is written to disk, and secrets must not be"
+        )
     return "a reference has the form ${section.key}; nothing else is understood between the braces"
 
 

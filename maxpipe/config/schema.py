@@ -32,7 +32,7 @@ class Option:
 def variants(package: str) -> list[str]:
     """Sorted names of the modules of a package, without importing them."""
     spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations is not None, package
+    assert spec is not None, package
     modules = pkgutil.iter_modules(spec.submodule_search_locations)
     return sorted(module.name for module in modules if not module.name.startswith("_"))
 

@@ -16,7 +16,7 @@ Updates: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Step:
-    """`run(config)` returns the keys it derives, or raises ConfigError. Keys in `reads` may name whole sections."""
+    """`run(config)` returns the keys it derives, or raises ConfigError. `reads` may name whole sections."""
 
     run: Callable[[Config], Updates | None]
     reads: tuple[str, ...]
@@ -49,7 +49,7 @@ def run_steps(steps: Iterable[Step], config: Config, broken: Iterable[str]) -> t
                 config = update(config, s.run(config) or {})
         except ConfigError as error:
             problems.extend(error.problems)
-            unusable.update(s.writes)
+            unusable.update(s.writes, (problem.key for problem in error.problems if problem.key))
     return config, problems
 
 

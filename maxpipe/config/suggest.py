@@ -9,7 +9,7 @@ _CUTOFF = 0.6
 
 
 def unknown_key(key: str, is_section: bool = False) -> str:
-    """The message for a key that does not exist: its name here if MaxText knows it, else the nearest legal keys."""
+    """The message for a key that does not exist: its name here if it is MaxText's, else the nearest keys."""
     if key in KEYS:
         ours, differs = KEYS[key]
         if not ours:
@@ -31,7 +31,9 @@ def nearest_keys(key: str, is_section: bool = False) -> list[str]:
     same = [name for name in names if name.rpartition(".")[2] == last]
     if same:
         return sorted(same, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
-    scores = {name: max(_likeness(name, key), 0.95 * _likeness(name.rpartition(".")[2], last)) for name in names}
+    scores = {
+        name: max(_likeness(name, key), 0.95 * _likeness(name.rpartition(".")[2], last)) for name in names
+    }
     best = max(scores.values())
     return [name for name in names if scores[name] >= max(_CUTOFF, best - 1e-9)][:3]
 

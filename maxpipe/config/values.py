@@ -1,6 +1,6 @@
 """From the text of a YAML scalar to the value of a key, led by the type of the key and not by YAML's guess.
 
-That keeps `run_name: 007` a string, `cache_dir: off` a string, and lets whole numbers be written 1e3, 4k or 2Mi.
+That keeps `run_name: 007` a string, `cache_dir: off` a string, and lets numbers be written 1e3, 4k or 2Mi.
 """
 
 import difflib
@@ -58,7 +58,7 @@ def convert(option: Option, raw: Raw) -> Any:
 
 
 def check_type(option: Option, value: Any) -> None:
-    """Raises ValueError unless a Python value has the option's type (a whole number may stand for a float)."""
+    """Raises ValueError unless a Python value has the option's type; whole numbers may stand for floats."""
     if option.type is float:
         legal = isinstance(value, int | float) and not isinstance(value, bool)
     elif option.type is int:

@@ -16,7 +16,9 @@ class Config:
 
     run_name: str = option("base", "name of the run's directory: letters, digits, '.', '_' and '-'")
     output_dir: str = option("runs", "directory that holds run directories")
-    seed: int = option(0, "seed of initial values, dropout and the order of documents", minimum=0)
+    seed: int = option(
+        0, "seed of initial values, dropout and the order of documents", minimum=0, maximum=2**32 - 1
+    )
     steps: int = option(200, "training steps in all", minimum=1)
     stop_after: int = option(0, "end after this step as if interrupted; 0 = run to the end", minimum=0)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -32,7 +34,20 @@ class Config:
 
 
 __all__ = [
-    "MESH_AXES", "AxesConfig", "CheckpointConfig", "CompileConfig", "Config", "DataConfig", "EvalConfig",
-    "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RopeScalingConfig", "Rule",
-    "ShardingConfig", "TelemetryConfig", "option",
+    "MESH_AXES",
+    "AxesConfig",
+    "CheckpointConfig",
+    "CompileConfig",
+    "Config",
+    "DataConfig",
+    "EvalConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "RopeScalingConfig",
+    "Rule",
+    "ShardingConfig",
+    "TelemetryConfig",
+    "option",
 ]

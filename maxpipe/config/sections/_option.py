@@ -27,7 +27,7 @@ class Rule:
 
 
 def option(default: Any, help: str, **rule: Any) -> Any:
-    """A field with default `default` and `Rule(help, **rule)` under metadata["rule"]; lists are copied per object."""
+    """A field with that default and `Rule(help, **rule)` under metadata["rule"]; lists are copied."""
     metadata = {"rule": Rule(help, **rule)}
     if isinstance(default, list):
         return field(default_factory=lambda: [*default], metadata=metadata)

@@ -12,10 +12,14 @@ class DataConfig:
     tokenizer: str = option("byte", "byte, or the path of a Hugging Face tokenizer.json")
     global_batch_size: int = option(32, "sequences per step over all devices", minimum=1)
     sequence_length: int = option(128, "tokens per sequence", minimum=1)
-    packing: bool = option(True, "fill each sequence with several documents; false = one document a sequence, padded")
+    packing: bool = option(
+        True, "fill each sequence with several documents; false = one document a sequence, padded"
+    )
     shuffle: bool = option(True, "a new order of documents each epoch, from seed")
     eval_fraction: float = option(0.02, "share of documents kept for evaluation", minimum=0, maximum=0.5)
-    num_workers: int = option(0, "worker processes that prepare batches; 0 = a thread of this process", minimum=0)
+    num_workers: int = option(
+        0, "worker processes that prepare batches; 0 = a thread of this process", minimum=0
+    )
     prefetch: int = option(4, "batches prepared ahead", minimum=1)
 
 
@@ -23,4 +27,6 @@ class DataConfig:
 class EvalConfig:
     every: int = option(50, "evaluate after every so many steps; 0 = never", minimum=0)
     batches: int = option(2, "batches per evaluation", minimum=1)
-    global_batch_size: int = option(-1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True)
+    global_batch_size: int = option(
+        -1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True
+    )

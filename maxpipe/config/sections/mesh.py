@@ -31,7 +31,9 @@ class AxesConfig:
 
     data: int = option(1, "replicas that share no parameter shards", minimum=1, derived=True)
     stage: int = option(1, "pipeline stages", minimum=1, derived=True)
-    fsdp: int = option(1, "devices over which parameters are sharded and batches split", minimum=1, derived=True)
+    fsdp: int = option(
+        1, "devices over which parameters are sharded and batches split", minimum=1, derived=True
+    )
     context: int = option(1, "devices over which the sequence is split", minimum=1, derived=True)
     tensor: int = option(1, "devices over which heads and MLP width are split", minimum=1, derived=True)
     expert: int = option(1, "devices over which experts are split", minimum=1, derived=True)
@@ -41,9 +43,11 @@ class AxesConfig:
 class MeshConfig:
     ici: AxesConfig = field(default_factory=AxesConfig)
     dcn: AxesConfig = field(default_factory=AxesConfig)
-    simulated_devices: int = option(0, "pretend to have so many devices when the backend is CPU; 0 = the real ones", minimum=0)
+    simulated_devices: int = option(
+        0, "pretend to have so many devices when the backend is CPU; 0 = the real ones", minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")
+    logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")  # noqa: RUF009

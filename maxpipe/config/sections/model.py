@@ -12,8 +12,12 @@ class RopeScalingConfig:
     """Llama-3 scaling of rotary frequencies; factor 1 switches it off."""
 
     factor: float = option(1.0, "how many times longer than the original context; 1 = no scaling", minimum=1)
-    low_freq_factor: float = option(1.0, "wavelengths above original/low_freq_factor are scaled fully", above=0)
-    high_freq_factor: float = option(4.0, "wavelengths below original/high_freq_factor are left alone", above=0)
+    low_freq_factor: float = option(
+        1.0, "wavelengths above original/low_freq_factor are scaled fully", above=0
+    )
+    high_freq_factor: float = option(
+        4.0, "wavelengths below original/high_freq_factor are left alone", above=0
+    )
     original_max_position: int = option(8192, "context length the frequencies were trained for", minimum=1)
 
 
@@ -26,7 +30,9 @@ class ModelConfig:
     num_kv_heads: int = option(4, "key/value heads; divides num_query_heads", minimum=1)
     head_dim: int = option(-1, "width of a head; -1 = embed_dim / num_query_heads", minimum=1, derived=True)
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
-    vocab_size: int = option(320, "rows of the embedding table; at least the tokenizer's vocabulary", minimum=2)
+    vocab_size: int = option(
+        320, "rows of the embedding table; at least the tokenizer's vocabulary", minimum=2
+    )
     dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
     param_dtype: str = option("float32", "dtype in which parameters are kept", choices=DTYPES)
     tie_embeddings: bool = option(False, "use the embedding table as output projection")

@@ -9,17 +9,27 @@ from maxpipe.config.sections._option import option
 class OptimizerConfig:
     name: str = option("adamw", "optimizer", variants="maxpipe.training.optimizers")
     learning_rate: float = option(3e-4, "peak learning rate", above=0)
-    schedule: str = option("cosine", "shape of the learning rate over steps", variants="maxpipe.training.lr_schedules")
-    warmup_steps: int = option(-1, "steps of linear warm-up from 0; -1 = a twentieth of decay_steps", minimum=0, derived=True)
+    schedule: str = option(
+        "cosine", "shape of the learning rate over steps", variants="maxpipe.training.lr_schedules"
+    )
+    warmup_steps: int = option(
+        -1, "steps of linear warm-up from 0; -1 = a twentieth of decay_steps", minimum=0, derived=True
+    )
     decay_steps: int = option(-1, "step at which the decay ends; -1 = steps", minimum=1, derived=True)
-    stable_fraction: float = option(0.8, "wsd: share of the steps after warm-up that keep the peak rate", minimum=0, maximum=1)
-    final_fraction: float = option(0.1, "learning rate at the end of the decay, as a share of the peak", minimum=0, maximum=1)
+    stable_fraction: float = option(
+        0.8, "wsd: share of the steps after warm-up that keep the peak rate", minimum=0, maximum=1
+    )
+    final_fraction: float = option(
+        0.1, "learning rate at the end of the decay, as a share of the peak", minimum=0, maximum=1
+    )
     beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", minimum=0, maximum=0.9999)
     beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "decoupled weight decay, on matrices only", minimum=0)
     grad_clip_norm: float = option(1.0, "clip gradients to this global norm; 0 = never", minimum=0)
-    max_consecutive_skips: int = option(5, "stop with exit code 42 after so many non-finite steps in a row; 0 = never", minimum=0)
+    max_consecutive_skips: int = option(
+        5, "stop with exit code 42 after so many non-finite steps in a row; 0 = never", minimum=0
+    )
 
 
 @dataclass(frozen=True)
@@ -32,9 +42,11 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class TelemetryConfig:
     log_every: int = option(10, "console and TensorBoard lines every so many steps; 0 = never", minimum=0)
-    profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")
+    profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")  # noqa: RUF009
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    cache_dir: str = option("", "persistent compilation cache; empty = <output_dir>/compile_cache, off = none")
+    cache_dir: str = option(
+        "", "persistent compilation cache; empty = <output_dir>/compile_cache, off = none"
+    )
