@@ -10,15 +10,6 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Decision:
-    """A value that the user left open, and why it became what it is."""
-
-    key: str
-    value: object
-    reason: str
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """What the report says.
 
@@ -36,7 +27,7 @@ class RunSummary:
       data: source, tokenizer and tokens per step in words.
       steps: steps of the whole run.
       resumed_step: step of the restored checkpoint, or None for a fresh run.
-      decisions: derived values in the order of the configuration.
+      decisions: every automatic choice with its reason, a line each.
     """
 
     run_dir: str
@@ -54,7 +45,7 @@ class RunSummary:
     data: str
     steps: int
     resumed_step: int | None = None
-    decisions: Sequence[Decision] = ()
+    decisions: Sequence[str] = ()
 
 
 def start_summary(run: RunSummary) -> list[str]:
@@ -74,7 +65,7 @@ def start_summary(run: RunSummary) -> list[str]:
     ]
     room = MAX_LINES - len(lines)
     shown = run.decisions if len(run.decisions) <= room else run.decisions[: room - 1]
-    lines += [_line("chosen", f"{d.key}={d.value}: {d.reason}") for d in shown]
+    lines += [_line("chosen", decision) for decision in shown]
     if len(shown) < len(run.decisions):
         hidden = len(run.decisions) - len(shown)
         lines.append(_line("chosen", f"{hidden} more values; --print-config shows them all"))
