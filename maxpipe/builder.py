@@ -1,34 +1,68 @@
-"""From configuration to mesh, model and engine: the one place where the parts are put together."""
+"""From configuration to a run: the one place where mesh, model, engine, data, checkpoints and telemetry are put together."""
 
 from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.resume import choose
+from maxpipe.checkpoint.run_directory import RunDirectory
+from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
+from maxpipe.data.loader import Loader, make_loader
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.circular import CircularPipeline
 from maxpipe.pipeline.contract import Parts, Pipeline
 from maxpipe.pipeline.layout import StageLayout
+from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.pipeline.schedules._csv import load_csv
+from maxpipe.pipeline.schedules._table import Table
 from maxpipe.pipeline.sequential import SequentialPipeline
 from maxpipe.sharding import AxisRules
+from maxpipe.telemetry.chips import chip_for
+from maxpipe.telemetry.flops import model_flops_per_token
+from maxpipe.telemetry.profiler import Profiler
+from maxpipe.telemetry.recorder import Recorder
+from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.engine import Engine, SpmdEngine
+from maxpipe.training.loop import Run
 from maxpipe.training.optimizer import Optimizer
 
-PIPELINES: dict[str, Callable[[Parts], Pipeline]] = {
+PIPELINES: dict[str, Callable[..., Pipeline]] = {
     "sequential": SequentialPipeline,
     "circular": CircularPipeline,
 }
 
+VERSIONED = ("maxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
 
 def build_layout(config: Config) -> StageLayout:
     """Which layer lives on which stage, from a resolved configuration."""
-    if config.pipeline.engine == "sequential":
+    pipeline, stages = config.pipeline, num_stages(config)
+    if pipeline.engine == "sequential":
         return StageLayout.even(1, 1, config.model.num_layers)
-    stages = config.mesh.ici.stage * config.mesh.dcn.stage
-    if config.pipeline.layers_per_stage:
-        return StageLayout(stages, config.pipeline.num_repeats, tuple(config.pipeline.layers_per_stage))
-    return StageLayout.even(stages, config.pipeline.num_repeats, config.pipeline.num_layers_per_stage)
+    if pipeline.layers_per_stage:
+        return StageLayout(stages, pipeline.num_repeats, tuple(pipeline.layers_per_stage))
+    return StageLayout.even(stages, pipeline.num_repeats, pipeline.num_layers_per_stage)
+
+
+def build_table(config: Config) -> Table:
+    """The schedule's table for a resolved configuration with a pipeline.
+
+    Raises:
+      ScheduleError: a CSV file is wrong or of other sizes, or the schedule does not have an option asked for.
+    """
+    pipeline = config.pipeline
+    sizes = num_stages(config), pipeline.num_microbatches, pipeline.num_repeats
+    if pipeline.schedule.endswith(".csv"):
+        return load_csv(pipeline.schedule, *sizes)
+    delay = 2 if pipeline.delay_activation_forwarding else 1
+    schedule = SCHEDULES.get(pipeline.schedule)
+    return schedule.build(*sizes, forwarding_delay=delay, slack=int(pipeline.overlap_slots))
 
 
 def build_engine(
@@ -38,7 +72,7 @@ def build_engine(
 
     Args:
       config: resolved; `pipeline.engine` is no longer auto.
-      mesh: from `build_mesh`.
+      mesh: from `maxpipe.mesh.build_mesh`.
       say: called with each automatic decision.
       pipeline_options: passed to the pipeline's constructor.
     """
@@ -47,3 +81,71 @@ def build_engine(
     parts = Parts(program, rules, config.pipeline, build_layout(config))
     pipeline = PIPELINES[config.pipeline.engine](parts, **pipeline_options)
     return SpmdEngine(program.specs, pipeline, rules, Optimizer(config.optimizer, program.specs))
+
+
+def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunDirectory, Checkpointer]:
+    """The run's directory and checkpoints, not yet written to.
+
+    Raises:
+      ConfigError: the directory belongs to another configuration.
+    """
+    directory = RunDirectory(config)
+    directory.claim(config, write=False)
+    settings = config.checkpoint
+    checkpointer = Checkpointer(directory.checkpoints, every=settings.every, keep=settings.keep, say=say)
+    return directory, checkpointer
+
+
+def build_run(
+    config: Config, mesh: Mesh, directory: RunDirectory, checkpointer: Checkpointer, say: Callable[[str], None]
+) -> Run:
+    """Everything the loop needs, standing where the run left off.
+
+    Args:
+      config: resolved.
+      mesh: the device mesh.
+      directory, checkpointer: from `open_run_directory`.
+      say: prints a line.
+
+    Raises:
+      ConfigError: data or run directory do not fit the configuration; nothing has been written then.
+    """
+    engine = build_engine(config, mesh, say=say)
+    place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
+    place_eval = BatchPlacer(mesh, engine.batch_spec, config.eval.global_batch_size)
+    loader = make_loader(config, "train", place.rows)
+    if config.eval.every:
+        make_loader(config, "eval", place_eval.rows).close()
+    resume_from = choose(config.checkpoint.resume, checkpointer.steps(), directory.checkpoints)
+    directory.claim(config)
+    state, step = None, 0
+    if resume_from is None:
+        state = engine.init(jax.random.key(config.seed))
+    else:
+        asked = None if config.checkpoint.resume in ("auto", "must") else resume_from
+        restored = checkpointer.restore(engine.abstract_canonical(), asked)
+        state, step = engine.from_canonical(restored.state), restored.step
+        loader = _continue(loader, config, place, restored.iterator)
+    return Run(
+        config, engine, state, step, loader, place, place_eval, checkpointer,
+        recorder=build_recorder(config, mesh, directory, step),
+        profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
+        meta={"config": asdict(config), "versions": {name: metadata.version(name) for name in VERSIONED}},
+    )  # fmt: skip
+
+
+def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
+    """Telemetry of a run that continues after `step`."""
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    chip = chip_for(mesh.devices.flat[0].device_kind)
+    return Recorder(
+        config, directory.root, start_step=step, tokens_per_step=tokens,
+        flops_per_step=tokens * model_flops_per_token(config.model, config.data.sequence_length),
+        peak_flops=chip.peak_flops[config.model.dtype] * mesh.size if chip else None,
+        is_main=jax.process_index() == 0,
+    )  # fmt: skip
+
+
+def _continue(loader: Loader, config: Config, place: BatchPlacer, position: Any) -> Loader:
+    loader.close()
+    return make_loader(config, "train", place.rows, position[place.rows])

@@ -15,18 +15,6 @@ from maxpipe.training.optimizers import OPTIMIZERS
 DECAYING_AXES = {"embed", "outer_embed"}
 
 
-def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
-    """Rate of the update that follows `step` finished steps, float32 scalar.
-
-    Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to `decay_steps`.
-    """
-    step = step.astype(jnp.float32)
-    warmup = jnp.minimum(1.0, (step + 1) / max(config.warmup_steps, 1))
-    progress = (step - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1)
-    share = LR_SCHEDULES.get(config.schedule)(jnp.clip(progress, 0.0, 1.0), config)
-    return config.learning_rate * warmup * share
-
-
 class Optimizer:
     """A pure function of one parameter tree, its gradients and its state.
 
@@ -43,6 +31,17 @@ class Optimizer:
     def init(self, params: Params) -> Any:
         """State of the optimizer before the first step."""
         return self._transform.init(params)
+
+    def learning_rate(self, step: jax.Array) -> jax.Array:
+        """Rate of the update that follows `step` finished steps, float32 scalar.
+
+        Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to `decay_steps`.
+        """
+        config, done = self._config, step.astype(jnp.float32)
+        warmup = jnp.minimum(1.0, (done + 1) / max(config.warmup_steps, 1))
+        progress = (done - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1)
+        share = LR_SCHEDULES.get(config.schedule)(jnp.clip(progress, 0.0, 1.0), config)
+        return config.learning_rate * warmup * share
 
     def update(
         self, params: Params, gradients: Params, state: Any, step: jax.Array, norm: jax.Array, finite: jax.Array
@@ -62,7 +61,7 @@ class Optimizer:
         clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6)) if config.grad_clip_norm else 1.0
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, gradients)
         directions, new_state = self._transform.update(gradients, state, params)
-        rate = learning_rate(config, step)
+        rate = self.learning_rate(step)
 
         def apply(p: jax.Array, direction: jax.Array, decays: bool) -> jax.Array:
             p32 = p.astype(jnp.float32)

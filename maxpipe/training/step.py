@@ -25,12 +25,12 @@ def train_step(
       batch: the global batch.
 
     Returns:
-      (state after the step, {"loss", "grad_norm"} float32 and {"finite"} bool scalars).
+      (state after the step, {"loss", "grad_norm", "learning_rate"} float32 and {"finite"} bool scalars).
     """
     metrics, gradients = loss_and_gradients(state.params, batch, state.step_key())
     norm = global_norm(gradients)
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
     params, opt_state = optimizer.update(state.params, gradients, state.opt_state, state.step, norm, finite)
     skips = jnp.where(finite, 0, state.skips + 1).astype(jnp.int32)
-    state = TrainState(state.step + 1, state.key, params, opt_state, skips)
-    return state, metrics | {"grad_norm": norm, "finite": finite}
+    metrics |= {"grad_norm": norm, "learning_rate": optimizer.learning_rate(state.step), "finite": finite}
+    return TrainState(state.step + 1, state.key, params, opt_state, skips), metrics

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from maxpipe.telemetry.summary import MAX_LINES, Decision, RunSummary, compress, start_summary
+from maxpipe.telemetry.summary import MAX_LINES, RunSummary, compress, start_summary
 
 RUN = RunSummary(
     run_dir="runs/base",
@@ -19,7 +19,7 @@ RUN = RunSummary(
     bubble=1 / 9,
     data="python_stdlib, byte tokenizer, 4,096 tokens per step",
     steps=200,
-    decisions=[Decision("model.head_dim", 64, "embed_dim / num_query_heads")],
+    decisions=["model.head_dim=64: embed_dim / num_query_heads"],
 )
 
 
@@ -46,7 +46,7 @@ def test_without_a_pipeline_there_are_no_stages_and_no_bubble():
 
 
 def test_many_stages_and_decisions_stay_within_the_limit_and_say_what_is_missing():
-    decisions = [Decision(f"key{i}", i, "because") for i in range(40)]
+    decisions = [f"key{i}={i}: because" for i in range(40)]
     run = dataclasses.replace(RUN, stage_layers=[[i] for i in range(64)], decisions=decisions)
     lines = start_summary(run)
     assert len(lines) == MAX_LINES
