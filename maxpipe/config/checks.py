@@ -4,6 +4,7 @@ import os
 import re
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.proposals import divisors
 from maxpipe.config.schema import variants
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.steps import step
@@ -23,7 +24,7 @@ def run_name(c: Config) -> None:
 def grouped_heads(c: Config) -> None:
     heads = c.model.num_query_heads
     if heads % c.model.num_kv_heads:
-        legal = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        legal = ", ".join(str(n) for n in divisors(heads))
         message = f"{c.model.num_kv_heads} does not divide model.num_query_heads={heads}; legal are {legal}"
         raise ConfigError(Problem("model.num_kv_heads", message))
 

@@ -5,15 +5,17 @@ import math
 from collections.abc import Iterator
 from itertools import islice
 
+from maxpipe.config.batches import STEPS as BATCHES
 from maxpipe.config.checks import CHECKS
 from maxpipe.config.derive import STEPS as DERIVE
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.layout import STEPS as LAYOUT
+from maxpipe.config.proposals import distance, divisors
 from maxpipe.config.schema import update
 from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
 from maxpipe.config.steps import Step, Updates, run_steps, step
 
-STEPS: tuple[Step, ...] = (*CHECKS, *DERIVE, *LAYOUT)
+STEPS: tuple[Step, ...] = (*CHECKS, *DERIVE, *LAYOUT, *BATCHES)
 LEVELS = ("ici", "dcn")
 # Proposals use these axes only, at this cost of each doubling or halving: re-cutting the data is the mildest
 # change, and tensor parallelism across slices is never a good one.
@@ -80,7 +82,9 @@ def _mismatch(c: Config, level: str, count: int) -> Problem:
     what = {"ici": "device", "dcn": "slice"}[level] + ("s" if count > 1 else "")
     if level == "ici" and math.prod(dataclasses.astuple(c.mesh.dcn)) > 1:
         what += " per slice"
-    relation = "which does not divide the" if -1 in sizes.values() else f"but there {'are' if count > 1 else 'is'}"
+    relation = (
+        "which does not divide the" if -1 in sizes.values() else f"but there {'are' if count > 1 else 'is'}"
+    )
     choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count))
     message = f"{written} makes {product}, {relation} {count} {what}; these fit: {choices}"
     if count == 1 and level == "ici":
@@ -100,7 +104,7 @@ def _proposals(c: Config, level: str, count: int) -> list[dict[str, int]]:
     costs = _COSTS[level]
 
     def cost(new: dict[str, int]) -> float:
-        return sum(abs(math.log(new[axis] / old[axis])) * costs[axis] for axis in costs if old[axis] != -1)
+        return sum(distance(new[axis], old[axis]) * costs[axis] for axis in costs if old[axis] != -1)
 
     def usable(new: dict[str, int]) -> bool:
         other = update(c, {f"mesh.{level}.{axis}": size for axis, size in new.items()})
@@ -116,11 +120,6 @@ def _factorings(count: int, axes: list[str]) -> Iterator[dict[str, int]]:
     if len(axes) == 1:
         yield dict.fromkeys(MESH_AXES, 1) | {axes[0]: count}
         return
-    for size in _divisors(count):
+    for size in divisors(count):
         for rest in _factorings(count // size, axes[1:]):
             yield rest | {axes[0]: size}
-
-
-def _divisors(count: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(count) + 1) if count % n == 0]
-    return [*small, *(count // n for n in reversed(small) if n * n != count)]

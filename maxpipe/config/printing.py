@@ -5,8 +5,9 @@ from typing import Any
 
 import yaml
 
+from maxpipe.config.batches import data_shards
 from maxpipe.config.devices import STEPS, unknown_axes
-from maxpipe.config.layout import data_shards, num_stages
+from maxpipe.config.layout import num_stages
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import OPTIONS, get
 from maxpipe.config.sections import Config

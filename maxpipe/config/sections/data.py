@@ -10,7 +10,7 @@ class DataConfig:
     source: str = option("python_stdlib", "where documents come from", variants="maxpipe.data.sources")
     path: str = option("", "file, directory or glob of the source (comma-separated for several)")
     tokenizer: str = option("byte", "byte, or the path of a Hugging Face tokenizer.json")
-    global_batch_size: int = option(32, "sequences per step over all devices", minimum=1)
+    global_batch_size: int = option(32, "sequences per step over all devices", minimum=1, maximum=2**24)
     sequence_length: int = option(128, "tokens per sequence", minimum=1)
     packing: bool = option(
         True, "fill each sequence with several documents; false = one document a sequence, padded"

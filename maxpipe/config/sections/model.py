@@ -24,9 +24,9 @@ class RopeScalingConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     block: str = option("llama", "decoder block", variants="maxpipe.model.blocks")
-    num_layers: int = option(8, "decoder layers", minimum=1)
+    num_layers: int = option(8, "decoder layers", minimum=1, maximum=2**14)
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
-    num_query_heads: int = option(4, "query heads", minimum=1)
+    num_query_heads: int = option(4, "query heads", minimum=1, maximum=2**20)
     num_kv_heads: int = option(4, "key/value heads; divides num_query_heads", minimum=1)
     head_dim: int = option(-1, "width of a head; -1 = embed_dim / num_query_heads", minimum=1, derived=True)
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
