@@ -6,7 +6,6 @@ from itertools import groupby
 
 MAX_LINES = 25
 MAX_STAGES = 8
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def start_summary(run: RunSummary) -> list[str]:
         _line("run", f"{run.run_dir}, {run.steps} steps, {start}"),
         _line("devices", f"{run.num_devices} x {run.device_kind}{simulated}, {processes}"),
         _line("mesh", axes or "one device"),
-        _line("parameters", f"{run.num_parameters:,} ({run.parameter_bytes / GIB:.3g} GiB)"),
+        _line("parameters", f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"),
         _line("pipeline", _pipeline(run)),
         *_stages(run.stage_layers),
         _line("data", run.data),
@@ -99,6 +98,14 @@ def _stages(stage_layers: Sequence[Sequence[int]]) -> list[str]:
 def _count(number: int, noun: str) -> str:
     plural = noun if number == 1 else noun + "es" if noun.endswith(("s", "ch")) else noun + "s"
     return f"{number} {plural}"
+
+
+def _bytes(count: int) -> str:
+    """Three significant digits in MiB, GiB or TiB."""
+    mebibytes = count / 2**20
+    if mebibytes < 1000:
+        return f"{mebibytes:.3g} MiB"
+    return f"{mebibytes / 2**10:.3g} GiB" if mebibytes < 1000 * 2**10 else f"{mebibytes / 2**20:.3g} TiB"
 
 
 def _line(label: str, text: str) -> str:

@@ -28,7 +28,7 @@ def test_the_whole_report():
         "run         runs/base, 200 steps, fresh",
         "devices     4 x cpu simulated on one machine, 1 process",
         "mesh        stage=2 x fsdp=2",
-        "parameters  8,552,704 (0.0319 GiB)",
+        "parameters  8,552,704 (32.6 MiB)",
         "pipeline    circular, 2 repeats of 2 layers per stage, 4 microbatches, bubble 11.1 %",
         "  stage 0   layers 0-1, 4-5",
         "  stage 1   layers 2-3, 6-7",
@@ -53,6 +53,15 @@ def test_many_stages_and_decisions_stay_within_the_limit_and_say_what_is_missing
     assert any(line.startswith("  stage 63") for line in lines)
     shown = sum("because" in line for line in lines)
     assert f"{40 - shown} more" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(8_030_261_248, "29.9 GiB"), (405_853_388_800, "1.48 TiB"), (1000, "0.00381 MiB")],
+)
+def test_parameter_bytes_have_a_fitting_unit(count, text):
+    run = dataclasses.replace(RUN, num_parameters=count, parameter_bytes=4 * count)
+    assert f"({text})" in "\n".join(start_summary(run))
 
 
 @pytest.mark.parametrize(
