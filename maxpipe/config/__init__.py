@@ -1,6 +1,5 @@
 """Configuration: typed sections, YAML with inheritance, overrides, checks that come all at once. No JAX."""
 
-from maxpipe.config.cli import exit_on_config_error as main_errors
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, load, replace, resolve
 from maxpipe.config.printing import notes, print_config, to_yaml
@@ -40,7 +39,6 @@ __all__ = [
     "ShardingConfig",
     "TelemetryConfig",
     "load",
-    "main_errors",
     "notes",
     "print_config",
     "replace",

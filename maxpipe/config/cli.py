@@ -40,7 +40,7 @@ def exit_on_config_error() -> Iterator[None]:
         lines = [f"config error: {problem}" for problem in error.problems]
         count = len(error.problems)
         print(
-            *lines, f"{count} problem{'s' if count > 1 else ''}; nothing was run", sep="\n", file=sys.stderr
+            *lines, f"{count} problem{'s' if count > 1 else ''} found", sep="\n", file=sys.stderr
         )
         sys.stderr.flush()
         raise SystemExit(CONFIG_ERROR) from None

@@ -18,8 +18,10 @@ class Problem:
     source: str = ""
 
     def __str__(self) -> str:
-        where = f" ({self.source})" if self.source else ""
-        return f"{self.key}{where}: {self.message}" if self.key else self.message
+        if self.key and self.source:
+            return f"{self.key} ({self.source}): {self.message}"
+        where = self.key or self.source
+        return f"{where}: {self.message}" if where else self.message
 
 
 class ConfigError(ValueError):

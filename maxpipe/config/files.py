@@ -115,7 +115,7 @@ def _compose(text: str, path: str) -> yaml.Node | None:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}" if mark else path
+        where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
         raise ConfigError(Problem("", f"not valid YAML: {error.problem or error.context}", where)) from None
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(Problem("", f"not valid YAML: {str(error).splitlines()[0]}", path)) from None

@@ -1,0 +1,62 @@
+"""A small base file and shorthands for loading and for the problems of a bad config."""
+
+import pytest
+
+from maxpipe.config import ConfigError, load, resolve
+
+BASE = """\
+run_name: test
+steps: 100
+model:
+  num_layers: 8
+  embed_dim: 64
+data:
+  global_batch_size: 16
+mesh:
+  ici:
+    stage: 2
+    fsdp: 2
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(name, text) -> path of a YAML file."""
+
+    def _write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return str(path)
+
+    return _write
+
+
+@pytest.fixture
+def base(write):
+    """Path of a file for four devices: two stages, two-way FSDP, eight layers, a batch of 16."""
+    return write("base.yml", BASE)
+
+
+@pytest.fixture
+def resolved(base):
+    """resolved("key=value", ..., devices=4, slices=1) -> resolved config."""
+
+    def _resolved(*words, devices=4, slices=1):
+        return resolve(load(base, words), devices, slices)
+
+    return _resolved
+
+
+@pytest.fixture
+def problems(base):
+    """problems("key=value", ..., devices=4, slices=1) -> {key: message} of what is refused."""
+
+    def _problems(*words, devices=4, slices=1):
+        try:
+            resolve(load(base, words), devices, slices)
+        except ConfigError as error:
+            return {problem.key: problem.message for problem in error.problems}
+        return {}
+
+    return _problems

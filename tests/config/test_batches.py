@@ -1,0 +1,70 @@
+"""Microbatches and the batches they divide."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [
+        ((), 2),
+        (("pipeline.delay_activation_forwarding=true",), 4),
+        (("mesh.ici.stage=1", "mesh.ici.fsdp=4"), 1),
+        (("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=4"), 4),
+        (("pipeline.num_microbatches=8",), 8),
+        (("pipeline.num_microbatches=1", "pipeline.schedule=lockstep_1f1b"), 1),
+        (("pipeline.num_microbatches=5", "pipeline.schedule=lockstep_1f1b", "data.global_batch_size=10"), 5),
+    ],
+)
+def test_number_of_microbatches(resolved, words, count):
+    assert resolved(*words).pipeline.num_microbatches == count
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("pipeline.num_microbatches=3",),
+            "multiple of the 2 stages, at least 2; got 3, nearest legal: 2 or 4",
+        ),
+        (("pipeline.num_microbatches=1",), "got 1, nearest legal: 2"),
+        (
+            ("pipeline.num_microbatches=2", "pipeline.delay_activation_forwarding=true"),
+            "at least 4 with delay",
+        ),
+    ],
+)
+def test_the_circular_engine_needs_multiples_of_the_stages(problems, words, message):
+    assert message in problems(*words)["pipeline.num_microbatches"]
+
+
+def test_a_batch_that_does_not_divide_gets_the_nearest_sizes_and_counts(problems):
+    found = problems("pipeline.num_microbatches=6")
+    assert found == {
+        "data.global_batch_size": "16 is not divisible by num_microbatches x data x fsdp = 6 x 1 x 2 = 12; "
+        "nearest legal: 12 or 24, or pipeline.num_microbatches=4 or 8"
+    }
+    for word in ("data.global_batch_size=12", "data.global_batch_size=24"):
+        assert problems("pipeline.num_microbatches=6", word) == {}
+    for count in (4, 8):
+        assert problems(f"pipeline.num_microbatches={count}") == {}
+
+
+def test_no_count_helps_if_the_devices_do_not_divide_the_batch(problems):
+    message = problems("data.global_batch_size=15")["data.global_batch_size"]
+    assert message.endswith("= 4; nearest legal: 12 or 16")
+
+
+def test_slices_count_as_shards(problems):
+    words = ("mesh.dcn.data=2", "data.global_batch_size=12")
+    assert "2 x 2 x 2 = 8" in problems(*words, devices=8, slices=2)["data.global_batch_size"]
+
+
+def test_evaluation_batches_divide_over_the_devices_only(problems):
+    assert problems("eval.global_batch_size=6", "pipeline.num_microbatches=4") == {}
+    assert "nearest legal: 2 or 4" in problems("eval.global_batch_size=3")["eval.global_batch_size"]
+    assert problems("eval.global_batch_size=3", "eval.every=0") == {}
+
+
+def test_evaluation_batch_defaults_to_the_training_batch(resolved):
+    assert resolved().eval.global_batch_size == 16
+    assert resolved("eval.global_batch_size=4").eval.global_batch_size == 4

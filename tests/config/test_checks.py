@@ -1,0 +1,94 @@
+"""Rules across keys, and the two derivations that need neither mesh nor pipeline."""
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["a/b", "../x", "..", ".hidden", "", "a b", "-x", "x\n"])
+def test_a_run_name_is_no_path(problems, name):
+    assert "is not a name without a path" in problems(f"run_name={name}")["run_name"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "message"),
+    [
+        (
+            ("model.num_query_heads=6",),
+            "model.num_kv_heads",
+            "does not divide model.num_query_heads=6; legal are 1, 2, 3, 6",
+        ),
+        (
+            ("model.embed_dim=66",),
+            "model.embed_dim",
+            "not divisible by model.num_query_heads=4; nearest legal: 64 or 68",
+        ),
+        (("model.head_dim=15",), "model.head_dim", "must be even"),
+        (("model.embed_dim=4",), "model.head_dim", "must be even"),
+        (
+            ("optimizer.warmup_steps=101",),
+            "optimizer.warmup_steps",
+            "101 is more than optimizer.decay_steps=100",
+        ),
+        (("telemetry.profile_steps=[5]",), "telemetry.profile_steps", "[first, last]"),
+        (("telemetry.profile_steps=[7,5]",), "telemetry.profile_steps", "first <= last"),
+        (("telemetry.profile_steps=[99,101]",), "telemetry.profile_steps", "last <= steps=100"),
+        (("telemetry.profile_steps=[0,5]",), "telemetry.profile_steps", "1 <= first"),
+        (("checkpoint.resume=mist",), "checkpoint.resume", "did you mean must?"),
+        (("checkpoint.resume=-3",), "checkpoint.resume", "the number of a step"),
+        (("data.tokenizer=bytes",), "data.tokenizer", "did you mean byte?"),
+        (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: the axis splits the experts"),
+        (("mesh.ici.context=-1",), "mesh.ici.context", "attention over a split sequence"),
+        (("mesh.dcn.expert=2",), "mesh.dcn.expert", "must be 1"),
+        (
+            ("model.rope_scaling.factor=8", "model.rope_scaling.low_freq_factor=4"),
+            "model.rope_scaling.low_freq_factor",
+            "less than model.rope_scaling.high_freq_factor=4.0",
+        ),
+    ],
+)
+def test_what_is_refused(problems, words, key, message):
+    assert message in problems(*words)[key]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("[[embed, [fsdp, fsdp]]]", "uses a mesh axis twice"),
+        ("[[embed, [fsdp]], [embed, []]]", "'embed' has more than one rule"),
+        ("[[embed, [fdsp]]]", "there is no mesh axis 'fdsp'; did you mean fsdp?"),
+        ("[[embed]]", "is not of the form [logical axis, [mesh axes]]"),
+        ("[embed]", "is not of the form"),
+        ("[[embed, fsdp]]", "is not of the form"),
+        ("[[[embed], [fsdp]]]", "is not of the form"),
+    ],
+)
+def test_logical_axis_rules(problems, rules, message):
+    assert message in problems(f"sharding.logical_axis_rules={rules}")["sharding.logical_axis_rules"]
+
+
+@pytest.mark.parametrize("value", ["auto", "never", "must", "0", "1200"])
+def test_ways_to_resume(resolved, value):
+    assert resolved(f"checkpoint.resume={value}").checkpoint.resume == value
+
+
+@pytest.mark.parametrize("value", ["byte", "tokenizer.json", "some/directory"])
+def test_tokenizers(resolved, value):
+    assert resolved(f"data.tokenizer={value}").data.tokenizer == value
+
+
+def test_head_dim_is_derived_or_free(resolved):
+    assert resolved().model.head_dim == 16
+    assert resolved("model.embed_dim=66", "model.head_dim=32").model.head_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup", "decay"),
+    [
+        ((), 5, 100),
+        (("steps=10",), 0, 10),
+        (("optimizer.decay_steps=400",), 20, 400),
+        (("optimizer.warmup_steps=30",), 30, 100),
+    ],
+)
+def test_learning_rate_steps_follow_steps(resolved, words, warmup, decay):
+    optimizer = resolved(*words).optimizer
+    assert (optimizer.warmup_steps, optimizer.decay_steps) == (warmup, decay)

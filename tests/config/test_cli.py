@@ -1,0 +1,138 @@
+"""The command line, seen from outside: exit codes, what goes to stdout and stderr, and how soon."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from maxpipe.config import ConfigError, Problem
+from maxpipe.config.cli import describe, exit_on_config_error, parse_args
+from maxpipe.config.schema import OPTIONS, SECTIONS
+
+COMMAND = """
+from maxpipe.config import resolve
+from maxpipe.config.cli import exit_on_config_error, parse_args
+with exit_on_config_error():
+    arguments = parse_args(prog="python -m maxpipe.train", description="Trains a model.")
+    print("steps", resolve(arguments.loaded, 4).steps)
+"""
+
+
+def command(*words):
+    done = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def parse(*words):
+    return parse_args(words, prog="prog", description="Does it.")
+
+
+def test_a_good_command(base):
+    done = command(base, "steps=7")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "steps 7\n", "")
+
+
+def test_a_bad_command_prints_every_problem_and_exits_with_2(base):
+    started = time.monotonic()
+    done = command(base, "stepz=7", "model.num_layers=9", "--print-confg")
+    seconds = time.monotonic() - started
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert lines[-1] == "3 problems found"
+    assert all(line.startswith("config error: ") for line in lines[:-1])
+    assert any(
+        line == "config error: stepz (command line): unknown key; did you mean steps?" for line in lines
+    )
+    assert seconds < 5  # 0.15 s on an idle machine; the bound only catches an import of JAX on a slow one
+
+
+def test_problems_found_after_the_start_look_the_same(base):
+    done = command(base, "mesh.ici.fsdp=4")
+    assert done.returncode == 2
+    assert done.stderr.startswith("config error: mesh.ici: stage=2 x fsdp=4 makes 8, but there are 4 devices")
+
+
+def test_the_context_manager_leaves_other_errors_alone():
+    with pytest.raises(ValueError, match="mine"), exit_on_config_error():
+        raise ValueError("mine")
+
+
+def test_it_decorates_a_main(capsys):
+    @exit_on_config_error()
+    def main():
+        raise ConfigError(Problem("steps", "too many"))
+
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "config error: steps: too many\n1 problem found\n"
+
+
+def test_print_config(base, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(base, "--print-config", "steps=9")
+    assert caught.value.code == 0
+    assert "steps: 9                                      # command line" in capsys.readouterr().out
+
+
+def test_flags_of_the_command_may_stand_anywhere(base):
+    def add_flags(parser):
+        parser.add_argument("--svg", metavar="FILE")
+
+    words = [base, "steps=9", "--svg", "x.svg", "seed=2"]
+    arguments = parse_args(words, prog="prog", description="Draws.", add_flags=add_flags)
+    assert arguments.flags.svg == "x.svg"
+    assert (arguments.path, arguments.loaded.config.steps, arguments.loaded.config.seed) == (base, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "no config file: prog CONFIG.yml key=value"),
+        (("steps=3",), "no config file"),
+        (("nowhere.yml",), "there is no file nowhere.yml; the nearest are configs/"),
+        (("configs/base.yml", "--steps=3"), "keys are written without dashes: steps=VALUE"),
+        (("configs/base.yml", "--print"), "there is no flag --print; the flags are --print-config, --help"),
+    ],
+)
+def test_command_lines_that_are_refused(words, message):
+    with pytest.raises(ConfigError) as caught:
+        parse(*words)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--help",), ["usage: prog", "Does it.", "--print-config", "run_name", "model, data, eval"]),
+        (("configs/base.yml", "--help"), ["usage: prog"]),
+        (("--help", "configs/base.yml"), ["usage: prog"]),
+        (
+            ("--help", "optimizer.name"),
+            ["optimizer.name: optimizer", "default  'adamw'", "choices  adamw, sgd"],
+        ),
+        (("--help", "mesh.ici"), ["mesh.ici.stage", "pipeline stages"]),
+    ],
+)
+def test_help(words, parts, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(*words)
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    for part in parts:
+        assert part in printed
+
+
+def test_every_key_and_section_has_help():
+    for key in OPTIONS:
+        assert describe(key).startswith(f"{key}: {OPTIONS[key].rule.help}")
+    for section in SECTIONS:
+        assert f"{section}." in describe(section)
+
+
+def test_help_on_an_unknown_key():
+    with pytest.raises(ConfigError, match=r"did you mean pipeline.schedule\?"):
+        describe("pipeline.schedul")

@@ -1,0 +1,95 @@
+"""Meshes against devices; the proposals in the errors must themselves be legal."""
+
+import re
+
+import pytest
+
+from maxpipe.config import ConfigError, load, replace, resolve
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "axes"),
+    [
+        ((), 4, {"stage": 2, "fsdp": 2}),
+        (("mesh.ici.fsdp=-1",), 8, {"stage": 2, "fsdp": 4}),
+        (("mesh.ici.stage=-1",), 8, {"stage": 4, "fsdp": 2}),
+        (("mesh.ici.data=-1",), 4, {"data": 1}),
+    ],
+)
+def test_one_axis_takes_the_devices_that_are_left(resolved, words, devices, axes):
+    config = resolved(*words, devices=devices)
+    assert {axis: getattr(config.mesh.ici, axis) for axis in axes} == axes
+
+
+def test_slices_fill_the_dcn_axes(resolved):
+    config = resolved("mesh.dcn.data=-1", devices=8, slices=2)
+    assert (config.mesh.dcn.data, config.mesh.ici.stage, config.mesh.ici.fsdp) == (2, 2, 2)
+    assert resolved("mesh.dcn.data=-1").mesh.dcn.data == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "slices", "key", "numbers"),
+    [
+        ((), 8, 1, "mesh.ici", "stage=2 x fsdp=2 makes 4, but there are 8 devices;"),
+        ((), 1, 1, "mesh.ici", "makes 4, but there is 1 device;"),
+        (
+            ("mesh.ici.stage=4", "mesh.ici.fsdp=-1"),
+            6,
+            1,
+            "mesh.ici",
+            "makes 4, which does not divide the 6 devices;",
+        ),
+        ((), 8, 2, "mesh.dcn", "all axes 1 makes 1, but there are 2 slices;"),
+        (("mesh.dcn.data=2",), 4, 1, "mesh.dcn", "data=2 makes 2, but there is 1 slice;"),
+        (("mesh.dcn.data=2",), 16, 2, "mesh.ici", "makes 4, but there are 8 devices per slice;"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_prints_both_numbers(problems, words, devices, slices, key, numbers):
+    found = problems(*words, devices=devices, slices=slices)
+    assert list(found) == [key]
+    assert numbers in found[key]
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "slices"),
+    [
+        ((), 8, 1),
+        ((), 2, 1),
+        ((), 16, 1),
+        ((), 64, 1),
+        ((), 1, 1),
+        (("mesh.ici.tensor=4",), 8, 1),
+        (("mesh.ici.fsdp=-1", "mesh.ici.stage=3"), 8, 1),
+        (("data.global_batch_size=24",), 12, 1),
+        ((), 8, 2),
+        ((), 16, 4),
+    ],
+)
+def test_the_meshes_proposed_fit(problems, words, devices, slices):
+    words = (*words, "model.num_layers=24", "data.global_batch_size=192")
+    found = problems(*words, devices=devices, slices=slices)
+    proposals = re.sub(r"\(.*\)", "", found[next(iter(found))].partition("these fit: ")[2]).split(";")
+    assert 1 <= len(proposals) <= 3
+    assert len(proposals) == 3 or devices < 3
+    for proposal in proposals:
+        assert problems(*words, *proposal.split(), devices=devices, slices=slices) == {}, proposal
+
+
+def test_the_nearest_mesh_comes_first(problems):
+    message = problems(devices=8)["mesh.ici"]
+    assert (
+        "these fit: mesh.ici.stage=2 mesh.ici.fsdp=4; mesh.ici.data=2 mesh.ici.stage=2 mesh.ici.fsdp=2"
+        in message
+    )
+
+
+def test_two_unknown_axes(problems):
+    found = problems("mesh.ici.stage=-1", "mesh.ici.fsdp=-1")
+    assert found == {"mesh.ici.fsdp": "only one axis may be -1, not stage and fsdp"}
+
+
+def test_mesh_and_other_problems_come_together(base):
+    config = replace(load(base).config, **{"optimizer.warmup_steps": 200})
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, 3)
+    assert {problem.key for problem in caught.value.problems} == {"mesh.ici", "optimizer.warmup_steps"}

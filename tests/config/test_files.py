@@ -1,0 +1,101 @@
+"""YAML that is broken, unsafe or missing; words that are no overrides."""
+
+import pytest
+
+from maxpipe.config import ConfigError, load
+
+
+def message(path, *words):
+    with pytest.raises(ConfigError) as caught:
+        load(path, words)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps: 1\nsteps: 2\n", r"run.yml:2\): set twice, first at .*run.yml:1"),
+        ("model: {num_layers: 4}\nmodel.num_layers: 4\n", "set twice"),
+        ("steps: !!python/object/apply:os.getcwd []\n", "tag .* is not allowed"),
+        ("run_name: !secret x\n", "tag '!secret' is not allowed"),
+        ("steps: [1\n", r"not valid YAML: .*"),
+        ("a\tb: {\n", "not valid YAML"),
+        ("- steps\n", "a mapping of keys to values"),
+        ("steps: 1\n---\nsteps: 2\n", "not valid YAML"),
+        ("? [a]\n: 1\n", "a key must be a word"),
+        ("x: &x {num_layers: 4}\nmodel:\n  <<: *x\n", "inherit with `base: other.yml`"),
+        ("pipeline: {layers_per_stage: &x [*x]}\n", "nested too deeply"),
+        ("model: 7\n", "is a section; its keys are block, num_layers"),
+        ("steps: {a: 1}\n", "takes a value, not a section"),
+        ("steps:\n", "has no value"),
+        ("base: [a.yml]\n", "the path of one YAML file"),
+    ],
+)
+def test_bad_yaml(write, text, expected):
+    with pytest.raises(ConfigError, match=expected):
+        load(write("run.yml", text))
+
+
+def test_deeply_nested_yaml_is_an_error_like_any_other(write):
+    assert "not valid YAML" in message(write("run.yml", "steps: " + "[" * 5000))
+
+
+def test_a_file_that_is_not_text(tmp_path):
+    path = tmp_path / "run.yml"
+    path.write_bytes(b"\xff\xfe\x00steps")
+    assert "cannot read" in message(str(path))
+
+
+def test_an_empty_file_and_an_empty_section_are_fine(write):
+    assert load(write("empty.yml", "")).config.steps == 200
+    assert load(write("section.yml", "model:\nsteps: 3\n")).config.steps == 3
+
+
+def test_a_missing_file_names_its_nearest_neighbours(base, tmp_path):
+    assert f"the nearest are {base}" in message(str(tmp_path / "bse.yml"))
+
+
+def test_a_missing_base_names_the_line_that_wants_it(write):
+    path = write("run.yml", "steps: 3\nbase: bases.yml\n")
+    assert message(path).startswith(f"{path}:2: there is no file")
+
+
+def test_inheritance_in_a_circle(write):
+    write("a.yml", "base: b.yml\n")
+    assert "inherit in a circle" in message(write("b.yml", "base: a.yml\n"))
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("steps", "not of the form key=value"),
+        ("=5", "not of the form key=value"),
+        ("--steps=5", "without dashes: steps=5"),
+        ("base=other.yml", "belongs in a YAML file"),
+        ("steps=", "has no value"),
+        ("pipeline.layers_per_stage=[1,", "not valid YAML"),
+        ("model=[1]", "is a section"),
+        ("steps={a: 1}", "takes a value"),
+    ],
+)
+def test_bad_words(base, word, expected):
+    assert expected in message(base, word)
+
+
+def test_words_keep_what_yaml_would_change(base):
+    words = [
+        "run_name=007",
+        "data.path=/data/[a-c]*.txt",
+        "compile.cache_dir='off'",
+        "data.tokenizer=a=b.json",
+    ]
+    config = load(base, words).config
+    assert config.run_name == "007"
+    assert config.data.path == "/data/[a-c]*.txt"
+    assert config.compile.cache_dir == "off"
+    assert config.data.tokenizer == "a=b.json"
+
+
+def test_an_empty_word_empties_a_string(write):
+    path = write("run.yml", "data: {path: somewhere}\n")
+    assert load(path, ["data.path="]).config.data.path == ""

@@ -1,0 +1,170 @@
+"""Engines and schedules; layers into stages x repeats x layers per stage."""
+
+from fnmatch import fnmatch
+
+import pytest
+
+from maxpipe.config.layout import ENGINE_SCHEDULES, SUBSTITUTES
+from maxpipe.config.schema import variants
+
+SEQUENTIAL = ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
+
+
+@pytest.mark.parametrize(
+    ("words", "engine"),
+    [
+        ((), "circular"),
+        (("pipeline.schedule=gpipe",), "circular"),
+        (("pipeline.schedule=lockstep_1f1b",), "scheduled"),
+        (SEQUENTIAL, "sequential"),
+        ((*SEQUENTIAL, "pipeline.engine=circular"), "circular"),
+        ((*SEQUENTIAL, "pipeline.schedule=1f1b"), "sequential"),
+    ],
+)
+def test_auto_picks_the_engine(resolved, words, engine):
+    assert resolved(*words).pipeline.engine == engine
+
+
+def test_a_csv_schedule_runs_on_the_scheduled_engine(resolved, problems, tmp_path):
+    path = tmp_path / "own.csv"
+    assert problems(f"pipeline.schedule={path}") == {"pipeline.schedule": f"there is no file {path}"}
+    path.write_text("0F0,0B0\n")
+    assert resolved(f"pipeline.schedule={path}").pipeline.engine == "scheduled"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "message"),
+    [
+        (("pipeline.engine=sequential",), "pipeline.engine", "mesh.*.stage makes 2"),
+        (("pipeline.engine=circul",), "pipeline.engine", "did you mean circular?"),
+        (
+            ("pipeline.schedule=1f1b",),
+            "pipeline.schedule",
+            "no engine runs 1f1b; lockstep_1f1b does the same job",
+        ),
+        (("pipeline.schedule=zb_h1",), "pipeline.schedule", "lockstep_1f1b does the same job"),
+        (("pipeline.schedule=lockstep1f1b",), "pipeline.schedule", "did you mean lockstep_1f1b?"),
+        (
+            ("pipeline.engine=scheduled",),
+            "pipeline.engine",
+            "scheduled does not run schedule circular (circular does)",
+        ),
+        (("pipeline.overlap_slots=true",), "pipeline.overlap_slots", "use schedule=lockstep_1f1b"),
+        (
+            ("pipeline.schedule=gpipe", "pipeline.num_repeats=2"),
+            "pipeline.num_repeats",
+            "pipeline.num_repeats=1",
+        ),
+    ],
+)
+def test_engine_and_schedule_must_fit(problems, words, key, message):
+    found = problems(*words)
+    assert list(found) == [key]
+    assert message in found[key]
+
+
+def test_every_schedule_has_an_engine_or_a_substitute():
+    runnable = [pattern for patterns in ENGINE_SCHEDULES.values() for pattern in patterns]
+    for name in variants("maxpipe.pipeline.schedules"):
+        assert any(fnmatch(name, pattern) for pattern in [*runnable, *SUBSTITUTES]), name
+    assert set(SUBSTITUTES.values()) <= set(runnable)
+
+
+@pytest.mark.parametrize(
+    ("words", "repeats", "per_stage"),
+    [
+        ((), 4, 1),
+        (("pipeline.num_repeats=2",), 2, 2),
+        (("pipeline.num_layers_per_stage=4",), 1, 4),
+        (("pipeline.num_repeats=1", "pipeline.num_layers_per_stage=4"), 1, 4),
+        (("pipeline.schedule=gpipe",), 1, 4),
+        (("pipeline.layers_per_stage=[5,3]",), 1, 5),
+        (("pipeline.layers_per_stage=[3,2,2,1]", "pipeline.num_repeats=1"), 2, 3),
+        (SEQUENTIAL, 1, 8),
+        ((*SEQUENTIAL, "pipeline.num_repeats=3", "pipeline.layers_per_stage=[1]"), 1, 8),
+    ],
+)
+def test_derived_layout(resolved, words, repeats, per_stage):
+    pipeline = resolved(*words).pipeline
+    assert (pipeline.num_repeats, pipeline.num_layers_per_stage) == (repeats, per_stage)
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "choices"),
+    [
+        (("model.num_layers=9",), "model.num_layers", ["model.num_layers=8 or 10", "layers_per_stage=[5,4]"]),
+        (
+            ("pipeline.num_repeats=3",),
+            "pipeline.num_repeats",
+            [
+                "pipeline.num_repeats=4 pipeline.num_layers_per_stage=1",
+                "pipeline.num_repeats=2 pipeline.num_layers_per_stage=2",
+                "model.num_layers=6 or 12",
+                "pipeline.layers_per_stage=[2,2,1,1,1,1]",
+            ],
+        ),
+        (
+            ("pipeline.num_layers_per_stage=3",),
+            "pipeline.num_layers_per_stage",
+            ["pipeline.num_layers_per_stage=4"],
+        ),
+        (
+            ("pipeline.num_repeats=2", "pipeline.num_layers_per_stage=4"),
+            "pipeline.num_repeats",
+            ["pipeline.num_repeats=2 pipeline.num_layers_per_stage=2", "model.num_layers=16"],
+        ),
+        (
+            ("pipeline.schedule=gpipe", "pipeline.num_layers_per_stage=3"),
+            "pipeline.num_layers_per_stage",
+            ["pipeline.num_repeats=1 pipeline.num_layers_per_stage=4", "model.num_layers=6 or 12"],
+        ),
+        (("model.num_layers=1",), "model.num_layers", ["model.num_layers=2"]),
+    ],
+)
+def test_layers_that_do_not_divide_get_the_nearest_choices(problems, words, key, choices):
+    found = problems(*words)
+    assert list(found) == [key]
+    for choice in choices:
+        assert choice in found[key]
+
+
+@pytest.mark.parametrize(
+    ("words", "paste"),
+    [
+        (("model.num_layers=9",), "model.num_layers=10"),
+        (("model.num_layers=9",), "pipeline.layers_per_stage=[5,4]"),
+        (("pipeline.num_repeats=3",), "pipeline.num_repeats=2 pipeline.num_layers_per_stage=2"),
+        (("pipeline.num_repeats=3",), "pipeline.layers_per_stage=[2,2,1,1,1,1]"),
+        (("pipeline.layers_per_stage=[4,3,1]",), "pipeline.layers_per_stage=[2,2,2,2]"),
+    ],
+)
+def test_the_choices_proposed_are_legal(problems, words, paste):
+    assert any(
+        paste.partition(" ")[0].partition("=")[2][:4] in message for message in problems(*words).values()
+    )
+    assert problems(*words, *paste.split()) == {}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ("[3,3,2]", "3 chunks do not divide into 2 stages"),
+        ("[4,3]", "adds up to 7, but model.num_layers=8; a split that fits: pipeline.layers_per_stage=[4,4]"),
+        ("[8,0]", "every chunk needs at least one layer"),
+        ("[9,-1]", "every chunk needs at least one layer"),
+    ],
+)
+def test_uneven_layers_must_add_up(problems, chunks, message):
+    assert message in problems(f"pipeline.layers_per_stage={chunks}")["pipeline.layers_per_stage"]
+
+
+def test_gpipe_takes_one_uneven_chunk_per_stage(problems, resolved):
+    words = ("pipeline.schedule=gpipe", "pipeline.layers_per_stage=[2,2,2,2]")
+    assert "one chunk per stage" in problems(*words)["pipeline.layers_per_stage"]
+    assert resolved("pipeline.schedule=gpipe", "pipeline.layers_per_stage=[5,3]").pipeline.num_repeats == 1
+
+
+def test_stages_multiply_over_slices(resolved):
+    config = resolved("mesh.dcn.stage=2", "model.num_layers=12", devices=8, slices=2)
+    assert config.pipeline.num_repeats == 3
+    assert config.pipeline.num_microbatches == 4

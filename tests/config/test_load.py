@@ -1,0 +1,142 @@
+"""Precedence, sources, and all problems at once."""
+
+import glob
+import subprocess
+import sys
+
+import pytest
+
+from maxpipe.config import Config, ConfigError, load, replace, resolve
+from maxpipe.config.schema import OPTIONS, get
+
+
+@pytest.mark.parametrize(
+    ("in_base", "in_preset", "in_file", "on_command_line", "expected"),
+    [
+        (None, None, None, (), 200),
+        (1, None, None, (), 1),
+        (1, 2, None, (), 2),
+        (1, 2, 3, (), 3),
+        (1, 2, 3, ("steps=4",), 4),
+        (1, 2, 3, ("steps=4", "steps=5"), 5),
+        (1, None, 3, (), 3),
+        (None, 2, None, ("steps=4",), 4),
+        (None, None, 3, (), 3),
+        (1, None, None, ("steps=4",), 4),
+    ],
+)
+def test_precedence_base_preset_file_command_line(
+    write, in_base, in_preset, in_file, on_command_line, expected
+):
+    def text(inherits, steps):
+        return (f"base: {inherits}\n" if inherits else "") + (f"steps: {steps}\n" if steps else "")
+
+    write("base.yml", text("", in_base))
+    write("models/preset.yml", text("../base.yml", in_preset))
+    path = write("run.yml", text("models/preset.yml", in_file))
+    assert load(path, on_command_line).config.steps == expected
+
+
+def test_sections_merge_key_by_key(write):
+    write("base.yml", "model: {num_layers: 4, embed_dim: 64}\n")
+    config = load(write("run.yml", "base: base.yml\nmodel: {num_layers: 6}\n")).config
+    assert (config.model.num_layers, config.model.embed_dim) == (6, 64)
+
+
+def test_lists_are_replaced_as_a_whole(write):
+    write("base.yml", "telemetry: {profile_steps: [10, 12]}\n")
+    config = load(write("run.yml", "base: base.yml\ntelemetry: {profile_steps: [3, 4]}\n")).config
+    assert config.telemetry.profile_steps == [3, 4]
+
+
+def test_every_value_has_a_source(write):
+    base = write("base.yml", "# a comment\nsteps: 50\nmodel:\n  num_layers: 4\n  dtype: bfloat16\n")
+    path = write("run.yml", "base: base.yml\nmodel:\n  num_layers: 6\n")
+    sources = load(path, ["seed=3"]).sources
+    assert sources["steps"] == f"{base}:2"
+    assert sources["model.dtype"] == f"{base}:5"
+    assert sources["model.num_layers"] == f"{path}:3"
+    assert sources["seed"] == "command line"
+    assert sources["run_name"] == "default"
+    assert set(sources) == set(OPTIONS)
+
+
+def test_dotted_keys_and_flow_mappings_are_the_same_as_sections(write):
+    path = write("run.yml", "mesh.ici.stage: 2\nmesh: {ici: {fsdp: 2}}\n")
+    config = load(path, ["mesh.dcn={data: 2}"]).config
+    assert (config.mesh.ici.stage, config.mesh.ici.fsdp, config.mesh.dcn.data) == (2, 2, 2)
+
+
+def test_all_problems_come_at_once(base):
+    words = ["stepz=4", "steps=abc", "optimizer.name=adam", "run_name=a/b", "model.num_layers=9", "nonsense"]
+    with pytest.raises(ConfigError) as caught:
+        load(base, words)
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {"", "stepz", "steps", "optimizer.name", "run_name", "model.num_layers"}
+
+
+def test_a_broken_key_silences_only_what_depends_on_it(problems):
+    found = problems("steps=abc", "optimizer.warmup_steps=1000", "data.global_batch_size=15")
+    assert set(found) == {"steps", "data.global_batch_size"}
+
+
+def test_problems_carry_the_source_of_the_value(base):
+    with pytest.raises(ConfigError, match=rf"data.global_batch_size \({base}:7\): 16 is not divisible"):
+        load(base, ["pipeline.num_microbatches=6"])
+
+
+def test_checks_that_need_no_device_run_in_load(base):
+    with pytest.raises(ConfigError, match="num_layers"):
+        load(base, ["model.num_layers=9"])
+    with pytest.raises(ConfigError, match="num_layers"):
+        load(base, ["model.num_layers=9", "mesh.ici.fsdp=-1"])
+    assert load(base, ["model.num_layers=9", "mesh.ici.stage=-1"]).config.model.num_layers == 9
+
+
+def test_resolve_leaves_nothing_to_derive(resolved):
+    config = resolved()
+    unresolved = [key for key, option in OPTIONS.items() if option.rule.derived and get(config, key) == -1]
+    assert unresolved == []
+
+
+def test_resolve_changes_nothing_the_second_time(resolved):
+    for words in ((), ("pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4")):
+        once = resolved(*words)
+        assert resolve(once, 4) == once
+
+
+def test_resolve_takes_a_config_made_in_code():
+    config = resolve(replace(Config(), **{"mesh.ici.stage": 2, "mesh.ici.fsdp": 2}), 4)
+    assert config.pipeline.engine == "circular"
+    assert config.pipeline.num_repeats == 4
+
+
+def test_replace_changes_only_the_keys_named(base):
+    config = load(base).config
+    other = replace(config, seed=7, **{"mesh.ici.stage": 4, "model.rope_scaling.factor": 8})
+    assert (other.mesh.ici.stage, other.mesh.ici.fsdp, other.seed) == (4, 2, 7)
+    assert other.model.rope_scaling.factor == 8
+    assert config.mesh.ici.stage == 2
+
+
+def test_replace_refuses_all_bad_keys_and_values_at_once():
+    with pytest.raises(ConfigError) as caught:
+        replace(Config(), stage=2, steps="5", seed=-1)
+    assert [problem.key for problem in caught.value.problems] == ["stage", "steps", "seed"]
+
+
+@pytest.mark.parametrize("path", sorted(glob.glob("configs/**/*.yml", recursive=True)))
+def test_shipped_configs_load(path):
+    assert load(path).config.run_name
+
+
+def test_jax_is_not_imported():
+    code = (
+        "import sys, maxpipe.config.cli as cli\n"
+        "from maxpipe.config import load, resolve, notes, print_config\n"
+        "loaded = load('configs/base.yml', ['seed=${steps}'])\n"
+        "notes(resolve(loaded, 4), loaded), print_config(loaded)\n"
+        "heavy = {'jax', 'numpy', 'flax', 'orbax', 'grain'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

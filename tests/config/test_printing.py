@@ -1,0 +1,62 @@
+"""Configs written to disk can be read back; sources and automatic decisions are shown."""
+
+import yaml
+
+from maxpipe.config import Config, load, notes, print_config, resolve, to_yaml
+from maxpipe.config.schema import OPTIONS
+
+ODD = [
+    "run_name=007",
+    "pipeline.skip_idle=true",
+    "compile.cache_dir=off",
+    "data.path=a: #b'",
+    "checkpoint.resume=12",
+    "pipeline.layers_per_stage=[5,3]",
+    "telemetry.profile_steps=[2,3]",
+    "model.norm_eps=1e-12",
+]
+
+
+def test_yaml_reads_back_to_the_same_config(base, write):
+    for config in (Config(), load(base, ODD).config, resolve(load(base, ODD), 4)):
+        assert load(write("again.yml", to_yaml(config))).config == config
+
+
+def test_printed_config_is_yaml_with_sources(base):
+    loaded = load(base, ["seed=3"])
+    text = print_config(loaded)
+    lines = {line.partition(":")[0].strip(): line for line in text.splitlines()}
+    assert lines["seed"].endswith("# command line")
+    assert lines["num_layers"].endswith(f"# {base}:4")
+    assert lines["head_dim"].split("#") == ["  head_dim: 16".ljust(46), " derived"]
+    assert lines["output_dir"].endswith("# default")
+    assert text.count("  # ") == len(OPTIONS)
+    assert yaml.safe_load(text)["mesh"]["ici"]["stage"] == 2
+
+
+def test_printed_config_marks_what_only_the_devices_will_tell(base):
+    text = print_config(load(base, ["mesh.ici.fsdp=-1"]))
+    assert "fsdp: -1" in text
+    assert "# command line; derived at start" in text
+
+
+def test_notes_give_reasons(base):
+    loaded = load(base, ["mesh.ici.fsdp=-1", "pipeline.num_repeats=2"])
+    lines = notes(resolve(loaded, 4), loaded)
+    assert "mesh.ici.fsdp=2: the devices that the other axes leave" in lines
+    assert "pipeline.engine=circular: it runs schedule circular" in lines
+    assert "pipeline.num_layers_per_stage=2: 8 layers over 2 stages x 2 repeats" in lines
+    assert "pipeline.num_microbatches=2: one per stage" in lines
+    assert "model.head_dim=16: model.embed_dim / model.num_query_heads" in lines
+    assert not any(line.startswith("pipeline.num_repeats") for line in lines)
+
+
+def test_notes_say_what_has_no_effect(base):
+    words = ["mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=2", "stop_after=100"]
+    lines = notes(resolve(load(base, words), 4))
+    assert any("schedule, repeats, layers per stage" in line and "2 rows a device" in line for line in lines)
+    assert "stop_after=100 has no effect: the run ends at steps=100" in lines
+
+
+def test_a_plain_run_has_nothing_to_say_about_given_values(base):
+    assert notes(resolve(load(base), 4)) == []
