@@ -1,9 +1,10 @@
 """What a schedule costs: time, idle time, memory and traffic, from its table and the cost of its units.
 
-Lockstep tables run as one SPMD program does: a slot takes as long as its slowest stage, and a tick with a
-transfer ends with it, unless the forwarding delay lets the transfer run beside the next tick. Free-running
-tables keep only the order of each stage: a unit starts when its stage is free and its input is there, and
-transfers delay the receiver only.
+Lockstep tables run as one SPMD program does: from the first unit of a kind to the last every tick computes
+that slot on every stage, masked where it is idle, and takes as long as the slowest stage; a tick ends with
+its transfers, unless the forwarding delay lets them run beside the next tick. Free-running tables keep only
+the order of each stage: a unit starts when its stage is free and its input is there, and transfers delay the
+receiver only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +24,10 @@ class Costs:
     Attributes:
       forward, backward, input_gradient, weight_gradient: time of an F, B, I, W.
       communication: time of one transfer between neighbouring stages.
-      head: time of loss and its gradient for one microbatch on one stage. Lockstep spreads it over all stages,
-        inside the tick; free-running runs it on the last stage, behind the last chunk's F.
-      collectives: fraction of the time of F and B that is collectives within a stage. With `slack`, one slot's
-        collectives run during the other's computation.
+      head: time of loss and its gradient for one microbatch on one stage. Lockstep spreads it over all
+        stages, inside the tick; free-running runs it on the last stage, behind the last chunk's F.
+      collectives: fraction of the time of F and B that is collectives within a stage. With `slack`, one
+        slot's collectives run during the other's computation.
       activation_bytes: bytes of one transfer.
     """
 
@@ -48,7 +49,7 @@ class Costs:
         key = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}[kind]
         cost = np.asarray(getattr(self, key), float)
         if cost.shape not in ((), (num_stages,)):
-            raise ValueError(f"{key}={cost.tolist()}: give one number or one for each of the {num_stages} stages")
+            raise ValueError(f"{key}={cost.tolist()}: give one number, or one per stage ({num_stages})")
         if (cost < 0).any():
             raise ValueError(f"{key}={cost.tolist()}: must not be negative")
         return np.broadcast_to(cost, num_stages)
@@ -88,8 +89,8 @@ class Simulation:
     def bubble(self) -> float:
         """Time lost: the longest span less the work of the busiest stage.
 
-        Spans, since steps that follow each other without a barrier overlap where stages start and end at different
-        times; zero-bubble schedules count on it.
+        Spans, since steps that follow each other without a barrier overlap where stages start and end at
+        different times; zero-bubble schedules count on it.
         """
         return float(self.span.max() - self.work.max())
 
@@ -125,7 +126,7 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
         raise ValueError(f"collectives={costs.collectives}: must be a fraction from 0 to 1")
     duration = {kind: costs.of(kind, table.num_stages) for kind in table.kinds}
     run = _run_lockstep if table.lockstep else _run_free
-    start, end, head_start, head_end = run(table, duration, costs)
+    start, end, head_start, head_end, makespan = run(table, duration, costs)
     work = np.zeros(table.num_stages)
     for kind in table.kinds:
         work += duration[kind] * (table.microbatch[kind] != IDLE).sum(axis=0)
@@ -136,7 +137,7 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
     stages = [table.stage_of_chunk == s for s in range(table.num_stages)]
     first = np.array([min(np.nanmin(t[:, mine]) for t in start.values()) for mine in stages])
     last = np.array([max(np.nanmax(t[:, mine]) for t in end.values()) for mine in stages])
-    makespan = float(last.max())
+    last[table.stage_of_chunk[-1]] = max(last[table.stage_of_chunk[-1]], head_end.max())
     span = np.full(table.num_stages, makespan) if table.lockstep else last - first
     bytes_sent = _transfers(table) * costs.activation_bytes
     return Simulation(table, start, end, head_start, head_end, makespan, work, span, bytes_sent)
@@ -152,18 +153,18 @@ def _transfers(table: Table) -> np.ndarray:
     return count * table.num_microbatches
 
 
-Times = tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray, np.ndarray]
+# Start and end of the units, start and end of the head, makespan: fields of `Simulation`.
+Times = tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray, np.ndarray, float]
 
 
 def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs) -> Times:
     """Slots of a tick one after the other, every stage waiting for the slowest."""
-    slot = {}
+    slot = {kind: np.zeros(table.num_ticks) for kind in table.kinds}
     sends = np.zeros(table.num_ticks, bool)
     for kind in table.kinds:
-        active = table.microbatch[kind] != IDLE
-        slot[kind] = np.where(active, duration[kind], 0.0).max(axis=1)
-        if kind != "W":
-            sends |= active.any(axis=1) & (table.num_stages > 1)
+        ticks = np.flatnonzero((table.microbatch[kind] != IDLE).any(axis=1))
+        slot[kind][ticks[0] : ticks[-1] + 1] = duration[kind].max()
+        sends[ticks[0] : ticks[-1] + 1] |= kind != "W" and table.num_stages > 1
     head_tick = table.ticks["F"][:, -1]
     head = np.bincount(head_tick, minlength=table.num_ticks) * costs.head / table.num_stages
     total = sum(slot.values(), head)
@@ -187,7 +188,9 @@ def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs
         if kind == "F":
             head_start = offset[head_tick]
             offset = offset + head
-    return start, end, head_start, head_start + costs.head / table.num_stages
+    # Idle slots are computed too, and nobody waits for the transfer of the last tick.
+    makespan = float(begin[-1] + total[-1])
+    return start, end, head_start, head_start + costs.head / table.num_stages, makespan
 
 
 def _at(ticks: np.ndarray, values: np.ndarray, stage: np.ndarray | None = None) -> np.ndarray:
@@ -238,8 +241,8 @@ def _run_free(table: Table, duration: Mapping[str, np.ndarray], costs: Costs) ->
     took = np.full(4 * num_units, np.nan)
     took[unit[unit >= 0]] = length[unit >= 0]
     grid = (table.num_microbatches, table.num_chunks)
-    ends = {kind: end[offset[kind]: offset[kind] + num_units].reshape(grid) for kind in table.kinds}
-    starts = {k: ends[k] - took[offset[k]: offset[k] + num_units].reshape(grid) for k in table.kinds}
+    ends = {kind: end[offset[kind] : offset[kind] + num_units].reshape(grid) for kind in table.kinds}
+    starts = {k: ends[k] - took[offset[k] : offset[k] + num_units].reshape(grid) for k in table.kinds}
     head_end = ends["F"][:, -1].copy()
     ends["F"][:, -1] -= costs.head
-    return starts, ends, head_end - costs.head, head_end
+    return starts, ends, head_end - costs.head, head_end, float(free.max())

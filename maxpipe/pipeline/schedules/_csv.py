@@ -1,8 +1,9 @@
 """Tables as CSV, in the notation of torch.distributed.pipelining.
 
-No header; one row per stage; a cell such as `2F0` is global chunk, kind, microbatch; an empty cell is idle. In
-a free-running table a column is a tick. In a lockstep table a tick is two columns: F, then whichever of B and I
-there is. A file with F in odd columns only and everything else in even columns only is read as lockstep.
+No header; one row per stage; a cell such as `2F0` is global chunk, kind, microbatch; an empty cell is idle.
+In a free-running table a column is a tick. In a lockstep table a tick is two columns: F, then whichever of B
+and I there is. A file with nothing but F in its odd columns and B or I in its even columns is read as
+lockstep.
 """
 
 import csv
@@ -58,14 +59,17 @@ def csv_sizes(path: str | Path) -> tuple[int, int, int]:
     Raises:
       ScheduleError: the file cannot be read, or a cell is no unit.
     """
-    num_rows, cells = _read(Path(path))
-    chunks = 1 + max(cell.chunk for cell in cells)
-    return num_rows, 1 + max(cell.microbatch for cell in cells), -(-chunks // num_rows)
+    return _sizes(*_read(Path(path)))
 
 
 def load_csv(
-    path: str | Path, num_stages: int, num_microbatches: int, num_repeats: int, *,
-    forwarding_delay: int = 1, slack: int = 0,
+    path: str | Path,
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    *,
+    forwarding_delay: int = 1,
+    slack: int = 0,
 ) -> Table:
     """Reads and validates a table.
 
@@ -75,19 +79,19 @@ def load_csv(
       forwarding_delay, slack: as in `Table`; the file's ticks must leave room for them.
 
     Raises:
-      ScheduleError: the file cannot be read, is for other sizes, or is no valid schedule; names row, column and
-        cell.
+      ScheduleError: the file cannot be read, is for other sizes, or is no valid schedule; names row, column
+        and cell.
     """
     path = Path(path)
-    sizes = csv_sizes(path)
+    num_rows, cells = _read(path)
+    sizes = _sizes(num_rows, cells)
     if sizes != (num_stages, num_microbatches, num_repeats):
         raise ScheduleError(
             f"pipeline.schedule={path}: the file is for {sizes[0]} stages, {sizes[1]} microbatches and "
-            f"{sizes[2]} repeats, but mesh.ici.stage={num_stages}, pipeline.num_microbatches={num_microbatches} "
-            f"and pipeline.num_repeats={num_repeats}"
+            f"{sizes[2]} repeats, but mesh.ici.stage={num_stages}, "
+            f"pipeline.num_microbatches={num_microbatches} and pipeline.num_repeats={num_repeats}"
         )
-    cells = _read(path)[1]
-    lockstep = all((cell.column % 2 == 0) == (cell.kind == "F") for cell in cells)
+    lockstep = all(cell.kind in ("BI", "F")[cell.column % 2 == 0] for cell in cells)
     shape = (1 + max(cell.column for cell in cells) // (2 if lockstep else 1), num_stages)
     kinds = {"F", *(cell.kind for cell in cells)}
     if kinds == {"F"}:
@@ -99,8 +103,17 @@ def load_csv(
         microbatch[cell.kind][at] = cell.microbatch
         chunk[cell.kind][at] = cell.chunk // num_stages
     table = Table(
-        path.stem, num_stages, num_microbatches, num_repeats, microbatch, chunk,
-        _placement(path, cells, num_stages, num_repeats), lockstep, forwarding_delay, slack, str(path),
+        path.stem,
+        num_stages,
+        num_microbatches,
+        num_repeats,
+        microbatch,
+        chunk,
+        _placement(path, cells, num_stages, num_repeats),
+        lockstep,
+        forwarding_delay,
+        slack,
+        str(path),
     )
     validate(table)
     return table
@@ -121,12 +134,17 @@ def _read(path: Path) -> tuple[int, list[Cell]]:
                 cells.append(Cell(row, column, int(match[1]), match[2], int(match[3])))
             elif text:
                 raise ScheduleError(
-                    f"pipeline.schedule={path}: row {row + 1}, column {column + 1}: {text!r} is no unit; write "
-                    f"global chunk, kind (F, B, I or W) and microbatch, such as 2F0, or nothing for an idle tick"
+                    f"pipeline.schedule={path}: row {row + 1}, column {column + 1}: {text!r} is no unit; "
+                    f"write the global chunk, F, B, I or W, and the microbatch, as in 2F0; nothing is idle"
                 )
     if not cells:
         raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
     return len(rows), cells
+
+
+def _sizes(num_rows: int, cells: list[Cell]) -> tuple[int, int, int]:
+    num_chunks = 1 + max(cell.chunk for cell in cells)
+    return num_rows, 1 + max(cell.microbatch for cell in cells), -(-num_chunks // num_rows)
 
 
 def _placement(path: Path, cells: list[Cell], num_stages: int, num_repeats: int) -> str:

@@ -13,8 +13,13 @@ def is_csv(schedule: str) -> bool:
 
 
 def load_schedule(
-    schedule: str, num_stages: int, num_microbatches: int, num_repeats: int, *,
-    forwarding_delay: int = 1, slack: int = 0,
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    *,
+    forwarding_delay: int = 1,
+    slack: int = 0,
 ) -> Table:
     """The valid table of a registered schedule, or of a CSV file.
 

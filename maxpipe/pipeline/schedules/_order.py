@@ -21,7 +21,7 @@ def one_forward_one_backward(
     for forward, backward in zip(rest, backwards, strict=False):
         yield forward
         yield backward
-    yield from backwards[len(rest):]
+    yield from backwards[len(rest) :]
 
 
 def split_backward(stage: int, num_microbatches: int, num_warmup: int, lag: int) -> Iterator[RawUnit]:
@@ -37,7 +37,11 @@ def split_backward(stage: int, num_microbatches: int, num_warmup: int, lag: int)
 
 
 def place(
-    name: str, num_stages: int, num_microbatches: int, num_repeats: int, orders: Iterable[Iterable[RawUnit]],
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    orders: Iterable[Iterable[RawUnit]],
     placement: str = "loop",
 ) -> Table:
     """Runs every unit in the earliest tick that its stage's order and its dependencies allow.

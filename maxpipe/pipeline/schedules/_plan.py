@@ -98,10 +98,24 @@ def lockstep_plan(table: Table) -> LockstepPlan:
         head_used_at[head_ticks] = table.ticks["B"][:, -1]
     head_gradient_slot[stores.gradients.first[from_head] - 1] = stores.gradients.slot[from_head]
     return LockstepPlan(
-        f_microbatch, f_chunk, f_active, f_in, arrive_f, residual_f,
-        b_microbatch, b_chunk, b_active, b_in, arrive_b, residual_b,
-        head_microbatch, head_used_at, head_gradient_slot,
-        stores.activations.size, stores.gradients.size, stores.residuals.size,
+        f_microbatch,
+        f_chunk,
+        f_active,
+        f_in,
+        arrive_f,
+        residual_f,
+        b_microbatch,
+        b_chunk,
+        b_active,
+        b_in,
+        arrive_b,
+        residual_b,
+        head_microbatch,
+        head_used_at,
+        head_gradient_slot,
+        stores.activations.size,
+        stores.gradients.size,
+        stores.residuals.size,
         _engine_phases(f_active, b_active, head_microbatch),
     )
 
@@ -139,7 +153,10 @@ def _engine_phases(
     cuts = sorted({0, len(f_active), *runs["F"], *runs["B"]})
     return [
         EnginePhase(
-            start, stop, runs["F"][0] <= start < runs["F"][1], bool((head_microbatch[start:stop] >= 0).any()),
+            start,
+            stop,
+            runs["F"][0] <= start < runs["F"][1],
+            bool((head_microbatch[start:stop] >= 0).any()),
             runs["B"][0] <= start < runs["B"][1],
         )
         for start, stop in pairwise(cuts)

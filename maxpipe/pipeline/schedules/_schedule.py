@@ -30,8 +30,13 @@ class Schedule(ABC):
 
     @classmethod
     def build(
-        cls, num_stages: int, num_microbatches: int, num_repeats: int = 1, *, forwarding_delay: int = 1,
-          slack: int = 0
+        cls,
+        num_stages: int,
+        num_microbatches: int,
+        num_repeats: int = 1,
+        *,
+        forwarding_delay: int = 1,
+        slack: int = 0,
     ) -> Table:
         """Builds the table; it is valid by construction.
 
@@ -45,8 +50,11 @@ class Schedule(ABC):
         Raises:
           ScheduleError: a size is below 1, or the schedule does not have the option.
         """
-        sizes = {"mesh.ici.stage": num_stages, "pipeline.num_microbatches": num_microbatches,
-                 "pipeline.num_repeats": num_repeats}
+        sizes = {
+            "mesh.ici.stage": num_stages,
+            "pipeline.num_microbatches": num_microbatches,
+            "pipeline.num_repeats": num_repeats,
+        }
         for key, size in sizes.items():
             if size < 1:
                 raise ScheduleError(f"{key}={size}: must be at least 1")

@@ -145,8 +145,15 @@ def stages_of_chunks(num_stages: int, num_repeats: int, placement: str) -> np.nd
 
 
 def from_ticks(
-    name: str, num_stages: int, num_repeats: int, ticks: Mapping[str, np.ndarray], *, placement: str = "loop",
-    lockstep: bool = False, forwarding_delay: int = 1, slack: int = 0,
+    name: str,
+    num_stages: int,
+    num_repeats: int,
+    ticks: Mapping[str, np.ndarray],
+    *,
+    placement: str = "loop",
+    lockstep: bool = False,
+    forwarding_delay: int = 1,
+    slack: int = 0,
 ) -> Table:
     """Builds a table from the tick of every unit.
 
@@ -163,15 +170,33 @@ def from_ticks(
         chunk[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
         microbatch[kind][tick, stage] = np.arange(num_microbatches)[:, None]
         chunk[kind][tick, stage] = np.arange(num_chunks) // num_stages
-    return Table(name, num_stages, num_microbatches, num_repeats, microbatch, chunk, placement, lockstep,
-                 forwarding_delay, slack)
+    return Table(
+        name,
+        num_stages,
+        num_microbatches,
+        num_repeats,
+        microbatch,
+        chunk,
+        placement,
+        lockstep,
+        forwarding_delay,
+        slack,
+    )
 
 
 def forward_only(table: Table) -> Table:
     """The table's F units alone, for evaluation; idle ticks at the end are cut off."""
     num_ticks = 1 + int(table.ticks["F"].max())
     return Table(
-        table.name, table.num_stages, table.num_microbatches, table.num_repeats,
-        {"F": table.microbatch["F"][:num_ticks]}, {"F": table.chunk["F"][:num_ticks]}, table.placement,
-        table.lockstep, table.forwarding_delay, table.slack, table.source,
+        table.name,
+        table.num_stages,
+        table.num_microbatches,
+        table.num_repeats,
+        {"F": table.microbatch["F"][:num_ticks]},
+        {"F": table.chunk["F"][:num_ticks]},
+        table.placement,
+        table.lockstep,
+        table.forwarding_delay,
+        table.slack,
+        table.source,
     )

@@ -34,8 +34,11 @@ def validate(table: Table) -> None:
 
 def describe(table: Table, kind: str, tick: int, stage: int) -> str:
     """A cell and where it is: `2F0 at tick 3, stage 2`, or `2F0 (row 3, column 4)` of the CSV file."""
-    unit = Unit(kind, int(table.microbatch[kind][tick, stage]),
-                int(table.global_chunk(table.chunk[kind][tick, stage], stage)))
+    unit = Unit(
+        kind,
+        int(table.microbatch[kind][tick, stage]),
+        int(table.global_chunk(table.chunk[kind][tick, stage], stage)),
+    )
     if not table.source:
         return f"{unit} at tick {tick}, stage {stage}"
     return f"{unit} (row {stage + 1}, column {_column(table, kind, tick)})"
@@ -53,9 +56,12 @@ def _check_cells(table: Table) -> None:
         legal = (microbatch >= 0) & (microbatch < table.num_microbatches)
         legal &= (chunk >= 0) & (chunk < table.num_repeats)
         for tick, stage in np.argwhere(~np.where(idle, chunk == IDLE, legal)):
-            _fail(table, f"{describe(table, kind, tick, stage)} does not exist with {table.num_microbatches} "
-                         f"microbatches and {table.num_chunks} chunks ({table.num_stages} stages x "
-                         f"{table.num_repeats} repeats)")
+            _fail(
+                table,
+                f"{describe(table, kind, tick, stage)} does not exist with {table.num_microbatches} "
+                f"microbatches and {table.num_chunks} chunks ({table.num_stages} stages x "
+                f"{table.num_repeats} repeats)",
+            )
         running += ~idle
     if not table.lockstep:
         for tick, stage in np.argwhere(running > 1):
@@ -70,8 +76,11 @@ def _check_once(table: Table, kind: str) -> None:
     _, first, count = np.unique(key, return_index=True, return_counts=True)
     for index in first[count > 1][:1]:
         again = np.flatnonzero(key == key[index])[1]
-        _fail(table, f"{describe(table, kind, tick[again], stage[again])} is doubled: "
-                     f"it runs already as {describe(table, kind, tick[index], stage[index])}; drop one")
+        _fail(
+            table,
+            f"{describe(table, kind, tick[again], stage[again])} is doubled: "
+            f"it runs already as {describe(table, kind, tick[index], stage[index])}; drop one",
+        )
 
 
 def _check_complete(table: Table) -> None:
@@ -103,8 +112,11 @@ def _fail_missing(table: Table, unit: Unit) -> NoReturn:
     waiting = {
         "F": [Unit("F", microbatch, chunk + 1), Unit("B", microbatch, chunk), Unit("I", microbatch, chunk)],
         "B": [Unit("B", microbatch, chunk - 1), Unit("I", microbatch, chunk - 1)],
-        "I": [Unit("W", microbatch, chunk),
-              Unit("B", microbatch, chunk - 1), Unit("I", microbatch, chunk - 1)],
+        "I": [
+            Unit("W", microbatch, chunk),
+            Unit("B", microbatch, chunk - 1),
+            Unit("I", microbatch, chunk - 1),
+        ],
         "W": [],
     }[kind]
     stage = int(table.stage_of_chunk[chunk])
@@ -122,8 +134,8 @@ def _runs(table: Table, unit: Unit) -> bool:
 def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -> None:
     """Every unit of `kinds` runs at least `gap` ticks after that of `needed`, `offset` chunks further on."""
     end = table.num_chunks
-    tick = table.merged_ticks(kinds)[:, max(0, -offset): end - max(0, offset)]
-    ready = table.merged_ticks(needed)[:, max(0, offset): end + min(0, offset)] + gap
+    tick = table.merged_ticks(kinds)[:, max(0, -offset) : end - max(0, offset)]
+    ready = table.merged_ticks(needed)[:, max(0, offset) : end + min(0, offset)] + gap
     early = np.argwhere((tick >= 0) & (tick < ready))
     if not len(early):
         return

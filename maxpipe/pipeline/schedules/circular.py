@@ -38,5 +38,11 @@ def breadth_first(
     stride = max(num_microbatches, forwarding_delay * num_stages)
     forward = np.arange(num_microbatches)[:, None] + stride * repeat + forwarding_delay * stage
     backward = 2 * (int(forward.max()) + 1) - 1 - forward
-    return from_ticks(name, num_stages, num_repeats, {"F": forward, "B": backward}, lockstep=True,
-                      forwarding_delay=forwarding_delay)
+    return from_ticks(
+        name,
+        num_stages,
+        num_repeats,
+        {"F": forward, "B": backward},
+        lockstep=True,
+        forwarding_delay=forwarding_delay,
+    )

@@ -10,9 +10,9 @@ from maxpipe.pipeline.schedules.circular import breadth_first
 class GPipe(Schedule):
     """Huang et al., arXiv:1811.06965: the circular pipeline with one chunk per stage.
 
-        ticks      M + d(S-1) forward, the same backward
-        bubble     d(S-1) / (M + d(S-1)) of the time
-        in flight  M on every stage
+    ticks      M + d(S-1) forward, the same backward
+    bubble     d(S-1) / (M + d(S-1)) of the time
+    in flight  M on every stage
     """
 
     engines = ("circular",)

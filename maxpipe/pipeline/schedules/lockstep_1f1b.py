@@ -47,5 +47,12 @@ class Lockstep1F1B(Schedule):
             "F": (forward + forwarding_delay * stage).reshape(shape),
             "B": (backward + first_backward + forwarding_delay * (num_stages - 1 - stage)).reshape(shape),
         }
-        return from_ticks(cls.name(), num_stages, num_repeats, ticks, lockstep=True,
-                          forwarding_delay=forwarding_delay, slack=slack)
+        return from_ticks(
+            cls.name(),
+            num_stages,
+            num_repeats,
+            ticks,
+            lockstep=True,
+            forwarding_delay=forwarding_delay,
+            slack=slack,
+        )

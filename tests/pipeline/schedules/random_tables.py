@@ -1,0 +1,54 @@
+"""Strategies for random tables."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from maxpipe.pipeline.schedules._order import dependency
+from maxpipe.pipeline.schedules._table import Table, from_ticks, stages_of_chunks
+
+
+@st.composite
+def tables(draw: st.DrawFn, split: bool = True, lockstep: bool = True) -> Table:
+    """Valid tables in which every stage picks any unit that is ready, or idles."""
+    S, M, V = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    placement = draw(st.sampled_from(["loop", "v"])) if split else "loop"
+    is_lockstep = draw(st.booleans()) if lockstep else False
+    delay = draw(st.integers(1, 2)) if is_lockstep else 1
+    kinds = "FIW" if split and draw(st.booleans()) else "FB"
+    random = draw(st.randoms(use_true_random=False))
+    stage_of, last = stages_of_chunks(S, V, placement), S * V - 1
+    todo = {(kind, m, g) for kind in kinds for m in range(M) for g in range(last + 1)}
+    done: dict[tuple[str, int, int], int] = {}
+    tick = 0
+    while todo:
+        for stage in range(S):
+            for slot in kinds if is_lockstep else [kinds]:
+                ready = [
+                    u
+                    for u in sorted(todo)
+                    if stage_of[u[2]] == stage
+                    and u[0] in slot
+                    and is_ready(u, done, tick, last, delay, is_lockstep)
+                ]
+                if ready and random.random() < 0.8:
+                    unit = random.choice(ready)
+                    done[unit] = tick
+                    todo.remove(unit)
+        tick += 1
+    ticks = {
+        kind: np.array([[done[kind, m, g] for g in range(last + 1)] for m in range(M)]) for kind in kinds
+    }
+    return from_ticks(
+        "random", S, V, ticks, placement=placement, lockstep=is_lockstep, forwarding_delay=delay
+    )
+
+
+def is_ready(unit, done, tick, last, delay, lockstep):
+    """Whether whatever a unit waits for is there."""
+    kind, microbatch, chunk = unit
+    needs = dependency(unit, last)
+    local = 0 if lockstep else 1
+    if needs and not (needs in done and done[needs] + (local if needs[2] == chunk else delay) <= tick):
+        return False
+    own = ("F", microbatch, chunk)
+    return kind == "F" or (own in done and done[own] + local <= tick)

@@ -1,0 +1,139 @@
+"""Schedules against their published time and memory, on a grid of stages, microbatches and repeats."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.pipeline.schedules._slots import activation_slots
+from maxpipe.pipeline.simulate import Costs, simulate
+
+STAGES = (1, 2, 3, 4, 8)
+REPEATS = (1, 2, 3, 4)
+F, B = 1.0, 2.5
+COSTS = Costs(forward=F, backward=B)
+
+
+def grid(*axes):
+    return list(itertools.product(*axes))
+
+
+@pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13)))
+@pytest.mark.parametrize("delay", [1, 2])
+def test_gpipe(S, M, delay):
+    run = simulate(SCHEDULES.get("gpipe").build(S, M, forwarding_delay=delay), COSTS)
+    assert run.table.num_ticks == 2 * (M + delay * (S - 1))
+    assert run.bubble == pytest.approx(delay * (S - 1) * (F + B))
+    assert run.bubble_fraction == pytest.approx(delay * (S - 1) / (M + delay * (S - 1)))
+    assert run.peak_in_flight.tolist() == [M] * S
+
+
+@pytest.mark.parametrize(
+    ("S", "V", "multiple", "extra", "delay"), grid(STAGES, REPEATS, (1, 2), (0, 1), (1, 2))
+)
+def test_circular(S, V, multiple, extra, delay):
+    M = multiple * delay * S + extra
+    run = simulate(SCHEDULES.get("circular").build(S, M, V, forwarding_delay=delay), COSTS)
+    assert run.table.num_ticks == 2 * (M * V + delay * (S - 1))
+    assert run.bubble_fraction == pytest.approx(delay * (S - 1) / (M * V + delay * (S - 1)))
+    assert run.peak_in_flight.tolist() == [M * V] * S
+
+
+@pytest.mark.parametrize(("S", "V", "M"), grid(STAGES, (2, 3), (1, 2)))
+def test_circular_with_fewer_microbatches_than_stages_waits_for_the_ring(S, V, M):
+    table = SCHEDULES.get("circular").build(S, M, V)
+    assert table.num_ticks == 2 * ((V - 1) * max(M, S) + M + S - 1)
+
+
+@pytest.mark.parametrize(
+    ("S", "V", "groups", "delay", "slack"), grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1))
+)
+def test_lockstep_1f1b(S, V, groups, delay, slack):
+    M = groups * delay * S
+    table = SCHEDULES.get("lockstep_1f1b").build(S, M, V, forwarding_delay=delay, slack=slack)
+    run = simulate(table, COSTS)
+    assert run.makespan == pytest.approx((M * V + delay * (S - 1)) * (F + B))
+    expected = [min(M * V, delay * ((V + 1) * S - 2 - 2 * s) + 1 + slack) for s in range(S)]
+    assert run.peak_in_flight.tolist() == expected
+    assert activation_slots(table).residuals.peak.tolist() == expected
+
+
+@pytest.mark.parametrize(("S", "V", "M"), grid((2, 3, 4, 8), REPEATS, (9, 14, 17, 30)))
+def test_lockstep_1f1b_pays_no_time_for_a_ragged_number_of_microbatches(S, V, M):
+    run = simulate(SCHEDULES.get("lockstep_1f1b").build(S, M, V), COSTS)
+    assert run.makespan == pytest.approx((M * V + S - 1) * (F + B))
+    larger = -(-(M % S) // (M // S))
+    expected = [min(M * V, (V + 1) * S - 1 - 2 * s + (V - 1) * larger) for s in range(S)]
+    assert (run.peak_in_flight <= expected).all()
+
+
+@pytest.mark.parametrize(("S", "V"), grid((2, 4, 8), (1, 2, 4)))
+def test_lockstep_1f1b_with_fewer_microbatches_than_stages_is_as_fast_as_its_dependencies(S, V):
+    for M in range(1, S):
+        run = simulate(SCHEDULES.get("lockstep_1f1b").build(S, M, V), COSTS)
+        assert run.makespan == pytest.approx((V * S + M - 1) * (F + B))
+
+
+@pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
+def test_1f1b(S, M):
+    run = simulate(SCHEDULES.get("1f1b").build(S, M), COSTS)
+    assert run.makespan == pytest.approx((M + S - 1) * (F + B))
+    assert run.bubble == pytest.approx((S - 1) * (F + B))
+    assert run.peak_in_flight.tolist() == [min(M, S - s) for s in range(S)]
+
+
+@pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
+def test_eager_1f1b(S, M):
+    run = simulate(SCHEDULES.get("eager_1f1b").build(S, M), COSTS)
+    assert run.bubble == pytest.approx((S - 1) * (F + B))
+    assert run.peak_in_flight.tolist() == [min(M, 2 * (S - s) - 1) for s in range(S)]
+
+
+@pytest.mark.parametrize("S", [2, 4, 8])
+def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(S):
+    M, communication = 6 * S, 0.3
+    costs = Costs(forward=1, backward=1, communication=communication)
+    ends = (S - 1) * (2 + 2 * communication)
+    assert simulate(SCHEDULES.get("eager_1f1b").build(S, M), costs).bubble == pytest.approx(ends)
+    assert simulate(SCHEDULES.get("1f1b").build(S, M), costs).bubble > ends + M * communication / 2
+
+
+@pytest.mark.parametrize(("S", "V", "groups"), grid(STAGES, REPEATS, (1, 2, 4)))
+def test_interleaved_1f1b(S, V, groups):
+    M = groups * S
+    run = simulate(SCHEDULES.get("interleaved_1f1b").build(S, M, V), COSTS)
+    ideal = M * V * (F + B)
+    assert run.bubble / ideal == pytest.approx((S - 1) / (V * M))
+    assert run.peak_in_flight.tolist() == [min(V * M, (V + 1) * S - 1 - 2 * s) for s in range(S)]
+
+
+SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1)]
+
+
+@pytest.mark.parametrize(("S", "rest"), grid(STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
+def test_zb_h1(S, rest, F, I, W):
+    M = S + rest
+    run = simulate(SCHEDULES.get("zb_h1").build(S, M), Costs(F, F, I, W))
+    assert run.bubble == pytest.approx((S - 1) * (F + I - W))
+    assert run.peak_in_flight.tolist() == [S] * S
+
+
+@pytest.mark.parametrize(("S", "rest"), grid(STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
+def test_zb_h2(S, rest, F, I, W):
+    M = 2 * S - 1 + rest
+    run = simulate(SCHEDULES.get("zb_h2").build(S, M), Costs(F, F, I, W))
+    assert run.bubble == pytest.approx((S - 1) * (F + I - 2 * W))
+    assert run.peak_in_flight.tolist() == [2 * S - 1] * S
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_every_unit_is_computed_whatever_the_sizes(name):
+    schedule = SCHEDULES.get(name)
+    for S, M, V in grid((1, 2, 3, 5), (1, 2, 4, 7, 11), (1, 2, 3) if schedule.repeats else (1,)):
+        table = schedule.build(S, M, V)
+        computed = {kind: np.sort(ticks.ravel())[0] >= 0 for kind, ticks in table.ticks.items()}
+        assert all(computed.values())
+        assert table.name == name

@@ -1,0 +1,111 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from random_tables import tables
+
+from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.pipeline.schedules._phases import phases
+from maxpipe.pipeline.schedules._plan import lockstep_plan
+from maxpipe.pipeline.schedules._table import ScheduleError, forward_only
+
+
+def replay(table):
+    """Moves the names of values through the plan's slots as the engine moves the values, and checks every
+    read."""
+    plan, S, last = lockstep_plan(table), table.num_stages, table.num_chunks - 1
+    activations, gradients, residuals, sent = {}, {}, {}, []
+    f_units, b_units = [], []
+    for tick in range(table.num_ticks):
+        f_out, b_out, from_head = {}, {}, None
+        for s in np.flatnonzero(plan.f_active[tick]):
+            microbatch, chunk = plan.f_microbatch[tick, s], plan.f_chunk[tick, s] * S + s
+            if chunk:
+                assert activations[s, plan.f_in_slot[tick, s]] == (microbatch, chunk)
+            else:
+                assert plan.f_in_slot[tick, s] == -1
+            residuals[s, plan.residual_slot_f[tick, s]] = f_out[s] = (microbatch, chunk)
+            f_units.append((microbatch, chunk))
+            if chunk == last:
+                assert plan.head_microbatch[tick] == microbatch
+                from_head = (microbatch, last)
+        assert (from_head is None) == (plan.head_microbatch[tick] == -1)
+        for s in np.flatnonzero(plan.b_active[tick]):
+            unit = (plan.b_microbatch[tick, s], plan.b_chunk[tick, s] * S + s)
+            slot = plan.b_in_slot[tick, s]
+            assert residuals[s, plan.residual_slot_b[tick, s]] == unit
+            assert (gradients[s, slot] if slot >= 0 else from_head) == unit
+            b_out[s] = (unit[0], unit[1] - 1)
+            b_units.append(unit)
+            if unit[1] == last:
+                assert plan.head_used_at[np.flatnonzero(plan.head_microbatch == unit[0])] == tick
+        if plan.head_gradient_slot[tick] >= 0:
+            gradients[S - 1, plan.head_gradient_slot[tick]] = from_head
+        sent.append((f_out, b_out))
+        if tick + 1 >= table.forwarding_delay:
+            f_out, b_out = sent[-table.forwarding_delay]
+            for s in range(S):
+                if plan.arrive_f_slot[tick, s] >= 0:
+                    microbatch, chunk = f_out[(s - 1) % S]
+                    activations[s, plan.arrive_f_slot[tick, s]] = (microbatch, chunk + 1)
+                if plan.arrive_b_slot[tick, s] >= 0:
+                    gradients[s, plan.arrive_b_slot[tick, s]] = b_out[(s + 1) % S]
+    units = {(m, g) for m in range(table.num_microbatches) for g in range(last + 1)}
+    assert sorted(f_units) == sorted(units)
+    assert sorted(b_units) == (sorted(units) if "B" in table.kinds else [])
+    return plan
+
+
+@given(tables(split=False))
+def test_replays_any_loop_placed_table(table):
+    replay(table)
+    replay(forward_only(table))
+
+
+@pytest.mark.parametrize("name", ["lockstep_1f1b", "circular", "gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize(("S", "M", "V"), [(1, 4, 2), (2, 3, 2), (4, 8, 2), (4, 11, 3), (4, 2, 2)])
+def test_replays_schedules(name, S, M, V):
+    schedule = SCHEDULES.get(name)
+    for delay in (1, 2) if schedule.delayable else (1,):
+        for slack in (0, 1, 2) if schedule.slots_overlap else (0,):
+            replay(schedule.build(S, M, V if schedule.repeats else 1, forwarding_delay=delay, slack=slack))
+
+
+def test_indices_are_legal_where_nothing_runs():
+    plan = lockstep_plan(SCHEDULES.get("lockstep_1f1b").build(4, 8, 2))
+    for array in (plan.f_microbatch, plan.f_chunk, plan.b_microbatch, plan.b_chunk):
+        assert array.dtype == np.int32
+        assert array.min() == 0
+    assert plan.f_in_slot.dtype == plan.arrive_b_slot.dtype == plan.head_microbatch.dtype == np.int32
+
+
+def test_phases_of_lockstep_1f1b_are_forward_both_backward():
+    S, M, V = 4, 8, 2
+    table = SCHEDULES.get("lockstep_1f1b").build(S, M, V)
+    D = V * S - 1
+    expected = [
+        (0, D, True, False, False),
+        (D, M * V + S - 1, True, True, True),
+        (M * V + S - 1, D + M * V + S - 1, False, False, True),
+    ]
+    assert [tuple(p) for p in lockstep_plan(table).phases] == expected
+    assert [(p.start, p.stop) for p in phases(table)] == [p[:2] for p in expected]
+    assert [p.kinds for p in phases(table)] == [("F",), ("F", "B"), ("B",)]
+
+
+def test_slack_moves_the_head_into_the_first_phase():
+    plan = lockstep_plan(SCHEDULES.get("lockstep_1f1b").build(4, 8, 1, slack=1))
+    assert [p.has_head for p in plan.phases] == [True, True, False]
+    assert (plan.head_gradient_slot >= 0).sum() == 8
+
+
+def test_phases_stay_few_however_often_a_table_alternates():
+    table = SCHEDULES.get("1f1b").build(1, 16)
+    assert len(phases(table)) > 8
+    assert len(lockstep_plan(table).phases) == 3
+
+
+def test_split_backwards_cannot_be_planned():
+    with pytest.raises(
+        ScheduleError, match="zb_h1: cannot run on the scheduled engine: it has I and W units"
+    ):
+        lockstep_plan(SCHEDULES.get("zb_h1").build(2, 4))

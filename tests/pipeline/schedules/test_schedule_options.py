@@ -1,0 +1,35 @@
+import pytest
+
+from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.pipeline.schedules._schedule import Schedule
+from maxpipe.pipeline.schedules._table import ScheduleError
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_a_schedule_runs_somewhere_or_names_one_that_does(name):
+    schedule = SCHEDULES.get(name)
+    assert issubclass(schedule, Schedule)
+    assert schedule.name() == name
+    assert bool(schedule.engines) != bool(schedule.substitute)
+    if schedule.substitute:
+        assert SCHEDULES.get(schedule.substitute).engines
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options", "message"),
+    [
+        ("gpipe", (0, 4, 1), {}, "mesh.ici.stage=0: must be at least 1"),
+        ("gpipe", (2, 0, 1), {}, "pipeline.num_microbatches=0: must be at least 1"),
+        ("gpipe", (2, 4, 2), {}, "pipeline.num_repeats=2: schedule gpipe has one chunk per stage"),
+        (
+            "1f1b",
+            (2, 4, 1),
+            {"forwarding_delay": 2},
+            "pipeline.delay_activation_forwarding=true: schedule 1f1b",
+        ),
+        ("circular", (2, 4, 1), {"slack": 1}, "pipeline.overlap_slots=true: no tick of schedule circular"),
+    ],
+)
+def test_what_a_schedule_does_not_have_is_refused(name, sizes, options, message):
+    with pytest.raises(ScheduleError, match=message):
+        SCHEDULES.get(name).build(*sizes, **options)
