@@ -41,7 +41,10 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
     Raises:
       ConfigError: files are missing or unusable, or the split would be empty.
     """
-    return split_documents(SOURCES.get(config.source)(config), split, config.eval_fraction)
+    documents = SOURCES.get(config.source)(config)
+    if not len(documents):
+        raise ConfigError(Problem("data.path", f"there is no document in {config.path!r}"))
+    return split_documents(documents, split, config.eval_fraction)
 
 
 def split_documents(documents: Documents, split: Split, eval_fraction: float) -> Documents:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.documents import Documents
 from maxpipe.data.tokenizers import Tokenizer
 
@@ -27,18 +28,19 @@ class EncodedDocuments:
         """[bos?, tokens..., eos], int32; empty if the document has no tokens.
 
         Raises:
-          ValueError: a token id is outside the vocabulary.
+          ConfigError: a token id is outside the vocabulary.
         """
         document = self._documents[index]
         ids = self._tokenizer.encode(document) if isinstance(document, str) else np.asarray(document)
         if ids.size == 0:
             return np.empty(0, np.int32)
         if ids.max() >= self._vocab_size or ids.min() < 0:
-            raise ValueError(
-                f"document {index} holds token ids {ids.min()} to {ids.max()}, outside model.vocab_size="
-                f"{self._vocab_size}; raise it, or check that data.tokenizer made these tokens"
+            message = (
+                f"{self._vocab_size} is too small for the data: a document holds token ids {ids.min()} to "
+                f"{ids.max()}; raise it, or check that data.tokenizer made these tokens"
             )
+            raise ConfigError(Problem("model.vocab_size", message))
         bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
         before = [] if bos is None or ids[0] == bos else [bos]
         after = [] if ids[-1] == eos and ids.size + len(before) > 1 else [eos]
-        return np.concatenate([before, ids, after]).astype(np.int32)
+        return np.concatenate([before, ids.astype(np.int32), after], dtype=np.int32, casting="unsafe")

@@ -2,7 +2,10 @@
 
 import glob
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
+
+import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 
@@ -28,6 +31,27 @@ class FileDocuments:
             raise ConfigError(Problem("data.path", f"{path} cannot be read: {error.strerror}")) from error
 
 
+class Spans:
+    """Documents that are stretches of files.
+
+    Args:
+      spans: per file, start and end of each document, int64 [documents, 2].
+    """
+
+    def __init__(self, spans: Sequence[np.ndarray]):
+        self._spans = spans
+        self._firsts = np.array([0, *accumulate(len(span) for span in spans)])
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    def locate(self, index: int) -> tuple[int, int, int]:
+        """Number of the file that holds document `index`, and start and end of the document in it."""
+        file = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        start, end = self._spans[file][index - self._firsts[file]]
+        return file, int(start), int(end)
+
+
 def find_files(path: str, suffixes: Sequence[str] = ("",)) -> list[str]:
     """The files of a comma-separated list of files, directories and globs; sorted, each once.
 
@@ -44,7 +68,8 @@ def find_files(path: str, suffixes: Sequence[str] = ("",)) -> list[str]:
         files = _expand(Path(part).expanduser(), suffixes)
         found.update(files)
         if not files:
-            message = f"no file at {part!r}; give a file, a directory or a glob such as 'text/**/*.txt'"
+            endings = " or ".join(f"*{suffix}" for suffix in suffixes)
+            message = f"no file at {part!r}; give a file, a glob, or a directory that holds {endings}"
             problems.append(Problem("data.path", message))
     if problems:
         raise ConfigError(*problems)
@@ -59,3 +84,11 @@ def _expand(path: Path, suffixes: Sequence[str]) -> list[str]:
     pattern = glob.escape(str(path)) + "/**/*" if path.is_dir() else str(path)
     files = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
     return [name for name in files if name.endswith(tuple(suffixes))] if path.is_dir() else files
+
+
+def require_content(paths: list[str]) -> list[str]:
+    """`paths`; raises ConfigError naming those of zero bytes, which is what broken downloads leave behind."""
+    empty = [Problem("data.path", f"{path} is empty") for path in paths if not Path(path).stat().st_size]
+    if empty:
+        raise ConfigError(*empty)
+    return paths

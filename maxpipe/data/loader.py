@@ -64,8 +64,8 @@ def make_loader(config: Config, split: Split, rows: Sequence[int], state: np.nda
       state: int64 [R, 3] of these rows, from `Loader.state`; None starts from the beginning.
 
     Raises:
-      ConfigError: files are missing or unusable, the split is empty, or model.vocab_size is too small.
-      ValueError: `state` does not belong to these rows, documents and batch size.
+      ConfigError: files are missing or unusable, the split is empty, model.vocab_size is too small, or
+        `state` does not belong to these documents and rows. `next(loader)` raises it for what reading finds.
     """
     from maxpipe.data.encoding import EncodedDocuments
     from maxpipe.data.order import DocumentOrder
@@ -113,18 +113,16 @@ def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
 
 
 def check_state(state: np.ndarray, rows: Sequence[int], num_documents: int, batch_size: int) -> None:
-    """Raises ValueError unless every row stands at one of its own documents."""
-    if state.shape != (len(rows), 3) or state.dtype != np.int64:
-        raise ValueError(
-            f"the saved data position is {state.dtype} {list(state.shape)}, not int64 {[len(rows), 3]}"
-        )
+    """Raises ConfigError unless every row stands at one of its own documents."""
+    assert state.shape == (len(rows), 3)
     epoch, position, offset = state.T
     fits = (epoch >= 0) & (position >= 0) & (position < num_documents) & (offset >= 0)
     if not (fits & ((epoch * num_documents + position) % batch_size == np.asarray(rows))).all():
-        raise ValueError(
-            f"the saved data position does not fit {num_documents} documents and {batch_size} rows: restore "
-            "the files of data.path and data.global_batch_size that the run began with, or start a new run"
+        message = (
+            f"the saved data position does not fit {num_documents} documents and {batch_size} rows; restore "
+            "the files and data.global_batch_size that the run began with, or start a new run"
         )
+        raise ConfigError(Problem("data.path", message))
 
 
 def _interleave(parts: Sequence[np.ndarray]) -> np.ndarray:

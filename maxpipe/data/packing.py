@@ -10,10 +10,15 @@ Shapes: B global batch size, T sequence length.
 """
 
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from maxpipe.data.encoding import EncodedDocuments
-from maxpipe.data.order import DocumentOrder
+from maxpipe.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from maxpipe.data.encoding import EncodedDocuments
+    from maxpipe.data.order import DocumentOrder
 
 Batch = dict[str, np.ndarray]
 
@@ -28,7 +33,7 @@ class RowStream:
       state: int64 [3]: epoch, position within the epoch, pairs of that document already used.
     """
 
-    def __init__(self, documents: EncodedDocuments, order: DocumentOrder, stride: int, state: np.ndarray):
+    def __init__(self, documents: "EncodedDocuments", order: "DocumentOrder", stride: int, state: np.ndarray):
         self._documents = documents
         self._order = order
         self._stride = stride
@@ -49,7 +54,7 @@ class RowStream:
         """The next pairs of one document, at least one and at most `limit`: inputs, targets, int32.
 
         Raises:
-          ValueError: as many documents as there are hold no tokens.
+          ConfigError: as many documents as there are, one after the other, hold no tokens.
         """
         ids = self._current()
         end = min(self._offset + limit, len(ids) - 1)
@@ -73,7 +78,8 @@ class RowStream:
             if len(self._ids) > self._offset + 1:
                 return self._ids
             self.skip_rest()
-        raise ValueError(f"data.path: {self._order.num_documents} documents in a row hold no tokens")
+        message = f"{self._order.num_documents} documents, one after the other, hold no tokens"
+        raise ConfigError(Problem("data.path", message))
 
 
 def empty_batch(rows: int, sequence_length: int, pad_id: int) -> Batch:

@@ -1,5 +1,10 @@
 """The rows of a batch as a grain dataset, prefetched by a thread or by worker processes."""
 
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,10 +93,26 @@ def prefetched(
         dataset: grain.IterDataset = RowDataset(source, state)
         if processes:
             options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=depth)
-            dataset = dataset.mp_prefetch(options)
+            dataset = dataset.mp_prefetch(options, worker_init_fn=_start_worker)
         else:
             dataset = ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=depth)
         iterators.append(iter(dataset))
     for iterator in iterators:
         iterator.start_prefetch()
     return iterators
+
+
+def _start_worker(index: int, count: int) -> None:
+    """Makes a worker process live exactly as long as its parent needs it."""
+    # A signal to the whole process group must leave the parent able to finish its step and save.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # Nothing else ends a worker whose parent was killed.
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()
+
+
+def _exit_after(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)

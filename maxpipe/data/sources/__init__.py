@@ -1,6 +1,7 @@
 """Data sources; each module registers `build(config: DataConfig) -> Documents`, chosen by `data.source`.
 
-Builders list documents and read none; `maxpipe.data.documents.open_documents` splits what they list.
+A builder finds out how many documents there are; their contents are read when asked for. Splitting them into
+training and evaluation is left to `maxpipe.data.documents.open_documents`.
 """
 
 from collections.abc import Callable

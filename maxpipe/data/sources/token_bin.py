@@ -1,0 +1,105 @@
+"""Token ids made beforehand: flat little-endian .bin files, or one-dimensional .npy files; memory-mapped.
+
+A .bin file holds uint16 where the vocabulary of `data.tokenizer` has at most 65,536 ids, uint32 otherwise.
+
+Where documents end: `shard.idx.npy` beside `shard.bin`, if there is one, holds the position of each
+document's first token (integers, ascending, the first 0; write it with numpy.save). Otherwise each
+end-of-document token of `data.tokenizer` ends a document, and opening the file reads it through once.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.files import Spans, find_files, require_content
+from maxpipe.data.sources import SOURCES
+from maxpipe.data.tokenizers import load_tokenizer
+
+INDEX_SUFFIX = ".idx.npy"
+_BLOCK_TOKENS = 1 << 24
+
+
+class TokenFiles:
+    """The documents of some token files.
+
+    Args:
+      paths: .bin and .npy files.
+      dtype: of the .bin files, such as `<u2`.
+      eos_id: ends documents in files without an index; not part of the document.
+    """
+
+    def __init__(self, paths: list[str], dtype: str, eos_id: int):
+        self._paths = paths
+        self._dtype = dtype
+        self._spans = Spans([_document_spans(path, _map_tokens(path, dtype), eos_id) for path in paths])
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Token ids of one document, in the file's dtype."""
+        file, start, end = self._spans.locate(index)
+        return np.array(_map_tokens(self._paths[file], self._dtype)[start:end])
+
+
+# A mapping is held per process, outside the object: pickling a memmap would copy the file to every worker.
+@lru_cache(maxsize=1024)
+def _map_tokens(path: str, dtype: str) -> np.ndarray:
+    """The file's tokens, [tokens], read-only.
+
+    Raises:
+      ConfigError: the file is not a flat array of integers.
+    """
+    if path.endswith(".npy"):
+        return _load_integers(path)
+    size, width = Path(path).stat().st_size, np.dtype(dtype).itemsize
+    if size % width:
+        message = f"{path} has {size} bytes, not a multiple of the {width} bytes per id of data.tokenizer"
+        raise ConfigError(Problem("data.path", message))
+    return np.memmap(path, dtype, mode="r")
+
+
+def _load_integers(path: str) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError) as error:
+        raise ConfigError(Problem("data.path", f"{path} is not a NumPy array: {error}")) from error
+    if array.ndim != 1 or array.dtype.kind not in "ui" or not array.size:
+        message = f"{path} is {array.dtype} {list(array.shape)}, not a row of integers"
+        raise ConfigError(Problem("data.path", message))
+    return array
+
+
+def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
+    """Start and end of each document, int64 [documents, 2], empty ones left out."""
+    index = Path(path).with_suffix(INDEX_SUFFIX)
+    if index.exists():
+        starts = np.asarray(_load_integers(str(index)), np.int64)
+        if starts[0] != 0 or starts[-1] >= len(tokens) or (np.diff(starts) <= 0).any():
+            message = f"{index} does not ascend from 0 to below the {len(tokens)} tokens of {path}"
+            raise ConfigError(Problem("data.path", message))
+        return np.stack([starts, np.append(starts[1:], len(tokens))], axis=1)
+    blocks = range(0, len(tokens), _BLOCK_TOKENS)
+    found = [np.flatnonzero(tokens[block : block + _BLOCK_TOKENS] == eos_id) + block for block in blocks]
+    ends = np.concatenate([*found, [len(tokens)]])
+    if len(ends) == 1:
+        message = f"{path} holds no end-of-document token {eos_id} of data.tokenizer and has no {index.name}"
+        raise ConfigError(Problem("data.path", message))
+    starts = np.concatenate([[0], ends[:-1] + 1])
+    return np.stack([starts, ends], axis=1)[ends > starts]
+
+
+@SOURCES.register()
+def build(config: DataConfig) -> TokenFiles:
+    """The documents of the files of `data.path` (in a directory: *.bin and *.npy), files in sorted order.
+
+    Raises:
+      ConfigError: there is no file, or one is empty, of another format, or without document ends.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    files = [path for path in find_files(config.path, (".bin", ".npy")) if not path.endswith(INDEX_SUFFIX)]
+    dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+    return TokenFiles(require_content(files), dtype, tokenizer.eos_id)
