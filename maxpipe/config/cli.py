@@ -37,12 +37,10 @@ def exit_on_config_error() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        lines = [f"config error: {problem}" for problem in error.problems]
         count = len(error.problems)
-        print(
-            *lines, f"{count} problem{'s' if count > 1 else ''} found", sep="\n", file=sys.stderr
-        )
-        sys.stderr.flush()
+        lines = [f"config error: {problem}" for problem in error.problems]
+        lines.append(f"{count} problem{'s' if count > 1 else ''} found")
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
         raise SystemExit(CONFIG_ERROR) from None
 
 

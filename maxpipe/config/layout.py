@@ -58,13 +58,13 @@ def engine(c: Config) -> Updates:
     return {}
 
 
-@step("pipeline.engine", "pipeline.overlap_slots")
-def overlap_slots(c: Config) -> None:
-    if c.pipeline.engine == "circular" and c.pipeline.overlap_slots:
-        message = (
-            "only the scheduled engine has forward and backward slots to overlap; use schedule=lockstep_1f1b"
-        )
-        raise ConfigError(Problem("pipeline.overlap_slots", message))
+@step("pipeline.engine", "pipeline.overlap_slots", "pipeline.skip_idle")
+def scheduled_only(c: Config) -> None:
+    """The circular engine has one slot per tick and computes the idle ones."""
+    asked = {"overlap_slots": c.pipeline.overlap_slots, "skip_idle": c.pipeline.skip_idle == "true"}
+    if c.pipeline.engine == "circular" and any(asked.values()):
+        message = "true is for the scheduled engine only; use it with pipeline.schedule=lockstep_1f1b"
+        raise ConfigError(*(Problem(f"pipeline.{name}", message) for name, on in asked.items() if on))
 
 
 @step(
@@ -155,4 +155,4 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     return ConfigError(Problem(given[0] if given else "model.num_layers", message))
 
 
-STEPS = (engine, overlap_slots, layers)
+STEPS = (engine, scheduled_only, layers)

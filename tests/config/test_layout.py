@@ -49,7 +49,8 @@ def test_a_csv_schedule_runs_on_the_scheduled_engine(resolved, problems, tmp_pat
             "pipeline.engine",
             "scheduled does not run schedule circular (circular does)",
         ),
-        (("pipeline.overlap_slots=true",), "pipeline.overlap_slots", "use schedule=lockstep_1f1b"),
+        (("pipeline.skip_idle=true",), "pipeline.skip_idle", "pipeline.schedule=lockstep_1f1b"),
+        (("pipeline.overlap_slots=true",), "pipeline.overlap_slots", "for the scheduled engine only"),
         (
             ("pipeline.schedule=gpipe", "pipeline.num_repeats=2"),
             "pipeline.num_repeats",

@@ -7,7 +7,7 @@ from maxpipe.config.schema import OPTIONS
 
 ODD = [
     "run_name=007",
-    "pipeline.skip_idle=true",
+    "pipeline.skip_idle=false",
     "compile.cache_dir=off",
     "data.path=a: #b'",
     "checkpoint.resume=12",
