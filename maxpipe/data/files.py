@@ -9,6 +9,9 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 
+# Elements looked at together: keeps the temporary of a scan small beside the file.
+BLOCK = 1 << 24
+
 
 class FileDocuments:
     """One document per UTF-8 text file, read when asked for."""
@@ -84,6 +87,12 @@ def _expand(path: Path, suffixes: Sequence[str]) -> list[str]:
     pattern = glob.escape(str(path)) + "/**/*" if path.is_dir() else str(path)
     files = [name for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
     return [name for name in files if name.endswith(tuple(suffixes))] if path.is_dir() else files
+
+
+def find_all(array: np.ndarray, value: int) -> np.ndarray:
+    """Ascending positions of `value` in a one-dimensional, possibly memory-mapped array; int64."""
+    blocks = range(0, len(array), BLOCK)
+    return np.concatenate([np.flatnonzero(array[at : at + BLOCK] == value) + at for at in blocks])
 
 
 def require_content(paths: list[str]) -> list[str]:

@@ -8,10 +8,8 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import Spans, find_files, require_content
+from maxpipe.data.files import Spans, find_all, find_files, require_content
 from maxpipe.data.sources import SOURCES
-
-_BLOCK_BYTES = 1 << 24
 
 
 class JsonLines:
@@ -60,15 +58,13 @@ def _version(path: str) -> tuple[int, int]:
 @lru_cache(maxsize=1024)
 def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
     """Start and end of each line in bytes, int64 [lines, 2], blank lines left out."""
-    breaks = [np.empty(0, np.int64)]
-    with open(path, "rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            position = stream.tell() - len(block)
-            breaks.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + position)
-    ends = np.concatenate([*breaks, [size]])
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    # A single byte is a carriage return: the shortest object has two.
-    return np.stack([starts, ends], axis=1)[ends - starts > 1]
+    content = np.memmap(path, np.uint8, mode="r")
+    ends = np.append(find_all(content, ord("\n")), size)
+    starts = np.append(0, ends[:-1] + 1)
+    blank = ends == starts
+    single = np.flatnonzero(ends - starts == 1)
+    blank[single] = content[starts[single]] == ord("\r")
+    return np.stack([starts, ends], axis=1)[~blank]
 
 
 @SOURCES.register()

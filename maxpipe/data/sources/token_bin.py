@@ -14,12 +14,11 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import Spans, find_files, require_content
+from maxpipe.data.files import Spans, find_all, find_files, require_content
 from maxpipe.data.sources import SOURCES
 from maxpipe.data.tokenizers import load_tokenizer
 
 INDEX_SUFFIX = ".idx.npy"
-_BLOCK_TOKENS = 1 << 24
 
 
 class TokenFiles:
@@ -82,9 +81,7 @@ def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
             message = f"{index} does not ascend from 0 to below the {len(tokens)} tokens of {path}"
             raise ConfigError(Problem("data.path", message))
         return np.stack([starts, np.append(starts[1:], len(tokens))], axis=1)
-    blocks = range(0, len(tokens), _BLOCK_TOKENS)
-    found = [np.flatnonzero(tokens[block : block + _BLOCK_TOKENS] == eos_id) + block for block in blocks]
-    ends = np.concatenate([*found, [len(tokens)]])
+    ends = np.append(find_all(tokens, eos_id), len(tokens))
     if len(ends) == 1:
         message = f"{path} holds no end-of-document token {eos_id} of data.tokenizer and has no {index.name}"
         raise ConfigError(Problem("data.path", message))

@@ -1,0 +1,55 @@
+"""JSON lines."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.documents import Documents
+from maxpipe.data.sources import SOURCES
+
+TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 100]
+
+
+def _open(path: Path) -> Documents:
+    return SOURCES.get("jsonl")(DataConfig(source="jsonl", path=str(path)))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n\r\n"])
+@pytest.mark.parametrize("last", [True, False])
+def test_round_trip(tmp_path: Path, end: str, last: bool) -> None:
+    for name, texts in (("a.jsonl", TEXTS), ("b.jsonl", TEXTS[::-1])):
+        lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts]
+        (tmp_path / name).write_bytes((end.join(lines) + (end if last else "")).encode())
+    documents = pickle.loads(pickle.dumps(_open(tmp_path)))
+    assert [documents[i] for i in range(len(documents))] == TEXTS + TEXTS[::-1]
+
+
+CORRUPT = [b"{", b"[1]", b'{"a": 1}', b'{"text": 3}', b'"text"', b'{"text": "\\ud800"}', b'{"text": "\xff"}']
+
+
+@pytest.mark.parametrize("line", CORRUPT)
+def test_corrupt_line(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "also fine"}\n')
+    documents = _open(path)
+    assert (documents[0], documents[2]) == ("fine", "also fine")
+    with pytest.raises(ConfigError, match=rf'^data\.path: {path}:3: not a JSON object with a string under'):
+        documents[1]
+
+
+def test_the_index_follows_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n')
+    assert len(_open(path)) == 1
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert len(_open(path)) == 2
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"data\.path: \S*a\.jsonl is empty"):
+        _open(tmp_path)

@@ -1,0 +1,53 @@
+"""The split into training and evaluation."""
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.documents import open_documents, split_documents
+
+
+def _documents(count: int) -> list[str]:
+    return [f"document {i}" for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 50, 4000])
+@pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5])
+def test_every_document_is_in_exactly_one_split(count: int, fraction: float) -> None:
+    documents = _documents(count)
+    train = split_documents(documents, "train", fraction)
+    held_out = split_documents(documents, "eval", fraction)
+    read = [train[i] for i in range(len(train))], [held_out[i] for i in range(len(held_out))]
+    assert read[0]
+    assert read[1]
+    assert sorted(read[0] + read[1]) == sorted(documents)
+
+
+def test_share_of_evaluation() -> None:
+    assert len(split_documents(_documents(10_000), "eval", 0.1)) == pytest.approx(1000, rel=0.1)
+
+
+def test_added_documents_move_no_other_across() -> None:
+    before = split_documents(_documents(1000), "eval", 0.1)
+    after = split_documents(_documents(1500), "eval", 0.1)
+    assert [after[i] for i in range(len(before))] == [before[i] for i in range(len(before))]
+
+
+def test_no_evaluation_documents() -> None:
+    assert len(split_documents(_documents(5), "train", 0.0)) == 5
+    with pytest.raises(ConfigError, match=r"data\.eval_fraction: 0 .* eval\.every=0"):
+        split_documents(_documents(5), "eval", 0.0)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_one_document_cannot_be_split(split: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path: 1 document .*data\.eval_fraction=0"):
+        split_documents(_documents(1), split, 0.1)
+
+
+def test_no_documents(tmp_path: Path) -> None:
+    (tmp_path / "blank.jsonl").write_text("\n\n\n")
+    with pytest.raises(ConfigError, match=r"data\.path: there is no document in .*blank\.jsonl"):
+        open_documents(DataConfig(source="jsonl", path=str(tmp_path / "blank.jsonl")), "train")

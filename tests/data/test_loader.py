@@ -1,0 +1,211 @@
+"""The loader: the same batches however they are prepared, split over processes, or resumed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, replace
+from maxpipe.config.errors import ConfigError
+from maxpipe.data.loader import Loader, make_loader
+
+Equal = Callable[[dict[str, np.ndarray], dict[str, np.ndarray]], None]
+Make = Callable[..., Config]
+
+
+def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
+    """`count` batches and the state after each."""
+    batches, states = [], []
+    for _ in range(count):
+        batches.append(next(loader))
+        states.append(loader.state)
+    loader.close()
+    return batches, states
+
+
+def test_shapes_and_dtypes(make_config: Make) -> None:
+    loader = make_loader(make_config(batch=6, length=16), "train", range(2, 5))
+    batch = next(loader)
+    loader.close()
+    dtypes = {name: array.dtype for name, array in batch.items()}
+    integers = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), np.int32)
+    assert dtypes == {**integers, "weights": np.float32}
+    assert {array.shape for array in batch.values()} == {(3, 16)}
+    assert loader.state.dtype == np.int64
+    assert loader.state.shape == (3, 3)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("batch", [4, 40])
+def test_restore_at_every_position(
+    make_config: Make, assert_batches_equal: Equal, packing: bool, batch: int
+) -> None:
+    """40 rows are more than the 23 documents: some rows start in the second epoch."""
+    config = make_config(batch=batch, packing=packing)
+    loader = make_loader(config, "train", range(batch))
+    start = loader.state
+    batches, states = _take(loader, 12)
+    assert states[-1][:, 0].max() >= 1, "the test should cross an epoch"
+    for position, state in enumerate([start, *states[:-1]]):
+        resumed, resumed_states = _take(make_loader(config, "train", range(batch), state), 2)
+        assert_batches_equal(resumed[0], batches[position])
+        np.testing.assert_array_equal(resumed_states[0], states[position])
+
+
+def test_restored_twice(make_config: Make, assert_batches_equal: Equal) -> None:
+    config = make_config()
+    batches, _ = _take(make_loader(config, "train", range(4)), 9)
+    again: list[dict[str, np.ndarray]] = []
+    state = None
+    for _ in range(3):
+        part, states = _take(make_loader(config, "train", range(4), state), 3)
+        again, state = again + part, states[-1]
+    for a, b in zip(again, batches, strict=True):
+        assert_batches_equal(a, b)
+
+
+def test_state_ignores_what_was_prepared_ahead(make_config: Make) -> None:
+    states = []
+    for prefetch in (1, 8):
+        loader = make_loader(make_config(prefetch=prefetch), "train", range(4))
+        next(loader)
+        time.sleep(0.05)
+        states.append(loader.state)
+        loader.close()
+    np.testing.assert_array_equal(*states)
+
+
+PARTS = [[range(3), range(3, 6)], [range(0, 6, 2), range(1, 6, 2)], [[5], range(5)]]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_processes_share_the_rows(make_config: Make, assert_batches_equal: Equal, parts: list) -> None:
+    """Each part reads alone and also takes over in the middle from a single process."""
+    config = make_config(batch=6)
+    batches, states = _take(make_loader(config, "train", range(6)), 6)
+    for rows in parts:
+        alone, alone_states = _take(make_loader(config, "train", rows), 6)
+        resumed, _ = _take(make_loader(config, "train", rows, states[2][rows]), 3)
+        for whole, part in zip(batches + batches[3:], alone + resumed, strict=True):
+            assert_batches_equal({name: array[rows] for name, array in whole.items()}, part)
+        np.testing.assert_array_equal(alone_states[-1], states[-1][rows])
+
+
+def test_worker_processes_change_nothing(make_config: Make, assert_batches_equal: Equal) -> None:
+    batches, states = _take(make_loader(make_config(batch=3), "train", range(3)), 6)
+    for workers in (1, 2):
+        config = make_config(batch=3, num_workers=workers, prefetch=2)
+        loaded, loaded_states = _take(make_loader(config, "train", range(3), states[1]), 4)
+        for a, b in zip(loaded, batches[2:], strict=True):
+            assert_batches_equal(a, b)
+        np.testing.assert_array_equal(loaded_states, states[2:])
+
+
+def test_a_process_reads_only_the_documents_of_its_rows(make_config: Make, tmp_path: Path) -> None:
+    directory = tmp_path / "three"
+    directory.mkdir()
+    for name, content in {"a": b"\xff", "b": b"readable", "c": b"\xff"}.items():
+        (directory / name).write_bytes(content)
+    config = make_config(batch=3, length=9, path=str(directory), shuffle=False)
+    loader = make_loader(config, "train", [1])
+    tokens = [next(loader)["tokens"][0] for _ in range(3)]
+    loader.close()
+    assert [bytes(row[1:].tolist()) for row in tokens] == [b"readable"] * 3
+
+
+def test_epochs_are_shuffled_anew(make_config: Make, texts: dict[str, str]) -> None:
+    documents = sum(1 for text in texts.values() if text)
+    orders = []
+    loader = make_loader(make_config(batch=documents, packing=False), "train", range(documents))
+    for _ in range(2):
+        batch = next(loader)
+        orders.append([tuple(row) for row in batch["tokens"].tolist()])
+    loader.close()
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_train_and_eval_share_no_document(make_config: Make) -> None:
+    config = replace(make_config(batch=8, eval_fraction=0.3, packing=False), **{"eval.global_batch_size": 5})
+    seen = {}
+    for split, rows in (("train", 8), ("eval", 5)):
+        batches, _ = _take(make_loader(config, split, range(rows)), 6)
+        seen[split] = {tuple(row) for batch in batches for row in batch["tokens"].tolist()}
+    assert seen["eval"]
+    assert not seen["train"] & seen["eval"]
+
+
+def test_vocabulary_too_small(make_config: Make) -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: 256 .* needs at least 259"):
+        make_loader(replace(make_config(), **{"model.vocab_size": 256}), "train", range(4))
+
+
+@pytest.mark.parametrize("change", [{"batch": 5}, {"path": "10.txt,11.txt"}])
+def test_state_of_another_run(make_config: Make, tmp_path: Path, change: dict) -> None:
+    state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]
+    if "path" in change:
+        change = {"path": ",".join(str(tmp_path / name) for name in change["path"].split(","))}
+    with pytest.raises(ConfigError, match="does not fit"):
+        make_loader(make_config(**change), "train", range(4), state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_while_reading_reach_the_caller(tmp_path: Path, make_config: Make, workers: int) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "abc"}\nnot json\n')
+    config = make_config(batch=2, source="jsonl", path=str(path), num_workers=workers)
+    loader = make_loader(config, "train", range(2))
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON object"):
+        next(loader)
+    loader.close()
+
+
+def test_closed_twice_and_used_after(make_config: Make) -> None:
+    loader = make_loader(make_config(), "train", range(4))
+    next(loader)
+    loader.close()
+    loader.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(loader)
+
+
+_PARENT = """
+import os, signal, sys
+from multiprocessing import active_children
+from maxpipe.config import Config, replace
+from maxpipe.data.loader import make_loader
+
+if __name__ == "__main__":
+    loader = make_loader(replace(Config(), **{"data.num_workers": 1}), "train", range(32))
+    next(loader)
+    worker = active_children()[0].pid
+    os.kill(worker, signal.SIGTERM)
+    os.kill(worker, signal.SIGINT)
+    for _ in range(20):
+        next(loader)
+    print("still loading", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_outlive_signals_but_not_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    # A worker inherits the pipe, so that run() returns only when the worker has ended too.
+    command = [sys.executable, str(script)]
+    parent = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=60)
+    assert parent.returncode == -signal.SIGKILL
+    assert parent.stdout == b"still loading\n"
+
+
+def test_importing_the_loader_imports_no_grain() -> None:
+    heavy = "{'grain', 'jax', 'tokenizers'}"
+    program = f"import sys, maxpipe.data.loader; assert not {heavy} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,108 @@
+"""Rows of packed and unpacked sequences, against the documents they were made from."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.data.order import DocumentOrder
+from maxpipe.data.packing import Batch, RowStream, empty_batch, fill_row
+
+PAD = -1
+
+
+def _framed(lengths: list[int]) -> list[np.ndarray]:
+    """Ids name document and place, 1000 * document + place; a document without tokens has no frame."""
+    return [1000 * i + np.arange(n + 2 if n else 0, dtype=np.int32) for i, n in enumerate(lengths)]
+
+
+def _streams(documents: list[np.ndarray], batch: int, shuffle: bool = True) -> list[RowStream]:
+    n = len(documents)
+    order = DocumentOrder(n, seed=0, shuffle=shuffle)
+    return [RowStream(documents, order, batch, np.array([row // n, row % n, 0])) for row in range(batch)]
+
+
+def _next_batch(streams: list[RowStream], length: int, packing: bool = True) -> Batch:
+    batch = empty_batch(len(streams), length, PAD)
+    for row, stream in enumerate(streams):
+        fill_row(batch, row, stream, packing)
+    return batch
+
+
+LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    batch=st.integers(1, 6),
+    length=st.integers(1, 20),
+)
+def test_every_pair_of_an_epoch_is_seen_exactly_once(lengths: list[int], batch: int, length: int) -> None:
+    documents = _framed(lengths)
+    seen = []
+    for stream in _streams(documents, batch):
+        while stream.state[0] == 0:
+            inputs, targets = stream.take(length)
+            seen += [*zip(inputs.tolist(), targets.tolist(), strict=True)]
+    expected = [pair for ids in documents for pair in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)]
+    assert sorted(seen) == sorted(expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, batch=st.integers(1, 4), length=st.integers(1, 20))
+def test_packed_rows(lengths: list[int], batch: int, length: int) -> None:
+    streams = _streams(_framed(lengths), batch)
+    for _ in range(4):
+        rows = _next_batch(streams, length)
+        assert (rows["weights"] == 1).all()
+        # With ids that count up within a document, a target that leaks from the next one cannot be input + 1.
+        assert (rows["targets"] == rows["tokens"] + 1).all()
+        same = np.diff(rows["segment_ids"], axis=1) == 0
+        assert (rows["tokens"][:, 1:] == rows["targets"][:, :-1])[same].all()
+        assert (rows["segment_ids"][:, 0] == 1).all()
+        assert np.isin(np.diff(rows["segment_ids"], axis=1), [0, 1]).all()
+        assert (rows["positions"][:, 0] == 0).all()
+        assert (np.diff(rows["positions"], axis=1)[same] == 1).all()
+        assert (rows["positions"][:, 1:][~same] == 0).all()
+        # A document begins a segment, and only there.
+        assert (rows["tokens"][:, 1:][~same] % 1000 == 0).all()
+        assert (rows["tokens"][:, 1:][same] % 1000 != 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, batch=st.integers(1, 4), first=st.integers(1, 20), second=st.integers(1, 20))
+def test_a_stream_does_not_depend_on_how_it_is_cut(
+    lengths: list[int], batch: int, first: int, second: int
+) -> None:
+    documents = _framed(lengths)
+
+    def tokens(length: int) -> np.ndarray:
+        streams = _streams(documents, batch)
+        rows = [_next_batch(streams, length)["tokens"] for _ in range(-(-60 // length))]
+        return np.concatenate(rows, axis=1)[:, :60]
+
+    np.testing.assert_array_equal(tokens(first), tokens(second))
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=LENGTHS, length=st.integers(1, 20))
+def test_unpacked_rows_hold_one_document(lengths: list[int], length: int) -> None:
+    documents = _framed(lengths)
+    full = [i for i, n in enumerate(lengths) if n]
+    streams = _streams(documents, batch=1, shuffle=False)
+    for k in range(2 * len(full)):
+        row = {name: array[0] for name, array in _next_batch(streams, length, packing=False).items()}
+        ids = documents[full[k % len(full)]]
+        used = min(length, len(ids) - 1)
+        assert row["tokens"].tolist() == [*ids[:used].tolist(), *[PAD] * (length - used)]
+        assert row["targets"].tolist() == [*ids[1 : used + 1].tolist(), *[PAD] * (length - used)]
+        assert row["weights"].tolist() == row["segment_ids"].tolist() == [1] * used + [0] * (length - used)
+        assert row["positions"].tolist() == [*range(used), *[0] * (length - used)]
+
+
+def test_only_empty_documents() -> None:
+    stream = _streams(_framed([0, 0, 0]), batch=2)[0]
+    with pytest.raises(ConfigError, match=r"data\.path: 3 documents, one after the other, hold no tokens"):
+        stream.take(4)

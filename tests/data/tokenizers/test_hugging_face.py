@@ -1,0 +1,84 @@
+"""Hugging Face tokenizer.json files, made here."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.data.tokenizers import load_tokenizer
+
+TEXT = "the quick brown fox jumps over the lazy dog, é 漢字"
+
+
+def _make(directory: Path, specials: list[str]) -> Path:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    if "<s>" in specials:
+        # As Llama's file does; the loader frames documents itself and must not get it twice.
+        bos = ("<s>", specials.index("<s>"))
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[bos])
+    path = directory / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = _make(tmp_path, ["<s>", "</s>"])
+    tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(path))))
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32
+    assert len(ids) < len(TEXT.encode())
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & {*ids.tolist()}
+    assert tokenizer.decode(np.array([tokenizer.bos_id, *ids, tokenizer.eos_id])) == TEXT
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (0, 1, 1)
+    assert tokenizer.vocab_size == Tokenizer.from_file(str(path)).get_vocab_size()
+
+
+def test_directory(tmp_path: Path) -> None:
+    _make(tmp_path, ["<|endoftext|>"])
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"bos_token": "<a>", "eos_token": {"content": "<b>"}, "pad_token": "<c>"}, (0, 1, 2)),
+        ({"bos_token": "<a>", "add_bos_token": False, "eos_token": "<c>"}, (None, 2, 2)),
+        ({"bos_token": None, "eos_token": "<b>", "pad_token": None}, (None, 1, 1)),
+    ],
+)
+def test_tokenizer_config(tmp_path: Path, config: dict, expected: tuple) -> None:
+    path = _make(tmp_path, ["<a>", "<b>", "<c>", "</s>"])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == expected
+
+
+def test_no_end_of_document(tmp_path: Path) -> None:
+    path = _make(tmp_path, [])
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .* has no end-of-document token"):
+        load_tokenizer(str(path))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: '.*/none' is neither 'byte' nor the path"):
+        load_tokenizer(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("content", ["", "{}", "no json"])
+def test_file_that_is_no_tokenizer(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: \S* is not a Hugging Face tokenizer\.json"):
+        load_tokenizer(str(path))
