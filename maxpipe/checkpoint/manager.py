@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint import processes
+from maxpipe.checkpoint.arrays import ITEM as ARRAYS
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError
 from maxpipe.checkpoint.leaves import ITERATOR, named_leaves, saveable
-from maxpipe.checkpoint.reader import ITEM as ARRAYS
 from maxpipe.checkpoint.reader import Restored, read_step
+from maxpipe.checkpoint.record import FILE as RECORD_FILE
 from maxpipe.checkpoint.record import ITEM as RECORD
 from maxpipe.checkpoint.record import Leaf, Record
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, committed_steps, set_aside, step_path
@@ -49,7 +50,7 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Whether `save(step, ...)` would write without `force`; never for a step just saved or restored."""
-        return self._every > 0 and step % self._every == 0 and step != self._latest
+        return self._every > 0 and step > 0 and step % self._every == 0 and step != self._latest
 
     def steps(self) -> list[int]:
         """Committed steps in ascending order."""
@@ -81,7 +82,7 @@ class Checkpointer:
 
         Raises:
           CheckpointSaveError: the previous save failed in the background, or this one could not be started.
-          TypeError: a leaf is not an array.
+          TypeError, ValueError: a leaf is not an array, or `meta` is not JSON.
         """
         if step == self._latest or not (force or self.due(step)):
             return False
@@ -151,6 +152,10 @@ class Checkpointer:
             self._abandon_from(step)
             self._orbax = ocp.CheckpointManager(
                 self._directory,
+                item_handlers={
+                    ARRAYS: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),
+                    RECORD: ocp.JsonCheckpointHandler(RECORD_FILE),
+                },
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(n=self._keep),
                     cleanup_tmp_directories=True,

@@ -8,14 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
 from maxpipe.checkpoint.leaves import ITERATOR, differences, named_leaves, nbytes
 from maxpipe.checkpoint.processes import agree
 from maxpipe.checkpoint.record import Leaf, Record, read_record
 
-ITEM = "arrays"
 BATCH_BYTES = 1 << 30
+READ_ERRORS = (ValueError, OSError, LookupError, NotImplementedError)  # what TensorStore makes of damage
+# Status codes that TensorStore puts before the message of the ValueError it raises.
+_OWN_TROUBLE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 
 
 @dataclass(frozen=True)
@@ -78,21 +81,24 @@ def read_arrays(
 
     Raises:
       CheckpointDamaged: as `read_step`.
+      ValueError, OSError: this machine is at fault (permissions, memory) and the checkpoint may be sound.
     """
-    problem = ""
+    arrays: dict[str, Any] = {}
+    failure: Exception | None = None
     try:
-        arrays = _restore(directory / ITEM, leaves, shardings)
-        wrong = [name for name, array in arrays.items() if not _as_recorded(array, leaves[name])]
-        if wrong:
-            problem = f"{_some(wrong)} came back with another shape or dtype"
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
-        raise  # this machine's trouble; the checkpoint may be sound
-    except Exception as error:  # Orbax and TensorStore report damage as almost any type
-        problem = f"arrays cannot be read: {type(error).__name__}: {_first_line(error)}"
-    # Digests of sharded arrays are collective: nobody may start on them while another process has nothing to
-    # add.
-    if not agree(not problem):
-        raise CheckpointDamaged(problem or "arrays cannot be read by another process")
+        for name, array in load(directory, leaves, shardings):
+            if (array.shape, array.dtype.name) != (leaves[name].shape, leaves[name].dtype):
+                raise ValueError(f"{name} is {array.dtype.name}{list(array.shape)}, not {leaves[name]}")
+            arrays[name] = array
+    except READ_ERRORS as error:
+        failure = error
+    # Digests of sharded arrays are collective: none may start while another process has nothing to add.
+    if not agree(failure is None):
+        if failure is None:
+            raise CheckpointDamaged("arrays cannot be read by another process")
+        if _is_own_trouble(failure):
+            raise failure
+        raise CheckpointDamaged(f"arrays cannot be read: {_brief(failure)}") from failure
     changed = [name for name, digest in digests(arrays).items() if digest != leaves[name].digest]
     if not agree(not changed):
         raise CheckpointDamaged(f"digest of {_some(changed) or 'an array of another process'} does not match")
@@ -111,34 +117,9 @@ def _read_record_everywhere(directory: Path) -> Record:
     return record
 
 
-def _restore(
-    path: Path, leaves: Mapping[str, Leaf], shardings: Mapping[str, jax.sharding.Sharding | None]
-) -> dict[str, Any]:
-    import orbax.checkpoint as ocp  # a second or more to import: paid when a checkpoint is touched
-    from etils import epath
-
-    def arguments(name: str) -> ocp.RestoreArgs:
-        sharding = shardings[name]
-        if sharding is None:
-            return ocp.RestoreArgs(restore_type=np.ndarray)
-        return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaves[name].shape)
-
-    # The handler, not the manager: it has no barriers, so that one process's read error cannot hang the
-    # others.
-    return ocp.PyTreeCheckpointHandler().restore(
-        epath.Path(path),
-        args=ocp.args.PyTreeRestore(
-            item=dict.fromkeys(shardings, 0),
-            restore_args={name: arguments(name) for name in shardings},
-            partial_restore=True,
-        ),
-    )
-
-
-def _as_recorded(array: Any, leaf: Leaf) -> bool:
-    # An array missing on disk comes back from a partial restore as the placeholder that was passed in.
-    is_array = isinstance(array, jax.Array | np.ndarray)
-    return is_array and (array.shape, array.dtype.name) == (leaf.shape, leaf.dtype)
+def _is_own_trouble(error: Exception) -> bool:
+    """Whether the error is this machine's and says nothing about the checkpoint."""
+    return isinstance(error, PermissionError) or str(error).startswith(_OWN_TROUBLE)
 
 
 def _batches(leaves: Mapping[str, Leaf]) -> Iterator[list[str]]:
@@ -158,5 +139,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")[:300]
+def _brief(error: Exception) -> str:
+    text = " ".join(str(error).split()).partition(" [tensorstore_spec=")[0]
+    return f"{type(error).__name__}: {text[:400]}"

@@ -11,6 +11,7 @@ from maxpipe.checkpoint.errors import CheckpointDamaged
 
 FORMAT = 1
 ITEM = "meta"
+FILE = "metadata"
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Record:
 
 
 def record_file(step_directory: Path) -> Path:
-    """Where Orbax's JSON handler puts the record of a committed step."""
-    return step_directory / ITEM / "metadata"
+    """Where the record of a committed step lies."""
+    return step_directory / ITEM / FILE
 
 
 def read_record(step_directory: Path) -> Record:

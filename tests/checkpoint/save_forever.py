@@ -1,0 +1,31 @@
+"""Resumes in DIR as a training would and saves every step, until it is killed. Used by test_kill.py."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.checkpoint.manager import Checkpointer
+
+ROWS = 1 << 20
+
+
+def state(step):
+    return {"large": jnp.arange(ROWS, dtype=jnp.int32) * step, "host": np.full(ROWS, step)}
+
+
+def main():
+    checkpointer = Checkpointer(Path(sys.argv[1]), every=1, keep=2)
+    step = 0
+    if checkpointer.steps():
+        step = checkpointer.restore(jax.eval_shape(state, 0)).step
+    while True:
+        step += 1
+        checkpointer.save(step, state(step), np.full((2, 3), step), {"step": step})
+        print("committed", step - 1, flush=True)  # save has waited for the one before
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+import subprocess
+import sys
+
+import pytest
+
+from maxpipe.checkpoint.__main__ import main
+
+
+@pytest.fixture
+def run(checkpointer, directory, samples):
+    """A run directory with committed steps 10 and 20, a damaged 15 set aside and a leftover."""
+    samples.save(checkpointer, 10, 20)
+    checkpointer.wait()
+    (directory / "15.damaged").mkdir()
+    (directory / "30.orbax-checkpoint-tmp").mkdir()
+    return directory.parent
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_ls(run, capsys, inner):
+    assert main(["ls", str(run / inner)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["step", "state", "size", "written", "name"]
+    assert [(row[0], row[1], row[-1]) for row in rows[1:]] == [
+        ("10", "committed", "10"),
+        ("15", "damaged", "15.damaged"),
+        ("20", "committed", "20"),
+        ("30", "unfinished", "30.orbax-checkpoint-tmp"),
+    ]
+    assert float(rows[1][2]) > 30
+    assert rows[1][3] == "KiB"
+
+
+def test_verify_as_a_command(run):
+    command = [sys.executable, "-m", "maxpipe.checkpoint", "verify", str(run)]
+    sound = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (sound.returncode, sound.stdout) == (0, "10: sound, 7 arrays\n20: sound, 7 arrays\n")
+    data = max((run / "checkpoints" / "10" / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    damaged = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert damaged.returncode == 1
+    assert damaged.stdout.startswith("10: DAMAGED: ")
+    assert damaged.stdout.endswith("\n20: sound, 7 arrays\n")
+    assert damaged.stderr == ""
+
+
+def test_show(run, capsys):
+    assert main(["show", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("step: 20\n")
+    assert "num_layers: 20" in text
+    table = {line.split()[0]: line.split()[1:4] for line in text.splitlines() if "[" not in line and line}
+    assert table["params.weight"] == ["float32", "128x64", "8,192"]
+    assert table["params.scale"] == ["bfloat16", "33", "33"]
+    assert table["step"] == ["int32", "scalar", "1"]
+    assert table["iterator"] == ["int64", "4x3", "12"]
+    assert main(["show", str(run), "--step", "10"]) == 0
+    assert capsys.readouterr().out.startswith("step: 10\n")
+
+
+def test_show_of_a_damaged_record(run, capsys):
+    (run / "checkpoints" / "20" / "meta" / "metadata").write_text("{}")
+    assert main(["show", str(run)]) == 1
+    assert "20: DAMAGED: checksum" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls", "nowhere"], "nowhere is not a directory"),
+        (["verify", "."], "holds no checkpoints"),
+        (["show", "leftover"], "holds no committed checkpoint"),
+        (
+            ["show", "checkpoints", "--step", "7"],
+            "step 7 is not committed in checkpoints; there are [10, 20]",
+        ),
+    ],
+)
+def test_nothing_to_look_at(run, capsys, monkeypatch, arguments, message):
+    (run / "empty").mkdir()
+    (run / "leftover" / "5.damaged").mkdir(parents=True)
+    monkeypatch.chdir(run / "empty" if arguments[1] == "." else run)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,224 @@
+import random
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint import reader
+from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.steps import step_directories
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory, samples):
+    """A directory with steps 10 and 20; copied, never changed."""
+    directory = tmp_path_factory.mktemp("two_steps") / "checkpoints"
+    checkpointer = Checkpointer(directory, every=10, keep=3)
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    return directory
+
+
+@pytest.fixture
+def copied(two_steps, directory):
+    shutil.copytree(two_steps, directory)
+    return directory
+
+
+def files_of(step_directory):
+    return sorted(path for path in step_directory.rglob("*") if path.is_file())
+
+
+def largest_file(step_directory):
+    return max(files_of(step_directory), key=lambda path: path.stat().st_size)
+
+
+def flip_bit(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def truncate(step_directory):
+    path = largest_file(step_directory)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(step_directory):
+    shutil.rmtree(step_directory)
+    step_directory.mkdir()
+
+
+def replace_by_garbage(step_directory):
+    empty(step_directory)
+    (step_directory / "meta").mkdir()
+    (step_directory / "meta" / "metadata").write_bytes(b"\x00garbage")
+
+
+def swap_arrays_of_the_other_step(step_directory):
+    shutil.rmtree(step_directory / "arrays")
+    shutil.copytree(step_directory.with_name("10") / "arrays", step_directory / "arrays")
+
+
+def rename_the_other_step(step_directory):
+    shutil.rmtree(step_directory)
+    shutil.copytree(step_directory.with_name("10"), step_directory)
+
+
+DAMAGE = {
+    "data file truncated": truncate,
+    "data file deleted": lambda step: largest_file(step).unlink(),
+    "data file emptied": lambda step: largest_file(step).write_bytes(b""),
+    "bit flipped in the data": lambda step: flip_bit(
+        largest_file(step), 8 * largest_file(step).stat().st_size // 2
+    ),
+    "manifest deleted": lambda step: (step / "arrays" / "manifest.ocdbt").unlink(),
+    "arrays deleted": lambda step: shutil.rmtree(step / "arrays"),
+    "record deleted": lambda step: shutil.rmtree(step / "meta"),
+    "directory empty": empty,
+    "garbage": replace_by_garbage,
+    "arrays of another step": swap_arrays_of_the_other_step,
+    "copy of another step": rename_the_other_step,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_falls_back_from_a_damaged_step(copied, checkpointer, said, samples, damage):
+    damage(copied / "20")
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
+    assert checkpointer.steps() == [10]
+    assert (copied / "20.damaged").is_dir()
+    assert "checkpoint 20" in said[0]
+    assert "is damaged" in said[0]
+    assert "going on from checkpoint 10" in said[1]
+    samples.save(checkpointer, 20)
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
+
+
+@pytest.mark.parametrize("marker", ["commit_success.txt", "_CHECKPOINT_METADATA"])
+def test_orbax_markers_do_not_decide(copied, checkpointer, said, samples, marker):
+    for path in copied.joinpath("20").rglob(marker):
+        path.unlink()
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
+    samples.save(checkpointer, 30)
+    checkpointer.wait()
+    assert checkpointer.steps() == [10, 20, 30]
+    assert said == []
+
+
+def test_uncommitted_leftovers_are_ignored_and_cleared(copied, checkpointer, said, samples):
+    leftover = copied / "30.orbax-checkpoint-tmp"
+    shutil.copytree(copied / "20", leftover)
+    (copied / "notes.txt").write_text("not a checkpoint")
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
+    assert [entry.state for entry in step_directories(copied)] == ["committed", "committed", "unfinished"]
+    samples.save(checkpointer, 30)
+    checkpointer.wait()
+    assert not leftover.exists()
+    assert said == []
+
+
+@pytest.mark.parametrize("state", ["sharded", "host"])
+def test_flipped_bits_are_found_or_dead(two_steps, directory, samples, state):
+    """Half of the places are drawn from all bytes, half in files drawn evenly, for the small ones' sake."""
+    draw = random.Random(state)
+    target = samples.abstract(samples.state(20), sharded=state == "sharded")
+    fallen_back = 0
+    for trial in range(100):
+        shutil.copytree(two_steps, directory)
+        files = files_of(directory / "20")
+        sizes = [path.stat().st_size if trial % 2 else 1 for path in files]
+        path = draw.choices(files, sizes)[0]
+        bit = draw.randrange(8 * path.stat().st_size)
+        flip_bit(path, bit)
+        said = []
+        restored = Checkpointer(directory, every=10, keep=3, say=said.append).restore(target)
+        assert restored.step == (10 if said else 20), f"bit {bit} of {path}"
+        samples.assert_restored(restored, restored.step)
+        fallen_back += bool(said)
+        shutil.rmtree(directory)
+    assert fallen_back > 30
+
+
+def test_falls_back_more_than_once(checkpointer, directory, said, samples):
+    samples.save(checkpointer, 10, 20, 30)
+    checkpointer.wait()
+    truncate(directory / "30")
+    empty(directory / "20")
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
+    assert sorted(path.name for path in directory.iterdir()) == ["10", "20.damaged", "30.damaged"]
+    assert len(said) == 3
+
+
+def test_a_step_damaged_twice_keeps_both_copies(checkpointer, directory, samples):
+    samples.save(checkpointer, 10, 20)
+    for _ in range(2):
+        checkpointer.wait()
+        truncate(directory / "20")
+        checkpointer.restore(samples.abstract(samples.state(10)))
+        samples.save(checkpointer, 20)
+    checkpointer.wait()
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["10", "20", "20.damaged", "20.damaged-2"]
+
+
+def test_stops_every_time_when_nothing_is_loadable(copied, checkpointer, samples):
+    truncate(copied / "20")
+    (copied / "10" / "meta" / "metadata").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(CheckpointDamaged, match="none of the checkpoints") as caught:
+            checkpointer.restore(samples.abstract(samples.state(10)))
+        assert "step 20: arrays cannot be read" in str(caught.value)
+        assert "step 10: checksum of the record does not match" in str(caught.value)
+        assert checkpointer.steps() == [10, 20]
+
+
+def test_a_damaged_step_asked_for_by_number_is_an_error(copied, checkpointer, said, samples):
+    truncate(copied / "20")
+    with pytest.raises(CheckpointDamaged, match="checkpoints/20: arrays cannot be read"):
+        checkpointer.restore(samples.abstract(samples.state(20)), step=20)
+    assert checkpointer.steps() == [10, 20]
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        PermissionError("not yours"),
+        ValueError("RESOURCE_EXHAUSTED: too much"),
+        MemoryError(),
+        TypeError("bug"),
+    ],
+)
+def test_trouble_of_this_machine_is_not_damage(copied, checkpointer, samples, monkeypatch, trouble):
+    def fail(*_):
+        raise trouble
+
+    monkeypatch.setattr(reader, "load", fail)
+    with pytest.raises(type(trouble)):
+        checkpointer.restore(samples.abstract(samples.state(20)))
+    assert checkpointer.steps() == [10, 20]
+
+
+def test_a_record_of_an_unknown_format_is_refused_not_damaged(copied, checkpointer, samples, monkeypatch):
+    monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 2)
+    with pytest.raises(ValueError, match="format 1 is not known to this version"):
+        checkpointer.restore(samples.abstract(samples.state(20)))
+    assert checkpointer.steps() == [10, 20]
+
+
+def test_arrays_larger_than_the_read_ahead_are_read(copied, checkpointer, samples, monkeypatch):
+    monkeypatch.setattr("maxpipe.checkpoint.arrays.BYTES_IN_FLIGHT", 64)
+    monkeypatch.setattr(reader, "BATCH_BYTES", 64)
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
+    assert set(reader.verify_step(copied / "20").leaves) > {"iterator", "params.weight", "moments.0", "key"}
+
+
+def test_damage_is_reported_without_tracebacks(copied, checkpointer, samples, capfd):
+    truncate(copied / "20")
+    checkpointer.restore(samples.abstract(samples.state(10)))
+    jax.block_until_ready(np.zeros(1))
+    out, err = capfd.readouterr()
+    assert out + err == ""

@@ -1,0 +1,83 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxpipe.checkpoint.digest import digests
+
+DTYPES = [np.float32, jnp.bfloat16, np.float16, np.int32, np.uint32, np.int8, np.uint8, np.int16, np.bool_]
+
+
+def digest(array):
+    return digests({"array": array})["array"]
+
+
+def test_value_is_frozen():
+    """Digests stored in checkpoints outlive versions; a new definition needs a new checkpoint format."""
+    assert digest(np.arange(1000, dtype=np.float32).reshape(8, 125)) == 0x92227146
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7, 11, 13)], ids=str)
+def test_host_and_device_agree(dtype, shape):
+    array = (np.random.default_rng(0).standard_normal(shape) * 100).astype(dtype)
+    assert digest(array) == digest(jnp.asarray(array))
+
+
+def test_host_and_device_agree_beyond_one_chunk_and_for_strided_views():
+    array = np.random.default_rng(0).standard_normal((600, 700)).astype(np.float32)
+    assert digest(array) == digest(jnp.asarray(array))
+    assert digest(array.T) == digest(jnp.asarray(array).T) != digest(array)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float64], ids=lambda dtype: np.dtype(dtype).name)
+def test_host_and_device_agree_on_64_bits(dtype):
+    array = (np.random.default_rng(0).standard_normal((5, 3)) * 2**40).astype(dtype)
+    with jax.enable_x64(True):
+        on_device = jnp.asarray(array)
+    assert on_device.dtype == dtype
+    assert digest(array) == digest(on_device)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8], ids=lambda dtype: np.dtype(dtype).name)
+def test_does_not_depend_on_the_mesh(samples, dtype):
+    array = (np.random.default_rng(0).standard_normal((16, 24, 8)) * 100).astype(dtype)
+    specs = [
+        PartitionSpec(),
+        PartitionSpec("a"),
+        PartitionSpec(None, ("a", "b")),
+        PartitionSpec("b", None, "a"),
+    ]
+    meshes = [samples.mesh(*shape) for shape in [(1, 1), (8, 1), (2, 4), (4, 2)]]
+    found = {digest(jax.device_put(array, NamedSharding(mesh, spec))) for mesh in meshes for spec in specs}
+    assert found == {digest(array)}
+
+
+def test_finds_every_single_bit_flip():
+    array = np.random.default_rng(0).standard_normal(300).astype(np.float32)
+    before = digest(array)
+    words = array.view(np.uint32)
+    for bit in range(32):
+        for position in range(0, 300, 7):
+            words[position] ^= np.uint32(1 << bit)
+            assert digest(array) != before
+            words[position] ^= np.uint32(1 << bit)
+    assert digest(array) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        np.negative,
+        np.flip,
+        lambda a: np.roll(a, 1),
+        lambda a: a[::-1, ::-1],
+        lambda a: a * np.float32(2),
+        np.zeros_like,
+    ],
+    ids=["negated", "flipped", "rolled", "reversed", "doubled", "zeroed"],
+)
+def test_finds_changes_that_keep_sums_or_multisets(change):
+    array = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+    assert digest(change(array)) != digest(array)

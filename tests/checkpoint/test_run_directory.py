@@ -1,0 +1,146 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.record import record_file
+from maxpipe.checkpoint.run_directory import RunDirectory
+from maxpipe.config import Config, ConfigError, load, replace
+
+
+@pytest.fixture
+def config(tmp_path):
+    return replace(Config(), **{"output_dir": str(tmp_path), "run_name": "a", "checkpoint.every": 7})
+
+
+def claim(config):
+    RunDirectory(config).claim(config)
+
+
+def commit(config, step=10):
+    """A committed step as far as names go."""
+    path = RunDirectory(config).checkpoints / str(step)
+    path.mkdir(parents=True)
+    return path
+
+
+def test_paths(config, tmp_path):
+    run = RunDirectory(config)
+    assert run.root == tmp_path / "a"
+    assert run.checkpoints == tmp_path / "a" / "checkpoints"
+    assert run.tensorboard == tmp_path / "a" / "tensorboard"
+    assert run.metrics == tmp_path / "a" / "metrics.jsonl"
+    assert run.config_file == tmp_path / "a" / "config.yml"
+
+
+def test_claim_writes_a_config_that_loads_back_and_nothing_else(config):
+    claim(config)
+    run = RunDirectory(config)
+    assert [path.name for path in run.root.iterdir()] == ["config.yml"]
+    assert load(run.config_file).config == config
+
+
+def test_claim_with_checkpoints_accepts_the_same_config_and_records_changes(config):
+    claim(config)
+    commit(config)
+    allowed = {"steps": 999, "optimizer.learning_rate": 1.0, "mesh.ici.stage": 4, "data.prefetch": 9}
+    changed = replace(config, **allowed)
+    claim(changed)
+    assert load(RunDirectory(config).config_file).config == changed
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.num_layers", 99),
+        ("model.rope_scaling.factor", 2.0),
+        ("seed", 1),
+        ("optimizer.name", "sgd"),
+        ("data.source", "text"),
+        ("data.path", "x.txt"),
+        ("data.tokenizer", "tokenizer.json"),
+        ("data.packing", False),
+        ("data.sequence_length", 77),
+        ("data.global_batch_size", 8),
+    ],
+)
+def test_claim_refuses_another_configs_checkpoints_and_writes_nothing(config, key, value):
+    claim(config)
+    commit(config)
+    before = RunDirectory(config).config_file.read_text()
+    with pytest.raises(ConfigError) as caught:
+        claim(replace(config, **{key: value}))
+    assert [problem.key for problem in caught.value.problems] == [key, "run_name"]
+    assert f"is {value!r}, but the checkpoints in" in str(caught.value)
+    assert "checkpoint.resume=never is not enough" in str(caught.value)
+    assert RunDirectory(config).config_file.read_text() == before
+
+
+def test_claim_shows_all_differences_at_once(config):
+    claim(config)
+    commit(config)
+    with pytest.raises(ConfigError) as caught:
+        claim(replace(config, **{"seed": 5, "model.embed_dim": 32, "steps": 1}))
+    assert [problem.key for problem in caught.value.problems] == ["seed", "model.embed_dim", "run_name"]
+
+
+def test_without_a_committed_step_the_directory_belongs_to_nobody(config):
+    claim(config)
+    commit(config).rename(RunDirectory(config).checkpoints / "10.orbax-checkpoint-tmp")
+    claim(replace(config, seed=5))
+
+
+@pytest.mark.parametrize("loss", ["deleted", "torn", "binary"])
+def test_a_lost_config_file_is_replaced_by_what_the_checkpoints_know(config, loss, samples):
+    claim(config)
+    run = RunDirectory(config)
+    checkpointer = Checkpointer(run.checkpoints, every=1, keep=2)
+    meta = {"config": {"seed": 0, "model": {"num_layers": config.model.num_layers}}}
+    for step in (1, 2):
+        checkpointer.save(step, {"a": samples.iterator(1)}, samples.iterator(1), meta)
+    checkpointer.close()
+    record_file(run.checkpoints / "2").write_text("torn")
+    if loss == "deleted":
+        run.config_file.unlink()
+    else:
+        run.config_file.write_bytes(b"seed: [0" if loss == "torn" else b"\xff\x00")
+    claim(config)
+    run.config_file.unlink()
+    with pytest.raises(ConfigError, match=r"model.num_layers: is 99"):
+        claim(replace(config, **{"model.num_layers": 99}))
+
+
+def test_a_key_unknown_to_an_older_version_counts_as_default(config):
+    claim(config)
+    commit(config)
+    run = RunDirectory(config)
+    lines = run.config_file.read_text().splitlines()
+    run.config_file.write_text("\n".join(line for line in lines if "z_loss" not in line))
+    run.claim(config, write=False)
+    with pytest.raises(ConfigError, match=r"model.z_loss: is 0.5, but .* made with 0.0"):
+        claim(replace(config, **{"model.z_loss": 0.5}))
+
+
+def test_checking_only_writes_nothing(config):
+    RunDirectory(config).claim(config, write=False)
+    assert not RunDirectory(config).root.exists()
+
+
+def test_an_output_dir_that_cannot_be_written_is_a_config_error(config, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="output_dir: cannot write to"):
+        claim(replace(config, output_dir=str(tmp_path / "file")))
+
+
+def test_record_is_plain_json_at_a_known_place(checkpointer, directory, samples):
+    samples.save(checkpointer, 10)
+    checkpointer.wait()
+    assert json.loads(record_file(directory / "10").read_text())["meta"] == samples.meta(10)
+
+
+def test_importing_does_not_import_jax():
+    modules = "maxpipe.checkpoint.run_directory, maxpipe.checkpoint.resume"
+    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,41 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxpipe.checkpoint.manager import Checkpointer
+
+MEMBER = Path(__file__).with_name("two_processes.py")
+
+
+def test_two_processes_save_restore_and_fall_back_together(directory):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    command = [sys.executable, MEMBER, address]
+    members = [
+        subprocess.Popen(
+            [*command, str(index), directory],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [member.communicate(timeout=120)[0] for member in members]
+    finally:
+        for member in members:
+            member.kill()
+    assert [member.returncode for member in members] == [0, 0], "\n".join(outputs)
+    assert all("done" in output for output in outputs)
+    target = {name: jax.ShapeDtypeStruct((8, 6), np.float32) for name in ("split", "copied", "host")}
+    alone = Checkpointer(directory, every=1, keep=2).restore(target)
+    assert alone.step == 3
+    assert alone.iterator.tolist() == (np.arange(12).reshape(4, 3) + 3 * 2**40).tolist()

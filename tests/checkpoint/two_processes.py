@@ -1,0 +1,75 @@
+"""One of two processes that save, restore and fall back together. Used by test_two_processes.py."""
+
+import sys
+from pathlib import Path
+
+import jax
+
+ADDRESS, INDEX, DIRECTORY = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(ADDRESS, num_processes=2, process_id=INDEX)
+
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
+
+MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
+
+
+def place(array, *spec):
+    sharding = NamedSharding(MESH, PartitionSpec(*spec))
+    with jax.enable_x64(True):
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def numbers(step):
+    return np.random.default_rng(step).standard_normal((8, 6)).astype(np.float32)
+
+
+def save(checkpointer, step):
+    state = {"split": place(numbers(step), "a", "b"), "copied": place(numbers(step)), "host": numbers(step)}
+    rows = place(np.arange(12, dtype=np.int64).reshape(4, 3) + step * 2**40, ("a", "b"))
+    checkpointer.save(step, state, rows, {"step": step})
+
+
+def check(restored, step):
+    assert restored.step == step
+    assert restored.meta == {"step": step}
+    assert np.array_equal(restored.iterator, np.arange(12).reshape(4, 3) + step * 2**40)
+    for name, leaf in restored.state.items():
+        whole = multihost_utils.process_allgather(leaf, tiled=True) if isinstance(leaf, jax.Array) else leaf
+        assert np.array_equal(whole, numbers(step)), name
+
+
+def main():
+    said = []
+    checkpointer = Checkpointer(DIRECTORY, every=1, keep=2, say=said.append)
+    for step in (1, 2, 3):
+        save(checkpointer, step)
+    target = {
+        "split": jax.ShapeDtypeStruct(
+            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("b", None))
+        ),
+        "copied": jax.ShapeDtypeStruct(
+            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec(None, "a"))
+        ),
+        "host": jax.ShapeDtypeStruct((8, 6), np.float32),
+    }
+    check(checkpointer.restore(target), 3)
+    assert checkpointer.steps() == [2, 3]
+    if INDEX == 1:
+        (DIRECTORY / "3" / "arrays" / "manifest.ocdbt").unlink()
+    multihost_utils.sync_global_devices("damaged")
+    check(checkpointer.restore(target), 2)
+    assert len(said) == (2 if INDEX == 0 else 0), said
+    save(checkpointer, 3)
+    checkpointer.close()
+    assert checkpointer.steps() == [2, 3]
+    check(checkpointer.restore(target, step=3), 3)
+    print("done")
+
+
+if __name__ == "__main__":
+    main()
