@@ -1,0 +1,1 @@
+"""Pictures of simulated schedules: terminal, SVG and a self-contained HTML page."""
