@@ -1,0 +1,33 @@
+from itertools import combinations
+
+from pairwise import covering_array, legal_pairs, pairs_of
+
+FACTORS = {"a": (1, 2, 3), "b": "xyz", "c": (True, False), "d": (0, 1)}
+
+
+def any_case(case):
+    return True
+
+
+def one_and_x_never_meet(case):
+    return not (case["a"] == 1 and case["b"] == "x")
+
+
+def test_every_pair_occurs():
+    met = set().union(*map(pairs_of, covering_array(FACTORS, any_case)))
+    for p, q in combinations(FACTORS, 2):
+        assert {(p, x, q, y) for x in FACTORS[p] for y in FACTORS[q]} <= met
+
+
+def test_illegal_pairs_stay_out_and_all_others_occur():
+    cases = covering_array(FACTORS, one_and_x_never_meet)
+    assert all(map(one_and_x_never_meet, cases))
+    met = set().union(*map(pairs_of, cases))
+    assert ("a", 1, "b", "x") not in met
+    assert met == legal_pairs(FACTORS, any_case) - {("a", 1, "b", "x")}
+
+
+def test_cases_are_few_and_always_the_same():
+    cases = covering_array(FACTORS, any_case)
+    assert 9 <= len(cases) <= 12
+    assert cases == covering_array(FACTORS, any_case)
