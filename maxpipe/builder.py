@@ -21,6 +21,7 @@ from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.schedules import SCHEDULES
 from maxpipe.pipeline.schedules._csv import load_csv
 from maxpipe.pipeline.schedules._table import Table
+from maxpipe.pipeline.scheduled import ScheduledPipeline
 from maxpipe.pipeline.sequential import SequentialPipeline
 from maxpipe.sharding import AxisRules
 from maxpipe.telemetry.chips import chip_for
@@ -35,6 +36,7 @@ from maxpipe.training.optimizer import Optimizer
 PIPELINES: dict[str, Callable[..., Pipeline]] = {
     "sequential": SequentialPipeline,
     "circular": CircularPipeline,
+    "scheduled": ScheduledPipeline,
 }
 
 VERSIONED = ("maxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -78,7 +80,8 @@ def build_engine(
     """
     program = ModelProgram(config.model)
     rules = AxisRules(config.sharding.logical_axis_rules, mesh, say)
-    parts = Parts(program, rules, config.pipeline, build_layout(config))
+    table = None if config.pipeline.engine == "sequential" else build_table(config)
+    parts = Parts(program, rules, config.pipeline, build_layout(config), table)
     pipeline = PIPELINES[config.pipeline.engine](parts, **pipeline_options)
     return SpmdEngine(program.specs, pipeline, rules, Optimizer(config.optimizer, program.specs))
 

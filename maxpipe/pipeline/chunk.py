@@ -13,18 +13,18 @@ from maxpipe.model.program import ModelProgram
 LayerFn = Callable[[Params, jax.Array, jax.Array, Any, Any], tuple[jax.Array, jax.Array]]
 
 
-def layer_function(program: ModelProgram, gather: Callable[[Params], Params], *, padded: bool) -> LayerFn:
+def layer_function(program: ModelProgram, prepare: Callable[[Params], Params], *, padded: bool) -> LayerFn:
     """One layer as engines apply it.
 
     Args:
       program: the model.
-      gather: makes one layer's parameters whole over the storage axes.
+      prepare: makes one layer's parameters ready for use: in the compute dtype, whole over the storage axes.
       padded: True if some layers are padding (index = num_layers), which must leave the activations alone.
     """
 
     def apply(layer: Params, index: jax.Array, x: jax.Array, side: Any, key: Any) -> tuple[jax.Array, jax.Array]:
         layer_key = jax.random.fold_in(key, index) if program.needs_key and key is not None else None
-        y, aux = program.block(gather(program.cast(layer)), x, side, layer_key)
+        y, aux = program.block(prepare(layer), x, side, layer_key)
         if not padded:
             return y, aux
         valid = index < program.config.num_layers

@@ -50,9 +50,11 @@ class CircularPipeline:
         self.from_canonical = parts.layout.from_canonical
         self.weights = Weights(parts.rules, parts.program.specs, self.layer_axes, parts.layout.shape)
         self._gather_once = parts.config.fsdp_gather == "once"
-        gather = (lambda layer: layer) if self._gather_once else self.weights.gather_layer
-        self._layer_fn = layer_function(parts.program, gather, padded=not parts.layout.is_even)
+        self._layer_fn = layer_function(parts.program, self._prepare, padded=not parts.layout.is_even)
         self._delay = 2 if parts.config.delay_activation_forwarding else 1
+
+    def _prepare(self, layer: Params) -> Params:
+        return layer if self._gather_once else self.weights.gather_layer(self._program.cast(layer))
 
     def layer_index(self) -> np.ndarray:
         return self._layout.layer_index

@@ -11,6 +11,7 @@ from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.layout import StageLayout
+from maxpipe.pipeline.schedules._table import Table
 from maxpipe.sharding import AxisRules
 
 Batch = dict[str, jax.Array]
@@ -26,12 +27,14 @@ class Parts:
       rules: logical axis rules, bound to the mesh.
       config: `pipeline.*`, resolved.
       layout: where the layers live.
+      table: the schedule, or None without a pipeline.
     """
 
     program: ModelProgram
     rules: AxisRules
     config: PipelineConfig
     layout: StageLayout
+    table: Table | None = None
 
     @property
     def mesh(self) -> Mesh:

@@ -25,10 +25,13 @@ class SequentialPipeline:
         self._rules = parts.rules
         self._num_microbatches = parts.config.num_microbatches
         self.weights = Weights(parts.rules, parts.program.specs, self.layer_axes, (parts.layout.num_layers,))
-        layer_fn = layer_function(parts.program, self.weights.gather_layer, padded=False)
+        layer_fn = layer_function(parts.program, self._prepare, padded=False)
         self._layer_fn = REMAT.get(parts.config.remat_policy)(layer_fn)
         self._num_layers = parts.layout.num_layers
         self._scan = parts.config.scan_layers_per_stage
+
+    def _prepare(self, layer: Params) -> Params:
+        return self.weights.gather_layer(self._program.cast(layer))
 
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
         return leaf

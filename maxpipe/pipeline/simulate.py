@@ -92,7 +92,8 @@ class Simulation:
         Spans, since steps that follow each other without a barrier overlap where stages start and end at
         different times; zero-bubble schedules count on it.
         """
-        return float(self.span.max() - self.work.max())
+        lost = float(self.span.max() - self.work.max())
+        return lost if lost > 1e-9 * self.makespan else 0.0
 
     @property
     def bubble_fraction(self) -> float:

@@ -15,7 +15,7 @@ DEFAULT_RULES: list[Any] = [
     ["repeat", []],
     ["layers_per_stage", []],
     ["embed", ["fsdp"]],
-    ["outer_embed", ["fsdp", "stage"]],
+    ["outer_embed", ["stage", "fsdp"]],
     ["vocab", ["tensor"]],
     ["heads", ["tensor"]],
     ["kv_heads", ["tensor"]],

@@ -15,7 +15,6 @@ LEFT, RIGHT, TOP = 64, 20, 52
 ROW, GAP = 26, 4
 CURVES = 120
 MIN_WIDTH, MAX_WIDTH = 720, 12_000
-MIN_CELL = 17
 MAX_NAMED_STAGES = 10
 
 # The page and a picture of its own share these; `light-dark` is not yet understood by all SVG viewers.
@@ -68,11 +67,12 @@ class Frame:
 
 
 def frame(runs: list[Simulation]) -> Frame:
-    """A frame on which all runs have the same time scale, wide enough to number the cells where that is possible."""
+    """A frame with one time scale for all runs, wide enough to number their cells if that is possible."""
     horizon = max(run.makespan for run in runs) or 1.0
     lengths = [float(np.nanmin(run.end[k] - run.start[k])) for run in runs for k in run.table.kinds]
     shortest = min((length for length in lengths if length > 0), default=horizon)
-    width = min(max(MIN_WIDTH, MIN_CELL * horizon / shortest), MAX_WIDTH)
+    cell = _number_width(max(run.table.num_microbatches for run in runs) - 1)
+    width = min(max(MIN_WIDTH, cell * horizon / shortest), MAX_WIDTH)
     return Frame(width / horizon, horizon, max(run.table.num_stages for run in runs))
 
 
@@ -82,12 +82,15 @@ def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = Tr
     Args:
       run: the simulated schedule.
       at: a frame shared with other charts; None for one that fits.
-      standalone: a file of its own, with its styles, its ground and a `<title>` per unit; else part of a page, whose
-        script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
+      standalone: a file of its own, with its styles, its ground and a `<title>` per unit; else part of a
+        page, whose script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
     """
     at = at or frame([run])
     table = run.table
-    title = f"{table.name}, {table.num_stages} stages, {table.num_microbatches} microbatches, {table.num_repeats} repeats"
+    title = (
+        f"{table.name}, {table.num_stages} stages, {table.num_microbatches} microbatches, "
+        f"{table.num_repeats} {'repeats' if table.num_repeats > 1 else 'repeat'}"
+    )
     parts = [
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
         f'viewBox="0 0 {_n(at.width)} {_n(at.height)}" width="{_n(at.width)}" height="{_n(at.height)}" '
@@ -127,9 +130,8 @@ def _heading(run: Simulation, at: Frame) -> list[str]:
         parts.append(f'<text x="{_n(x + 17)}" y="18">head</text>')
     if table.num_repeats > 1:
         x = LEFT + 26 + max(9.4 * len(table.name), 6 * len(facts))
-        parts.append(
-            f'<text class="muted" x="{_n(x)}" y="36">chunks 0 to {table.num_repeats - 1} from dark to light</text>'
-        )
+        shades = f"chunks 0 to {table.num_repeats - 1} from dark to light"
+        parts.append(f'<text class="muted" x="{_n(x)}" y="36">{shades}</text>')
     return parts
 
 
@@ -139,9 +141,8 @@ def _rows(run: Simulation, at: Frame) -> list[str]:
     for stage in range(run.table.num_stages):
         y = at.y(stage)
         parts.append(f'<text class="end" x="{LEFT - 10}" y="{_n(y + ROW / 2 + 4)}">stage {stage}</text>')
-        parts.append(
-            f'<rect class="idle" x="{LEFT}" y="{_n(y)}" width="{_n(at.scale * run.makespan)}" height="{ROW}" rx="3"/>'
-        )
+        width = _n(at.scale * run.makespan)
+        parts.append(f'<rect class="idle" x="{LEFT}" y="{_n(y)}" width="{width}" height="{ROW}" rx="3"/>')
     for time in _nice(at.horizon, at.scale * at.horizon / 60):
         x = _n(at.x(time))
         parts.append(f'<text class="mid muted" x="{x}" y="{_n(at.rows_end + 14)}">{time:g}</text>')
@@ -158,7 +159,7 @@ def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
             fill = unit_colour(kind, chunk, table.num_repeats)
             for position in range(chunk * table.num_stages, (chunk + 1) * table.num_stages):
                 stage = int(table.stage_of_chunk[position])
-                y, height = at.y(stage), ROW
+                y, height = at.y(stage), float(ROW)
                 if overlapping:
                     y, height = (y, ROW / 2) if kind == "F" else (y + ROW / 2, ROW / 2)
                 for microbatch in range(table.num_microbatches):
@@ -168,8 +169,10 @@ def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
                     unit = Unit(kind, microbatch, position)
                     x, width = at.x(start), at.scale * (end - start)
                     boxes.append(_box(unit, stage, chunk, (start, end), (x, y, width, height), titles))
-                    if width >= 7 * len(str(microbatch)) + 4:
-                        numbers.append(f'<text x="{_n(x + width / 2)}" y="{_n(y + height / 2)}">{microbatch}</text>')
+                    if width >= _number_width(microbatch) - 1:
+                        numbers.append(
+                            f'<text x="{_n(x + width / 2)}" y="{_n(y + height / 2)}">{microbatch}</text>'
+                        )
             parts.append(f'<g fill="{fill.hex}">{"".join(boxes)}</g>')
             parts.append(f'<g class="n" style="--ink:{ink(fill).hex}">{"".join(numbers)}</g>')
     return parts
@@ -187,7 +190,12 @@ def _overlapping(run: Simulation) -> bool:
 
 
 def _box(
-    unit: Unit, stage: int, chunk: int, times: tuple[float, float], place: tuple[float, float, float, float], title: bool
+    unit: Unit,
+    stage: int,
+    chunk: int,
+    times: tuple[float, float],
+    place: tuple[float, float, float, float],
+    title: bool,
 ) -> str:
     x, y, width, height = place
     # A hairline of ground between neighbours, unless they are too narrow to afford one.
@@ -217,8 +225,11 @@ def _head(run: Simulation, at: Frame, titles: bool) -> list[str]:
                 f'class="head" x="{_n(at.x(start))}" y="{_n(at.y(stage))}" '
                 f'width="{_n(at.scale * (end - start))}" height="{ROW}"'
             )
-            parts.append(f"<rect {shape}><title>head of microbatch {microbatch}</title></rect>" if titles
-                         else f'<rect {shape} data-unit="H{microbatch}" data-at="{stage} {_n(start)} {_n(end)}"/>')
+            parts.append(
+                f"<rect {shape}><title>head of microbatch {microbatch}</title></rect>"
+                if titles
+                else f'<rect {shape} data-unit="H{microbatch}" data-at="{stage} {_n(start)} {_n(end)}"/>'
+            )
     return parts
 
 
@@ -247,7 +258,9 @@ def _curves(run: Simulation, at: Frame) -> list[str]:
         parts.append(f'<path class="curve" stroke="{colour}" d="M{LEFT} {_n(bottom)}{path}"/>')
         if stage in named:
             label = f"stage {stage}: {int(run.peak_in_flight[stage])}"
-            parts.append(f'<rect x="{_n(x)}" y="{_n(top - 21)}" width="12" height="4" rx="2" fill="{colour}"/>')
+            parts.append(
+                f'<rect x="{_n(x)}" y="{_n(top - 21)}" width="12" height="4" rx="2" fill="{colour}"/>'
+            )
             parts.append(f'<text x="{_n(x + 16)}" y="{_n(top - 16)}">{label}</text>')
             x += 34 + 5.8 * len(label)
     parts.append(
@@ -255,6 +268,11 @@ def _curves(run: Simulation, at: Frame) -> list[str]:
         f"fill=\"transparent\" data-curves='{json.dumps(steps, separators=(',', ':'))}'/>"
     )
     return parts
+
+
+def _number_width(microbatch: int) -> int:
+    """Pixels that a cell needs to show a microbatch."""
+    return 7 * len(str(microbatch)) + 6
 
 
 def _nice(limit: float, count: float) -> list[float]:

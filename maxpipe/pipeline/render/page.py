@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from maxpipe.pipeline.render.chart import DARK, LIGHT, STYLE, chart_svg, frame
+from maxpipe.pipeline.render.comparison import FOOTNOTE, HEADER, comparison_rows
 from maxpipe.pipeline.simulate import Simulation
 
 PAGE_STYLE = """
@@ -11,19 +12,20 @@ PAGE_STYLE = """
 body{margin:0;padding:28px 32px 48px;background:var(--ground);color:var(--ink);
   font:14px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
 h1{font-size:20px;margin:0 0 2px}
-p{margin:0 0 18px;color:var(--muted)}
-table{border-collapse:collapse;margin:0 0 26px;font-variant-numeric:tabular-nums}
+p{margin:0 0 22px;color:var(--muted)}
+table{border-collapse:collapse;margin:0 0 10px;font-variant-numeric:tabular-nums}
 th,td{padding:5px 14px 5px 0;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th{font-weight:500;color:var(--muted)}
 th:first-child,td:first-child{text-align:left;font-weight:600}
-.charts{display:flex;flex-wrap:wrap;gap:26px}
+.charts{display:grid;gap:26px}
 .charts figure{margin:0;overflow-x:auto;border:1px solid var(--line);border-radius:10px;padding:14px 8px 6px}
 .chart{display:block;width:100%;height:auto}
 .chart [data-unit]{cursor:default}
 .chart.tracing [data-unit]{opacity:.22}
 .chart.tracing [data-unit].traced{opacity:1}
 .cursor{stroke:var(--muted);stroke-dasharray:3 3;pointer-events:none}
-#tip{position:fixed;display:none;pointer-events:none;z-index:1;max-width:340px;padding:7px 10px;border-radius:7px;
+#tip{position:fixed;display:none;pointer-events:none;z-index:1;max-width:340px;padding:7px 10px;
+  border-radius:7px;
   background:var(--ink);color:var(--ground);font-size:12.5px;line-height:1.45;white-space:pre-line;
   box-shadow:0 4px 16px #0004}
 """
@@ -48,7 +50,10 @@ const describe = (unit, at, stages) => {
 };
 const inFlight = (steps, time) => steps.map(([times, counts]) => {
   let low = 0, high = times.length;
-  while (low < high) { const mid = (low + high) >> 1; if (times[mid] <= time) low = mid + 1; else high = mid; }
+  while (low < high) {
+    const mid = (low + high) >> 1;
+    if (times[mid] <= time) low = mid + 1; else high = mid;
+  }
   return low ? counts[low - 1] : 0;
 });
 for (const chart of document.querySelectorAll("svg.chart")) {
@@ -76,10 +81,12 @@ for (const chart of document.querySelectorAll("svg.chart")) {
     cursor.remove();
     if (box) return show(event, describe(box.dataset.unit, box.dataset.at, chart.dataset.stages));
     if (event.target !== curves) return tip.style.display = "none";
-    const x = (event.clientX - chart.getBoundingClientRect().left) * chart.viewBox.baseVal.width / chart.clientWidth;
+    const across = (event.clientX - chart.getBoundingClientRect().left) / chart.clientWidth;
+    const x = across * chart.viewBox.baseVal.width;
     const time = Math.max(0, (x - chart.dataset.left) / chart.dataset.scale);
     const y = curves.y.baseVal.value, height = curves.height.baseVal.value;
-    for (const [key, value] of Object.entries({x1: x, x2: x, y1: y, y2: y + height})) cursor.setAttribute(key, value);
+    const line = {x1: x, x2: x, y1: y, y2: y + height};
+    for (const [key, value] of Object.entries(line)) cursor.setAttribute(key, value);
     chart.append(cursor);
     const counts = inFlight(steps, time).map((count, stage) => `stage ${stage}: ${count}`);
     show(event, `in flight at time ${time.toFixed(1)}\\n` + counts.join("\\n"));
@@ -97,10 +104,10 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
       subtitle: sizes and costs, in words.
     """
     at = frame(list(runs))
-    # Two fit side by side where that shrinks them little; nothing shrinks below that, wider charts scroll.
-    least, most = round(0.75 * at.width), round(1.1 * at.width)
-    figure = f'<figure style="flex:1 1 max(45%,min(100%,{least}px));max-width:min(100%,{most}px)">'
-    charts = "\n".join(f"{figure}{chart_svg(run, at, standalone=False)}</figure>" for run in runs)
+    # Charts stand side by side where that shrinks them little; below that they scroll.
+    least, most = round(0.7 * at.width), round(1.1 * at.width)
+    columns = f"grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))"
+    charts = "\n".join(f"<figure>{chart_svg(run, at, standalone=False)}</figure>" for run in runs)
     names = ", ".join(run.table.name for run in runs)
     return f"""<!doctype html>
 <html lang="en">
@@ -109,7 +116,7 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
 <meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark">
 <title>{escape(names)}</title>
-<style>.chart{{min-width:{least}px}}:root{{{LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}{STYLE}{PAGE_STYLE}</style>
+<style>.chart{{min-width:{least}px;max-width:{most}px}}.charts{{{columns}}}:root{{{LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}{STYLE}{PAGE_STYLE}</style>
 </head>
 <body>
 <h1>{"Pipeline schedules" if len(runs) > 1 else "Pipeline schedule"}</h1>
@@ -126,14 +133,7 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
 
 
 def _figures(runs: Sequence[Simulation]) -> str:
-    header = ("schedule", "repeats", "ticks", "makespan", "bubble", "of the time", "peak in flight, by stage", "bytes sent")
-    rows = [
-        (
-            run.table.name, run.table.num_repeats, run.table.num_ticks, f"{run.makespan:g}", f"{run.bubble:g}",
-            f"{run.bubble_fraction:.1%}", " ".join(map(str, run.peak_in_flight.tolist())), f"{run.bytes_sent.sum():g}",
-        )
-        for run in runs
-    ]
-    cells = ["".join(f"<th>{text}</th>" for text in header)]
-    cells += ["".join(f"<td>{escape(str(value))}</td>" for value in row) for row in rows]
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+    cells = ["".join(f"<th>{text}</th>" for text in HEADER)]
+    cells += ["".join(f"<td>{escape(value)}</td>" for value in row) for row in comparison_rows(runs)]
+    rows = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<table>{rows}</table>\n<p>{FOOTNOTE}</p>"

@@ -46,7 +46,9 @@ def render_terminal(run: Simulation, *, colour: bool, width: int) -> str:
         for stage in range(table.num_stages):
             for index, kinds in enumerate(lines):
                 label = f"stage {stage}" if index == 0 else ""
-                label = f"{label:<{label_width - 2}}{kinds[0]} " if table.lockstep else label.ljust(label_width)
+                label = (
+                    f"{label:<{label_width - 2}}{kinds[0]} " if table.lockstep else label.ljust(label_width)
+                )
                 text.append(label + "".join(_cell(table, kinds, t, stage, cell_width, colour) for t in ticks))
         text.append("")
     if len(starts) > MAX_BLOCKS:
@@ -77,18 +79,24 @@ def _palette(colour: Rgb) -> int:
 def _headline(run: Simulation) -> str:
     table = run.table
     form = "lockstep" if table.lockstep else "free-running"
+    repeats = "repeats" if table.num_repeats > 1 else "repeat"
     return (
         f"{table.name}: {table.num_stages} stages, {table.num_microbatches} microbatches, "
-        f"{table.num_repeats} {'repeats' if table.num_repeats > 1 else 'repeat'}, {table.num_ticks} {form} ticks"
+        f"{table.num_repeats} {repeats}, {table.num_ticks} {form} ticks"
     )
 
 
 def _legend(table: Table, colour: bool) -> list[str]:
     if not colour:
-        return ["cells: global chunk, kind, microbatch; kinds: " + ", ".join(f"{k} {NAMES[k]}" for k in table.kinds)]
+        return [
+            "cells: global chunk, kind, microbatch; kinds: "
+            + ", ".join(f"{k} {NAMES[k]}" for k in table.kinds)
+        ]
     entries = []
     for kind in table.kinds:
-        shades = (_painted(f" {c} ", unit_colour(kind, c, table.num_repeats)) for c in range(table.num_repeats))
+        shades = (
+            _painted(f" {c} ", unit_colour(kind, c, table.num_repeats)) for c in range(table.num_repeats)
+        )
         entries.append(f"{NAMES[kind]} {''.join(shades)}")
     return ["cells: microbatch; shades: chunk    " + "   ".join(entries)]
 

@@ -1,0 +1,96 @@
+"""Weights inside a manual `shard_map`: gathering them, and summing their gradients, over named mesh axes."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from maxpipe.model.parameters import Params
+
+# Axes over which the scheduled engine's program is written by hand; the partitioner has the others.
+MANUAL_AXES = ("stage", "data", "fsdp")
+BATCH_AXES = ("data", "fsdp")
+
+
+def manual_part(spec: PartitionSpec) -> PartitionSpec:
+    """A PartitionSpec reduced to the manual axes."""
+    entries: list[Any] = []
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        kept = tuple(n for n in names if n in MANUAL_AXES)
+        entries.append(kept if len(kept) > 1 else (kept[0] if kept else None))
+    return PartitionSpec(*entries)
+
+
+class Gather:
+    """Gathers one parameter over the manual axes that spread it, and takes its gradient back.
+
+    Args:
+      spec: the parameter's PartitionSpec, without leading layer dimensions.
+      param_dtype: dtype in which it is kept.
+      dtype: dtype in which it is gathered and used.
+    """
+
+    def __init__(self, spec: PartitionSpec, param_dtype: Any, dtype: Any):
+        self._dtype = dtype
+        self._dims: list[tuple[int, tuple[str, ...]]] = []
+        for dim, entry in enumerate(manual_part(spec)):
+            if entry is not None:
+                self._dims.append((dim, entry if isinstance(entry, tuple) else (entry,)))
+        self.axes = {axis for _, axes in self._dims for axis in axes}
+        self._differentiable = jax.custom_vjp(lambda shard: self.whole(shard))
+        self._differentiable.defvjp(
+            lambda shard: (self.whole(shard), None),
+            lambda _, gradient: (self.scatter(gradient).astype(param_dtype),),
+        )
+
+    def __call__(self, shard: jax.Array) -> jax.Array:
+        """The whole parameter in `dtype`; differentiable: the gradient is summed in float32 and scattered."""
+        return self._differentiable(shard)
+
+    def whole(self, shard: jax.Array, skip: int = 0) -> jax.Array:
+        """As `__call__`, for an array with `skip` leading dimensions, without a gradient of its own."""
+        x = shard.astype(self._dtype) if jnp.issubdtype(shard.dtype, jnp.floating) else shard
+        for dim, axes in self._dims:
+            for axis in reversed(axes):
+                x = lax.all_gather(x, axis, axis=dim + skip, tiled=True)
+        return x
+
+    def scatter(self, gradient: jax.Array, skip: int = 0) -> jax.Array:
+        """Sums a whole parameter's gradient over the axes that spread it; each device keeps its shard, float32."""
+        # Sums are float32 for accuracy; bfloat16 ones also abort XLA's CPU backend in partially manual programs.
+        x = gradient.astype(jnp.float32)
+        for dim, axes in self._dims:
+            for axis in axes:
+                x = lax.psum_scatter(x, axis, scatter_dimension=dim + skip, tiled=True)
+        return x
+
+
+def map_gathers(f: Callable[..., Any], gathers: Any, *trees: Any) -> Any:
+    """`jax.tree.map` over a tree of `Gather`s."""
+    return jax.tree.map(f, gathers, *trees, is_leaf=lambda x: isinstance(x, Gather))
+
+
+def gather_tree(gathers: Any, params: Params) -> Params:
+    """Every parameter whole, differentiable."""
+    return map_gathers(lambda g, p: g(p), gathers, params)
+
+
+def sum_replicas(gathers: Any, gradients: Params, axes: tuple[str, ...]) -> Params:
+    """Sums gradients over those of `axes` that do not spread the parameter (over the others they were scattered)."""
+
+    def one(gather: Gather, g: jax.Array) -> jax.Array:
+        left = tuple(a for a in axes if a not in gather.axes)
+        return lax.psum(g, left) if left else g
+
+    return map_gathers(one, gathers, gradients)
+
+
+def ring(x: Any, size: int, shift: int) -> Any:
+    """Every stage's arrays to the stage `shift` places on."""
+    pairs = [(s, (s + shift) % size) for s in range(size)]
+    return jax.tree.map(partial(lax.ppermute, axis_name="stage", perm=pairs), x)

@@ -1,0 +1,131 @@
+"""Splitting a vjp over time: run the forward now, keep only what depends on the activation, run the backward later.
+
+A vjp's residuals fall into two classes. Those that depend on the activation (saved intermediate values) must be kept
+from the forward to the backward. Those that do not (weights, their casts and gathered copies, masks, dropout bits) can be
+computed again from the inputs that are still at hand; keeping them would hold a copy of the weights for every unit in
+flight. Identity of tracers does not tell the classes apart, since casts and loops make new values out of weights, so the
+dependence is read off the jaxpr.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.interpreters import partial_eval as pe
+
+Arrays = list[jax.Array]
+
+
+class SplitVjp:
+    """Forward and backward of `f(x, weights, rest)` as two functions that meet in a list of arrays.
+
+    Args:
+      f: pure function of an activation `x` (one array), a pytree `weights`, and a pytree `rest` of inputs without a
+        gradient.
+      x, weights, rest: arrays or shapes that it is traced with; every later call has the same shapes.
+
+    Attributes:
+      kept: shapes of what `forward` hands to `backward`: the residuals that depend on `x`, each once.
+    """
+
+    def __init__(self, f: Callable[[jax.Array, Any, Any], Any], x: Any, weights: Any, rest: Any):
+        found: dict[str, Any] = {}
+
+        def forward(x: jax.Array, weights: Any, rest: Any) -> Any:
+            y, vjp = jax.vjp(lambda x, weights: f(x, weights, rest), x, weights)
+            residuals, found["vjp"] = jax.tree.flatten(vjp)
+            return y, residuals
+
+        jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(x, weights, rest)
+        self._outputs = jax.tree.structure(shapes[0])
+        self._vjp = found["vjp"]
+        num_outputs = self._outputs.num_leaves
+        depends = dependence(jaxpr.jaxpr, [True] + [False] * (len(jaxpr.jaxpr.invars) - 1))[num_outputs:]
+        variables = jaxpr.jaxpr.outvars[num_outputs:]
+        unique: dict[Any, int] = {}
+        # For each residual: its place among the kept ones, or None if it is computed again.
+        self._place = [
+            unique.setdefault(v, len(unique)) if d else None for v, d in zip(variables, depends, strict=True)
+        ]
+        first = {place: i for i, place in reversed(list(enumerate(self._place))) if place is not None}
+        chosen = [num_outputs + first[place] for place in range(len(unique))]
+        again = [num_outputs + i for i, place in enumerate(self._place) if place is None]
+        self._forward = _select(jaxpr, [*range(num_outputs), *chosen])
+        self._again = _select(jaxpr, again)
+        self.kept = [jaxpr.out_avals[i] for i in chosen]
+
+    def forward(self, x: jax.Array, weights: Any, rest: Any) -> tuple[Any, Arrays]:
+        """(outputs of f, kept residuals)."""
+        flat = self._forward([x, *jax.tree.leaves((weights, rest))])
+        count = self._outputs.num_leaves
+        return jax.tree.unflatten(self._outputs, flat[:count]), flat[count:]
+
+    def backward(self, kept: Sequence[jax.Array], weights: Any, rest: Any, cotangent: Any) -> tuple[jax.Array, Any]:
+        """Gradients (for x, for the weights) of a cotangent of the outputs."""
+        again = iter(self._again([None, *jax.tree.leaves((weights, rest))]))
+        residuals = [next(again) if place is None else kept[place] for place in self._place]
+        return jax.tree.unflatten(self._vjp, residuals)(cotangent)
+
+
+def dependence(jaxpr: Jaxpr, tainted: Sequence[bool]) -> list[bool]:
+    """For each output of a jaxpr, whether it may depend on a tainted input.
+
+    Loops, conditionals and calls are looked into, so that an output of a scan that only passes weights through is
+    told from one that carries activations.
+    """
+    taint = {v: t for v, t in zip(jaxpr.invars, tainted, strict=True)}
+    taint |= {v: False for v in jaxpr.constvars}
+
+    def of(v: Any) -> bool:
+        return not isinstance(v, Literal) and taint[v]
+
+    for eqn in jaxpr.eqns:
+        inputs = [of(v) for v in eqn.invars]
+        outputs = _outputs(eqn, inputs) if any(inputs) else [False] * len(eqn.outvars)
+        taint |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
+    name = eqn.primitive.name
+    if name == "scan":
+        return _scan(eqn.params, inputs)
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        if inner is not None and name != "while":
+            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+            if len(inner.invars) == len(inputs) and len(inner.outvars) == len(eqn.outvars):
+                return dependence(inner, inputs)
+    if name == "cond":
+        if inputs[0]:
+            return [True] * len(eqn.outvars)
+        branches = [dependence(b.jaxpr, inputs[1:]) for b in eqn.params["branches"]]
+        return [any(column) for column in zip(*branches, strict=True)]
+    return [True] * len(eqn.outvars)
+
+
+def _scan(params: Any, inputs: list[bool]) -> list[bool]:
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+    while True:
+        outputs = dependence(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        grown = [a or b for a, b in zip(carry, outputs[:num_carry], strict=True)]
+        if grown == carry:
+            return [*carry, *outputs[num_carry:]]
+        carry = grown
+
+
+def _select(jaxpr: ClosedJaxpr, outputs: Sequence[int]) -> Callable[[Sequence[Any]], Arrays]:
+    """A function of the jaxpr's inputs that computes some of its outputs and nothing else."""
+    used = [i in set(outputs) for i in range(len(jaxpr.jaxpr.outvars))]
+    smaller, needed = pe.dce_jaxpr(jaxpr.jaxpr, used)
+    order = {index: i for i, index in enumerate(i for i, u in enumerate(used) if u)}
+
+    def run(inputs: Sequence[Any]) -> Arrays:
+        arguments = [x for x, need in zip(inputs, needed, strict=True) if need]
+        assert all(a is not None for a in arguments), "a residual classed as independent reads the activation"
+        values = jax.core.eval_jaxpr(smaller, jaxpr.consts, *arguments)
+        return [values[order[i]] for i in outputs]
+
+    return run
