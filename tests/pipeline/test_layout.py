@@ -1,0 +1,52 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.pipeline.layout import StageLayout
+
+
+def leaf(num_layers):
+    return np.random.default_rng(0).standard_normal((num_layers, 2, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("repeats", [1, 2, 3])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_layer_index_follows_the_formula(stages, repeats, layers):
+    layout = StageLayout.even(stages, repeats, layers)
+    assert layout.num_layers == stages * repeats * layers
+    assert layout.shape == (repeats, stages, layers)
+    for v in range(repeats):
+        for s in range(stages):
+            for l in range(layers):
+                assert layout.layer_index[v, s, l] == v * stages * layers + s * layers + l
+
+
+def test_stage_of_layers_by_hand():
+    """Eight layers, two stages, two repeats: the first stage has the layers 0, 1 and 4, 5."""
+    layout = StageLayout.even(2, 2, 2)
+    assert layout.stage_layers(0) == [[0, 1], [4, 5]]
+    assert layout.stage_layers(1) == [[2, 3], [6, 7]]
+
+
+def test_uneven_chunks_are_padded():
+    layout = StageLayout(2, 2, (1, 3, 2, 1))
+    assert layout.num_layers == 7
+    assert layout.shape == (2, 2, 3)
+    assert layout.layer_index.tolist() == [[[0, 7, 7], [1, 2, 3]], [[4, 5, 7], [6, 7, 7]]]
+    assert layout.valid.sum() == 7
+    assert layout.stage_layers(0) == [[0], [4, 5]]
+    assert layout.stage_layers(1) == [[1, 2, 3], [6]]
+
+
+@pytest.mark.parametrize(
+    "layout", [StageLayout.even(1, 1, 6), StageLayout.even(2, 3, 2), StageLayout(2, 2, (1, 3, 2, 1))], ids=str
+)
+def test_round_trip_is_exact(layout):
+    canonical = leaf(layout.num_layers)
+    live = np.asarray(layout.from_canonical(jnp.asarray(canonical)))
+    assert live.shape == (*layout.shape, 2, 3)
+    for index, layer in np.ndenumerate(layout.layer_index):
+        expected = canonical[layer] if layer < layout.num_layers else np.zeros((2, 3), np.float32)
+        np.testing.assert_array_equal(live[index], expected)
+    np.testing.assert_array_equal(np.asarray(layout.to_canonical(jnp.asarray(live))), canonical)

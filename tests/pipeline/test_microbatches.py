@@ -1,0 +1,53 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import make_batch
+
+from maxpipe.pipeline import microbatches
+
+
+def device_batch(rows):
+    return {name: jnp.asarray(x) for name, x in make_batch(rows).items()}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_microbatch_m_takes_rows_m_and_every_further_count(count):
+    batch = microbatches.with_sequence_index(device_batch(12))
+    parts = microbatches.split(batch, count)
+    for name, x in batch.items():
+        for m in range(count):
+            np.testing.assert_array_equal(parts[name][m], x[m::count])
+
+
+def test_every_microbatch_has_rows_of_every_data_shard():
+    """With rows split over four devices in blocks, no row has to move to another device."""
+    shard = jnp.arange(24) // 6
+    parts = microbatches.split({"tokens": shard}, 3)["tokens"]
+    np.testing.assert_array_equal(parts, np.tile(np.repeat(np.arange(4), 2), (3, 1)))
+
+
+def test_sequence_index_counts_rows_of_the_global_batch():
+    index = microbatches.with_sequence_index(device_batch(8))["sequence_index"]
+    assert index.dtype == jnp.int32
+    np.testing.assert_array_equal(index, np.arange(8))
+
+
+@pytest.mark.parametrize(("rows", "multiple", "padded"), [(8, 4, 8), (9, 4, 12), (3, 8, 8)])
+def test_padding_rows_weigh_nothing(rows, multiple, padded):
+    batch = device_batch(rows)
+    result = microbatches.pad_rows(batch, multiple)
+    for name, x in batch.items():
+        assert result[name].shape == (padded, *x.shape[1:])
+        np.testing.assert_array_equal(result[name][:rows], x)
+    assert not result["weights"][rows:].any()
+
+
+def test_weight_sum_of_a_batch_without_weights_can_be_divided_by():
+    batch = device_batch(4)
+    assert microbatches.weight_sum(batch) == batch["weights"].sum()
+    assert microbatches.weight_sum(batch | {"weights": jnp.zeros((4, 8))}) > 0
+
+
+def test_side_inputs_leave_out_what_no_layer_may_see():
+    batch = microbatches.with_sequence_index(device_batch(4))
+    assert set(microbatches.side_inputs(batch)) == {"positions", "segment_ids", "sequence_index"}
