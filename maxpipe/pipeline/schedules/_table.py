@@ -22,7 +22,7 @@ Tables come in two forms:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class Table:
     lockstep: bool = False
     forwarding_delay: int = 1
     slack: int = 0
-    source: str = field(default="", compare=False)
+    source: str = ""
 
     def __post_init__(self) -> None:
         assert self.placement in ("loop", "v")

@@ -13,7 +13,7 @@ class ZBH1(Schedule):
     Stage s runs S-s forwards, then I and F in turn, and its W are s behind its I: that fills the tail of 1F1B
     with W.
 
-        bubble     (S-1)(F + I - W) for M >= S
+        bubble     (S-1)(F + I - W) for M >= S and W <= F
         in flight  min(M, S) on every stage, counted until W has run
     """
 

@@ -12,7 +12,7 @@ class ZBH2(Schedule):
 
     Stage s runs 2(S-s) - 1 forwards, then I and F in turn, and its W are 2s behind its I.
 
-        bubble     (S-1)(F + I - 2W) for M >= 2S-1, from each stage's first unit to its last
+        bubble     (S-1)(F + I - 2W) for M >= 2S-1, W <= F and 2W <= F + I, within each stage's own span
         in flight  min(M, 2S - 1) on every stage, counted until W has run
     """
 

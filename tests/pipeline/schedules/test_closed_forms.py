@@ -108,7 +108,7 @@ def test_interleaved_1f1b(S, V, groups):
     assert run.peak_in_flight.tolist() == [min(V * M, (V + 1) * S - 1 - 2 * s) for s in range(S)]
 
 
-SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1)]
+SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1), (3, 1, 2)]
 
 
 @pytest.mark.parametrize(("S", "rest"), grid(STAGES, (0, 1, 7)))

@@ -1,0 +1,162 @@
+import io
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+
+import pytest
+
+from maxpipe.pipeline.render.chart import chart_svg
+from maxpipe.pipeline.render.colours import Rgb, ink, unit_colour
+from maxpipe.pipeline.render.comparison import HEADER, comparison_rows, comparison_text
+from maxpipe.pipeline.render.page import page_html
+from maxpipe.pipeline.render.terminal import render_terminal, wants_colour
+from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.pipeline.simulate import Costs, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def run(name, *sizes, costs=None, **options):
+    return simulate(SCHEDULES.get(name).build(*sizes, **options), costs)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_colour_is_for_terminals_that_want_it():
+    assert wants_colour(Terminal(), {"TERM": "xterm"})
+    assert not wants_colour(Terminal(), {"TERM": "xterm", "NO_COLOR": "1"})
+    assert not wants_colour(Terminal(), {"TERM": "dumb"})
+    assert not wants_colour(io.StringIO(), {"TERM": "xterm"})
+
+
+def test_plain_text_shows_every_unit_once_and_what_it_costs():
+    text = render_terminal(run("lockstep_1f1b", 4, 8, 2), colour=False, width=200)
+    units = re.findall(r"\b\d+[FB]\d+\b", text)
+    assert len(units) == len(set(units)) == 2 * 8 * 8
+    assert "\x1b" not in text
+    assert "bubble          9 (15.8%)" in text
+    assert "peak in flight  11 chunks (by stage: 11 9 7 5)" in text
+    assert "ticks           0-6 F, 7-18 F+B, 19-25 B" in text
+
+
+def test_coloured_text_is_the_same_table_with_chunks_as_shades():
+    result = run("lockstep_1f1b", 2, 4, 2)
+    text = render_terminal(result, colour=True, width=200)
+    cells = re.findall(r"\x1b\[48;5;(\d+)m\x1b\[38;5;\d+m +\d+\x1b\[0m", text)
+    assert len(cells) == 2 * 4 * 4
+    assert len(set(cells)) == 4
+
+
+@pytest.mark.parametrize("colour", [False, True])
+def test_wide_tables_are_folded_to_the_terminal(colour):
+    text = render_terminal(run("1f1b", 2, 12), colour=colour, width=60)
+    assert max(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) for line in text.splitlines()[3:]) <= 60
+    assert sum(line.startswith("tick  ") for line in text.splitlines()) > 1
+
+
+def test_very_long_tables_are_cut_and_say_so():
+    text = render_terminal(run("1f1b", 2, 500), colour=False, width=80)
+    assert "more ticks; --html FILE shows them all" in text
+    assert len(text.splitlines()) < 50
+
+
+@pytest.mark.parametrize("name", SCHEDULES.names())
+def test_a_chart_holds_a_box_for_every_unit(name):
+    result = run(name, 3, 5)
+    root = ElementTree.fromstring(chart_svg(result))
+    titles = [title.text for title in root.iter(f"{SVG}title")]
+    kinds = len(result.table.kinds)
+    assert len(titles) == len(set(titles)) == kinds * 3 * 5
+    assert any(title.startswith("1F4: forward of microbatch 4, chunk 0 of stage 1, ") for title in titles)
+
+
+def test_boxes_are_where_their_times_are_and_no_two_on_a_stage_overlap():
+    result = run("zb_h2", 3, 7, costs=Costs(1, 2, 1.5, 0.5, communication=0.2, head=0.3))
+    root = ElementTree.fromstring(chart_svg(result))
+    rows = {}
+    for box in root.iter(f"{SVG}rect"):
+        if box.find(f"{SVG}title") is not None:
+            x, width = float(box.get("x")), float(box.get("width"))
+            rows.setdefault(box.get("y"), []).append((x, x + width))
+    assert len(rows) == 3
+    for boxes in rows.values():
+        boxes.sort()
+        assert all(left[1] <= right[0] + 0.02 for left, right in pairwise(boxes))
+
+
+def test_overlapping_slots_get_a_lane_each():
+    def heights(result):
+        root = ElementTree.fromstring(chart_svg(result))
+        boxes = (box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None)
+        return {float(box.get("height")) for box in boxes}
+
+    slack = {"costs": Costs(collectives=0.25), "slack": 1}
+    (plain,), (half,) = heights(run("lockstep_1f1b", 2, 4)), heights(run("lockstep_1f1b", 2, 4, **slack))
+    assert half == plain / 2
+
+
+def test_the_head_is_drawn_on_every_lockstep_stage():
+    result = run("lockstep_1f1b", 3, 5, costs=Costs(head=3))
+    titles = [title.text for title in ElementTree.fromstring(chart_svg(result)).iter(f"{SVG}title")]
+    assert titles.count("head of microbatch 2") == 3
+
+
+def test_numbers_can_be_read_on_every_shade():
+    def luminance(colour):
+        linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for kind in "FBIW":
+        for chunk in range(4):
+            fill = unit_colour(kind, chunk, 4)
+            light, dark = sorted((luminance(fill), luminance(ink(fill))), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) >= 3.5
+    assert ink(Rgb(0, 0, 0)) == (255, 255, 255)
+
+
+def test_comparison_is_sorted_by_time_and_counts_whole_stages():
+    runs = [run("gpipe", 4, 8), run("lockstep_1f1b", 4, 8, 2, costs=Costs(0.5, 1)), run("1f1b", 4, 8)]
+    rows = comparison_rows(runs)
+    assert [row[0] for row in rows] == ["lockstep_1f1b", "gpipe", "1f1b"]
+    assert [row[HEADER.index("peak in flight")] for row in rows] == ["5.5", "8", "4"]
+    assert [row[HEADER.index("runs on")] for row in rows] == ["scheduled", "circular", "-"]
+    lines = comparison_text(runs).splitlines()
+    assert lines[1].split() == ["lockstep_1f1b", "2", "28.5", "4.5", "15.8%", "5.5", "112", "scheduled"]
+
+
+def test_the_page_needs_nothing_but_itself():
+    page = page_html([run("gpipe", 2, 3), run("1f1b", 2, 3)], "a < b")
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)""", page)
+    assert "a &lt; b" in page
+    assert page.count("<svg") == 2
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium installed")
+def test_the_page_opens_and_a_unit_can_be_hovered(tmp_path):
+    page = page_html([run("lockstep_1f1b", 4, 8, 2), run("zb_h1", 4, 8)], "4 stages")
+    hover = """<script>
+    const hover = (selector) => {
+      const target = document.querySelector("svg").querySelector(selector);
+      const box = target.getBoundingClientRect();
+      const at = {bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
+      target.dispatchEvent(new PointerEvent("pointermove", at));
+      return tip.textContent;
+    };
+    const traced = () => document.querySelectorAll(".traced").length;
+    document.title = JSON.stringify([hover('[data-unit="5B3"]'), traced(), hover("[data-curves]"), traced()]);
+    </script></body>"""
+    path = tmp_path / "page.html"
+    path.write_text(page.replace("</body>", hover))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+               "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
+               path.as_uri()]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    title = re.search(r"<title>(.*)</title>", dom)[1].replace("\\n", " | ")
+    assert "5B3: backward of microbatch 3 | chunk 1 of the stage, 5 of the model | stage 1, time " in title
+    assert '",16,"in flight at time 28.5 | stage 0: 11 | stage 1: 9 | stage 2: 7 | stage 3: 5",0]' in title

@@ -1,0 +1,134 @@
+import io
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.schedule import main
+
+
+def output(capsys, *argv):
+    assert main(argv) == 0
+    return capsys.readouterr().out
+
+
+def test_prints_the_table_with_bubble_and_peak(capsys):
+    text = output(capsys, "lockstep_1f1b", "stages=4", "microbatches=8", "repeats=2")
+    assert text.startswith("lockstep_1f1b: 4 stages, 8 microbatches, 2 repeats, 26 lockstep ticks\n")
+    assert "bubble          4.5 (15.8%)" in text
+    assert "peak in flight  11 chunks" in text
+    assert "\x1b" not in text
+
+
+def test_colours_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", screen := Terminal())
+    assert main(["1f1b"]) == 0
+    assert "\x1b[48;5;" in screen.getvalue()
+
+
+def test_csv_goes_out_and_comes_back_as_a_schedule(capsys, tmp_path):
+    path = tmp_path / "mine.csv"
+    output(capsys, "zb_h1", "stages=3", "microbatches=5", "--csv", str(path))
+    again = output(capsys, str(path))
+    assert again.replace("mine:", "zb_h1:") == output(capsys, "zb_h1", "stages=3", "microbatches=5")
+
+
+def test_svg_and_html_files(capsys, tmp_path):
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    assert output(capsys, "gpipe", "--svg", str(svg)) == ""
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    output(capsys, "lockstep_1f1b", "gpipe", "repeats=2", "comm=0.1", "--html", str(html))
+    page = html.read_text()
+    assert page.count("<svg") == 2
+    assert (
+        "4 stages, 8 microbatches, forward 1, backward 2, comm 0.1, head 0; times are of a whole stage"
+        in page
+    )
+
+
+def test_compare_shows_all_schedules_on_equal_terms(capsys):
+    lines = output(capsys, "--compare", "stages=4", "microbatches=8", "repeats=2").splitlines()
+    assert sorted(line.split()[0] for line in lines[1:-2]) == SCHEDULES.names()
+    cells = {line.split()[0]: line.split()[1:] for line in lines[1:-2]}
+    assert cells["gpipe"][:5] == ["1", "33", "9", "27.3%", "8"]
+    assert cells["lockstep_1f1b"][:5] == ["2", "28.5", "4.5", "15.8%", "5.5"]
+
+
+def test_costs_per_stage_and_of_a_split_backward(capsys):
+    slow = output(capsys, "1f1b", "stages=2", "microbatches=4", "forward=1,3", "backward=2")
+    assert "makespan        23\n" in slow
+    split = output(capsys, "zb_h1", "stages=2", "microbatches=4", "backward=1.5")
+    assert "bubble          1 " in split
+    parts = output(capsys, "zb_h1", "stages=2", "microbatches=4", "input_gradient=2", "weight_gradient=0.5")
+    assert "bubble          2.5 " in parts
+
+
+def test_delay_and_overlap(capsys):
+    assert "lockstep ticks" in output(
+        capsys, "lockstep_1f1b", "delay_activation_forwarding=true", "overlap_slots=true"
+    )
+    lines = output(capsys, "--compare", "overlap_slots=true", "collectives=0.3", "stages=4")
+    assert lines.split().index("lockstep_1f1b") < lines.split().index("circular")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["gpipe", "stage=4"],
+            "stage: there is no such key; did you mean stages? keys are stages, microbatches,",
+        ),
+        (["foo"], "schedule='foo' does not exist; choose one of 1f1b, circular"),
+        ([], "name a schedule, one of 1f1b, circular"),
+        (["gpipe", "stages=0"], "stages=0: must be a whole number, at least 1"),
+        (["gpipe", "microbatches=2.5"], "microbatches=2.5: must be a whole number, at least 1"),
+        (["gpipe", "repeats=2"], "repeats=2: schedule gpipe has one chunk per stage"),
+        (["gpipe", "overlap_slots=yes"], "overlap_slots=yes: must be true or false"),
+        (
+            ["gpipe", "overlap_slots=true"],
+            "overlap_slots=true: no tick of schedule gpipe has an F and a B slot",
+        ),
+        (["gpipe", "forward=fast"], "forward=fast: must be a number, at least 0"),
+        (["gpipe", "comm=nan"], "comm=nan: must be a number, at least 0"),
+        (["gpipe", "collectives=2"], "collectives=2: must be a fraction from 0 to 1"),
+        (["gpipe", "forward=1,2,3"], "forward=[1.0, 2.0, 3.0]: give one number, or one per stage (4)"),
+        (["none.csv"], "schedule=none.csv: cannot read it: No such file or directory"),
+        (["gpipe", "1f1b", "--svg", "x.svg"], "--svg: name one schedule; it holds no more"),
+        (
+            ["gpipe", "--html", "/no/such/folder/x.html"],
+            "--html /no/such/folder/x.html: cannot write it: No such file",
+        ),
+    ],
+)
+def test_bad_input_names_the_key_and_what_would_be_right(argv, message, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.out == ""
+
+
+def test_a_file_for_other_sizes_says_both(capsys, tmp_path):
+    path = tmp_path / "mine.csv"
+    output(capsys, "gpipe", "stages=2", "microbatches=3", "--csv", str(path))
+    assert main([str(path), "stages=4"]) == 2
+    message = (
+        "the file is for 2 stages, 3 microbatches and 1 repeats, but stages=4, microbatches=3 and repeats=1"
+    )
+    assert message in capsys.readouterr().err
+
+
+def test_runs_as_a_module_without_importing_jax():
+    code = "import sys, maxpipe.schedule as s; s.main(['1f1b']); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    command = [sys.executable, "-m", "maxpipe.schedule", "nope"]
+    wrong = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
