@@ -20,7 +20,8 @@ def main():
     checkpointer = Checkpointer(Path(sys.argv[1]), every=1, keep=2)
     step = 0
     if checkpointer.steps():
-        step = checkpointer.restore(jax.eval_shape(state, 0)).step
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state(0))
+        step = checkpointer.restore(target).step
     while True:
         step += 1
         checkpointer.save(step, state(step), np.full((2, 3), step), {"step": step})

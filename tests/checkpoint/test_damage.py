@@ -142,6 +142,16 @@ def test_flipped_bits_are_found_or_dead(two_steps, directory, samples, state):
     assert fallen_back > 30
 
 
+def test_equal_bits_of_another_dtype_are_damage(checkpointer, directory, samples):
+    numbers = np.arange(6, dtype=np.float32)
+    checkpointer.save(10, {"a": numbers.view(np.int32)}, samples.iterator(1), {})
+    checkpointer.save(20, {"a": numbers}, samples.iterator(1), {})
+    checkpointer.wait()
+    swap_arrays_of_the_other_step(directory / "20")
+    with pytest.raises(CheckpointDamaged, match=r"a is int32\[6\], not float32\[6\]"):
+        checkpointer.restore({"a": jax.ShapeDtypeStruct((6,), np.float32)}, step=20)
+
+
 def test_falls_back_more_than_once(checkpointer, directory, said, samples):
     samples.save(checkpointer, 10, 20, 30)
     checkpointer.wait()

@@ -41,8 +41,8 @@ def kill_while_saving(directory, delay):
     """Kills the saver `delay` seconds after its first commits; returns the last one it reported."""
     process = subprocess.Popen([sys.executable, SAVER, directory], stdout=subprocess.PIPE, text=True)
     try:
-        process.stdout.readline()
-        process.stdout.readline()
+        for _ in range(2):
+            assert process.stdout.readline().startswith("committed")
         time.sleep(delay)
     finally:
         process.kill()

@@ -37,5 +37,5 @@ def test_two_processes_save_restore_and_fall_back_together(directory):
     assert all("done" in output for output in outputs)
     target = {name: jax.ShapeDtypeStruct((8, 6), np.float32) for name in ("split", "copied", "host")}
     alone = Checkpointer(directory, every=1, keep=2).restore(target)
-    assert alone.step == 3
-    assert alone.iterator.tolist() == (np.arange(12).reshape(4, 3) + 3 * 2**40).tolist()
+    assert alone.step == 2
+    assert alone.iterator.tolist() == (np.arange(12).reshape(4, 3) + 2 * 2**40).tolist()

@@ -13,6 +13,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
+from maxpipe.checkpoint import reader  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
@@ -43,6 +44,18 @@ def check(restored, step):
         assert np.array_equal(whole, numbers(step)), name
 
 
+def fail_to_read(step_directory):
+    """From now on this process alone cannot read the arrays of one step."""
+    load = reader.load
+
+    def failing(directory, *arguments):
+        if directory == step_directory:
+            raise ValueError("DATA_LOSS: as if")
+        return load(directory, *arguments)
+
+    reader.load = failing
+
+
 def main():
     said = []
     checkpointer = Checkpointer(DIRECTORY, every=1, keep=2, say=said.append)
@@ -68,6 +81,10 @@ def main():
     checkpointer.close()
     assert checkpointer.steps() == [2, 3]
     check(checkpointer.restore(target, step=3), 3)
+    if INDEX == 1:
+        fail_to_read(DIRECTORY / "3")
+    check(checkpointer.restore(target), 2)
+    assert checkpointer.steps() == [2]
     print("done")
 
 
