@@ -1,4 +1,4 @@
-"""From configuration to a run: the one place where mesh, model, engine, data, checkpoints and telemetry are put together."""
+"""From configuration to a run: the one place where model, engine, data, checkpoints and telemetry meet."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,10 +18,10 @@ from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.circular import CircularPipeline
 from maxpipe.pipeline.contract import Parts, Pipeline
 from maxpipe.pipeline.layout import StageLayout
+from maxpipe.pipeline.scheduled import ScheduledPipeline
 from maxpipe.pipeline.schedules import SCHEDULES
 from maxpipe.pipeline.schedules._csv import load_csv
 from maxpipe.pipeline.schedules._table import Table
-from maxpipe.pipeline.scheduled import ScheduledPipeline
 from maxpipe.pipeline.sequential import SequentialPipeline
 from maxpipe.sharding import AxisRules
 from maxpipe.telemetry.chips import chip_for
@@ -67,23 +67,25 @@ def build_table(config: Config) -> Table:
     return schedule.build(*sizes, forwarding_delay=delay, slack=int(pipeline.overlap_slots))
 
 
-def build_engine(
-    config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None, **pipeline_options: Any
-) -> Engine:
+def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Parts:
+    """What a pipeline is built from; arguments as for `build_engine`."""
+    rules = AxisRules(config.sharding.logical_axis_rules, mesh, say)
+    table = None if config.pipeline.engine == "sequential" else build_table(config)
+    return Parts(ModelProgram(config.model), rules, config.pipeline, build_layout(config), table)
+
+
+def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Engine:
     """The engine of a resolved configuration.
 
     Args:
       config: resolved; `pipeline.engine` is no longer auto.
       mesh: from `maxpipe.mesh.build_mesh`.
       say: called with each automatic decision.
-      pipeline_options: passed to the pipeline's constructor.
     """
-    program = ModelProgram(config.model)
-    rules = AxisRules(config.sharding.logical_axis_rules, mesh, say)
-    table = None if config.pipeline.engine == "sequential" else build_table(config)
-    parts = Parts(program, rules, config.pipeline, build_layout(config), table)
-    pipeline = PIPELINES[config.pipeline.engine](parts, **pipeline_options)
-    return SpmdEngine(program.specs, pipeline, rules, Optimizer(config.optimizer, program.specs))
+    parts = build_parts(config, mesh, say=say)
+    specs = parts.program.specs
+    pipeline = PIPELINES[config.pipeline.engine](parts)
+    return SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
 
 
 def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunDirectory, Checkpointer]:
@@ -100,7 +102,11 @@ def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunD
 
 
 def build_run(
-    config: Config, mesh: Mesh, directory: RunDirectory, checkpointer: Checkpointer, say: Callable[[str], None]
+    config: Config,
+    mesh: Mesh,
+    directory: RunDirectory,
+    checkpointer: Checkpointer,
+    say: Callable[[str], None],
 ) -> Run:
     """Everything the loop needs, standing where the run left off.
 

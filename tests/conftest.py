@@ -10,7 +10,7 @@ import pytest
 
 
 def _compilation_cache():
-    """A directory that this user alone can write to; programs are loaded from it, so nobody else may fill it."""
+    """A directory that this user alone can write to: programs are loaded from it and run."""
     path = Path(tempfile.gettempdir()) / f"maxpipe-tests-{os.getuid()}-jax{version('jax')}"
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()

@@ -1,7 +1,7 @@
 """Runs an engine's pipeline on a fixed batch, for comparison with the sequential one.
 
-Parameters come from NumPy by path and layer, so that every engine starts from the same canonical values, and constant
-ones (norm scales, biases) are perturbed: a gradient through an exact 1 or 0 can hide a mistake.
+Parameters come from NumPy by path, so that every engine starts from the same canonical values, and constant ones
+(norm scales, biases) are perturbed: a gradient through an exact 1 or 0 can hide a mistake.
 """
 
 import dataclasses
@@ -15,14 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.builder import PIPELINES, build_layout
+from maxpipe.builder import PIPELINES, build_parts
 from maxpipe.config import MESH_AXES, Config, ModelConfig, replace, resolve
 from maxpipe.mesh import build_mesh
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.contract import Parts
 from maxpipe.pipeline.weights import Weights
-from maxpipe.sharding import AxisRules
 
 SEQUENCE_LENGTH = 8
 VOCAB_SIZE = 64
@@ -65,7 +63,7 @@ def make_mesh(config: Config) -> jax.sharding.Mesh:
 
 
 def make_batch(rows: int, *, packed: bool = True, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random tokens; token weights from 0 to 2, some rows without any; segment boundaries that differ by row."""
+    """Random tokens; weights from 0 to 2, some rows without any; segment boundaries that differ by row."""
     rng, shape = np.random.default_rng(seed), (rows, SEQUENCE_LENGTH)
     weights = rng.choice([0.0, 1.0, 1.0, 2.0], shape).astype(np.float32)
     weights[::5] = 0
@@ -97,11 +95,9 @@ class PipelineUnderTest:
     """A pipeline with live parameters on its own mesh."""
 
     def __init__(self, config: Config, **options: Any):
-        program, mesh = ModelProgram(config.model), make_mesh(config)
-        rules = AxisRules(config.sharding.logical_axis_rules, mesh)
-        self.pipeline = PIPELINES[config.pipeline.engine](
-            Parts(program, rules, config.pipeline, build_layout(config)), **options
-        )
+        parts = build_parts(config, make_mesh(config))
+        program, rules = parts.program, parts.rules
+        self.pipeline = PIPELINES[config.pipeline.engine](parts, **options)
         self.batch_sharding = rules.sharding(("activation_batch", "activation_length"))
         leading = self.pipeline.layer_index().shape
         shardings = Weights(rules, program.specs, self.pipeline.layer_axes, leading).shardings()

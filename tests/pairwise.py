@@ -32,7 +32,7 @@ def legal_pairs(factors: Factors, is_legal: Callable[[Case], bool]) -> set[tuple
 
 
 def covering_array(factors: Factors, is_legal: Callable[[Case], bool]) -> list[Case]:
-    """Legal cases in which every legal pair occurs; greedy (after Cohen et al., AETG, 1997), always the same."""
+    """Legal cases in which every legal pair occurs; greedy (AETG, Cohen et al. 1997), always the same."""
     rng = random.Random(0)
     missing = legal_pairs(factors, is_legal)
     cases = []
@@ -58,7 +58,8 @@ def _candidate(factors: Factors, missing: Sequence[tuple[str, Any, str, Any]], r
             continue
 
         def gain(value: Any, name: str = name) -> int:
-            met = ((o, v, name, value) if _before(factors, o, name) else (name, value, o, v) for o, v in case.items())
+            met = [(other, case[other], name, value) for other in case if _before(factors, other, name)]
+            met += [(name, value, other, case[other]) for other in case if _before(factors, name, other)]
             return sum(pair in wanted for pair in met)
 
         case[name] = max(rng.sample(list(factors[name]), len(factors[name])), key=gain)

@@ -2,9 +2,14 @@
 
 import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from engines import PipelineUnderTest, assert_same, make_batch, reference, tiny
 from pairwise import all_cases, covering_array, legal_pairs, pairs_of
+
+from maxpipe.pipeline.circular import Conveyor
 
 ROWS = 96  # every number of microbatches below, times data x fsdp, divides it
 
@@ -68,7 +73,7 @@ def config_of(case):
 
 def name_of(case):
     numbers = "S{stages}-V{repeats}-L{layers}-M{microbatches}S".format(**case)
-    flags = [flag for flag in ("packed", "tied", "dropout", "delay", "uneven", "scan", "nan_bubbles") if case[flag]]
+    flags = filter(case.get, ("packed", "tied", "dropout", "delay", "uneven", "scan", "nan_bubbles"))
     return "-".join([numbers, *case["mesh"].split(), *flags, case["remat"], case["gather"]])
 
 
@@ -118,3 +123,90 @@ def test_few_pairs_of_options_are_impossible():
         ("stages", 4, "mesh", "fsdp tensor"),
         ("microbatches", 1, "delay", True),
     }
+
+
+def small(**values):
+    """Two stages of two repeats with two-way FSDP, 24 rows in six microbatches."""
+    return tiny(
+        **{
+            "pipeline.engine": "circular",
+            "pipeline.num_repeats": 2,
+            "pipeline.num_microbatches": 6,
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+            "data.global_batch_size": 24,
+        }
+        | values
+    )
+
+
+def sequential_like(config):
+    return tiny(
+        **{
+            "pipeline.engine": "sequential",
+            "data.global_batch_size": config.data.global_batch_size,
+            "model.num_layers": config.model.num_layers,
+            "model.dtype": config.model.dtype,
+        }
+    )
+
+
+@pytest.mark.parametrize("rows", [24, 8, 72, 10])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"pipeline.delay_activation_forwarding": True},
+        {"pipeline.layers_per_stage": [1, 3, 1, 2], "model.num_layers": 7, "pipeline.fsdp_gather": "once"},
+    ],
+    ids=["plain", "delay", "uneven"],
+)
+def test_evaluation_takes_any_batch_size(values, rows):
+    """As large as the training batch, smaller, larger, and not divisible by the microbatches."""
+    config, batch = small(**values), make_batch(rows, seed=1)
+    expected = PipelineUnderTest(sequential_like(config)).evaluate(batch)
+    actual = PipelineUnderTest(config, bubble_fill=math.nan).evaluate(batch)
+    assert actual == pytest.approx(expected, rel=1e-5)
+
+
+def test_bfloat16_compute_stays_close_to_the_sequential_engine():
+    """Stages, microbatches and FSDP may round differently, no more than bfloat16 itself does."""
+    config, batch = small(**{"model.dtype": "bfloat16"}), make_batch(24)
+    actual = PipelineUnderTest(config).train(batch)
+    expected = PipelineUnderTest(sequential_like(config)).train(batch)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(actual.gradients))
+    assert_same(actual, expected, tolerance=3e-2)
+
+
+def test_a_microbatch_without_weights_counts_for_nothing_and_the_others_for_all():
+    """The loss is divided once, by the weights of the whole batch: no mean of microbatch means."""
+    batch = make_batch(24)
+    batch["weights"][1::6] = 0
+    config = small()
+    expected = PipelineUnderTest(sequential_like(config)).train(batch)
+    assert_same(PipelineUnderTest(config).train(batch), expected)
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize(
+    ("S", "V", "M"), [(1, 1, 2), (1, 3, 4), (2, 1, 4), (2, 3, 6), (3, 2, 6), (3, 1, 9), (5, 2, 10)]
+)
+def test_conveyor_brings_every_microbatch_to_every_chunk(S, V, M, delay):
+    """Each cell holds 100 * microbatch + chunks seen; stage s of repeat v must be chunk v * S + s of it."""
+    conveyor = Conveyor(S, V, M, delay)
+    assert conveyor.num_iterations == M * V + delay * (S - 1)
+    io = jnp.asarray(100 * conveyor.start)[..., None, None, None]
+    shift, pending = jnp.full((S, 1, 1, 1), -1), jnp.full((S, 1, 1, 1), -1)
+    for t in range(conveyor.num_iterations):
+        x = shift.at[0].set(conveyor.read(io, t)[0])
+        for s in range(S):
+            n = t - delay * s
+            if 0 <= n < M * V:
+                assert x[s].item() == 100 * (n % M) + n // M * S + s, (t, s)
+        leaving, pending = (x + 1, x + 1) if delay == 1 else (pending, x + 1)
+        io = conveyor.advance(io, leaving, t)
+        shift = jnp.roll(leaving, 1, axis=0)
+    if delay == 2:
+        io = conveyor.advance(io, pending, conveyor.num_iterations)
+    np.testing.assert_array_equal(io[..., 0, 0, 0], 100 * conveyor.end + S * V)
+    assert sorted(conveyor.end.flat) == list(range(M))

@@ -44,11 +44,11 @@ def test_full_saves_nothing_but_the_arguments(saved):
 
 
 def test_minimal_saves_the_matrix_products_and_nothing_else(saved):
-    products = {"query_proj", "key_proj", "value_proj", "context", "out_proj", "mlp_gate", "mlp_up", "mlp_down"}
+    inner = {"query_proj", "key_proj", "value_proj", "context", "mlp_gate", "mlp_up"}
     names = [re.search(r"named '(\w+)'", line) for line in saved("minimal")]
     assert all(names)
-    # The backward pass of a sum does not look at its terms, so the last product of each sublayer need not be kept.
-    assert products - {"out_proj", "mlp_down"} <= {name[1] for name in names} <= products
+    # The backward pass of a sum does not look at its terms, so the last product of a sublayer may be missing.
+    assert inner <= {name[1] for name in names} <= inner | {"out_proj", "mlp_down"}
 
 
 def test_none_saves_more(saved):

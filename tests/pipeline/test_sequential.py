@@ -12,13 +12,14 @@ ROWS = 16
 
 
 def sequential(**values):
-    return tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": ROWS, "model.dropout": 0.2} | values)
+    defaults = {"pipeline.engine": "sequential", "data.global_batch_size": ROWS, "model.dropout": 0.2}
+    return tiny(**(defaults | values))
 
 
 def by_hand(config, batch, key):
     """Loss of a batch from the program's functions: no scan, no rematerialisation, no microbatches."""
     program = ModelProgram(config.model)
-    side = {"positions": batch["positions"], "segment_ids": batch["segment_ids"], "sequence_index": jnp.arange(ROWS)}
+    side = {name: batch[name] for name in ("positions", "segment_ids")} | {"sequence_index": jnp.arange(ROWS)}
 
     def loss(params):
         x = program.embed(params, batch["tokens"])

@@ -1,0 +1,66 @@
+"""Applying the layers of a chunk, with a model whose layers are easy to follow."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.pipeline.chunk import apply_layers, layer_function
+
+NUM_LAYERS = 3
+X = jnp.ones((2, 1, 1))
+
+
+class Affine:
+    """x -> 2 x + weight, auxiliary loss = weight; with a key, plus a number drawn from it."""
+
+    config = SimpleNamespace(num_layers=NUM_LAYERS)
+
+    def __init__(self, needs_key=False):
+        self.needs_key = needs_key
+
+    def block(self, layer, x, side, key):
+        noise = 0 if key is None else jax.random.uniform(key)
+        return 2 * x + layer["weight"] + noise, layer["weight"]
+
+
+def apply(layer_fn, weights, index, *, scan, key=None):
+    layers = {"weight": jnp.asarray(weights, jnp.float32)}
+    return apply_layers(layer_fn, layers, jnp.asarray(index, jnp.int32), X, {}, key, scan=scan)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_run_in_order_and_auxiliary_losses_add_up(scan):
+    layer_fn = layer_function(Affine(), lambda layer: layer, padded=False)
+    x, aux = apply(layer_fn, [1, 2, 3], [0, 1, 2], scan=scan)
+    assert (x == 2 * (2 * (2 + 1) + 2) + 3).all()
+    assert aux == 6
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_padding_layers_leave_activations_and_losses_alone(scan):
+    layer_fn = layer_function(Affine(), lambda layer: layer, padded=True)
+    x, aux = apply(layer_fn, [1, np.nan, np.inf], [2, NUM_LAYERS, NUM_LAYERS], scan=scan)
+    assert (x == 3).all()
+    assert aux == 1
+
+
+def test_a_layer_draws_from_the_key_of_its_index_in_model_order():
+    layer_fn = layer_function(Affine(needs_key=True), lambda layer: layer, padded=False)
+    key = jax.random.key(7)
+    x, _ = apply(layer_fn, [0], [2], scan=True, key=key)
+    assert x[0, 0, 0] == pytest.approx(2 + float(jax.random.uniform(jax.random.fold_in(key, 2))))
+
+
+def test_without_dropout_no_key_is_folded():
+    layer_fn = layer_function(Affine(needs_key=False), lambda layer: layer, padded=False)
+    x, _ = apply(layer_fn, [0], [2], scan=True, key=jax.random.key(7))
+    assert (x == 2).all()
+
+
+def test_each_layer_is_prepared():
+    layer_fn = layer_function(Affine(), lambda layer: {"weight": 10 * layer["weight"]}, padded=False)
+    x, _ = apply(layer_fn, [1], [0], scan=False)
+    assert (x == 12).all()

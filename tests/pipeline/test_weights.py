@@ -1,0 +1,66 @@
+"""Where parameters lie at rest, and what the gathers leave sharded."""
+
+import jax
+import pytest
+from engines import canonical_params, make_mesh, tiny
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.builder import build_parts
+from maxpipe.pipeline.weights import Weights
+
+
+@pytest.fixture(scope="module")
+def setting():
+    """Weights and live parameters on stage=2 x fsdp=2 x tensor=2."""
+    axes = {f"mesh.ici.{axis}": 2 for axis in ("stage", "fsdp", "tensor")}
+    config = tiny(**axes, **{"pipeline.num_repeats": 2, "model.qk_norm": True})
+    parts = build_parts(config, make_mesh(config))
+    weights = Weights(parts.rules, parts.program.specs, ("repeat", "stage", "layers_per_stage"), (2, 2, 1))
+    params = canonical_params(parts.program)
+    params["layers"] = jax.tree.map(lambda p: p.reshape(2, 2, 1, *p.shape[1:]), params["layers"])
+    return weights, jax.device_put(params, weights.shardings())
+
+
+def spec_of(x):
+    """The spec without trailing whole dimensions, which JAX may drop."""
+    entries = list(x.sharding.spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def test_at_rest(setting):
+    _, params = setting
+    layers = params["layers"]
+    assert spec_of(layers["attention"]["query"]) == P(None, "stage", None, "fsdp", "tensor")
+    assert spec_of(layers["attention"]["out"]) == P(None, "stage", None, "tensor", None, "fsdp")
+    assert spec_of(layers["mlp"]["gate"]) == P(None, "stage", None, "fsdp", "tensor")
+    assert spec_of(layers["mlp"]["down"]) == P(None, "stage", None, "tensor", "fsdp")
+    assert spec_of(layers["attention_norm"]["scale"]) == P(None, "stage")
+    assert spec_of(layers["attention"]["query_norm"]["scale"]) == P(None, "stage")
+    # Embedding and head spread over the stages too, since every stage stores a share of them.
+    assert spec_of(params["embed"]["embedding"]) == P("tensor", ("stage", "fsdp"))
+    assert spec_of(params["head"]["kernel"]) == P(("stage", "fsdp"), "tensor")
+
+
+def test_one_layer_is_gathered_over_fsdp_and_stays_split_over_tensor(setting):
+    weights, params = setting
+    one = jax.tree.map(lambda p: p[0, 0, 0], params["layers"])
+    gathered = jax.jit(weights.gather_layer)(one)
+    assert spec_of(gathered["attention"]["query"]) == P(None, "tensor")
+    assert spec_of(gathered["mlp"]["down"]) == P("tensor")
+
+
+def test_all_layers_are_gathered_over_fsdp_and_stay_on_their_stages(setting):
+    weights, params = setting
+    gathered = jax.jit(weights.gather_stacked)(params["layers"])
+    assert spec_of(gathered["attention"]["query"]) == P(None, "stage", None, None, "tensor")
+    assert spec_of(gathered["mlp"]["down"]) == P(None, "stage", None, "tensor")
+
+
+def test_outer_parameters_are_gathered_over_fsdp_and_stage(setting):
+    weights, params = setting
+    gathered = jax.jit(weights.gather_outer)(params)
+    assert set(gathered) == {"embed", "head"}
+    assert spec_of(gathered["embed"]["embedding"]) == P("tensor")
+    assert spec_of(gathered["head"]["kernel"]) == P(None, "tensor")
