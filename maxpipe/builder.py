@@ -19,8 +19,7 @@ from maxpipe.pipeline.circular import CircularPipeline
 from maxpipe.pipeline.contract import Parts, Pipeline
 from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.scheduled import ScheduledPipeline
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._csv import load_csv
+from maxpipe.pipeline.schedules._load import load_schedule
 from maxpipe.pipeline.schedules._table import Table
 from maxpipe.pipeline.sequential import SequentialPipeline
 from maxpipe.sharding import AxisRules
@@ -59,19 +58,10 @@ def build_table(config: Config) -> Table:
       ScheduleError: a CSV file is wrong or of other sizes, or the schedule does not have an option asked for.
     """
     pipeline = config.pipeline
-    sizes = num_stages(config), pipeline.num_microbatches, pipeline.num_repeats
-    if pipeline.schedule.endswith(".csv"):
-        return load_csv(pipeline.schedule, *sizes)
-    delay = 2 if pipeline.delay_activation_forwarding else 1
-    schedule = SCHEDULES.get(pipeline.schedule)
-    return schedule.build(*sizes, forwarding_delay=delay, slack=int(pipeline.overlap_slots))
-
-
-def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Parts:
-    """What a pipeline is built from; arguments as for `build_engine`."""
-    rules = AxisRules(config.sharding.logical_axis_rules, mesh, say)
-    table = None if config.pipeline.engine == "sequential" else build_table(config)
-    return Parts(ModelProgram(config.model), rules, config.pipeline, build_layout(config), table)
+    return load_schedule(
+        pipeline.schedule, num_stages(config), pipeline.num_microbatches, pipeline.num_repeats,
+        forwarding_delay=2 if pipeline.delay_activation_forwarding else 1, slack=int(pipeline.overlap_slots),
+    )  # fmt: skip
 
 
 def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Engine:
