@@ -64,6 +64,13 @@ def build_table(config: Config) -> Table:
     )  # fmt: skip
 
 
+def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Parts:
+    """What a pipeline is built from; arguments as for `build_engine`."""
+    rules = AxisRules(config.sharding.logical_axis_rules, mesh, say)
+    table = None if config.pipeline.engine == "sequential" else build_table(config)
+    return Parts(ModelProgram(config.model), rules, config.pipeline, build_layout(config), table)
+
+
 def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Engine:
     """The engine of a resolved configuration.
 
