@@ -1,0 +1,100 @@
+"""Attention against NumPy in float64, one query at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import tiny
+
+from maxpipe.model.attention import Attention, dot_product_attention
+from maxpipe.model.parameters import init_params, split_module
+
+B, T, H, K, C = 2, 7, 4, 2, 4
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 1, 1, 1, 1, 1, 1]], np.int32)
+POSITIONS = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]], np.int32)
+
+
+def by_hand(q, k, v, segments):
+    """Softmax over the earlier tokens of the same segment; query head h reads key head h // (H / K)."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        group = h // (q.shape[2] // k.shape[2])
+        seen = [j for j in range(t + 1) if segments[b, j] == segments[b, t]]
+        scores = np.array([q[b, t, h] @ k[b, j, group] for j in seen]) / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights @ np.array([v[b, j, group] for j in seen]) / weights.sum()
+    return out
+
+
+def qkv(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((B, T, heads, C)).astype(np.float32) for heads in (H, K, K)]
+
+
+def make(**values):
+    """(apply, params, x) of an attention layer."""
+    config = tiny(**values).model
+    apply, specs = split_module(lambda: Attention(config, dot_product_attention))
+    params = init_params(specs, jax.random.key(0))
+    # Biases start at 0 and scales at 1, which would hide them.
+    params = jax.tree.map(lambda p: p + 0.3 * jnp.cos(jnp.arange(p.size).reshape(p.shape)), params)
+    x = jax.random.normal(jax.random.key(1), (B, T, config.embed_dim))
+    return apply, params, x
+
+
+def test_causal_grouped_and_within_segments():
+    q, k, v = qkv()
+    actual = dot_product_attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(SEGMENTS))
+    np.testing.assert_allclose(actual, by_hand(q, k, v, SEGMENTS), atol=1e-5)
+
+
+def test_grouped_heads_equal_repeated_key_and_value_heads():
+    q, k, v = map(jnp.asarray, qkv())
+    segments = jnp.asarray(SEGMENTS)
+    repeated = dot_product_attention(q, *(jnp.repeat(x, H // K, axis=2) for x in (k, v)), segments)
+    np.testing.assert_allclose(dot_product_attention(q, k, v, segments), repeated, atol=1e-6)
+
+
+@pytest.mark.parametrize("values", [{}, {"model.qk_norm": True}, {"model.attention_bias": True}], ids=str)
+def test_layer_by_hand(values):
+    apply, params, x = make(**values)
+    p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+    x64 = np.asarray(x, np.float64)
+
+    def project(name):
+        y = np.einsum("btd,dhc->bthc", x64, p[name])
+        y = y + p.get(f"{name}_bias", 0)
+        if name != "value" and f"{name}_norm" in p:
+            y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * p[f"{name}_norm"]["scale"]
+        return y
+
+    def turn(y):
+        half = y.shape[-1] // 2
+        freq = 10_000.0 ** (-np.arange(half) / half)
+        z = (y[..., :half] + 1j * y[..., half:]) * np.exp(1j * POSITIONS[:, :, None, None] * freq)
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    context = by_hand(turn(project("query")), turn(project("key")), project("value"), SEGMENTS)
+    expected = np.einsum("bthc,hcd->btd", context, p["out"])
+    np.testing.assert_allclose(apply(params, x, POSITIONS, SEGMENTS), expected, atol=2e-5)
+
+
+def test_options_add_their_parameters_and_no_others():
+    assert set(make()[1]) == {"query", "key", "value", "out"}
+    assert set(make(**{"model.qk_norm": True})[1]) == {
+        "query",
+        "key",
+        "value",
+        "out",
+        "query_norm",
+        "key_norm",
+    }
+    biases = set(make(**{"model.attention_bias": True})[1]) - set(make()[1])
+    assert biases == {"query_bias", "key_bias", "value_bias"}
+
+
+def test_the_attention_function_is_injected():
+    config = tiny().model
+    apply, specs = split_module(lambda: Attention(config, lambda q, k, v, segments: jnp.zeros_like(q)))
+    assert not apply(init_params(specs, jax.random.key(0)), make()[2], POSITIONS, SEGMENTS).any()

@@ -1,0 +1,73 @@
+"""Norm, gated MLP and dropout by themselves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import tiny
+
+from maxpipe.model.dropout import dropout
+from maxpipe.model.mlp import GatedMLP
+from maxpipe.model.norms import RMSNorm
+from maxpipe.model.parameters import init_params, split_module
+
+
+def test_rms_norm_by_hand():
+    apply, _ = split_module(lambda: RMSNorm(6, eps=1e-3, dtype="float32"))
+    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    scale = np.linspace(0.5, 2, 6, dtype=np.float32)
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-3) * scale
+    np.testing.assert_allclose(apply({"scale": jnp.asarray(scale)}, jnp.asarray(x)), expected, rtol=1e-5)
+
+
+def test_rms_norm_of_bfloat16_is_computed_in_float32():
+    apply, _ = split_module(lambda: RMSNorm(256, eps=1e-5, dtype="float32"))
+    x = jnp.full((256,), 3.0, jnp.bfloat16)
+    y = apply({"scale": jnp.full((256,), 1.0)}, x)
+    assert y.dtype == jnp.bfloat16
+    assert (y == 1).all()
+
+
+def test_gated_mlp_by_hand():
+    config = tiny().model
+    apply, specs = split_module(lambda: GatedMLP(config))
+    params = init_params(specs, jax.random.key(0))
+    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 3, config.embed_dim)), np.float64)
+    gate, up, down = (np.asarray(params[name], np.float64) for name in ("gate", "up", "down"))
+    hidden = x @ gate
+    expected = (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
+    np.testing.assert_allclose(apply(params, jnp.asarray(x, jnp.float32)), expected, atol=1e-5)
+
+
+@pytest.fixture
+def dropped():
+    """dropped(rows) -> dropout of these rows of a global batch of ones, [rows, 50, 20]."""
+
+    def _dropped(rows, key=0, rate=0.25):
+        x = jnp.ones((len(rows), 50, 20))
+        return np.asarray(dropout(x, rate, jax.random.key(key), jnp.asarray(rows, jnp.int32)))
+
+    return _dropped
+
+
+def test_dropout_keeps_the_mean(dropped):
+    y = dropped(range(8))
+    assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.75)}
+    assert y.mean() == pytest.approx(1, abs=0.02)
+
+
+def test_dropout_of_a_row_does_not_depend_on_the_rows_beside_it(dropped):
+    whole = dropped(range(8))
+    for rows in ([0], [5], [1, 3, 7], [6, 2]):
+        np.testing.assert_array_equal(dropped(rows), whole[rows])
+
+
+def test_dropout_differs_by_row_and_by_key(dropped):
+    whole = dropped(range(3))
+    assert (whole[0] != whole[1]).any()
+    assert (whole[0] != dropped(range(3), key=1)[0]).any()
+
+
+def test_dropout_keeps_the_dtype():
+    x = jnp.ones((1, 2, 3), jnp.bfloat16)
+    assert dropout(x, 0.5, jax.random.key(0), jnp.zeros(1, jnp.int32)).dtype == jnp.bfloat16

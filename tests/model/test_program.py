@@ -1,0 +1,169 @@
+"""The whole model as functions: sizes, what a token can see, and the losses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import TINY, canonical_params, make_batch, tiny
+from test_presets import PARAMETERS, for_slice
+
+from maxpipe.config import Config, replace
+from maxpipe.config.schema import update
+from maxpipe.model.program import ModelProgram
+from maxpipe.telemetry import flops
+
+
+def make(**values):
+    program = ModelProgram(tiny(**values).model)
+    return program, canonical_params(program)
+
+
+def activations(program, params, batch):
+    """Output of the last layer, [B, T, D]."""
+    side = {name: jnp.asarray(batch[name]) for name in ("positions", "segment_ids")}
+    x = program.embed(params, jnp.asarray(batch["tokens"]))
+    for i in range(program.config.num_layers):
+        x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)
+    return x
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_preset_has_the_published_number_of_parameters(name):
+    assert ModelProgram(for_slice(name).model).parameter_count() == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameter_count_is_that_of_the_arrays_and_of_telemetry(tied):
+    program, params = make(
+        **{"model.tie_embeddings": tied, "model.qk_norm": True, "model.attention_bias": True}
+    )
+    assert program.parameter_count() == sum(p.size for p in jax.tree.leaves(params))
+    assert program.parameter_count() == flops.parameter_count(program.config)
+
+
+class TestWhatATokenSees:
+    """One row of two segments, tokens 0-3 and 4-7."""
+
+    @pytest.fixture
+    def logits(self):
+        program, params = make(**{"model.num_layers": 2})
+        batch = {name: x[:1] for name, x in make_batch(1).items()}
+        batch["segment_ids"] = np.array([[1, 1, 1, 1, 2, 2, 2, 2]], np.int32)
+        batch["positions"] = np.array([[0, 1, 2, 3, 0, 1, 2, 3]], np.int32)
+
+        def _logits(at=None):
+            tokens = batch["tokens"].copy()
+            if at is not None:
+                tokens[0, at] = (tokens[0, at] + 1) % 64
+            x = activations(program, params, batch | {"tokens": tokens})
+            return np.asarray(program.logits(params, x))[0]
+
+        return _logits
+
+    def changed_rows(self, logits, at):
+        """Positions whose logits change with the token at `at`."""
+        return np.flatnonzero((logits(at) != logits()).any(axis=-1)).tolist()
+
+    def test_no_later_token(self, logits):
+        assert self.changed_rows(logits, 2) == [2, 3]
+        assert self.changed_rows(logits, 7) == [7]
+
+    def test_no_token_of_another_segment(self, logits):
+        assert self.changed_rows(logits, 0) == [0, 1, 2, 3]
+        assert self.changed_rows(logits, 4) == [4, 5, 6, 7]
+
+    def test_a_segment_gives_what_it_gives_in_a_row_of_its_own(self):
+        program, params = make(**{"model.num_layers": 2})
+        batch = make_batch(1)
+        packed = batch | {
+            "segment_ids": np.array([[1] * 4 + [2] * 4], np.int32),
+            "positions": np.array([[0, 1, 2, 3] * 2], np.int32),
+        }
+        alone = {
+            "tokens": batch["tokens"][:, 4:],
+            "segment_ids": np.ones((1, 4), np.int32),
+            "positions": np.arange(4, dtype=np.int32)[None],
+        }
+        np.testing.assert_allclose(
+            activations(program, params, packed)[:, 4:], activations(program, params, alone), atol=1e-5
+        )
+
+
+class TestHead:
+    X = np.random.default_rng(0).standard_normal((3, 8, 16)).astype(np.float32) * 3
+
+    def losses(self, **values):
+        program, params = make(**values)
+        batch = make_batch(3)
+        args = jnp.asarray(self.X), jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
+        logits = np.asarray(program.logits(params, args[0]), np.float64)
+        return *map(float, program.head_loss(params, *args)), logits, batch
+
+    def test_logits_are_the_normed_activations_times_the_kernel(self):
+        program, params = make()
+        x = self.X.astype(np.float64)
+        normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["head"]["norm"]["scale"]
+        expected = normed @ params["head"]["kernel"]
+        np.testing.assert_allclose(program.logits(params, jnp.asarray(self.X)), expected, atol=1e-4)
+
+    def test_cross_entropy_is_a_weighted_sum(self):
+        loss, cross_entropy, logits, batch = self.losses()
+        log_z = np.log(np.exp(logits).sum(-1))
+        picked = np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+        assert cross_entropy == pytest.approx((batch["weights"] * (log_z - picked)).sum(), rel=1e-5)
+        assert loss == cross_entropy
+
+    def test_z_loss_adds_the_squared_log_partition(self):
+        loss, cross_entropy, logits, batch = self.losses(**{"model.z_loss": 0.1})
+        log_z = np.log(np.exp(logits).sum(-1))
+        assert cross_entropy == pytest.approx(self.losses()[1])
+        assert loss - cross_entropy == pytest.approx(0.1 * (batch["weights"] * log_z**2).sum(), rel=1e-4)
+
+    def test_soft_cap_bounds_logits_and_keeps_small_ones(self):
+        capped, plain = self.losses(**{"model.logit_soft_cap": 0.05})[2], self.losses()[2]
+        assert np.abs(plain).max() > 0.1
+        assert np.abs(capped).max() <= 0.05
+        np.testing.assert_allclose(capped, 0.05 * np.tanh(plain / 0.05), atol=1e-6)
+
+    def test_logits_are_float32_whatever_the_activations_are(self):
+        program, params = make(**{"model.dtype": "bfloat16"})
+        assert program.logits(program.cast(params), jnp.ones((1, 2, 16), jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_tied_embeddings_add_both_gradients():
+    """The gradient of the shared table is that of the table plus that of the kernel, were they two."""
+    tied, params = make(**{"model.tie_embeddings": True, "model.num_layers": 1})
+    untied, _ = make(**{"model.num_layers": 1})
+    batch = make_batch(2)
+    targets, weights = jnp.asarray(batch["targets"]), jnp.asarray(batch["weights"])
+
+    def loss(program):
+        return lambda params: program.head_loss(
+            params, activations(program, params, batch), targets, weights
+        )[0]
+
+    table = params["embed"]["embedding"]
+    assert "kernel" not in params["head"]
+    shared = gradients(tied, params)["embed"]["embedding"]
+    two = gradients(untied, params | {"head": params["head"] | {"kernel": table.T}})
+    expected = two["embed"]["embedding"] + two["head"]["kernel"].T
+    assert np.abs(two["head"]["kernel"]).max() > 0
+    np.testing.assert_allclose(shared, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_only_dropout_needs_a_key():
+    assert not make()[0].needs_key
+    assert make(**{"model.dropout": 0.1})[0].needs_key
+
+
+def test_cast_leaves_integers_alone():
+    program, _ = make(**{"model.dtype": "bfloat16"})
+    cast = program.cast({"weight": jnp.ones(2), "count": jnp.arange(2)})
+    assert cast["weight"].dtype == jnp.bfloat16
+    assert cast["count"].dtype == jnp.int32
+
+
+def test_an_unknown_block_is_refused_with_the_choices():
+    config = update(replace(Config(), **TINY), {"model.block": "lama", "model.head_dim": 4})
+    with pytest.raises(ValueError, match="choose one of llama"):
+        ModelProgram(config.model)
