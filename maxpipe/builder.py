@@ -14,6 +14,7 @@ from maxpipe.checkpoint.run_directory import RunDirectory
 from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader, make_loader
+from maxpipe.kernels import build_attention
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.circular import CircularPipeline
 from maxpipe.pipeline.contract import Parts, Pipeline
@@ -31,6 +32,7 @@ from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.engine import Engine, SpmdEngine
 from maxpipe.training.loop import Run
 from maxpipe.training.optimizer import Optimizer
+from maxpipe.training.supervision import Supervision
 
 PIPELINES: dict[str, Callable[..., Pipeline]] = {
     "sequential": SequentialPipeline,
@@ -68,7 +70,8 @@ def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lamb
     """What a pipeline is built from; arguments as for `build_engine`."""
     rules = AxisRules(config.sharding.logical_axis_rules, mesh, say)
     table = None if config.pipeline.engine == "sequential" else build_table(config)
-    return Parts(ModelProgram(config.model), rules, config.pipeline, build_layout(config), table)
+    program = ModelProgram(config.model, build_attention(config, rules, say))
+    return Parts(program, rules, config.pipeline, build_layout(config), table)
 
 
 def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Engine:
@@ -104,6 +107,7 @@ def build_run(
     directory: RunDirectory,
     checkpointer: Checkpointer,
     say: Callable[[str], None],
+    supervision: Supervision | None = None,
 ) -> Run:
     """Everything the loop needs, standing where the run left off.
 
@@ -112,6 +116,7 @@ def build_run(
       mesh: the device mesh.
       directory, checkpointer: from `open_run_directory`.
       say: prints a line.
+      supervision: of this process; inert if None.
 
     Raises:
       ConfigError: data or run directory do not fit the configuration; nothing has been written then.
@@ -137,6 +142,7 @@ def build_run(
         recorder=build_recorder(config, mesh, directory, step),
         profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
         meta={"config": asdict(config), "versions": {name: metadata.version(name) for name in VERSIONED}},
+        supervision=supervision or Supervision(),
     )  # fmt: skip
 
 

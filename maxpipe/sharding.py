@@ -1,6 +1,6 @@
 """Logical axis rules: which dimension of which array lies on which mesh axes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -88,11 +88,20 @@ class AxisRules:
         return tuple(kept)
 
 
-def without(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """`spec` with the given mesh axes removed: the layout after a gather over them."""
+    return _filtered(spec, lambda axis: axis not in axes)
+
+
+def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """`spec` reduced to the given mesh axes."""
+    return _filtered(spec, lambda axis: axis in axes)
+
+
+def _filtered(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
     entries: list[Any] = []
     for entry in spec:
         names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        kept = tuple(n for n in names if n not in axes)
+        kept = tuple(n for n in names if keep(n))
         entries.append(kept if len(kept) > 1 else (kept[0] if kept else None))
     return PartitionSpec(*entries)

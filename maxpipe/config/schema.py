@@ -25,7 +25,7 @@ class Option:
     def choices(self) -> list[str]:
         """The closed list of legal values; empty if any value of the type will do."""
         if self.rule.variants:
-            return variants(self.rule.variants)
+            return [*self.rule.also, *variants(self.rule.variants)]
         return [str(choice) for choice in self.rule.choices or ()]
 
 

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from maxpipe.model.parameters import Params
+from maxpipe.sharding import only
 
 # Axes over which the scheduled engine's program is written by hand; the partitioner has the others.
 MANUAL_AXES = ("stage", "data", "fsdp")
@@ -18,12 +19,7 @@ BATCH_AXES = ("data", "fsdp")
 
 def manual_part(spec: PartitionSpec) -> PartitionSpec:
     """A PartitionSpec reduced to the manual axes."""
-    entries: list[Any] = []
-    for entry in spec:
-        names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        kept = tuple(n for n in names if n in MANUAL_AXES)
-        entries.append(kept if len(kept) > 1 else (kept[0] if kept else None))
-    return PartitionSpec(*entries)
+    return only(spec, MANUAL_AXES)
 
 
 class Gather:

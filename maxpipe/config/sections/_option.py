@@ -12,6 +12,7 @@ class Rule:
       help: one line for users, printed by `--help KEY`.
       choices: legal values, or None for any of the field's type.
       variants: dotted name of a package whose modules are the legal values, listed without importing them.
+      also: legal values beside the variants.
       minimum, above: inclusive and exclusive lower bounds.
       maximum: inclusive upper bound.
       derived: True if -1 stands for "derive it".
@@ -20,6 +21,7 @@ class Rule:
     help: str
     choices: tuple[Any, ...] | None = None
     variants: str | None = None
+    also: tuple[str, ...] = ()
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None

@@ -41,6 +41,10 @@ class ModelConfig:
     logit_soft_cap: float = option(0.0, "cap logits at c*tanh(x/c); 0 = no cap", minimum=0)
     qk_norm: bool = option(False, "RMS-normalise queries and keys per head")
     attention_bias: bool = option(False, "bias on the query, key and value projections")
+    attention: str = option(
+        "auto", "attention kernel; auto picks by backend", variants="maxpipe.model.kernels", also=("auto",)
+    )
+    attention_block_size: int = option(512, "largest block of the splash kernel, in tokens", minimum=128)
     norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
