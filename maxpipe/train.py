@@ -1,5 +1,11 @@
-"""`python -m maxpipe.train CONFIG.yml key=value ...`: trains a model, or goes on where the run left off."""
+"""`python -m maxpipe.train CONFIG.yml key=value ...`: trains a model, or goes on where the run left off.
 
+Exit codes: 0 done; 1 failed; 2 configuration error; 42 diverged; 75 stopped by SIGTERM and 130 by Ctrl-C,
+saved; 124 hung; 134 another process was lost. After 75, 124 and 134 the same command goes on where the run left
+off.
+"""
+
+import faulthandler
 import sys
 import time
 from collections.abc import Sequence
@@ -14,26 +20,30 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from maxpipe.training.loop import Run
+    from maxpipe.training.supervision import Supervision
 
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 0 done, 2 configuration error, 42 diverged."""
+    """Runs the command line and returns the exit code."""
     arguments = parse_args(
         argv, prog="python -m maxpipe.train", description="Train a language model from one YAML file."
     )
     # A wrong configuration must not wait for these imports.
-    from maxpipe.mesh import build_mesh, num_slices, start_jax
+    from maxpipe.training.supervision import supervise
 
-    start_jax(arguments.loaded.config)
-    import jax
+    with supervise(arguments.loaded.config.telemetry) as supervision:
+        from maxpipe.mesh import build_mesh, num_slices, start_jax
 
-    devices = jax.devices()
-    config = resolve(arguments.loaded, len(devices), num_slices(devices))
-    return run(config, arguments.loaded, build_mesh(config))
+        start_jax(arguments.loaded.config)
+        import jax
+
+        devices = jax.devices()
+        config = resolve(arguments.loaded, len(devices), num_slices(devices))
+        return run(config, arguments.loaded, build_mesh(config), supervision)
 
 
-def run(config: Config, loaded: Loaded, mesh: "Mesh") -> int:
+def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision | None" = None) -> int:
     """Trains a resolved configuration on a mesh; returns the exit code."""
     import jax
 
@@ -46,26 +56,32 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh") -> int:
             print(text, flush=True)
 
     directory, checkpointer = open_run_directory(config, say)
-    if max(checkpointer.steps(), default=0) >= config.steps and config.checkpoint.resume in ("auto", "must"):
-        say(f"{directory.root} is finished: it holds step {max(checkpointer.steps())} of steps={config.steps}; nothing to do")
+    newest = max(checkpointer.steps(), default=0)
+    if newest >= config.steps and config.checkpoint.resume in ("auto", "must"):
+        say(f"{directory.root} is finished: it holds step {newest} of steps={config.steps}; nothing to do")
         return DONE
     decisions: list[str] = []
     started = time.perf_counter()
-    current = build_run(config, mesh, directory, checkpointer, decisions.append)
+    current = build_run(config, mesh, directory, checkpointer, decisions.append, supervision)
     for line in report(config, mesh, str(directory.root), current.step, [*notes(config, loaded), *decisions]):
         say(line)
     code = closing(current, lambda: train(current))
-    if code == DONE:
-        say(_farewell(current, str(directory.root), time.perf_counter() - started))
+    say(_farewell(current, code, str(directory.root), time.perf_counter() - started))
     return code
 
 
-def _farewell(current: "Run", root: str, seconds: float) -> str:
-    steps = current.config.steps
-    if current.step < steps:
-        return f"stopped after step {current.step} of {steps}, as stop_after says; the same command without it goes on"
-    return f"done: {steps} steps in {root}, {seconds:.0f} s for this start; `tensorboard --logdir {root}` shows its curves"
+def _farewell(current: "Run", code: int, root: str, seconds: float) -> str:
+    step, steps = current.step, current.config.steps
+    saved = max(current.checkpointer.steps(), default=None)
+    kept = "nothing is saved" if saved is None else f"step {saved} is saved"
+    if code:
+        return f"stopped after step {step} of {steps}, {kept} in {root}; exit code {code}"
+    if step < steps:
+        return f"stopped after step {step} of {steps} (stop_after); the same command without it goes on"
+    curves = f"`tensorboard --logdir {root}` shows its curves"
+    return f"done: {steps} steps in {root}, {seconds:.0f} s for this start; {curves}"
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # shows what Python was doing when JAX aborts because another process was lost
     sys.exit(main())

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 Row = Mapping[str, float | int | None]
 
@@ -20,12 +20,14 @@ class MetricsFile:
     Opening keeps whole rows up to `last_step`, the step of the restored checkpoint (0 for a fresh run): the
     steps after it are about to be done again. Lines that are no rows, as a crash leaves them, are dropped as
     well: an unattended restart must not fail over its log.
+
+    Attributes:
+      lost_seconds: step time in the rows dropped.
     """
 
     def __init__(self, path: Path, last_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _drop_after(path, last_step)
+        self.lost_seconds = _drop_after(path, last_step) if path.exists() else 0.0
         self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, row: Row) -> None:
@@ -42,26 +44,35 @@ def _finite(value: float | int | None) -> float | int | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def _drop_after(path: Path, last_step: int) -> None:
-    """Rewrites the file; a crash meanwhile leaves either the old file or the new one."""
-    kept = [
-        line
-        for line in path.read_bytes().splitlines(keepends=True)
-        if line.endswith(b"\n") and (step := _step_of(line)) is not None and step <= last_step
-    ]
+def _drop_after(path: Path, last_step: int) -> float:
+    """Rewrites the file and returns the step time in what is dropped, seconds.
+
+    A crash meanwhile leaves either the old file or the new one.
+    """
+    kept = []
+    lost = 0.0
+    for line in path.read_bytes().splitlines(keepends=True):
+        row = _row(line)
+        if row is None:
+            continue
+        if row["step"] <= last_step:
+            kept.append(line)
+        elif isinstance(seconds := row.get("step_seconds"), float):
+            lost += seconds
     temporary = path.with_suffix(".jsonl.tmp")
     with temporary.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    return lost
 
 
-def _step_of(line: bytes) -> int | None:
-    """The step of a row, or None if the line is not a row."""
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row on a line, or None if the line is not a whole row."""
     try:
         row = json.loads(line)
     except ValueError:
         return None
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int) else None
+    is_row = line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if is_row else None

@@ -1,11 +1,13 @@
 """`Recorder`: the one object through which the training loop reports."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.metrics_file import MetricsFile
 from maxpipe.telemetry.tensorboard import TensorBoard
+from maxpipe.telemetry.time_account import goodput_line, goodput_row
 
 
 class Recorder:
@@ -13,8 +15,9 @@ class Recorder:
 
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate, step_seconds,
-        tokens_per_second, mfu` and the extra values of the step; rows `step, eval_loss` for evaluations.
-        Non-finite numbers, and `mfu` where the peak is unknown, are null.
+        tokens_per_second, mfu` and the extra values of the step; rows `step, eval_loss` for evaluations; at
+        the end of each process `step, goodput` and its parts (`maxpipe.telemetry.time_account`). Non-finite
+        numbers, and `mfu` where the peak is unknown, are null.
       tensorboard/: the same values as scalars.
 
     Args:
@@ -103,6 +106,20 @@ class Recorder:
         if self._tensorboard is not None:
             self._tensorboard.write(step, {"eval/loss": eval_loss})
             self._tensorboard.flush()
+
+    def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Records where the time of this process went, after everything else.
+
+        Args:
+          step: finished steps.
+          seconds: from `TimeAccount.seconds`.
+        """
+        if not self._is_main:
+            return
+        row = goodput_row(seconds, self._metrics.lost_seconds)
+        self._metrics.write({"step": step, **row})
+        self._console.close()  # the last step comes first
+        self._console.say(goodput_line(row))
 
     def say(self, text: str) -> None:
         """Prints `text` on lines of its own without breaking the progress bar."""

@@ -1,8 +1,7 @@
 """The training loop: batch, step, log, evaluate, save, next."""
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,13 +13,15 @@ from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, all_rows
 from maxpipe.training.engine import Engine
+from maxpipe.training.step_log import StepLog
+from maxpipe.training.supervision import Supervision
 
 DONE, DIVERGED = 0, 42
 
 
 @dataclass
 class Run:
-    """What the loop works with; built by `maxpipe.train`.
+    """What the loop works with; built by `maxpipe.builder`.
 
     Attributes:
       config: resolved.
@@ -31,6 +32,7 @@ class Run:
       place, place_eval: put batches on the devices.
       checkpointer, recorder, profiler: where results go.
       meta: what a checkpoint says about its run.
+      supervision: signals, deadlines and time accounting.
     """
 
     config: Config
@@ -44,128 +46,100 @@ class Run:
     recorder: Recorder
     profiler: Profiler
     meta: dict[str, Any]
+    supervision: Supervision = field(default_factory=Supervision)
 
 
 def train(run: Run) -> int:
-    """Trains to the last step.
+    """Trains to the last step, or until somebody asks to stop.
 
     Returns:
-      The exit code: 0, or 42 if too many steps in a row were not finite.
+      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row were not finite.
     """
-    config = run.config
+    config, time, stop = run.config, run.supervision.time, run.supervision.interruption
     last = min(config.steps, config.stop_after or config.steps)
-    log = _StepLog(run)
+    log = StepLog(run.recorder, config.optimizer.max_consecutive_skips, run.supervision.watchdog.progress)
+    stop.begin()
+    time.enter("step")
     # A transfer that nobody asked for would stall the device queue in every step.
     with jax.transfer_guard("disallow"):
-        # The order is a contract: a checkpoint of step N holds the state after step N and the data position after batch
-        # N, and the loader is touched nowhere else.
-        while run.step < last:
+        # The order is a contract: a checkpoint of step N holds the state after step N and the data position
+        # after batch N, and the loader is touched nowhere else.
+        while run.step < last and not (is_interrupted := stop.after(run.step)):
             run.profiler.before(run.step + 1)
-            batch = next(run.loader)
+            with time.phase("data"):
+                batch = next(run.loader)
             run.state, metrics = run.engine.step(run.state, run.place(batch))
             run.step += 1
             log.add(run.step, metrics)
-            due = _due(run, last)
+            due = _due(run)
             if due.any:
                 log.finish()
             run.profiler.after(run.step)
-            if log.has_diverged():
+            if log.has_diverged:
                 return _diverged(run)
             if due.evaluate:
                 evaluate(run)
             if due.save and log.last_is_finite:
                 save(run)
             log.resume()
-    return DONE
+        log.finish()
+        if log.has_diverged:
+            return _diverged(run)
+        if config.checkpoint.every and run.step and log.last_is_finite:
+            save(run)
+    return stop.exit_code if run.step < last and is_interrupted else DONE
 
 
 @dataclass(frozen=True)
 class _Due:
     evaluate: bool
     save: bool
-    end: bool
     trace: bool
 
     @property
     def any(self) -> bool:
-        return self.evaluate or self.save or self.end or self.trace
+        return self.evaluate or self.save or self.trace
 
 
-def _due(run: Run, last: int) -> _Due:
+def _due(run: Run) -> _Due:
     """What has to happen after the step just dispatched."""
     every, step = run.config.eval.every, run.step
     return _Due(
         evaluate=bool(every) and (step % every == 0 or step == run.config.steps),
-        save=bool(run.config.checkpoint.every) and (run.checkpointer.due(step) or step == last),
-        end=step == last,
+        save=run.checkpointer.due(step),
         trace=step in run.config.telemetry.profile_steps,
     )
-
-
-class _StepLog:
-    """Reads each step's metrics one step late, so that the devices always have the next step to do."""
-
-    def __init__(self, run: Run):
-        self._run = run
-        self._pending: tuple[int, Any] | None = None
-        self._since = time.perf_counter()
-        self._skips_in_row = 0
-        self.last_is_finite = True
-
-    def add(self, step: int, metrics: Any) -> None:
-        """Takes a dispatched step's metrics and waits for the step before it."""
-        self.finish()
-        self._pending = (step, metrics)
-
-    def finish(self) -> None:
-        """Waits for the pending step and records it."""
-        if self._pending is None:
-            return
-        (step, metrics), self._pending = self._pending, None
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
-        seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
-        self.last_is_finite = values.pop("finite")
-        self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
-        if not self.last_is_finite:
-            self._run.recorder.say(f"step {step}: loss or gradient is not finite; the update was skipped")
-        self._run.recorder.step(step, step_seconds=seconds, **values)
-
-    def has_diverged(self) -> bool:
-        limit = self._run.config.optimizer.max_consecutive_skips
-        return bool(limit) and self._skips_in_row >= limit
-
-    def resume(self) -> None:
-        """Leaves what happened since the last step out of the next step's time."""
-        if self._pending is None:
-            self._since = time.perf_counter()
 
 
 def _diverged(run: Run) -> int:
     run.recorder.say(
         f"{run.config.optimizer.max_consecutive_skips} steps in a row were not finite "
-        f"(optimizer.max_consecutive_skips); stopped without saving. Lower optimizer.learning_rate and start again: "
-        f"the run continues from its last checkpoint"
+        f"(optimizer.max_consecutive_skips); stopped without saving. Lower optimizer.learning_rate and start "
+        f"again: the run continues from its last checkpoint"
     )
     return DIVERGED
 
 
 def save(run: Run) -> None:
-    """Starts an asynchronous checkpoint of the state after `run.step` and the data position after its batch."""
-    rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
-    with jax.transfer_guard("allow"):
+    """Starts an asynchronous checkpoint: the state after `run.step`, the data position after its batch."""
+    with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
+        rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
         run.checkpointer.save(run.step, run.engine.to_canonical(run.state), rows, run.meta, force=True)
+    run.supervision.watchdog.progress(f"the start of saving step {run.step}")
 
 
 def evaluate(run: Run) -> None:
     """Mean cross-entropy over the first `eval.batches` batches of the evaluation split, in nats per token."""
-    loader = make_loader(run.config, "eval", run.place_eval.rows)
-    try:
-        sums = [run.engine.forward(run.state, run.place_eval(next(loader))) for _ in range(run.config.eval.batches)]
-    finally:
-        loader.close()
-    sums = jax.device_get(sums)
-    loss = sum(s["cross_entropy"] for s in sums) / max(sum(s["weight"] for s in sums), 1e-6)
-    run.recorder.evaluation(run.step, float(loss))
+    with run.supervision.time.phase("evaluation"):
+        loader = make_loader(run.config, "eval", run.place_eval.rows)
+        try:
+            batches = (run.place_eval(next(loader)) for _ in range(run.config.eval.batches))
+            sums = jax.device_get([run.engine.forward(run.state, batch) for batch in batches])
+        finally:
+            loader.close()
+        loss = sum(s["cross_entropy"] for s in sums) / max(sum(s["weight"] for s in sums), 1e-6)
+        run.recorder.evaluation(run.step, float(loss))
+    run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 
 def closing(run: Run, finish: Callable[[], int]) -> int:
@@ -176,6 +150,8 @@ def closing(run: Run, finish: Callable[[], int]) -> int:
         run.loader.close()
         run.profiler.close()
         try:
-            run.checkpointer.close()
+            with run.supervision.time.phase("checkpoint"):
+                run.checkpointer.close()
         finally:
+            run.recorder.time_account(run.step, run.supervision.time.seconds())
             run.recorder.close()

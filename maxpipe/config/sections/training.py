@@ -42,6 +42,12 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class TelemetryConfig:
     log_every: int = option(10, "console and TensorBoard lines every so many steps; 0 = never", minimum=0)
+    startup_deadline_seconds: float = option(
+        3600, "end with exit code 124 if the first step is not finished after so long; 0 = never", minimum=0
+    )
+    step_deadline_seconds: float = option(
+        1800, "after the first step, end with exit code 124 if nothing is done for so long; 0 = never", minimum=0
+    )
     profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")  # noqa: RUF009
 
 
