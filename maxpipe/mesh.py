@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.sections import MESH_AXES, Config
 
@@ -85,7 +85,7 @@ def build_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, MESH_AXES)
 
 
-def rows_of_this_process(mesh: Mesh, spec: Any, num_rows: int) -> list[int]:
+def rows_of_this_process(mesh: Mesh, spec: PartitionSpec, num_rows: int) -> list[int]:
     """Indices of the batch rows that this process's devices hold, in order.
 
     Args:
@@ -93,9 +93,10 @@ def rows_of_this_process(mesh: Mesh, spec: Any, num_rows: int) -> list[int]:
       spec: PartitionSpec of a [rows, ...] array.
       num_rows: rows of the global batch.
     """
-    sharding = jax.sharding.NamedSharding(mesh, spec)
+    # Of the rows alone: whether and how other dimensions are split makes no difference here.
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(*spec[:1]))
     rows: set[int] = set()
-    for index in sharding.addressable_devices_indices_map((num_rows, 1)).values():
+    for index in sharding.addressable_devices_indices_map((num_rows,)).values():
         assert index is not None
         rows.update(range(*index[0].indices(num_rows)))
     return sorted(rows)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from maxpipe.config.sections import OptimizerConfig
-from maxpipe.model.parameters import ParamSpec, Params, map_specs
+from maxpipe.model.parameters import Params, map_specs
 from maxpipe.training.lr_schedules import LR_SCHEDULES
 from maxpipe.training.optimizers import OPTIMIZERS
 
@@ -29,8 +29,8 @@ class Optimizer:
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> Any:
-        """State of the optimizer before the first step."""
-        return self._transform.init(params)
+        """State of the optimizer before the first step; statistics are float32 whatever the parameters are."""
+        return self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
         """Rate of the update that follows `step` finished steps, float32 scalar.

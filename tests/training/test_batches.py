@@ -1,0 +1,57 @@
+import jax
+import numpy as np
+import pytest
+from engines import make_batch, make_mesh, tiny
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.training.batches import BatchPlacer, all_rows
+
+AXES = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
+
+
+@pytest.mark.parametrize("spec", [P(("data", "fsdp"), None), P("fsdp", None), P(None, None)], ids=str)
+def test_rows_come_back_in_their_order_over_any_sharding(spec):
+    batch = make_batch(8)
+    place = BatchPlacer(make_mesh(tiny(**AXES)), spec, 8)
+    assert place.rows == list(range(8))
+    for name, x in place(batch).items():
+        assert x.sharding.spec == spec
+        np.testing.assert_array_equal(x, batch[name])
+
+
+def test_sequences_may_be_split_too():
+    batch = make_batch(8)
+    placed = BatchPlacer(make_mesh(tiny(**AXES)), P("data", "stage"), 8)(batch)["tokens"]
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(4, 4)}
+    np.testing.assert_array_equal(placed, batch["tokens"])
+
+
+def test_placing_is_the_one_transfer_a_guarded_loop_allows():
+    place = BatchPlacer(make_mesh(tiny(**AXES)), P("data", None), 8)
+    with jax.transfer_guard("disallow"):
+        place(make_batch(8))
+
+
+def test_one_process_knows_the_position_of_all_rows():
+    state = np.arange(24, dtype=np.int64).reshape(8, 3) + 2**40
+    assert all_rows(state, range(8), 8) is state
+
+
+def test_positions_of_two_processes_are_joined_by_row(monkeypatch):
+    """This process has the rows 0, 1; the other one 2, 3, and both also row 4."""
+    from jax.experimental import multihost_utils
+
+    state = np.arange(15, dtype=np.int64).reshape(5, 3) + 2**40
+    mine, theirs = [0, 1, 4], [2, 3, 4]
+
+    def gather(values):
+        bits, owned = values
+        assert bits.dtype == np.uint32  # JAX without x64 would cut 64-bit integers
+        other = np.zeros_like(bits), np.zeros_like(owned)
+        other[0][theirs] = np.ascontiguousarray(state[theirs]).view(np.uint32)
+        other[1][theirs] = 1
+        return np.stack([bits, other[0]]), np.stack([owned, other[1]])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    np.testing.assert_array_equal(all_rows(state[mine], mine, 5), state)

@@ -1,0 +1,61 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from maxpipe.config import OptimizerConfig
+from maxpipe.training.lr_schedules import LR_SCHEDULES
+from maxpipe.training.optimizer import Optimizer
+
+# Ten steps of warm-up, then a hundred to decay from 2 to a tenth of it.
+CONFIG = OptimizerConfig(learning_rate=2.0, warmup_steps=10, decay_steps=110, final_fraction=0.1)
+
+
+def rate(name, step, **values):
+    optimizer = Optimizer(dataclasses.replace(CONFIG, schedule=name, **values), {})
+    return float(optimizer.learning_rate(jnp.int32(step)))
+
+
+def test_all_are_tested():
+    assert LR_SCHEDULES.names() == ["constant", "cosine", "linear", "wsd"]
+
+
+@pytest.mark.parametrize("name", ["constant", "cosine", "linear", "wsd"])
+def test_warm_up_is_linear_from_the_first_update(name):
+    assert [rate(name, step) for step in range(10)] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("constant", {10: 2, 60: 2, 110: 2, 500: 2}),
+        ("linear", {10: 2, 35: 1.55, 60: 1.1, 85: 0.65, 110: 0.2, 500: 0.2}),
+        ("cosine", {10: 2, 35: 0.2 + 1.8 * 0.853553, 60: 1.1, 85: 0.2 + 1.8 * 0.146447, 110: 0.2, 500: 0.2}),
+        ("wsd", {10: 2, 60: 2, 90: 2, 95: 1.55, 100: 1.1, 105: 0.65, 110: 0.2, 500: 0.2}),
+    ],
+)
+def test_values_after_the_warm_up(name, values):
+    assert {step: rate(name, step) for step in values} == pytest.approx(values, rel=1e-5)
+
+
+def test_wsd_fractions():
+    assert rate("wsd", 60, stable_fraction=0.5) == pytest.approx(2)
+    assert rate("wsd", 85, stable_fraction=0.5, final_fraction=0.0) == pytest.approx(1)
+    # All stable, or none.
+    assert rate("wsd", 109, stable_fraction=1.0) == pytest.approx(2)
+    assert rate("wsd", 60, stable_fraction=0.0) == pytest.approx(1.1)
+
+
+def test_no_warm_up_starts_at_the_peak():
+    assert rate("linear", 0, warmup_steps=0) == pytest.approx(2)
+
+
+def test_warm_up_as_long_as_the_decay_stays_finite():
+    assert rate("linear", 110, warmup_steps=110) == pytest.approx(2)
+    assert rate("linear", 111, warmup_steps=110) == pytest.approx(0.2)
+
+
+def test_the_step_may_be_traced():
+    optimizer = Optimizer(CONFIG, {})
+    assert float(jax.jit(optimizer.learning_rate)(jnp.int32(60))) == pytest.approx(1.1, rel=1e-5)
