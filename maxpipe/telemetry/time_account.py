@@ -2,9 +2,9 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Self
 
 from maxpipe.telemetry.console import format_seconds
 
@@ -82,12 +82,12 @@ class TimeAccount:
         self.enter(self._phase)
         return dict(self._seconds)
 
-    def _on_event(self, event: str, seconds: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event.startswith(COMPILE_EVENTS) and threading.current_thread() is self._thread:
-            self.compiled(seconds)
+            self.compiled(duration_secs)
 
 
-def goodput_row(seconds: dict[str, float], lost: float) -> dict[str, float]:
+def goodput_row(seconds: Mapping[str, float], lost: float) -> dict[str, float]:
     """The account of a process as values for `metrics.jsonl`.
 
     Args:
@@ -102,7 +102,7 @@ def goodput_row(seconds: dict[str, float], lost: float) -> dict[str, float]:
     return {**named, "seconds_lost": lost, "goodput": seconds["step"] / total if total > 0 else 0.0}
 
 
-def goodput_line(row: dict[str, float]) -> str:
+def goodput_line(row: Mapping[str, float]) -> str:
     """`goodput_row` as a line for people."""
     parts = [f"{phase} {_duration(row[f'seconds_in_{phase}'])}" for phase in PHASES]
     if row["seconds_lost"]:
