@@ -58,6 +58,7 @@ def train(run: Run) -> int:
     config, time, stop = run.config, run.supervision.time, run.supervision.interruption
     last = min(config.steps, config.stop_after or config.steps)
     log = StepLog(run.recorder, config.optimizer.max_consecutive_skips, run.supervision.watchdog.progress)
+    saved = run.step
     stop.begin()
     time.enter("step")
     # A transfer that nobody asked for would stall the device queue in every step.
@@ -81,11 +82,12 @@ def train(run: Run) -> int:
                 evaluate(run)
             if due.save and log.last_is_finite:
                 save(run)
+                saved = run.step
             log.resume()
         log.finish()
         if log.has_diverged:
             return _diverged(run)
-        if config.checkpoint.every and run.step and log.last_is_finite:
+        if config.checkpoint.every and run.step > saved and log.last_is_finite:
             save(run)
     return stop.exit_code if run.step < last and is_interrupted else DONE
 
