@@ -1,0 +1,117 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+from training_process import TrainingProcess, command, run, steps_of
+
+from maxpipe.training import signals
+from maxpipe.training.signals import INTERRUPTED, PREEMPTED, Interruption
+
+ENDLESS = "steps=1000000"
+
+
+def wait_until(condition):
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Exit codes with which the process would have ended at once."""
+    codes = []
+    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    return codes
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)])
+def test_a_signal_asks_to_stop_after_the_step(number, code, ended, capfd):
+    with Interruption() as interruption:
+        interruption.begin()
+        assert not interruption.after(3)
+        os.kill(os.getpid(), number)
+        wait_until(lambda: interruption.after(3))
+        assert interruption.exit_code == code
+    assert ended == []
+    assert f"{number.name}: finishing the step and saving" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ((signal.SIGINT, signal.SIGTERM), INTERRUPTED),
+        ((signal.SIGTERM, signal.SIGINT), INTERRUPTED),
+        ((signal.SIGTERM, signal.SIGTERM), PREEMPTED),
+    ],
+)
+def test_only_a_second_ctrl_c_stops_at_once(numbers, code, ended, monkeypatch):
+    said = []
+    monkeypatch.setattr(signals, "_print", said.append)
+    with Interruption() as interruption:
+        interruption.begin()
+        for count, number in enumerate(numbers, 1):
+            os.kill(os.getpid(), number)
+            wait_until(lambda count=count: len(said) == count)
+        assert ended == []
+        assert interruption.exit_code == code
+
+
+def test_second_ctrl_c_stops_at_once_while_the_main_thread_is_stuck(ended):
+    with Interruption() as interruption:
+        interruption.begin()
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        wait_until(lambda: ended)
+    assert ended == [INTERRUPTED]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)])
+def test_before_the_first_step_a_signal_ends_the_process(number, code, ended):
+    with Interruption():
+        os.kill(os.getpid(), number)
+        wait_until(lambda: ended)
+    assert ended == [code]
+
+
+def test_handlers_and_threads_are_gone_afterwards():
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    with Interruption():
+        assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] != before
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    wait_until(lambda: all(thread.name != "signals" for thread in threading.enumerate()))
+
+
+def test_without_entering_no_signal_is_taken():
+    interruption = Interruption()
+    interruption.begin()
+    assert not interruption.after(1)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+    words = command(tmp_path, ENDLESS, "checkpoint.every=1000000")
+    with TrainingProcess(tmp_path / "log", words) as process:
+        process.wait_for("step       4/")
+        process.send(signal.SIGTERM)
+        assert process.wait() == PREEMPTED, process.output
+        step = max(steps_of(tmp_path))
+        assert f"stopped after step {step} of 1000000, step {step} is saved" in process.output
+    code, output = run(tmp_path / "again", [*words, f"stop_after={step + 2}"])
+    assert code == 0, output
+    assert f"resumed after step {step}" in output
+    assert sorted(steps_of(tmp_path)) == list(range(1, step + 3))
+
+
+def test_ctrl_c_in_a_terminal_saves_with_worker_processes(tmp_path):
+    words = command(tmp_path, ENDLESS, "data.num_workers=1", "checkpoint.every=1000000")
+    with TrainingProcess(tmp_path / "log", words) as process:
+        process.wait_for("step       4/")
+        process.send_to_group(signal.SIGINT)
+        assert process.wait() == INTERRUPTED, process.output
+        assert "Traceback" not in process.output
+        step = max(steps_of(tmp_path))
+        assert f"step {step} is saved" in process.output

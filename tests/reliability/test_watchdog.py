@@ -1,0 +1,102 @@
+import subprocess
+import sys
+import time
+
+import pytest
+from training_process import command, run
+
+from maxpipe.telemetry.watchdog import HUNG, Watchdog
+
+HANGS = """
+import sys, time
+from maxpipe.telemetry.watchdog import Watchdog
+
+def stuck_here(seconds):
+    time.sleep(seconds)
+
+startup, step, done = map(float, sys.argv[1:])
+with Watchdog(startup, step) as watchdog:
+    for n in range(int(done)):
+        watchdog.progress(f"step {n + 1}")
+    stuck_here(20)
+"""
+
+STEP_THREE_HANGS = """
+import sys, time
+from maxpipe import train
+from maxpipe.training.engine import SpmdEngine
+
+original, calls = SpmdEngine.step, []
+
+def step(self, state, batch):
+    calls.append(None)
+    if len(calls) == 3:
+        time.sleep(600)
+    return original(self, state, batch)
+
+SpmdEngine.step = step
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("startup", "step", "done", "key", "since"),
+    [
+        (0.3, 0, 0, "telemetry.startup_deadline_seconds", "the start"),
+        (0, 0.3, 2, "telemetry.step_deadline_seconds", "step 2"),
+        (60, 0.3, 2, "telemetry.step_deadline_seconds", "step 2"),
+    ],
+)
+def test_a_hang_shows_all_stacks_and_ends_the_process(startup, step, done, key, since):
+    began = time.monotonic()
+    words = [sys.executable, "-c", HANGS, str(startup), str(step), str(done)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == HUNG
+    assert f"nothing has happened for 0.3 s since {since} ({key})" in ended.stderr
+    assert "in stuck_here" in ended.stderr
+    assert time.monotonic() - began < 19
+
+
+@pytest.fixture
+def expired(monkeypatch):
+    """The watchdogs that expired."""
+    found = []
+    monkeypatch.setattr(Watchdog, "_expire", found.append)
+    return found
+
+
+def test_a_slow_start_is_not_held_to_the_deadline_of_steps(expired):
+    with Watchdog(startup_seconds=60, step_seconds=0.05):
+        time.sleep(0.3)
+    assert expired == []
+
+
+def test_progress_sets_the_clock_to_zero(expired):
+    with Watchdog(startup_seconds=60, step_seconds=1) as watchdog:
+        for step in range(20):
+            watchdog.progress(f"step {step}")
+            time.sleep(0.1)
+    assert expired == []
+
+
+def test_a_deadline_of_zero_never_expires(expired):
+    with Watchdog(startup_seconds=0.05, step_seconds=0) as watchdog:
+        watchdog.progress("step 1")
+        time.sleep(0.3)
+    assert expired == []
+
+
+def test_a_finished_run_is_not_watched(expired):
+    with Watchdog(startup_seconds=0.1):
+        pass
+    time.sleep(0.3)
+    assert expired == []
+
+
+def test_a_step_that_hangs_ends_the_run_with_its_stack(tmp_path):
+    words = command(tmp_path, "telemetry.step_deadline_seconds=3", "steps=9")
+    code, output = run(tmp_path / "log", words, program=STEP_THREE_HANGS)
+    assert code == HUNG, output
+    assert "nothing has happened for 3 s since step 1 (telemetry.step_deadline_seconds)" in output
+    assert "maxpipe/training/loop.py" in output
+    assert "in train" in output
