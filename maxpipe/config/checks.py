@@ -10,6 +10,8 @@ from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.steps import step
 from maxpipe.config.values import nearest
 
+LEAST_SPIKE_WINDOW = 16
+
 
 @step("run_name")
 def run_name(c: Config) -> None:
@@ -57,6 +59,13 @@ def resume(c: Config) -> None:
     if value not in words and not (value.isascii() and value.isdigit()):
         message = f"{value!r} is not one of auto, never, must or the number of a step{nearest(value, words)}"
         raise ConfigError(Problem("checkpoint.resume", message))
+
+
+@step("optimizer.spike_window")
+def spike_window(c: Config) -> None:
+    if 0 < c.optimizer.spike_window < LEAST_SPIKE_WINDOW:
+        message = f"a deviation needs at least {LEAST_SPIKE_WINDOW} steps, or 0 = never; got {c.optimizer.spike_window}"
+        raise ConfigError(Problem("optimizer.spike_window", message))
 
 
 @step("telemetry.profile_steps", "steps")
@@ -130,6 +139,7 @@ CHECKS = (
     rope_scaling,
     tokenizer,
     resume,
+    spike_window,
     profile_steps,
     logical_axis_rules,
     unsupported_axes,

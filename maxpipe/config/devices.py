@@ -8,6 +8,7 @@ from itertools import islice
 from maxpipe.config.batches import STEPS as BATCHES
 from maxpipe.config.checks import CHECKS
 from maxpipe.config.derive import STEPS as DERIVE
+from maxpipe.config.engine_options import STEPS as ENGINE_OPTIONS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.layout import STEPS as LAYOUT
 from maxpipe.config.proposals import distance, divisors
@@ -15,7 +16,7 @@ from maxpipe.config.schema import update
 from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
 from maxpipe.config.steps import Step, Updates, run_steps, step
 
-STEPS: tuple[Step, ...] = (*CHECKS, *DERIVE, *LAYOUT, *BATCHES)
+STEPS: tuple[Step, ...] = (*CHECKS, *DERIVE, *LAYOUT, *ENGINE_OPTIONS, *BATCHES)
 LEVELS = ("ici", "dcn")
 # Proposals use these axes only, at this cost of each doubling or halving: re-cutting the data is the mildest
 # change, and tensor parallelism across slices is never a good one.

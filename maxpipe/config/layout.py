@@ -58,15 +58,6 @@ def engine(c: Config) -> Updates:
     return {}
 
 
-@step("pipeline.engine", "pipeline.overlap_slots", "pipeline.skip_idle")
-def scheduled_only(c: Config) -> None:
-    """The circular engine has one slot per tick and computes the idle ones."""
-    asked = {"overlap_slots": c.pipeline.overlap_slots, "skip_idle": c.pipeline.skip_idle == "true"}
-    if c.pipeline.engine == "circular" and any(asked.values()):
-        message = "true is for the scheduled engine only; use it with pipeline.schedule=lockstep_1f1b"
-        raise ConfigError(*(Problem(f"pipeline.{name}", message) for name, on in asked.items() if on))
-
-
 @step(
     "model.num_layers",
     "pipeline.engine",
@@ -155,4 +146,4 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     return ConfigError(Problem(given[0] if given else "model.num_layers", message))
 
 
-STEPS = (engine, scheduled_only, layers)
+STEPS = (engine, layers)

@@ -94,8 +94,8 @@ def _without_effect(c: Config) -> list[str]:
         rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
         lines.append(
             "the sequential engine has no pipeline: schedule, repeats, layers per stage, delayed forwarding, "
-            "overlap, idle slots and FSDP gathers do not apply; gradients add up over microbatches "
-            f"of {rows} rows a device"
+            "overlap, idle slots and FSDP gathers do not apply; remat_policy acts on each layer; gradients add up "
+            f"over microbatches of {rows} rows a device"
         )
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")

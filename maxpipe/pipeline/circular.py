@@ -24,7 +24,8 @@ from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
-from maxpipe.pipeline.remat import REMAT
+from maxpipe.pipeline.remat import Kept
+from maxpipe.pipeline.remat._apply import Remat, checkpoint
 from maxpipe.pipeline.weights import Weights
 
 ACTIVATION = ("activation_stage", "activation_batch", "activation_length", None)
@@ -50,7 +51,9 @@ class CircularPipeline:
         self.from_canonical = parts.layout.from_canonical
         self.weights = Weights(parts.rules, parts.program.specs, self.layer_axes, parts.layout.shape)
         self._gather_once = parts.config.fsdp_gather == "once"
-        self._layer_fn = layer_function(parts.program, self._prepare, padded=not parts.layout.is_even)
+        self._remat = Remat(parts.config)
+        layer_fn = layer_function(parts.program, self._prepare, padded=not parts.layout.is_even)
+        self._layer_fn = self._remat.layer(layer_fn)
         self._delay = 2 if parts.config.delay_activation_forwarding else 1
 
     def _prepare(self, layer: Params) -> Params:
@@ -60,12 +63,13 @@ class CircularPipeline:
         return self._layout.layer_index
 
     def loss_and_gradients(self, params: Params, batch: Batch, key: jax.Array) -> tuple[Metrics, Params]:
-        def loss(params: Params) -> jax.Array:
-            loss_sum, _, aux = self._forward(params, batch, key, self._config.num_microbatches)
-            return loss_sum / microbatches.weight_sum(batch) + aux / batch["tokens"].shape[0]
-
-        value, gradients = jax.value_and_grad(loss)(params)
+        value, gradients = jax.value_and_grad(self.loss)(params, batch, key)
         return {"loss": value}, gradients
+
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        """The loss of `loss_and_gradients`, differentiable."""
+        loss_sum, _, aux = self._forward(params, batch, key, self._config.num_microbatches)
+        return loss_sum / microbatches.weight_sum(batch) + aux / batch["tokens"].shape[0]
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
         shards, least = self._rules.size("activation_batch"), self._delay * self._layout.num_stages
@@ -141,15 +145,14 @@ class CircularPipeline:
             chunk, index = jax.tree.map(lambda p: jax.lax.dynamic_index_in_dim(p, repeat, keepdims=False), (layers, index))
             return apply_layers(self._layer_fn, chunk, index, x, side, key, scan=self._config.scan_layers_per_stage)
 
-        stage = REMAT.get(self._config.remat_policy)(stage)
-        over_stages = jax.vmap(stage, in_axes=(1, 1, 0, 0, 0), spmd_axis_name=self._stage_axes())
+        over_stages = jax.vmap(self._remat.iteration(stage), in_axes=(1, 1, 0, 0, 0), spmd_axis_name=self._stage_axes())
         return over_stages(layers, jnp.asarray(self._layout.layer_index), repeat, x, side)
 
     def _head(
         self, outer: Params, io: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """(loss sum, cross-entropy sum); each stage takes its share of the conveyor, one slot at a time."""
-        head_loss = REMAT.get("full")(self._program.head_loss)
+        head_loss = checkpoint(self._program.head_loss, Kept())
 
         def slot(total: Any, xs: Any) -> tuple[Any, None]:
             x, targets, weights = xs

@@ -25,7 +25,7 @@ from maxpipe.pipeline.ends import Embedding, Head
 from maxpipe.pipeline.manual import (
     BATCH_AXES, MANUAL_AXES, Gather, gather_tree, manual_part, map_gathers, sum_replicas,
 )  # fmt: skip
-from maxpipe.pipeline.remat import REMAT
+from maxpipe.pipeline.remat._apply import Remat
 from maxpipe.pipeline.residuals import SplitVjp
 from maxpipe.pipeline.schedules._plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.schedules._table import forward_only
@@ -56,6 +56,7 @@ class ScheduledPipeline:
         self._settings = Settings(
             parts.layout.num_stages, table.forwarding_delay == 2, skips_idle(parts), idle_fill
         )
+        self._remat = Remat(parts.config)
         self._gather_once = parts.config.fsdp_gather == "once"
         self._gathers = map_specs(self._gather, parts.program.specs)
 
@@ -112,7 +113,7 @@ class ScheduledPipeline:
         index, side, key = rest
         layer_fn = layer_function(self._program, self._prepare_layer, padded=not self._layout.is_even)
         scan = self._parts.config.scan_layers_per_stage
-        return apply_layers(layer_fn, weights, index, x, side, key, scan=scan)
+        return apply_layers(self._remat.layer(layer_fn), weights, index, x, side, key, scan=scan)
 
     def _head_loss(
         self, outer: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
@@ -146,7 +147,7 @@ class ScheduledPipeline:
         table = self._program.specs["embed"]["embedding"]
         return StageProgram(
             settings=self._settings,
-            chunk=REMAT.get(self._parts.config.remat_policy)(self._chunk),
+            chunk=self._remat.iteration(self._chunk),
             embedding=Embedding(self._parts.rules.spec(table.axes, table.shape), self._program.config.dtype),
             head=Head(self._head_loss, self._settings.num_stages),
             table=params["embed"]["embedding"],

@@ -11,7 +11,8 @@ from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
-from maxpipe.pipeline.remat import REMAT
+from maxpipe.pipeline.remat import REMAT, Kept
+from maxpipe.pipeline.remat._apply import checkpoint
 from maxpipe.pipeline.weights import Weights
 
 
@@ -26,7 +27,7 @@ class SequentialPipeline:
         self._num_microbatches = parts.config.num_microbatches
         self.weights = Weights(parts.rules, parts.program.specs, self.layer_axes, (parts.layout.num_layers,))
         layer_fn = layer_function(parts.program, self._prepare, padded=False)
-        self._layer_fn = REMAT.get(parts.config.remat_policy)(layer_fn)
+        self._layer_fn = checkpoint(layer_fn, REMAT.get(parts.config.remat_policy)(parts.config))
         self._num_layers = parts.layout.num_layers
         self._scan = parts.config.scan_layers_per_stage
 
@@ -81,6 +82,6 @@ class SequentialPipeline:
             self._layer_fn, params["layers"], jnp.asarray(self.layer_index()), x,
             microbatches.side_inputs(batch), key, scan=self._scan,
         )  # fmt: skip
-        head = REMAT.get("full")(self._program.head_loss)
+        head = checkpoint(self._program.head_loss, Kept())
         loss, cross_entropy = head(outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"])
         return loss, cross_entropy, aux

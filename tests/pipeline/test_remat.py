@@ -8,8 +8,24 @@ import pytest
 from engines import canonical_params, make_batch, tiny
 from jax.ad_checkpoint import print_saved_residuals
 
+from maxpipe.config import PipelineConfig, RematTensorsConfig
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.remat import REMAT
+from maxpipe.pipeline.remat import MATMULS, QKV, REMAT, Kept
+from maxpipe.pipeline.remat._apply import checkpoint
+
+
+NAMED = {
+    "minimal": Kept(device=MATMULS),
+    "minimal_offloaded": Kept(host=MATMULS),
+    "qkv_proj_offloaded": Kept(host=QKV),
+    "save_dot_except_mlp": Kept(device=(*QKV, "out_proj")),
+    "save_out_proj": Kept(device=("out_proj",)),
+    "save_qkv_proj": Kept(device=QKV),
+}
+
+
+def kept_by(policy):
+    return REMAT.get(policy)(PipelineConfig())
 
 
 def layer_and_inputs():
@@ -28,15 +44,30 @@ def saved(capsys):
 
     def lines(policy):
         block, layer, x = layer_and_inputs()
-        print_saved_residuals(REMAT.get(policy)(block), layer, x)
+        print_saved_residuals(checkpoint(block, kept_by(policy)), layer, x)
         found = capsys.readouterr().out.splitlines()
         return [line for line in found if "from the argument" not in line and "constant" not in line]
 
     return lines
 
 
-def test_there_are_three():
-    assert REMAT.names() == ["full", "minimal", "none"]
+def test_every_policy_is_tested():
+    assert REMAT.names() == sorted([*NAMED, "custom", "full", "none"])
+
+
+@pytest.mark.parametrize("policy", NAMED)
+def test_policies_keep_what_their_names_say(policy):
+    assert kept_by(policy) == NAMED[policy]
+
+
+def test_custom_keeps_tensors_one_by_one():
+    tensors = RematTensorsConfig(key_proj="device", mlp_up="offload", mlp_down="device")
+    kept = REMAT.get("custom")(PipelineConfig(remat_policy="custom", remat_tensors=tensors))
+    assert kept == Kept(device=("key_proj", "mlp_down"), host=("mlp_up",))
+
+
+def test_custom_can_choose_every_named_tensor_of_a_layer():
+    assert set(RematTensorsConfig.__dataclass_fields__) == set(MATMULS)
 
 
 def test_full_saves_nothing_but_the_arguments(saved):
@@ -55,7 +86,15 @@ def test_none_saves_more(saved):
     assert len(saved("none")) > len(saved("minimal"))
 
 
-@pytest.mark.parametrize("policy", ["full", "minimal"])
+def test_an_offloaded_tensor_waits_on_the_host():
+    block, layer, x = layer_and_inputs()
+    wrapped = checkpoint(block, kept_by("qkv_proj_offloaded"))
+    jaxpr = jax.make_jaxpr(lambda layer, x: jax.tree.leaves(jax.vjp(wrapped, layer, x)[1]))(layer, x)
+    on_host = [aval.shape for aval in jaxpr.out_avals if aval.memory_space == jax.memory.Space.Host]
+    assert sorted(on_host) == [(4, 8, 2, 4), (4, 8, 2, 4), (4, 8, 4, 4)]  # key, value, query
+
+
+@pytest.mark.parametrize("policy", [*NAMED, "full", "none"])
 def test_gradients_do_not_change(policy):
     block, layer, x = layer_and_inputs()
 
@@ -63,6 +102,6 @@ def test_gradients_do_not_change(policy):
         return jax.jit(jax.grad(lambda layer, x: jnp.sum(jnp.sin(f(layer, x))), argnums=(0, 1)))(layer, x)
 
     for a, b in zip(
-        jax.tree.leaves(gradients(REMAT.get(policy)(block))), jax.tree.leaves(gradients(block)), strict=True
+        jax.tree.leaves(gradients(checkpoint(block, kept_by(policy)))), jax.tree.leaves(gradients(block)), strict=True
     ):
         assert jnp.max(jnp.abs(a - b)) <= 1e-5 * jnp.max(jnp.abs(b))

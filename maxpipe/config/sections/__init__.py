@@ -6,7 +6,7 @@ from maxpipe.config.sections._option import Rule, option
 from maxpipe.config.sections.data import DataConfig, EvalConfig
 from maxpipe.config.sections.mesh import MESH_AXES, AxesConfig, MeshConfig, ShardingConfig
 from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
-from maxpipe.config.sections.pipeline import PipelineConfig
+from maxpipe.config.sections.pipeline import PipelineConfig, RematTensorsConfig
 from maxpipe.config.sections.training import CheckpointConfig, CompileConfig, OptimizerConfig, TelemetryConfig
 
 
@@ -45,6 +45,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PipelineConfig",
+    "RematTensorsConfig",
     "RopeScalingConfig",
     "Rule",
     "ShardingConfig",

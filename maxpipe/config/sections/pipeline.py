@@ -1,10 +1,26 @@
 """`pipeline.*`: how layers become stages and batches become microbatches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxpipe.config.sections._option import option
 
 ENGINES = ("auto", "sequential", "circular", "scheduled")
+
+_PLACES = ("remat", "device", "offload")
+
+
+@dataclass(frozen=True)
+class RematTensorsConfig:
+    """Where each tensor of a decoder layer waits for the backward, with `remat_policy: custom`."""
+
+    query_proj: str = option("remat", "projection to queries", choices=_PLACES)
+    key_proj: str = option("remat", "projection to keys", choices=_PLACES)
+    value_proj: str = option("remat", "projection to values", choices=_PLACES)
+    context: str = option("remat", "output of attention before its projection", choices=_PLACES)
+    out_proj: str = option("remat", "output projection of attention", choices=_PLACES)
+    mlp_gate: str = option("remat", "gate of the MLP, before its activation function", choices=_PLACES)
+    mlp_up: str = option("remat", "what the gate multiplies", choices=_PLACES)
+    mlp_down: str = option("remat", "output projection of the MLP", choices=_PLACES)
 
 
 @dataclass(frozen=True)
@@ -41,3 +57,10 @@ class PipelineConfig:
     )
     scan_layers_per_stage: bool = option(True, "scan over the layers of a chunk; false = unroll them")
     remat_policy: str = option("full", "what the backward recomputes", variants="maxpipe.pipeline.remat")
+    remat_iterations: bool = option(
+        True, "remat_policy says what an iteration keeps; false = it keeps every intermediate value"
+    )
+    remat_layers: bool = option(
+        False, "recompute layer by layer: one more pass, or with remat_iterations=false each layer's input kept"
+    )
+    remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)

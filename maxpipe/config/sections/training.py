@@ -30,6 +30,12 @@ class OptimizerConfig:
     max_consecutive_skips: int = option(
         5, "stop with exit code 42 after so many non-finite steps in a row; 0 = never", minimum=0
     )
+    spike_window: int = option(
+        0, "skip steps whose loss or gradient norm lies far above those of so many steps; 0 = never", minimum=0
+    )
+    spike_deviations: float = option(
+        6.0, "how far above their mean a spike lies, in standard deviations", above=0
+    )
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,9 @@
-"""Save every intermediate value; recompute nothing."""
+"""Keep every intermediate value; recompute nothing but copies of weights."""
 
-from collections.abc import Callable
-from typing import Any
-
-from maxpipe.pipeline.remat import REMAT
+from maxpipe.config.sections import PipelineConfig
+from maxpipe.pipeline.remat import REMAT, Kept
 
 
 @REMAT.register()
-def none(layer: Callable[..., Any]) -> Callable[..., Any]:
-    return layer
+def none(config: PipelineConfig) -> Kept:
+    return Kept(everything=True)

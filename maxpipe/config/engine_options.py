@@ -1,0 +1,53 @@
+"""Options that an engine does not have, or that have nothing to act on, are refused with the reason."""
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.schema import OPTIONS, get
+from maxpipe.config.sections import Config
+from maxpipe.config.steps import step
+
+_REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
+
+
+@step("pipeline.engine", "pipeline.overlap_slots", "pipeline.skip_idle")
+def scheduled_only(c: Config) -> None:
+    """The circular engine has one slot per tick and computes the idle ones."""
+    asked = {"overlap_slots": c.pipeline.overlap_slots, "skip_idle": c.pipeline.skip_idle == "true"}
+    if c.pipeline.engine == "circular" and any(asked.values()):
+        message = "true is for the scheduled engine only; use it with pipeline.schedule=lockstep_1f1b"
+        raise ConfigError(*(Problem(f"pipeline.{name}", message) for name, on in asked.items() if on))
+
+
+@step("pipeline.remat_policy", "pipeline.remat_tensors", "pipeline.remat_layers")
+def remat(c: Config) -> None:
+    """`remat_tensors` belong to one policy, and where nothing is recomputed there is nothing to choose."""
+    policy = c.pipeline.remat_policy
+    changed = [key for key in _REMAT_TENSORS if get(c, key) != OPTIONS[key].default]
+    if changed and policy != "custom":
+        message = f"needs pipeline.remat_policy=custom; {policy} decides about every tensor itself"
+        raise ConfigError(*(Problem(key, message) for key in changed))
+    if policy == "none" and c.pipeline.remat_layers:
+        message = "true has nothing to recompute with pipeline.remat_policy=none; choose full or another policy"
+        raise ConfigError(Problem("pipeline.remat_layers", message))
+
+
+@step("pipeline.engine", "pipeline.remat_policy", "pipeline.remat_tensors")
+def offloading(c: Config) -> None:
+    """The scheduled engine's residuals live in ring buffers that its loops update in place on the device."""
+    if c.pipeline.engine != "scheduled":
+        return
+    policy = c.pipeline.remat_policy
+    reason = (
+        "the scheduled engine updates its residuals in place on the device, where they do not grow with the number of "
+        "microbatches"
+    )
+    if policy.endswith("_offloaded"):
+        near = {"minimal_offloaded": "minimal", "qkv_proj_offloaded": "save_qkv_proj"}[policy]
+        message = f"{policy} is not for the scheduled engine: {reason}; use {near}"
+        raise ConfigError(Problem("pipeline.remat_policy", message))
+    offloaded = [key for key in _REMAT_TENSORS if get(c, key) == "offload"]
+    if offloaded:
+        message = f"offload is not for the scheduled engine: {reason}; use device or remat"
+        raise ConfigError(*(Problem(key, message) for key in offloaded))
+
+
+STEPS = (scheduled_only, remat, offloading)
