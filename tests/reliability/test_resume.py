@@ -1,0 +1,119 @@
+"""A run that was interrupted in any way ends as if it never had been."""
+
+import random
+import shutil
+import time
+
+import pytest
+from runs import assert_same_run, checkpoints, losses, saved, start, train, write_config
+
+STEPS = 120
+STOP = 50
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """The command; every run has a name of its own and all share a compilation cache."""
+    return write_config(tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint="{every: 20, keep: 100}")
+
+
+@pytest.fixture(scope="module")
+def runs(words):
+    """The directory of all runs."""
+    from pathlib import Path
+
+    return Path(words[-1].partition("=")[2])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(words, runs):
+    train([*words, "run_name=uninterrupted"])
+    return runs / "uninterrupted"
+
+
+@pytest.fixture(scope="module")
+def stopped(words, runs, uninterrupted):
+    """A run that stop_after ended between two regular checkpoints."""
+    said = train([*words, "run_name=stopped", f"stop_after={STOP}"])
+    assert f"stopped after step {STOP} of {STEPS}" in said
+    return runs / "stopped"
+
+
+def copy_of(stopped, name):
+    shutil.copytree(stopped, stopped.with_name(name))
+    return stopped.with_name(name)
+
+
+def test_an_early_end_saves_where_it_stands(stopped, uninterrupted):
+    assert checkpoints(stopped) == [20, 40, STOP]
+    assert losses(stopped) == {step: losses(uninterrupted)[step] for step in range(1, STOP + 1)}
+
+
+def test_continued_after_stop_after_is_the_same_to_the_bit(words, stopped, uninterrupted):
+    root = copy_of(stopped, "continued")
+    train([*words, "run_name=continued"])
+    assert_same_run(root, uninterrupted, STEPS)
+
+
+def test_going_back_to_an_older_step_is_the_same_to_the_bit(words, stopped, uninterrupted):
+    """Also the rows of metrics.jsonl past that step are written anew."""
+    root = copy_of(stopped, "back")
+    train([*words, "run_name=back", "checkpoint.resume=20"])
+    assert_same_run(root, uninterrupted, STEPS)
+
+
+def test_killed_twice_is_the_same_to_the_bit(words, runs, uninterrupted):
+    root, command = runs / "killed", [*words, "run_name=killed"]
+    for first, last in ((1, 50), (55, 100)):
+        step, delay = random.randint(first, last), random.uniform(0, 0.05)
+        kill_after(root, command, step, delay)
+    train(command)
+    assert_same_run(root, uninterrupted, STEPS)
+
+
+def kill_after(root, command, step, delay):
+    """SIGKILL some seconds after the row of a step was written."""
+    process = start(command)
+    deadline = time.monotonic() + 300
+    while max(losses_so_far(root), default=0) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(delay)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -9, f"the run ended before it was killed at step {step} + {delay} s"
+
+
+def losses_so_far(root):
+    """Steps in metrics.jsonl of a living run, whose last line may be half written."""
+    file = root / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [int(line.split(",")[0].rpartition(" ")[2]) for line in lines if '"loss"' in line]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["mesh.ici.stage=4", "mesh.ici.fsdp=1", "pipeline.num_repeats=1"],
+        ["mesh.ici.fsdp=1", "mesh.ici.tensor=2", "pipeline.layers_per_stage=[1,3]", "pipeline.num_microbatches=4"],
+        ["pipeline.schedule=lockstep_1f1b"],
+        ["pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4"],
+    ],
+    ids=["stages", "uneven tensor", "scheduled", "sequential"],
+)
+def test_continued_in_another_layout_the_losses_agree(words, stopped, uninterrupted, layout, request):
+    name = request.node.callspec.id.replace(" ", "-")
+    root = copy_of(stopped, name)
+    train([*words, f"run_name={name}", f"stop_after={STOP + 20}", *layout])
+    after, expected = losses(root), losses(uninterrupted)
+    assert max(after) == STOP + 20
+    for step in range(STOP + 1, STOP + 21):
+        assert after[step][0] == pytest.approx(expected[step][0], rel=1e-5), step
+
+
+def test_a_checkpoint_holds_all_that_a_run_needs(stopped):
+    names = saved(stopped, STOP)
+    assert any("mu" in name for name in names)
+    assert any("key" in name for name in names)
+    assert {array.shape for name, array in names.items() if "iterator" in name} == {(8, 3)}
