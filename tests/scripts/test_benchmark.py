@@ -1,0 +1,97 @@
+"""The benchmark at sizes that say nothing about speed: what is run, and what is reported."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config import Config, replace, resolve
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+benchmark = load_script("benchmark")
+benchmark_gpu = load_script("benchmark_gpu")
+
+
+@pytest.mark.parametrize("name", benchmark.CASES)
+def test_every_case_is_a_legal_configuration(name):
+    config = resolve(replace(Config(), **benchmark.CASES[name]), benchmark.NUM_DEVICES)
+    assert config.model.head_dim * config.model.num_query_heads == config.model.embed_dim
+
+
+def test_the_engines_see_the_same_model_and_batch():
+    cases = benchmark.GROUPS["engines"].values()
+    configs = [resolve(replace(Config(), **values), benchmark.NUM_DEVICES) for values in cases]
+    assert {config.pipeline.engine for config in configs} == {"sequential", "circular", "scheduled"}
+    assert len({(str(config.model), str(config.data)) for config in configs}) == 1
+
+
+def test_measures_cases_in_turns_and_writes_json(tmp_path):
+    file = tmp_path / "out.json"
+    command = [sys.executable, SCRIPTS / "benchmark.py", "--case", "tiny", "--rounds", "3", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS.parent)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(file.read_text())["cases"]
+    assert [case["name"] for case in cases] == list(benchmark.GROUPS["tiny"])
+    for case in cases:
+        assert len(case["wall"]) == len(case["cpu"]) == 3
+        assert case["compile_seconds"] > 0
+        assert case["temp_bytes"] > 0
+        assert f"| {case['name']} |" in done.stdout
+    # One model, one batch, one seed: whatever the engine, the loss after four steps is the same.
+    losses = [case["loss"] for case in cases]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+
+
+def test_ratios_are_medians_within_rounds():
+    def result(cpu):
+        return benchmark.Result("x", {}, 0.0, 0.0, 0, 0, wall=cpu, cpu=cpu)
+
+    slow_machine_in_the_middle = result([1.0, 10.0, 2.0]), result([2.0, 20.0, 2.0])
+    assert benchmark.ratio(*slow_machine_in_the_middle) == 0.5
+
+
+def test_an_unknown_case_is_refused(capsys):
+    assert benchmark.main(["--case", "enginse"]) == 2
+    assert "enginse" in capsys.readouterr().err
+
+
+def test_list_shows_every_case(capsys):
+    assert benchmark.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*benchmark.CASES, *benchmark_gpu.CASES, benchmark.STARTUP))
+
+
+def test_gpu_cases_need_a_gpu(capsys):
+    assert benchmark.main(["--gpu", "--rounds", "1"]) == 2
+    assert "GPU" in capsys.readouterr().err
+
+
+def test_gpu_cases_run_on_any_device_when_asked_to(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(benchmark_gpu, "POLICIES", ("full",))
+    monkeypatch.setattr(benchmark_gpu, "STEPS", 3)
+    rows = benchmark_gpu.run(1, lambda text: None, {"tiny": benchmark_gpu.TINY}, need_gpu=False)
+    assert rows[0]["tokens_per_second"] > 0
+    assert "| tiny | maxpipe, remat full |" in benchmark_gpu.table(rows)
+
+
+def test_the_pytorch_yardstick_starts_at_the_loss_of_chance():
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    shape = json.dumps(benchmark_gpu.TINY | {"steps": 3, "need_gpu": False})
+    command = [sys.executable, SCRIPTS / "torch_llama.py", shape, "--eager"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["loss"] == pytest.approx(4.16, abs=0.1)
