@@ -134,7 +134,8 @@ def build_run(
         state = engine.init(jax.random.key(config.seed))
     else:
         asked = None if config.checkpoint.resume in ("auto", "must") else resume_from
-        restored = checkpointer.restore(engine.abstract_canonical(), asked)
+        # The spike filter may be switched on, off, or to another window between starts.
+        restored = checkpointer.restore(engine.abstract_canonical(), asked, optional=("history",))
         state, step = engine.from_canonical(restored.state), restored.step
         loader = _continue(loader, config, place, restored.iterator)
     return Run(

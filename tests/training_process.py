@@ -1,5 +1,6 @@
 """Starts `python -m maxpipe.train` on a tiny model as a process, watches its output, and always ends it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -57,10 +58,8 @@ class TrainingProcess:
         return self
 
     def __exit__(self, *_):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
 
     @property

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ class Checkpointer:
                 self._start(step, arrays, record)
         return True
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> Restored:
+    def restore(self, abstract_state: Any, step: int | None = None, optional: Collection[str] = ()) -> Restored:
         """Reads and verifies a committed step.
 
         Without `step`, the newest step that is sound; damaged newer ones are reported and, once an older one
@@ -110,6 +110,7 @@ class Checkpointer:
           abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s,
             the others as NumPy arrays. The mesh and the shardings need not be those of the save.
           step: a committed step.
+          optional: top-level names of parts that are zeros unless the checkpoint holds just such ones.
 
         Raises:
           CheckpointMismatch: names, shapes or dtypes differ; lists each. Older steps are not tried.
@@ -119,11 +120,11 @@ class Checkpointer:
         self._release()
         if step is not None:
             try:
-                restored = read_step(step_path(self._directory, step), abstract_state)
+                restored = read_step(step_path(self._directory, step), abstract_state, optional)
             except CheckpointDamaged as error:
                 raise CheckpointDamaged(f"checkpoint {step_path(self._directory, step)}: {error}") from error
         else:
-            restored = self._restore_newest_sound(abstract_state)
+            restored = self._restore_newest_sound(abstract_state, optional)
         self._latest = restored.step
         return restored
 
@@ -173,11 +174,11 @@ class Checkpointer:
             self._say(f"checkpoint {newer} lies ahead of this run and was set aside as {aside}")
         processes.barrier("maxpipe_abandon")
 
-    def _restore_newest_sound(self, abstract_state: Any) -> Restored:
+    def _restore_newest_sound(self, abstract_state: Any, optional: Collection[str]) -> Restored:
         damage: dict[int, str] = {}
         while (step := self._newest_below(min(damage, default=None))) is not None:
             try:
-                restored = read_step(step_path(self._directory, step), abstract_state)
+                restored = read_step(step_path(self._directory, step), abstract_state, optional)
             except CheckpointDamaged as error:
                 damage[step] = str(error)
                 self._say(f"checkpoint {step} in {self._directory} is damaged: {error}")

@@ -1,11 +1,12 @@
 """Reading a committed step: record first, then arrays, and nothing is believed before its digest matches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.arrays import load
@@ -38,13 +39,14 @@ class Restored:
     meta: dict[str, Any]
 
 
-def read_step(directory: Path, abstract_state: Any) -> Restored:
+def read_step(directory: Path, abstract_state: Any, optional: Collection[str] = ()) -> Restored:
     """Reads and verifies one step directory; every process calls it.
 
     Args:
       directory: a committed step.
       abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s, the
         others as NumPy arrays.
+      optional: top-level names of parts that are zeros unless the checkpoint holds just such ones.
 
     Raises:
       CheckpointMismatch: the checkpoint is sound but its arrays are not those of `abstract_state`.
@@ -53,13 +55,23 @@ def read_step(directory: Path, abstract_state: Any) -> Restored:
     record = _read_record_everywhere(directory)
     wanted = named_leaves(abstract_state)
     saved = {name: leaf for name, leaf in record.leaves.items() if name != ITERATOR}
+    fresh = {part for part in optional if differences(_part(saved, part), _part(wanted, part))}
+    zeros = {name: leaf for part in fresh for name, leaf in _part(wanted, part).items()}
+    saved = {name: leaf for name, leaf in saved.items() if name.partition(".")[0] not in fresh}
+    wanted = {name: leaf for name, leaf in wanted.items() if name not in zeros}
     if lines := differences(saved, wanted):
         raise CheckpointMismatch(directory, lines)
     shardings = {name: getattr(leaf, "sharding", None) for name, leaf in wanted.items()}
     arrays = read_arrays(directory, record.leaves, {**shardings, ITERATOR: None})
     iterator = arrays.pop(ITERATOR)
-    state = jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
+    arrays |= {n: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for n, leaf in zeros.items()}
+    leaves = [arrays[name] for name in named_leaves(abstract_state)]
+    state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
     return Restored(record.step, state, iterator, record.meta)
+
+
+def _part(leaves: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {path: leaf for path, leaf in leaves.items() if path.partition(".")[0] == name}
 
 
 def verify_step(directory: Path) -> Record:

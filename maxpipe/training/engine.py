@@ -141,7 +141,7 @@ class SpmdEngine:
     def _new_state(self, key: jax.Array) -> TrainState:
         params = parameters.init_params({n: self._specs[n] for n in ("embed", "head")}, key)
         params["layers"] = parameters.init_layers(self._specs["layers"], key, jnp.asarray(self._pipeline.layer_index()))
-        return new_state(params, self._optimizer.init(params), key)
+        return new_state(params, self._optimizer.init(params), key, self._optimizer.spike_filter.init())
 
     def _like_parameter(self, leaf: Any, sharding: NamedSharding) -> NamedSharding:
         return sharding if len(sharding.spec) == leaf.ndim else self._whole

@@ -10,6 +10,7 @@ from maxpipe.config.sections import OptimizerConfig
 from maxpipe.model.parameters import Params, map_specs
 from maxpipe.training.lr_schedules import LR_SCHEDULES
 from maxpipe.training.optimizers import OPTIMIZERS
+from maxpipe.training.spikes import SpikeFilter
 
 # Matrices that touch the residual stream decay; norms and biases do not.
 DECAYING_AXES = {"embed", "outer_embed"}
@@ -25,6 +26,7 @@ class Optimizer:
 
     def __init__(self, config: OptimizerConfig, specs: Any):
         self._config = config
+        self.spike_filter = SpikeFilter(config)
         self._transform = OPTIMIZERS.get(config.name)(config)
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
@@ -44,7 +46,7 @@ class Optimizer:
         return config.learning_rate * warmup * share
 
     def update(
-        self, params: Params, gradients: Params, state: Any, step: jax.Array, norm: jax.Array, finite: jax.Array
+        self, params: Params, gradients: Params, state: Any, step: jax.Array, norm: jax.Array, accept: jax.Array
     ) -> tuple[Params, Any]:
         """One step.
 
@@ -52,7 +54,7 @@ class Optimizer:
           params, gradients, state: of the same tree; part of a model is enough.
           step: int32 scalar, finished steps.
           norm: float32 scalar, norm of the gradients of the whole model.
-          finite: bool scalar; False leaves parameters and state as they are, bit for bit.
+          accept: bool scalar; False leaves parameters and state as they are, bit for bit.
 
         Returns:
           (parameters, state).
@@ -66,10 +68,10 @@ class Optimizer:
         def apply(p: jax.Array, direction: jax.Array, decays: bool) -> jax.Array:
             p32 = p.astype(jnp.float32)
             decay = config.weight_decay if decays else 0.0
-            return jnp.where(finite, p32 - rate * (direction + decay * p32), p32).astype(p.dtype)
+            return jnp.where(accept, p32 - rate * (direction + decay * p32), p32).astype(p.dtype)
 
         params = jax.tree.map(apply, params, directions, self._decays)
-        return params, jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
+        return params, jax.tree.map(lambda new, old: jnp.where(accept, new, old), new_state, state)
 
 
 def global_norm(tree: Params) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxpipe.model.parameters import Params
+from maxpipe.training.spikes import History
 
 
 @jax.tree_util.register_dataclass
@@ -21,6 +22,7 @@ class TrainState:
       params: {"embed", "layers", "head"}.
       opt_state: the optimizer's state; subtrees like `params` have the same keys.
       skips: int32 scalar, non-finite steps in a row up to now.
+      history: recent steps for the spike filter; None, no leaf at all, without it.
     """
 
     step: jax.Array
@@ -28,16 +30,17 @@ class TrainState:
     params: Params
     opt_state: Any
     skips: jax.Array
+    history: History | None = None
 
     def step_key(self) -> jax.Array:
         """PRNG key of the next step."""
         return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.step)
 
 
-def new_state(params: Params, opt_state: Any, key: jax.Array) -> TrainState:
+def new_state(params: Params, opt_state: Any, key: jax.Array, history: History | None = None) -> TrainState:
     """The state before the first step."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, jax.random.key_data(key), params, opt_state, zero)
+    return TrainState(zero, jax.random.key_data(key), params, opt_state, zero, history)
 
 
 def map_by_parameter(f: Callable[[Any, Any], Any], tree: Any, by_path: Any, otherwise: Any) -> Any:

@@ -16,7 +16,7 @@ LossAndGradients = Callable[[Any, Any, jax.Array], tuple[Metrics, Any]]
 def train_step(
     loss_and_gradients: LossAndGradients, optimizer: Optimizer, state: TrainState, batch: Any
 ) -> tuple[TrainState, Metrics]:
-    """Loss, gradients, update. A step whose loss or gradient is not finite changes nothing but the counters.
+    """Loss, gradients, update. A step that is not finite, or a spike, changes nothing but counters and history.
 
     Args:
       loss_and_gradients: the pipeline's.
@@ -25,12 +25,15 @@ def train_step(
       batch: the global batch.
 
     Returns:
-      (state after the step, {"loss", "grad_norm", "learning_rate"} float32 and {"finite"} bool scalars).
+      (state after the step; scalars: {"loss", "grad_norm", "learning_rate"} float32, {"finite"} bool, {"skipped"}
+      int32).
     """
     metrics, gradients = loss_and_gradients(state.params, batch, state.step_key())
     norm = global_norm(gradients)
     finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-    params, opt_state = optimizer.update(state.params, gradients, state.opt_state, state.step, norm, finite)
+    accept, history = optimizer.spike_filter(state.history, metrics["loss"], norm, finite)
+    params, opt_state = optimizer.update(state.params, gradients, state.opt_state, state.step, norm, accept)
     skips = jnp.where(finite, 0, state.skips + 1).astype(jnp.int32)
-    metrics |= {"grad_norm": norm, "learning_rate": optimizer.learning_rate(state.step), "finite": finite}
-    return TrainState(state.step + 1, state.key, params, opt_state, skips), metrics
+    metrics |= {"grad_norm": norm, "learning_rate": optimizer.learning_rate(state.step)}
+    metrics |= {"finite": finite, "skipped": (~accept).astype(jnp.int32)}
+    return TrainState(state.step + 1, state.key, params, opt_state, skips, history), metrics

@@ -10,7 +10,7 @@ from maxpipe.telemetry.recorder import Recorder
 
 
 class StepLog:
-    """Records steps, and counts those that were not finite.
+    """Records steps, names those that were skipped, and counts those that were not finite.
 
     Args:
       recorder: where they go.
@@ -47,9 +47,10 @@ class StepLog:
         self._progress(f"step {step}")
         self.last_is_finite = values.pop("finite")
         self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
-        if not self.last_is_finite:
+        if values["skipped"]:
+            why = "a spike" if self.last_is_finite else "not finite"
             what = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-            self._recorder.say(f"step {step}: {what}: update skipped; its batch is number {step - 1} from 0")
+            self._recorder.say(f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0")
         self._recorder.step(step, step_seconds=seconds, **values)
 
     def resume(self) -> None:

@@ -1,0 +1,148 @@
+"""Loss and gradients that are not finite, or far from those before, in whole runs on this process's devices."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_process import command, steps_of
+
+from maxpipe import train
+from maxpipe.checkpoint.arrays import load
+from maxpipe.checkpoint.record import read_record
+from maxpipe.config import OptimizerConfig
+from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.spikes import SpikeFilter
+
+HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1", "checkpoint.every=2")
+
+
+def run(tmp_path, *words):
+    return train.main(command(tmp_path, *HERE, *words))
+
+
+def checkpoints(tmp_path):
+    return sorted(int(path.name) for path in (tmp_path / "base" / "checkpoints").glob("*"))
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """poison(first, last): the weights of these batches, counted from 0, are not finite."""
+
+    def _poison(first, last):
+        original, served = BatchPlacer.__call__, []
+
+        def call(self, batch):
+            if first <= len(served) <= last:
+                batch = {**batch, "weights": np.full_like(batch["weights"], np.nan)}
+            served.append(None)
+            return original(self, batch)
+
+        monkeypatch.setattr(BatchPlacer, "__call__", call)
+
+    return _poison
+
+
+def test_a_bad_step_is_named_with_its_batch_and_not_saved(tmp_path, poison, capsys):
+    poison(3, 4)
+    assert run(tmp_path, "steps=8", "optimizer.max_consecutive_skips=3") == 0
+    output = capsys.readouterr().out
+    assert "step 4: not finite, update skipped" in output
+    assert "batch 3 counted from 0" in output
+    assert steps_of(tmp_path, "skipped") == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 0, 7: 0, 8: 0}
+    losses = steps_of(tmp_path)
+    assert losses[4] is losses[5] is None
+    assert checkpoints(tmp_path) == [2, 6, 8]
+
+
+def test_a_run_that_stays_bad_ends_with_42_and_keeps_its_last_good_step(tmp_path, poison, capsys):
+    poison(3, 1000)
+    assert run(tmp_path, "steps=100", "optimizer.max_consecutive_skips=3") == 42
+    output = capsys.readouterr().out
+    assert "3 steps in a row were not finite (optimizer.max_consecutive_skips); stopped without saving" in output
+    assert "step 2 is saved" in output.splitlines()[-1]
+    assert checkpoints(tmp_path) == [2]
+
+
+def test_bad_steps_at_the_end_are_not_saved_either(tmp_path, poison):
+    poison(4, 1000)
+    assert run(tmp_path, "steps=5", "optimizer.max_consecutive_skips=3") == 0
+    assert checkpoints(tmp_path) == [2, 4]
+
+
+def judge(values, window=16, deviations=6.0):
+    """Which of some losses are accepted."""
+    spikes = SpikeFilter(OptimizerConfig(spike_window=window, spike_deviations=deviations))
+    history, accepted = spikes.init(), []
+    for value in values:
+        loss = jnp.float32(value)
+        accept, history = spikes(history, loss, jnp.float32(1), jnp.isfinite(loss))
+        accepted.append(bool(accept))
+    return accepted
+
+
+def noise(count):
+    return 3 + 0.1 * np.random.default_rng(0).standard_normal(count)
+
+
+def test_without_a_window_every_finite_step_is_accepted_and_nothing_is_kept():
+    assert SpikeFilter(OptimizerConfig()).init() is None
+    spikes = SpikeFilter(OptimizerConfig())
+    for finite in (True, False):
+        assert spikes(None, jnp.float32(1e30), jnp.float32(1), jnp.bool_(finite)) == (finite, None)
+
+
+def test_only_a_spike_is_rejected_and_only_once_the_window_is_full():
+    values = [*noise(15), 9.0, *noise(40)]
+    assert all(judge(values))
+    values = [*noise(20), 9.0, *noise(40)]
+    assert [i for i, accepted in enumerate(judge(values)) if not accepted] == [20]
+
+
+def test_the_gradient_norm_counts_as_well():
+    spikes = SpikeFilter(OptimizerConfig(spike_window=16))
+    history = spikes.init()
+    for value in noise(20):
+        _, history = spikes(history, jnp.float32(3), jnp.float32(value), jnp.bool_(True))
+    assert not spikes(history, jnp.float32(3), jnp.float32(9), jnp.bool_(True))[0]
+
+
+def test_values_that_are_not_finite_do_not_enter_the_window():
+    values = [*noise(20), np.nan, np.inf, *noise(40)]
+    assert [i for i, accepted in enumerate(judge(values)) if not accepted] == [20, 21]
+
+
+def test_a_new_level_is_accepted_before_it_fills_the_window():
+    values = [*noise(20), *(6 + noise(16))]
+    accepted = judge(values)
+    assert not accepted[20]
+    assert all(accepted[28:])
+
+
+def test_a_ripple_on_a_plateau_is_no_spike():
+    assert all(judge([*np.full(20, 3.0), 3.01, *np.full(20, 3.0)]))
+
+
+def test_the_window_survives_a_restart(tmp_path):
+    words = ("optimizer.spike_window=16", "checkpoint.every=100")
+    assert run(tmp_path / "whole", *words, "steps=6") == 0
+    assert run(tmp_path / "parts", *words, "steps=6", "stop_after=3") == 0
+    assert run(tmp_path / "parts", *words, "steps=6") == 0
+    whole, parts = (final_history(tmp_path / name) for name in ("whole", "parts"))
+    assert whole["history.count"] == 6
+    assert np.count_nonzero(whole["history.values"]) == 12
+    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("windows", [(0, 16), (16, 0), (16, 20)])
+def test_the_filter_may_change_on_a_restart(tmp_path, windows):
+    before, after = (f"optimizer.spike_window={window}" for window in windows)
+    assert run(tmp_path, before, "steps=6", "stop_after=3") == 0
+    assert run(tmp_path, after, "steps=6") == 0
+    assert sorted(steps_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    if windows[1]:
+        assert final_history(tmp_path)["history.count"] == 3
+
+
+def final_history(output_dir):
+    directory = output_dir / "base" / "checkpoints" / "6"
+    leaves = read_record(directory).leaves
+    return dict(load(directory, leaves, dict.fromkeys(("history.values", "history.count"))))
