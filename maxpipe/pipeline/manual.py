@@ -80,13 +80,23 @@ def sum_replicas(gathers: Any, gradients: Params, axes: tuple[str, ...]) -> Para
     """Sums gradients over those of `axes` that do not spread the parameter (over the others they were scattered)."""
 
     def one(gather: Gather, g: jax.Array) -> jax.Array:
-        left = tuple(a for a in axes if a not in gather.axes)
-        return lax.psum(g, left) if left else g
+        return psum(g, tuple(a for a in axes if a not in gather.axes))
 
     return map_gathers(one, gathers, gradients)
 
 
+def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`lax.psum` over those of `axes` that have more than one device.
+
+    Sums over one device each, where only automatic axes have several, fail in XLA's partitioner.
+    """
+    several = tuple(a for a in axes if lax.axis_size(a) > 1)
+    return lax.psum(x, several) if several else x
+
+
 def ring(x: Any, size: int, shift: int) -> Any:
     """Every stage's arrays to the stage `shift` places on."""
+    if size == 1:
+        return x
     pairs = [(s, (s + shift) % size) for s in range(size)]
     return jax.tree.map(partial(lax.ppermute, axis_name="stage", perm=pairs), x)

@@ -23,7 +23,7 @@ from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
 from maxpipe.pipeline.ends import Embedding, Head
 from maxpipe.pipeline.manual import (
-    BATCH_AXES, MANUAL_AXES, Gather, gather_tree, manual_part, map_gathers, sum_replicas,
+    BATCH_AXES, MANUAL_AXES, Gather, gather_tree, manual_part, map_gathers, psum, sum_replicas,
 )  # fmt: skip
 from maxpipe.pipeline.remat._apply import Remat
 from maxpipe.pipeline.residuals import SplitVjp
@@ -130,13 +130,13 @@ class ScheduledPipeline:
         first = jnp.zeros((), jnp.int32)
         split = SplitVjp(stage.chunk, self._activation(stage), *stage.inputs(first, first))
         carry = stage.run(self.plan, split, self._first_carry(stage, self.plan, split))
-        loss = lax.psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
+        loss = psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
         return loss, self._gradients(carry)
 
     def _evaluate(self, batch: Batch, params: Params) -> jax.Array:
         stage = self._stage_program(batch, params, (jnp.ones(()), jnp.ones(())), None)
         carry = stage.run(self.forward_plan, None, self._first_carry(stage, self.forward_plan, None))
-        return lax.psum(carry.loss, MANUAL_AXES)
+        return psum(carry.loss, MANUAL_AXES)
 
     def _stage_program(self, batch: Batch, params: Params, scales: Any, key: jax.Array | None) -> StageProgram:
         layers = jax.tree.map(lambda p: p[:, 0], params["layers"])
