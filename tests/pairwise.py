@@ -20,21 +20,47 @@ def all_cases(factors: Factors) -> Iterator[Case]:
         yield dict(zip(factors, values, strict=True))
 
 
-def legal_pairs(factors: Factors, is_legal: Callable[[Case], bool]) -> set[tuple[str, Any, str, Any]]:
-    """The pairs of values that occur together in at least one legal case of the full product."""
+def rotating_product(
+    factors: Factors, core: Sequence[str], is_legal: Callable[[Case], bool]
+) -> Iterator[Case]:
+    """The full product of the factors in `core`; the others take every legal combination in turn.
+
+    Combinations of the core that are illegal with all others are left out.
+    """
+    others = list(all_cases({name: values for name, values in factors.items() if name not in core}))
+    at = 0
+    for fixed in all_cases({name: factors[name] for name in core}):
+        for _ in others:
+            # A step without a common divisor with the number of combinations visits all of them.
+            at = (at + 89) % len(others)
+            if is_legal(case := fixed | others[at]):
+                yield case
+                break
+
+
+def legal_pairs(
+    factors: Factors, is_legal: Callable[[Case], bool], looks_at: Sequence[str] = ()
+) -> set[tuple[str, Any, str, Any]]:
+    """The pairs of values that occur together in at least one legal case of the full product.
+
+    `looks_at` names the factors that `is_legal` depends on, so that not all others need to be tried; () = all.
+    """
     found = set()
+    tried = {n: values if not looks_at or n in looks_at else values[:1] for n, values in factors.items()}
     for a, b in combinations(factors, 2):
         for x, y in product(factors[a], factors[b]):
-            fixed = dict(factors) | {a: (x,), b: (y,)}
+            fixed = tried | {a: (x,), b: (y,)}
             if any(is_legal(case) for case in all_cases(fixed)):
                 found.add((a, x, b, y))
     return found
 
 
-def covering_array(factors: Factors, is_legal: Callable[[Case], bool]) -> list[Case]:
+def covering_array(
+    factors: Factors, is_legal: Callable[[Case], bool], looks_at: Sequence[str] = ()
+) -> list[Case]:
     """Legal cases in which every legal pair occurs; greedy (AETG, Cohen et al. 1997), always the same."""
     rng = random.Random(0)
-    missing = legal_pairs(factors, is_legal)
+    missing = legal_pairs(factors, is_legal, looks_at)
     cases = []
     while missing:
         candidates = []
