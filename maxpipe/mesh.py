@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, PartitionSpec
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import MESH_AXES, Config
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI launch.
@@ -20,10 +21,15 @@ CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
 
 
 def start_jax(config: Config) -> None:
-    """Configures JAX before its first use: simulated devices, several processes, the compilation cache."""
+    """Configures JAX before its first use: simulated devices, several processes, the compilation cache.
+
+    Raises:
+      ConfigError: the environment's description of the processes is incomplete, or they cannot share the
+        simulated devices evenly.
+    """
     if config.mesh.simulated_devices:
-        jax.config.update("jax_num_cpu_devices", config.mesh.simulated_devices)
-    start_processes()
+        jax.config.update("jax_num_cpu_devices", simulated_share(config.mesh.simulated_devices))
+    start_processes(config.mesh.heartbeat_timeout_seconds)
     cache = compile_cache(config)
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
@@ -37,25 +43,52 @@ def compile_cache(config: Config) -> Path | None:
     return Path(config.compile.cache_dir or Path(config.output_dir) / "compile_cache").absolute()
 
 
-def start_processes() -> None:
+def simulated_share(devices: int) -> int:
+    """Devices that this process simulates of all that the run asks for.
+
+    Raises:
+      ConfigError: they do not divide over the processes.
+    """
+    env = os.environ
+    several = "JAX_COORDINATOR_ADDRESS" in env
+    processes = int(env.get("JAX_NUM_PROCESSES", "1")) if several else _num_slurm_tasks()
+    if devices % processes:
+        message = f"{devices} do not divide over {processes} processes; take a multiple of {processes}"
+        raise ConfigError(Problem("mesh.simulated_devices", message))
+    return devices // processes
+
+
+def start_processes(heartbeat_timeout: int) -> None:
     """`jax.distributed.initialize` if the environment says that this process is one of several.
 
     JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID decide; TPU pods, Slurm and MPI jobs of more
     than one task are recognised by JAX itself.
+
+    Args:
+      heartbeat_timeout: seconds of silence after which a process counts as lost; also how long one waits for
+        the others at the end.
+
+    Raises:
+      ConfigError: one of the variables is missing.
     """
     env = os.environ
+    timeouts = {"heartbeat_timeout_seconds": heartbeat_timeout, "shutdown_timeout_seconds": heartbeat_timeout}
     if "JAX_COORDINATOR_ADDRESS" in env:
         missing = [n for n in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if n not in env]
         if missing:
-            raise ValueError(f"JAX_COORDINATOR_ADDRESS is set, so {' and '.join(missing)} must be set as well")
-        jax.distributed.initialize(
-            env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
-        )
+            names = " and ".join(missing)
+            raise ConfigError(Problem("", f"JAX_COORDINATOR_ADDRESS is set, so {names} must be set as well"))
+        rank = int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
+        jax.distributed.initialize(env["JAX_COORDINATOR_ADDRESS"], *rank, **timeouts)
         return
     pod = len(env.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
-    slurm = int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env
-    if pod or slurm or any(name in env for name in CLUSTER_VARIABLES):
-        jax.distributed.initialize()
+    if pod or _num_slurm_tasks() > 1 or any(name in env for name in CLUSTER_VARIABLES):
+        jax.distributed.initialize(**timeouts)
+
+
+def _num_slurm_tasks() -> int:
+    """Tasks of the Slurm job step that this process belongs to; 1 outside of one."""
+    return int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1
 
 
 def num_slices(devices: Sequence[Any]) -> int:

@@ -7,9 +7,17 @@ import pytest
 from engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.config import MESH_AXES, Config, replace
-from maxpipe.mesh import build_mesh, compile_cache, num_slices, rows_of_this_process, start_processes
+from maxpipe.config import MESH_AXES, Config, ConfigError, replace
+from maxpipe.mesh import (
+    build_mesh,
+    compile_cache,
+    num_slices,
+    rows_of_this_process,
+    simulated_share,
+    start_processes,
+)
 
+TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
 EIGHT = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
 
@@ -94,25 +102,25 @@ class TestStartOfProcesses:
             "SLURM_NTASKS", "SLURM_PROCID", "MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri",
         ):  # fmt: skip
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
+        monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **timeouts: calls.append((*args, timeouts)))
         return calls
 
     def test_one_process_starts_nothing(self, started):
-        start_processes()
+        start_processes(30)
         assert started == []
 
     def test_explicit_variables(self, started, monkeypatch):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
-        start_processes()
-        assert started == [("host:1234", 4, 3)]
+        start_processes(30)
+        assert started == [("host:1234", 4, 3, TIMEOUTS)]
 
     def test_an_incomplete_set_names_what_is_missing(self, started, monkeypatch):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
-        with pytest.raises(ValueError, match="JAX_NUM_PROCESSES"):
-            start_processes()
+        with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES"):
+            start_processes(30)
         assert started == []
 
     @pytest.mark.parametrize(
@@ -130,5 +138,18 @@ class TestStartOfProcesses:
     def test_clusters_that_jax_knows(self, started, monkeypatch, variables, several):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        start_processes()
-        assert started == ([()] if several else [])
+        start_processes(30)
+        assert started == ([(TIMEOUTS,)] if several else [])
+
+    @pytest.mark.parametrize(
+        "variables",
+        [{"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4"}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}],
+        ids=str,
+    )
+    def test_processes_share_simulated_devices_evenly(self, started, monkeypatch, variables):
+        assert simulated_share(6) == 6
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert simulated_share(8) == 2
+        with pytest.raises(ConfigError, match="6 do not divide over 4 processes; take a multiple of 4"):
+            simulated_share(6)

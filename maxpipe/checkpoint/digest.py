@@ -21,7 +21,7 @@ _CHUNK = 1 << 17  # words per step on the host: two temporaries stay in the seco
 
 
 def digests(arrays: dict[str, Any]) -> dict[str, int]:
-    """Digests of all arrays; those of `jax.Array`s are computed where they live, in parallel.
+    """Digests of all arrays; those of `jax.Array`s are computed on their devices, in parallel.
 
     Args:
       arrays: name -> `jax.Array` of any sharding (with several processes: the same global arrays in all of
@@ -30,13 +30,22 @@ def digests(arrays: dict[str, Any]) -> dict[str, int]:
     Returns:
       name -> digest in [0, 2^32).
     """
-    pending = {
-        name: _device_digest(a) if isinstance(a, jax.Array) else _host_digest(a) for name, a in arrays.items()
-    }
+    pending = {name: _start(array) for name, array in arrays.items()}
     # A scalar is whole on every device, so that any local copy is the answer also when others are out of
     # reach.
     local = {name: d.addressable_data(0) if isinstance(d, jax.Array) else d for name, d in pending.items()}
     return {name: int(d) for name, d in jax.device_get(local).items()}
+
+
+def _start(array: Any) -> Any:
+    if not isinstance(array, jax.Array):
+        return _host_digest(array)
+    device_memory = jax.local_devices()[0].default_memory().kind
+    if array.sharding.memory_kind in (None, device_memory):
+        return device_digest(array)
+    on_device = jax.device_put(array, array.sharding.with_memory_kind(device_memory))
+    # One at a time: what was moved to the host may not fit the devices as a whole.
+    return device_digest(on_device).block_until_ready()
 
 
 def _mix(word: Any, multiply: Callable[[Any, int], Any], fold: Callable[[Any, int], Any]) -> Any:
@@ -47,7 +56,8 @@ def _mix(word: Any, multiply: Callable[[Any, int], Any], fold: Callable[[Any, in
     return fold(word, 16)
 
 
-def _device_digest(array: jax.Array) -> jax.Array:
+def device_digest(array: jax.Array) -> jax.Array:
+    """The digest as uint32 scalar; also for use inside a compiled function."""
     if array.size == 0:
         return jnp.uint32(0)
     # 64-bit arrays exist only while x64 is on, whatever the program around us uses.

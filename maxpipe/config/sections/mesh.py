@@ -44,7 +44,12 @@ class MeshConfig:
     ici: AxesConfig = field(default_factory=AxesConfig)
     dcn: AxesConfig = field(default_factory=AxesConfig)
     simulated_devices: int = option(
-        0, "pretend to have so many devices when the backend is CPU; 0 = the real ones", minimum=0
+        0,
+        "pretend to have so many devices, over all processes, when the backend is CPU; 0 = the real ones",
+        minimum=0,
+    )
+    heartbeat_timeout_seconds: int = option(
+        100, "seconds of silence after which a process counts as lost, which ends the others", minimum=5
     )
 
 
