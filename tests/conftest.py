@@ -6,8 +6,6 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 
 def _compilation_cache():
     """A directory that this user alone can write to: programs are loaded from it and run."""
@@ -23,9 +21,3 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compilation_cache()))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-
-
-@pytest.fixture(scope="session")
-def compilation_cache():
-    """The directory of compiled programs, for commands that are started with `compile.cache_dir=`."""
-    return os.environ["JAX_COMPILATION_CACHE_DIR"]

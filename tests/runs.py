@@ -1,6 +1,7 @@
 """Runs of the train command as real processes, on a model of 62 thousand parameters."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,36 +19,34 @@ base: {REPOSITORY}/configs/base.yml
 run_name: tiny
 model: {{embed_dim: 32, num_query_heads: 2, num_kv_heads: 2, mlp_dim: 64}}
 data: {{sequence_length: 32, global_batch_size: 8}}
-eval: {{every: 0}}
-telemetry: {{log_every: 1}}
 """
 
 
 def write_config(directory: Path, **values: object) -> list[str]:
     """The words of a command: a configuration file in `directory`, and its runs in `directory`/runs."""
     file = directory / "tiny.yml"
+    values = {"eval": "{every: 0}", "telemetry": "{log_every: 1}"} | values
     file.write_text(CONFIG + "".join(f"{key}: {value}\n" for key, value in values.items()))
-    return [str(file), f"output_dir={directory / 'runs'}"]
+    cache = f"compile.cache_dir={os.environ['JAX_COMPILATION_CACHE_DIR']}"
+    return [str(file), cache, f"output_dir={directory / 'runs'}"]
 
 
-def start(words: list[str]) -> subprocess.Popen:
-    """Starts the command; stdout and stderr are pipes."""
-    # Output is discarded by who does not read it, so it must not fill a pipe: a run here writes a few kilobytes.
-    return subprocess.Popen(
-        [sys.executable, "-m", "maxpipe.train", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
+def output_dir(words: list[str]) -> Path:
+    """Where the command of `write_config` puts its runs."""
+    return Path(words[-1].partition("=")[2])
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess:
+    """Runs the command to its end."""
+    command = [sys.executable, "-m", "maxpipe.train", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def train(words: list[str], expected_code: int = 0) -> str:
-    """Runs the command to its end and returns what it printed."""
-    process = start(words)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == expected_code, out + err
-    return out + err
+    """Runs the command, checks its exit code and returns what it printed."""
+    process = run(words)
+    assert process.returncode == expected_code, process.stdout + process.stderr
+    return process.stdout + process.stderr
 
 
 def rows(root: Path) -> list[dict]:

@@ -2,10 +2,12 @@
 
 import random
 import shutil
+import signal
 import time
 
 import pytest
-from runs import assert_same_run, checkpoints, losses, saved, start, train, write_config
+from runs import assert_same_run, checkpoints, losses, output_dir, saved, train, write_config
+from training_process import TrainingProcess
 
 STEPS = 120
 STOP = 50
@@ -13,16 +15,17 @@ STOP = 50
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """The command; every run has a name of its own and all share a compilation cache."""
-    return write_config(tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint="{every: 20, keep: 100}")
+    """The command; every run has a name of its own. Killed runs may leave a torn compilation cache: not ours."""
+    directory = tmp_path_factory.mktemp("resume")
+    checkpoint, compiled = "{every: 20, keep: 100}", f"{{cache_dir: {directory / 'compiled'}}}"
+    file, _, output = write_config(directory, steps=STEPS, checkpoint=checkpoint, compile=compiled)
+    return [file, output]
 
 
 @pytest.fixture(scope="module")
 def runs(words):
     """The directory of all runs."""
-    from pathlib import Path
-
-    return Path(words[-1].partition("=")[2])
+    return output_dir(words)
 
 
 @pytest.fixture(scope="module")
@@ -72,24 +75,12 @@ def test_killed_twice_is_the_same_to_the_bit(words, runs, uninterrupted):
 
 
 def kill_after(root, command, step, delay):
-    """SIGKILL some seconds after the row of a step was written."""
-    process = start(command)
-    deadline = time.monotonic() + 300
-    while max(losses_so_far(root), default=0) < step:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    time.sleep(delay)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -9, f"the run ended before it was killed at step {step} + {delay} s"
-
-
-def losses_so_far(root):
-    """Steps in metrics.jsonl of a living run, whose last line may be half written."""
-    file = root / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [int(line.split(",")[0].rpartition(" ")[2]) for line in lines if '"loss"' in line]
+    """SIGKILL some seconds after the line of a step was printed."""
+    with TrainingProcess(root.with_suffix(".log"), command) as process:
+        process.wait_for(f"step {step}/{STEPS}")
+        time.sleep(delay)
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, f"ended before it was killed at step {step} + {delay} s"
 
 
 @pytest.mark.parametrize(

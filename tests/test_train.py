@@ -1,0 +1,220 @@
+"""The train command from end to end, and what bad input gets."""
+
+import shutil
+
+import pytest
+import yaml
+from runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
+
+from maxpipe.train import main
+
+# Eight devices are what the tests' own process has.
+HERE = ["mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """The command of a run of six steps."""
+    directory = tmp_path_factory.mktemp("train")
+    options = {"steps": 6, "checkpoint": "{every: 2, keep: 10}", "eval": "{every: 3}"}
+    return write_config(directory, telemetry="{log_every: 1, profile_steps: [3, 4]}", **options)
+
+
+@pytest.fixture(scope="module")
+def finished(words):
+    """(directory of the finished run, what it printed)."""
+    said = train(words)
+    return output_dir(words) / "tiny", said
+
+
+class TestARunToItsEnd:
+    def test_metrics_have_a_row_for_every_step_counted_from_one(self, finished):
+        root, _ = finished
+        assert sorted(losses(root)) == [1, 2, 3, 4, 5, 6]
+        first = rows(root)[0]
+        expected = "step loss grad_norm learning_rate step_seconds tokens_per_second mfu"
+        assert set(expected.split()) <= set(first)
+        assert first["loss"] == pytest.approx(5.77, abs=0.1)  # ln 320
+        assert losses(root)[6][0] < first["loss"]
+
+    def test_evaluations_are_rows_too(self, finished):
+        evaluations = {row["step"]: row["eval_loss"] for row in rows(finished[0]) if "eval_loss" in row}
+        assert sorted(evaluations) == [3, 6]
+        assert 0 < evaluations[6] < evaluations[3]
+
+    def test_files(self, finished):
+        root, _ = finished
+        assert checkpoints(root) == [2, 4, 6]
+        assert list((root / "tensorboard").glob("events.out.tfevents.*"))
+        assert list((root / "profile").rglob("*.xplane.pb"))
+        assert yaml.safe_load((root / "config.yml").read_text())["model"]["head_dim"] == 16
+
+    def test_the_report_at_the_start_is_short_and_gives_every_decision(self, finished):
+        before_steps = finished[1].partition("\nstep 1/6")[0]
+        assert len(before_steps.splitlines()) <= 25
+        for text in ("stage=2 x fsdp=2", "layers 0, 2", "bubble 20.0 %", "pipeline.engine=circular", "61,728"):
+            assert text in before_steps
+
+    def test_console_lines(self, finished):
+        assert "step 6/6  loss" in finished[1]
+        assert "done: 6 steps" in finished[1]
+
+    def test_starting_it_again_says_so_and_changes_nothing(self, words, finished):
+        root, _ = finished
+        before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
+        assert "is finished" in train(words)
+        assert {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()} == before
+
+    def test_config_of_the_run_starts_the_same_run(self, finished, tmp_path):
+        """config.yml is a complete configuration file."""
+        root, _ = finished
+        train([str(root / "config.yml"), f"output_dir={tmp_path}"])
+        assert losses(tmp_path / "tiny") == losses(root)
+
+    def test_more_steps_go_on_from_the_end(self, words, finished, tmp_path):
+        shutil.copytree(finished[0], tmp_path / "tiny")
+        train([*words, f"output_dir={tmp_path}", "steps=8", "optimizer.decay_steps=6"])
+        assert sorted(losses(tmp_path / "tiny")) == list(range(1, 9))
+        assert checkpoints(tmp_path / "tiny") == [2, 4, 6, 8]
+
+
+def test_sequential_and_pipelined_runs_have_the_same_losses(tmp_path):
+    """Twenty steps from the same seed and data, on four devices each."""
+    words = [*write_config(tmp_path, steps=20, checkpoint="{every: 0}")]
+    train([*words, "run_name=pipelined"])
+    train([*words, "run_name=sequential", "pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4"])
+    pipelined, sequential = (losses(tmp_path / "runs" / name) for name in ("pipelined", "sequential"))
+    assert sorted(pipelined) == list(range(1, 21))
+    for step, (loss, _, rate) in pipelined.items():
+        assert sequential[step][0] == pytest.approx(loss, rel=1e-5), step
+        assert sequential[step][2] == rate
+    assert checkpoints(tmp_path / "runs" / "pipelined") == []
+
+
+def test_a_diverging_run_ends_with_code_42_and_keeps_its_last_sound_checkpoint(tmp_path):
+    """Updates of this size make the loss overflow in the second step."""
+    words = write_config(tmp_path, steps=20, checkpoint="{every: 1, keep: 100}")
+    options = ["optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "optimizer.max_consecutive_skips=3"]
+    said = train([*words, *options], expected_code=42)
+    assert "3 steps in a row were not finite" in said
+    assert "optimizer.learning_rate" in said
+    root = tmp_path / "runs" / "tiny"
+    assert checkpoints(root) == [1]
+    assert int(next(v for name, v in saved(root, 1).items() if name.endswith("skips"))) == 0
+    assert [row["skipped"] for row in rows(root) if "loss" in row][:4] == [False, True, True, True]
+
+
+class TestBadInput:
+    """Exit code 2, the key, no traceback, nothing written."""
+
+    @pytest.fixture
+    def refused(self, tmp_path, capsys):
+        """refused(*words) -> what the command says when it refuses them."""
+        config = write_config(tmp_path, steps=4)
+
+        def _refused(*words):
+            with pytest.raises(SystemExit) as exit_:
+                main([*config, *HERE, *words])
+            assert exit_.value.code == 2
+            said = capsys.readouterr()
+            assert "Traceback" not in said.err
+            assert said.out == ""
+            assert not (tmp_path / "runs").exists()
+            return said.err
+
+        return _refused
+
+    @pytest.mark.parametrize(
+        ("word", "expected"),
+        [
+            ("model.num_layer=4", ["model.num_layer", "model.num_layers"]),
+            ("ici_pipeline_parallelism=4", ["ici_pipeline_parallelism", "mesh.ici.stage"]),
+            ("optimizer.name=adamx", ["optimizer.name", "adamw", "sgd"]),
+            ("pipeline.remat_policy=half", ["pipeline.remat_policy", "full", "minimal", "none"]),
+            ("steps=ten", ["steps", "ten"]),
+            ("model.dropout=1.5", ["model.dropout", "0.99"]),
+            ("model.num_layers=6", ["model.num_layers", "pipeline.num_repeats=3", "layers_per_stage"]),
+            ("data.global_batch_size=12", ["data.global_batch_size", "8", "16"]),
+            ("pipeline.num_microbatches=3", ["pipeline.num_microbatches", "2", "4"]),
+            ("run_name=../elsewhere", ["run_name", "output_dir"]),
+            ("mesh.ici.expert=2", ["mesh.ici.expert"]),
+            ("telemetry.profile_steps=[3,9]", ["telemetry.profile_steps", "steps=4"]),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_of_the_configuration(self, refused, word, expected):
+        said = refused(word)
+        for text in expected:
+            assert text in said
+
+    def test_a_mesh_that_does_not_fit_the_devices_comes_with_three_that_do(self, refused):
+        said = refused("mesh.ici.stage=3", "model.num_layers=6", "data.global_batch_size=24")
+        assert "mesh.ici" in said
+        assert "12" in said
+        assert "8 devices" in said
+        assert said.count("mesh.ici.fsdp=") == 3
+
+    def test_several_problems_come_at_once(self, refused):
+        said = refused("steps=0", "model.mlp_dims=3", "optimizer.schedule=wsdd")
+        for key in ("steps", "model.mlp_dims", "optimizer.schedule"):
+            assert f"config error: {key}" in said
+        assert "3 problems" in said
+
+    def test_a_vocabulary_smaller_than_the_tokenizers(self, refused):
+        said = refused("model.vocab_size=200")
+        assert "model.vocab_size" in said
+        assert "258" in said or "259" in said or "257" in said
+
+    def test_missing_and_empty_data_files(self, refused, tmp_path):
+        assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/none/*.txt")
+        (tmp_path / "empty.txt").write_text("")
+        assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/empty.txt")
+        assert "data.path" in refused("data.source=text")
+
+    def test_evaluation_without_data_for_it(self, refused, tmp_path):
+        """Found at the start, not after the first hundred steps."""
+        (tmp_path / "some.txt").write_text("a document\n" * 50)
+        said = refused("data.source=text", f"data.path={tmp_path}/some.txt", "data.eval_fraction=0", "eval.every=2")
+        assert "eval" in said
+
+    def test_nothing_to_resume(self, refused):
+        assert "checkpoint.resume" in refused("checkpoint.resume=must")
+        assert "checkpoint.resume" in refused("checkpoint.resume=100")
+
+    def test_axis_rules_that_collide(self, refused):
+        said = refused('sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]')
+        assert "sharding.logical_axis_rules" in said
+
+    def test_a_run_directory_of_another_model(self, finished, words, capsys):
+        root, _ = finished
+        before = (root / "config.yml").read_bytes()
+        with pytest.raises(SystemExit) as exit_:
+            main([*words, *HERE, "model.mlp_dim=96", "steps=9"])
+        assert exit_.value.code == 2
+        said = capsys.readouterr().err
+        assert "model.mlp_dim" in said
+        assert "64" in said
+        assert (root / "config.yml").read_bytes() == before
+
+    def test_as_a_process(self, tmp_path):
+        """Before and after JAX's start, as a shell sees it."""
+        config = write_config(tmp_path, steps=4)
+        for word in ("model.num_layer=4", "mesh.simulated_devices=6"):
+            process = run([*config, word])
+            assert process.returncode == 2
+            assert process.stdout == ""
+            assert process.stderr.startswith("config error: ")
+            assert "Traceback" not in process.stderr
+        assert not (tmp_path / "runs").exists()
+
+
+def test_print_config_shows_every_value_with_its_source(words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--print-config", "optimizer.beta2=0.9"])
+    assert exit_.value.code == 0
+    lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert "0.9" in lines["beta2"]
+    assert "command line" in lines["beta2"]
+    assert "tiny.yml" in lines["mlp_dim"]
+    assert "base.yml" in lines["vocab_size"]
+    assert "default" in lines["grad_clip_norm"]
