@@ -16,7 +16,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "scan_pipeline_repeats": (NONE, "MaxText does not read it either"),
     "set_remat_policy_on_pipeline_iterations": (NONE, "pipeline.remat_policy acts on the layers"),
     "set_remat_policy_on_layers_per_stage": ("pipeline.remat_policy", "it acts on the layers of each stage"),
-    "scan_layers": ("pipeline.scan_layers_per_stage", "the layers of a chunk; sequential is one chunk"),
+    "scan_layers": ("pipeline.scan_layers_per_stage", "the layers of a chunk; the sequential engine always scans"),
     "param_scan_axis": (NONE, "checkpoints always keep layers in dimension 0"),
     "remat_policy": ("pipeline.remat_policy", "fewer policies"),
     # mesh

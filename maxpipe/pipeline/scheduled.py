@@ -113,7 +113,8 @@ class ScheduledPipeline:
         index, side, key = rest
         layer_fn = layer_function(self._program, self._prepare_layer, padded=not self._layout.is_even)
         scan = self._parts.config.scan_layers_per_stage
-        return apply_layers(self._remat.layer(layer_fn), weights, index, x, side, key, scan=scan)
+        layer_fn = self._remat.layer(layer_fn, is_only=self._layout.layers_per_stage == 1)
+        return apply_layers(layer_fn, weights, index, x, side, key, scan=scan)
 
     def _head_loss(
         self, outer: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
@@ -142,7 +143,7 @@ class ScheduledPipeline:
         layers = jax.tree.map(lambda p: p[:, 0], params["layers"])
         outer = self._outer(params)
         if self._gather_once:
-            layers = map_gathers(lambda g, p: g.whole(p, skip=2), self._gathers["layers"], layers)
+            layers = map_gathers(lambda g, p: g.whole(p, leading=(None, None)), self._gathers["layers"], layers)
             outer = map_gathers(lambda g, p: g.whole(p), self._outer(self._gathers), outer)
         table = self._program.specs["embed"]["embedding"]
         return StageProgram(
@@ -193,7 +194,7 @@ class ScheduledPipeline:
         layers, outer = carry.layers, carry.head
         gathers = self._outer(self._gathers)
         if self._gather_once:
-            layers = map_gathers(lambda g, x: g.scatter(x, skip=2), self._gathers["layers"], layers)
+            layers = map_gathers(lambda g, x: g.scatter(x, leading=(None, None)), self._gathers["layers"], layers)
             outer = map_gathers(lambda g, x: g.scatter(x), gathers, outer)
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)
         outer = sum_replicas(gathers, outer, MANUAL_AXES)

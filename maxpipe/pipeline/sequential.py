@@ -29,7 +29,6 @@ class SequentialPipeline:
         layer_fn = layer_function(parts.program, self._prepare, padded=False)
         self._layer_fn = checkpoint(layer_fn, REMAT.get(parts.config.remat_policy)(parts.config))
         self._num_layers = parts.layout.num_layers
-        self._scan = parts.config.scan_layers_per_stage
 
     def _prepare(self, layer: Params) -> Params:
         return self.weights.gather_layer(self._program.cast(layer))
@@ -80,7 +79,7 @@ class SequentialPipeline:
         x = self._rules.constrain(self._program.embed(outer, batch["tokens"]), axes)
         x, aux = apply_layers(
             self._layer_fn, params["layers"], jnp.asarray(self.layer_index()), x,
-            microbatches.side_inputs(batch), key, scan=self._scan,
+            microbatches.side_inputs(batch), key, scan=True,
         )  # fmt: skip
         head = checkpoint(self._program.head_loss, Kept())
         loss, cross_entropy = head(outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"])

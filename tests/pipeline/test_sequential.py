@@ -48,7 +48,7 @@ def test_equals_a_plain_loop_over_layers():
         {"pipeline.num_microbatches": 16, "pipeline.remat_policy": "minimal"},
         {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.remat_policy": "none"},
         {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
-        {"mesh.ici.data": 4, "pipeline.num_microbatches": 4, "pipeline.scan_layers_per_stage": False},
+        {"mesh.ici.data": 4, "pipeline.num_microbatches": 4},
     ],
     ids=lambda values: "-".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items()),
 )

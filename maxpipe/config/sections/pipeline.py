@@ -53,9 +53,17 @@ class PipelineConfig:
         "auto", "skip idle slots instead of computing them masked", choices=("auto", "true", "false")
     )
     fsdp_gather: str = option(
-        "per_iteration", "how often FSDP weights are gathered", choices=("per_iteration", "once")
+        "per_iteration",
+        "how often FSDP weights are gathered, and their gradients reduced",
+        choices=("per_iteration", "per_repeat", "once"),
     )
-    scan_layers_per_stage: bool = option(True, "scan over the layers of a chunk; false = unroll them")
+    scan_iterations: bool = option(True, "iterations in a loop; false = copies, which compile slowly")
+    scan_repeats: bool = option(
+        True, "with fsdp_gather per_repeat or once, repeats in a loop; false = copies"
+    )
+    scan_layers_per_stage: bool = option(
+        False, "loop over the layers of a chunk: compiles faster, holds more memory; false = unroll them"
+    )
     remat_policy: str = option("full", "what the backward recomputes", variants="maxpipe.pipeline.remat")
     remat_iterations: bool = option(
         True, "remat_policy says what an iteration keeps; false = it keeps every intermediate value"

@@ -7,7 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.pipeline.remat import REMAT, Kept
+from maxpipe.pipeline.remat import MATMULS, REMAT, Kept
 
 Function = Callable[..., Any]
 
@@ -31,8 +31,9 @@ def checkpoint(f: Function, kept: Kept) -> Function:
 class Remat:
     """What is recomputed in the backward of a pipeline's iteration, and of each layer within it.
 
-    With `remat_iterations` the policy says what an iteration keeps of all its layers; their remaining intermediate
-    values then come back all at once. With `remat_layers` they come back one layer at a time, from that layer's input: kept
+    With `remat_iterations` the policy says what an iteration keeps of all its layers. The backward computes the rest again
+    for all layers at once; where there are several, only results of matrix products are held between them, and what
+    is cheap is computed once more layer by layer. With `remat_layers` they come back one layer at a time, from that layer's input: kept
     if iterations are not rematerialised, and recomputed (a second time through the layer) if they are. With neither, an
     iteration keeps every intermediate value.
     """
@@ -49,10 +50,15 @@ class Remat:
             return checkpoint(f, Kept(everything=True))
         return checkpoint(f, Kept((*self._kept.device, LAYER_INPUT), self._kept.host))
 
-    def layer(self, f: Function) -> Function:
-        """Wraps one layer, called as f(parameters, index, x, side inputs, key)."""
+    def layer(self, f: Function, *, is_only: bool) -> Function:
+        """Wraps one layer, called as f(parameters, index, x, side inputs, key).
+
+        Args:
+          f: the layer.
+          is_only: whether an iteration has a single layer.
+        """
         if not self._layers:
-            return f
+            return f if is_only or self._kept.everything else checkpoint(f, Kept(MATMULS))
         inner = checkpoint(f, self._kept)
 
         def named(layer: Any, index: Any, x: Any, side: Any, key: Any) -> Any:
