@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.resume import choose
 from maxpipe.checkpoint.run_directory import RunDirectory
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader, make_loader
@@ -21,7 +22,7 @@ from maxpipe.pipeline.contract import Parts, Pipeline
 from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.scheduled import ScheduledPipeline
 from maxpipe.pipeline.schedules._load import load_schedule
-from maxpipe.pipeline.schedules._table import Table
+from maxpipe.pipeline.schedules._table import ScheduleError, Table
 from maxpipe.pipeline.sequential import SequentialPipeline
 from maxpipe.sharding import AxisRules
 from maxpipe.telemetry.chips import chip_for
@@ -34,7 +35,7 @@ from maxpipe.training.loop import Run
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.supervision import Supervision
 
-PIPELINES: dict[str, Callable[..., Pipeline]] = {
+PIPELINES: dict[str, Callable[[Parts], Pipeline]] = {
     "sequential": SequentialPipeline,
     "circular": CircularPipeline,
     "scheduled": ScheduledPipeline,
@@ -81,10 +82,16 @@ def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lam
       config: resolved; `pipeline.engine` is no longer auto.
       mesh: from `maxpipe.mesh.build_mesh`.
       say: called with each automatic decision.
+
+    Raises:
+      ConfigError: the schedule cannot be built, or does not run on this engine.
     """
-    parts = build_parts(config, mesh, say=say)
+    try:
+        parts = build_parts(config, mesh, say=say)
+        pipeline = PIPELINES[config.pipeline.engine](parts)
+    except ScheduleError as error:
+        raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     specs = parts.program.specs
-    pipeline = PIPELINES[config.pipeline.engine](parts)
     return SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
 
 

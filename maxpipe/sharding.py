@@ -37,10 +37,15 @@ class AxisRules:
         Raises:
           ConfigError: a logical axis has no rule, or two dimensions claim the same mesh axis.
         """
+        return self._spec(axes, shape, ())
+
+    def _spec(
+        self, axes: Sequence[str | None], shape: Sequence[int] | None, manual: Collection[str]
+    ) -> PartitionSpec:
         taken: dict[str, str] = {}
         entries: list[Any] = []
         for i, name in enumerate(axes):
-            mesh_axes = self._mesh_axes(name)
+            mesh_axes = tuple(axis for axis in self._mesh_axes(name) if axis not in manual)
             if shape is not None:
                 mesh_axes = self._dividing(mesh_axes, shape[i], name or "")
             for axis in mesh_axes:
@@ -56,8 +61,14 @@ class AxisRules:
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def constrain(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        """Asks the partitioner to lay `x` out by its logical axes."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+        """Asks the partitioner to lay `x` out by its logical axes.
+
+        Inside a `jax.shard_map` that is manual over some mesh axes, `x` is a device's part over those, and the others
+        are asked for.
+        """
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        spec = self._spec(axes, x.shape, manual)
+        return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(self.mesh, spec))
 
     def size(self, axis: str) -> int:
         """Number of shards of a dimension with this logical axis."""
@@ -81,7 +92,8 @@ class AxisRules:
                 kept.append(axis)
                 parts *= self.mesh.shape[axis]
             else:
-                text = f"axis {name!r} of size {size} stays whole over mesh axis {axis!r} of size {self.mesh.shape[axis]}"
+                axis_size = self.mesh.shape[axis]
+                text = f"axis {name!r} of size {size} stays whole over mesh axis {axis!r} of size {axis_size}"
                 if text not in self._said:
                     self._said.add(text)
                     self._say(text + ", which does not divide it")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -60,7 +61,7 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(y, n) for y, n in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
         if self.has_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        freq = jnp.asarray(self.freq, jnp.float32)
+        freq = np.asarray(self.freq, np.float32)
         return rotate(q, positions, freq), rotate(k, positions, freq), v
 
     def __call__(self, x_BTD: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:

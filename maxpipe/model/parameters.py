@@ -56,8 +56,8 @@ def split_module(make: Callable[[], nnx.Module]) -> tuple[Callable[..., Any], di
       make: builds the module; called under `nnx.eval_shape`, so nothing is allocated.
 
     Returns:
-      (apply, specs): `apply(params, *args, method=None, **kwargs)` calls the module (or a method of it) with `params`, a
-      nested dict with the structure of `specs`.
+      (apply, specs): `apply(params, *args, method=None, **kwargs)` calls the module (or a method of it) with `params`,
+      a nested dict with the structure of `specs`.
     """
     graph, state = nnx.split(nnx.eval_shape(make))
     variables, _ = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))

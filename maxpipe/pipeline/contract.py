@@ -42,16 +42,19 @@ class Parts:
 
 
 class Pipeline(Protocol):
-    """Runs the model over its stages. Parameters: {"embed", "layers", "head"}, layer leaves as `layer_axes` says.
+    """Runs the model over its stages. Parameters: {"embed", "layers", "head"}, layer leaves as `layer_axes` says."""
 
-    Attributes:
-      layer_axes: logical axes of the leading dimensions of live layer parameters.
-      to_canonical, from_canonical: one layer leaf, live layout <-> [num_layers, ...].
-    """
+    @property
+    def layer_axes(self) -> tuple[str, ...]:
+        """Logical axes of the leading dimensions of live layer parameters."""
 
-    layer_axes: tuple[str, ...]
-    to_canonical: Callable[[jax.Array], jax.Array]
-    from_canonical: Callable[[jax.Array], jax.Array]
+    @property
+    def to_canonical(self) -> Callable[[jax.Array], jax.Array]:
+        """One layer leaf, live layout -> [num_layers, ...] in model order."""
+
+    @property
+    def from_canonical(self) -> Callable[[jax.Array], jax.Array]:
+        """The inverse of `to_canonical`."""
 
     def layer_index(self) -> Any:
         """int32 array over the leading dimensions: each layer's index in model order, num_layers for padding."""

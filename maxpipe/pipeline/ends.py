@@ -22,8 +22,8 @@ class Embedding:
     """Lookup in a table [V, D] whose columns are spread over devices, without ever gathering the table.
 
     Every device looks up its columns for the tokens of all the devices that it shares the table with; then rows and
-    columns change places. That moves activations of one microbatch instead of a vocabulary, and the gradient
-    of a table column arises where the column lives.
+    columns change places. That moves activations of one microbatch instead of a vocabulary, and the gradient of a
+    table column arises where the column lives.
 
     Args:
       spec: PartitionSpec of the table; its rows are whole.
@@ -36,7 +36,7 @@ class Embedding:
         self._dtype = dtype
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Local columns of the table, this data shard's tokens int32 [B, T] -> activations [B, T, D], on every stage."""
+        """Local columns of the table, tokens int32 [B, T] of this data shard -> [B, T, D], on every stage."""
         x = table[self._all_tokens(tokens)].astype(self._dtype)
         for axis in reversed(self._axes):
             if axis in BATCH_AXES:
@@ -95,10 +95,14 @@ class Head:
         """
         mine = lax.axis_index("stage")
         x = _deal(self._padded(y.reshape(-1, y.shape[-1])), source=self._num_stages - 1)
-        parts = (self._padded(a.reshape(-1)).reshape(self._num_stages, -1)[mine] for a in (targets, weights))
-        return x, *parts
+        my_targets, my_weights = (
+            self._padded(a.reshape(-1)).reshape(self._num_stages, -1)[mine] for a in (targets, weights)
+        )
+        return x, my_targets, my_weights
 
-    def losses(self, outer: Params, y: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def losses(
+        self, outer: Params, y: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """(loss sum, cross-entropy sum) of this stage's share."""
         return self._head_loss(outer, *self.share(y, targets, weights))
 

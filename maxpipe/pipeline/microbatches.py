@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 Batch = dict[str, jax.Array]
+ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # [B, T] each
 SIDE = ("positions", "segment_ids", "sequence_index")
 
 

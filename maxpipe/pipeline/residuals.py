@@ -1,10 +1,10 @@
 """Splitting a vjp over time: run the forward now, keep only what depends on the activation, run the backward later.
 
 A vjp's residuals fall into two classes. Those that depend on the activation (saved intermediate values) must be kept
-from the forward to the backward. Those that do not (weights, their casts and gathered copies, masks, dropout bits) can be
-computed again from the inputs that are still at hand; keeping them would hold a copy of the weights for every unit in
-flight. Identity of tracers does not tell the classes apart, since casts and loops make new values out of weights, so the
-dependence is read off the jaxpr.
+from the forward to the backward. Those that do not (weights, their casts and gathered copies, masks, dropout bits)
+can be computed again from the inputs that are still at hand; keeping them would hold a copy of the weights for every
+unit in flight. Identity of tracers does not tell the classes apart, since casts and loops make new values out of
+weights, so the dependence is read off the jaxpr.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ class SplitVjp:
             return y, residuals
 
         jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(x, weights, rest)
-        self._outputs = jax.tree.structure(shapes[0])
+        self._outputs: Any = jax.tree.structure(shapes[0])
         self._vjp = found["vjp"]
         num_outputs = self._outputs.num_leaves
         depends = dependence(jaxpr.jaxpr, [True] + [False] * (len(jaxpr.jaxpr.invars) - 1))[num_outputs:]
@@ -74,8 +74,7 @@ def dependence(jaxpr: Jaxpr, tainted: Sequence[bool]) -> list[bool]:
     Loops, conditionals and calls are looked into, so that an output of a scan that only passes weights through is
     told from one that carries activations.
     """
-    taint = {v: t for v, t in zip(jaxpr.invars, tainted, strict=True)}
-    taint |= {v: False for v in jaxpr.constvars}
+    taint = dict(zip(jaxpr.invars, tainted, strict=True)) | dict.fromkeys(jaxpr.constvars, False)
 
     def of(v: Any) -> bool:
         return not isinstance(v, Literal) and taint[v]
@@ -107,7 +106,8 @@ def _outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
 
 def _scan(params: Any, inputs: list[bool]) -> list[bool]:
     num_consts, num_carry = params["num_consts"], params["num_carry"]
-    consts, carry, xs = inputs[:num_consts], inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+    consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    xs = inputs[num_consts + num_carry :]
     while True:
         outputs = dependence(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
         grown = [a or b for a, b in zip(carry, outputs[:num_carry], strict=True)]

@@ -52,7 +52,8 @@ class SequentialPipeline:
             return loss_sum / weight + aux / num_sequences
 
         def accumulate(total: tuple[jax.Array, Params], micro: Batch) -> tuple[tuple[jax.Array, Params], None]:
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, jax.value_and_grad(loss)(params, micro)), None
+            found = jax.value_and_grad(loss)(params, micro)
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, found), None
 
         if self._num_microbatches == 1:
             value, gradients = jax.value_and_grad(loss)(params, batch)

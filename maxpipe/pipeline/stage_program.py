@@ -120,7 +120,8 @@ class StageProgram:
             carry, head_gradient = self._head(split is not None, carry, row, y)
         if facts.has_B:
             assert split is not None
-            carry, dx = self._backward(facts, split, carry, row, kept or self._read_residuals(carry, row), head_gradient)
+            kept = kept or self._read_residuals(carry, row)
+            carry, dx = self._backward(facts, split, carry, row, kept, head_gradient)
         if facts.stores_head_gradient:
             assert head_gradient is not None
             gradients = _write(carry.gradients, row["head_gradient_slot"], head_gradient)
@@ -141,7 +142,8 @@ class StageProgram:
             return (self.chunk(x, weights, rest), []) if split is None else split.forward(x, weights, rest)
 
         (y, aux), kept = self._unless_idle(row["f_active"], compute, x, weights, rest)
-        residuals = [_write(store, row["residual_slot_f"], value) for store, value in zip(carry.residuals, kept, strict=True)]
+        slot = row["residual_slot_f"]
+        residuals = [_write(store, slot, value) for store, value in zip(carry.residuals, kept, strict=True)]
         aux = carry.aux + jnp.where(row["f_active"], aux, 0)
         return carry._replace(residuals=residuals, aux=aux), y
 

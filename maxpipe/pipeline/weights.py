@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from maxpipe.model.parameters import ParamSpec, Params, map_specs
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.sharding import AxisRules, without
 
 # Mesh axes over which a parameter is spread to save memory; compute needs it whole over them.
@@ -45,7 +45,7 @@ class Weights:
 
     def gather_layer(self, layer: Params) -> Params:
         """One layer's parameters, whole over the storage axes; the transpose scatters the gradient again."""
-        return map_specs(lambda spec, p: self._gather(spec, p), self._specs["layers"], layer)
+        return map_specs(self._gather, self._specs["layers"], layer)
 
     def gather_stacked(self, layers: Params) -> Params:
         """All live layers' parameters, whole over fsdp and still split over the stages."""
@@ -58,7 +58,7 @@ class Weights:
 
     def gather_outer(self, params: Params) -> Params:
         """{"embed", "head"} of `params`, whole over the storage axes."""
-        return {n: map_specs(lambda spec, p: self._gather(spec, p), self._specs[n], params[n]) for n in ("embed", "head")}
+        return {n: map_specs(self._gather, self._specs[n], params[n]) for n in ("embed", "head")}
 
     def _gather(self, spec: ParamSpec, p: jax.Array) -> jax.Array:
         at_rest = self._rules.spec(spec.axes, spec.shape)

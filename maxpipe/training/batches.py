@@ -32,7 +32,8 @@ class BatchPlacer:
             return {name: self._place(x) for name, x in batch.items()}
 
     def _place(self, local: np.ndarray) -> jax.Array:
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             rows = range(*index[0].indices(self._num_rows))
             return local[[self._position[row] for row in rows]][:, index[1]]
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.model import parameters
+from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.contract import Batch, Metrics, Pipeline
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding import AxisRules
@@ -63,7 +64,7 @@ class SpmdEngine:
         self._whole = NamedSharding(rules.mesh, PartitionSpec())
         self._abstract = jax.eval_shape(self._new_state, jax.random.key(0))
         self._shardings = map_by_parameter(self._like_parameter, self._abstract, self._param_shardings, self._whole)
-        batch = {n: NamedSharding(rules.mesh, self.batch_spec) for n in ("tokens", "targets", "positions", "segment_ids", "weights")}
+        batch = dict.fromkeys(microbatches.ARRAYS, NamedSharding(rules.mesh, self.batch_spec))
         self.jitted_step = jax.jit(
             partial(train_step, pipeline.loss_and_gradients, optimizer),
             in_shardings=(self._shardings, batch), out_shardings=(self._shardings, self._whole), donate_argnums=0,
@@ -155,7 +156,8 @@ def to_host(leaf: jax.Array) -> Any:
     """A copy that later steps cannot overwrite: NumPy, or with several processes an array in host memory."""
     if leaf.is_fully_addressable:
         return np.array(leaf)
-    kinds = {m.kind for m in next(iter(leaf.sharding.device_set)).addressable_memories()}
+    device: Any = next(iter(leaf.sharding.device_set))
+    kinds = {memory.kind for memory in device.addressable_memories()}
     if "pinned_host" in kinds:
         return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
     return jnp.copy(leaf)

@@ -40,10 +40,11 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         num_parameters=parameters,
         parameter_bytes=parameters * jnp.dtype(config.model.param_dtype).itemsize,
         stage_layers=[[i for chunk in layout.stage_layers(s) for i in chunk] for s in stages],
-        schedule=f"{config.pipeline.schedule} on the {config.pipeline.engine} engine" if pipelined else "sequential engine",
+        schedule=f"{config.pipeline.schedule} on the {config.pipeline.engine} engine" if pipelined else "sequential",
         num_microbatches=config.pipeline.num_microbatches,
         bubble=simulate(build_table(config)).bubble_fraction if pipelined else 0.0,
-        data=f"{data.source}, {data.tokenizer} tokens, {data.global_batch_size} x {data.sequence_length} = {tokens} a step",
+        data=f"{data.source}, {data.tokenizer} tokens, "
+        f"{data.global_batch_size} x {data.sequence_length} = {tokens} a step",
         steps=config.steps,
         resumed_step=step or None,
         decisions=decisions,

@@ -1,5 +1,6 @@
 """Pre-norm decoder block of the Llama family: attention, then gated MLP, each added to the residual stream."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,10 +21,10 @@ class LlamaBlock(nnx.Module):
 
     def __init__(self, config: ModelConfig, attention: AttentionFn):
         self.rate = config.dropout
-        norm = {"eps": config.norm_eps, "dtype": config.param_dtype}
-        self.attention_norm = RMSNorm(config.embed_dim, **norm)
+        norm = partial(RMSNorm, config.embed_dim, eps=config.norm_eps, dtype=config.param_dtype)
+        self.attention_norm = norm()
         self.attention = Attention(config, attention)
-        self.mlp_norm = RMSNorm(config.embed_dim, **norm)
+        self.mlp_norm = norm()
         self.mlp = GatedMLP(config)
 
     def __call__(

@@ -36,8 +36,10 @@ class Splash:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
         block = largest_block(sequence_length, config.attention_block_size)
-        names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-        sizes = splash.BlockSizes(**{f"block_{name}": block for name in names})
+        sizes = splash.BlockSizes(
+            block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+            block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+        )  # fmt: skip
 
         def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
             _, T, H, C = q.shape
