@@ -1,0 +1,63 @@
+"""Layouts, schedules and runs from configurations."""
+
+import pytest
+from engines import make_mesh, tiny
+
+from maxpipe.builder import PIPELINES, build_engine, build_layout, build_parts, build_table
+from maxpipe.config import ConfigError
+from maxpipe.config.sections.pipeline import ENGINES
+from maxpipe.pipeline.schedules._csv import to_csv
+
+PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
+
+
+def test_every_engine_of_the_configuration_is_built():
+    assert set(PIPELINES) == set(ENGINES) - {"auto"}
+
+
+def test_even_layers():
+    layout = build_layout(tiny(**PIPELINE, **{"pipeline.num_repeats": 2}))
+    assert layout.shape == (2, 2, 2)
+    assert layout.is_even
+
+
+def test_uneven_layers():
+    layout = build_layout(tiny(**PIPELINE, **{"pipeline.layers_per_stage": [1, 3, 3, 1]}))
+    assert layout.chunk_sizes == (1, 3, 3, 1)
+    assert layout.shape == (2, 2, 3)
+
+
+def test_without_a_pipeline_there_is_one_stage_and_no_schedule():
+    config = tiny(**{"pipeline.engine": "sequential", "model.num_layers": 3})
+    assert build_layout(config).shape == (1, 1, 3)
+    assert build_parts(config, make_mesh(config)).table is None
+
+
+def test_table_has_the_sizes_and_the_delay_of_the_configuration():
+    plain = build_table(tiny(**PIPELINE))
+    delayed = build_table(tiny(**PIPELINE, **{"pipeline.delay_activation_forwarding": True}))
+    assert (plain.num_stages, plain.num_microbatches, plain.num_repeats) == (2, 4, 4)
+    assert delayed.num_ticks > plain.num_ticks
+
+
+def test_a_table_may_come_from_a_file(tmp_path):
+    config = tiny(**PIPELINE, **{"pipeline.schedule": "lockstep_1f1b", "pipeline.num_repeats": 2})
+    (tmp_path / "mine.csv").write_text(to_csv(build_table(config)))
+    again = tiny(**PIPELINE, **{"pipeline.schedule": str(tmp_path / "mine.csv"), "pipeline.num_repeats": 2})
+    assert again.pipeline.engine == "scheduled"
+    assert build_table(again).num_ticks == build_table(config).num_ticks
+
+
+def test_a_wrong_table_is_a_configuration_error_that_names_file_and_key(tmp_path):
+    file = tmp_path / "wrong.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    config = tiny(**PIPELINE, **{"pipeline.schedule": str(file), "pipeline.num_repeats": 1})
+    with pytest.raises(ConfigError, match=r"pipeline\.schedule=.*wrong\.csv"):
+        build_engine(config, make_mesh(config))
+
+
+def test_decisions_are_said():
+    said = []
+    config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
+    build_engine(config, make_mesh(config), say=said.append)
+    assert any("'kv_heads' of size 2 stays whole" in line for line in said)
