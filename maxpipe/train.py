@@ -38,9 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         start_jax(arguments.loaded.config)
         import jax
 
-        devices = jax.devices()
-        config = resolve(arguments.loaded, len(devices), num_slices(devices))
-        return run(config, arguments.loaded, build_mesh(config), supervision)
+        from maxpipe.training.failure import failing_fast
+
+        with failing_fast():
+            devices = jax.devices()
+            config = resolve(arguments.loaded, len(devices), num_slices(devices))
+            return run(config, arguments.loaded, build_mesh(config), supervision)
 
 
 def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision | None" = None) -> int:

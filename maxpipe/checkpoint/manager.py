@@ -1,6 +1,7 @@
 """`Checkpointer`: asynchronous, atomic, verified checkpoints of a run, on Orbax."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -151,7 +152,7 @@ class Checkpointer:
 
         if self._orbax is None:
             self._abandon_from(step)
-            self._orbax = ocp.CheckpointManager(
+            self._orbax = _manager_class()(
                 self._directory,
                 item_handlers={
                     ARRAYS: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),
@@ -229,3 +230,21 @@ class Checkpointer:
     def _say(self, message: str) -> None:
         if jax.process_index() == 0:
             self._report(message)
+
+
+@functools.cache
+def _manager_class() -> type["ocp.CheckpointManager"]:
+    import orbax.checkpoint as ocp
+
+    class Manager(ocp.CheckpointManager):
+        """Orbax's manager, without its questions about preemption.
+
+        It asks JAX's preemption service about the step being saved, also from the thread that commits it, while the
+        loop asks about later steps. The service takes the latest question for the step the process stands at, and
+        would have the processes agree on one that has passed.
+        """
+
+        def reached_preemption(self, step: int) -> bool:
+            return False
+
+    return Manager
