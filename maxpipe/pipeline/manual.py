@@ -16,6 +16,8 @@ from maxpipe.sharding import only
 MANUAL_AXES = ("stage", "data", "fsdp")
 BATCH_AXES = ("data", "fsdp")
 
+Array2Array = Callable[[jax.Array], jax.Array]
+
 
 def manual_part(spec: PartitionSpec) -> PartitionSpec:
     """A PartitionSpec reduced to the manual axes."""
@@ -33,6 +35,7 @@ class Gather:
 
     def __init__(self, spec: PartitionSpec, param_dtype: Any, dtype: Any):
         self._dtype = dtype
+        self._spec = spec
         self._dims: list[tuple[int, tuple[str, ...]]] = []
         for dim, entry in enumerate(manual_part(spec)):
             if entry is not None:
@@ -48,22 +51,50 @@ class Gather:
         """The whole parameter in `dtype`; differentiable: the gradient is summed in float32 and scattered."""
         return self._differentiable(shard)
 
-    def whole(self, shard: jax.Array, skip: int = 0) -> jax.Array:
-        """As `__call__`, for an array with `skip` leading dimensions, without a gradient of its own."""
-        x = shard.astype(self._dtype) if jnp.issubdtype(shard.dtype, jnp.floating) else shard
-        for dim, axes in self._dims:
-            for axis in reversed(axes):
-                x = lax.all_gather(x, axis, axis=dim + skip, tiled=True)
-        return x
+    def whole(self, shard: jax.Array, leading: tuple[str | None, ...] = ()) -> jax.Array:
+        """As `__call__`, without a gradient of its own.
 
-    def scatter(self, gradient: jax.Array, skip: int = 0) -> jax.Array:
-        """Sums a whole parameter's gradient over the axes that spread it; each device keeps its shard, float32."""
+        Args:
+          shard: may have leading layer dimensions.
+          leading: for each of them the partitioner's mesh axis that splits it, or None.
+        """
+        x = shard.astype(self._dtype) if jnp.issubdtype(shard.dtype, jnp.floating) else shard
+
+        def gather(x: jax.Array) -> jax.Array:
+            for dim, axes in self._dims:
+                for axis in reversed(axes):
+                    x = lax.all_gather(x, axis, axis=dim + len(leading), tiled=True)
+            return x
+
+        return self._partwise(gather, leading)(x)
+
+    def scatter(self, gradient: jax.Array, leading: tuple[str | None, ...] = ()) -> jax.Array:
+        """Sums a whole parameter's gradient over the axes that spread it; each device keeps its shard, float32.
+
+        Leading layer dimensions as in `whole`.
+        """
         # Sums are float32 for accuracy; bfloat16 ones also abort XLA's CPU backend in partially manual programs.
         x = gradient.astype(jnp.float32)
-        for dim, axes in self._dims:
-            for axis in axes:
-                x = lax.psum_scatter(x, axis, scatter_dimension=dim + skip, tiled=True)
-        return x
+
+        def reduce(x: jax.Array) -> jax.Array:
+            for dim, axes in self._dims:
+                for axis in axes:
+                    x = lax.psum_scatter(x, axis, scatter_dimension=dim + len(leading), tiled=True)
+            return x
+
+        return self._partwise(reduce, leading)(x)
+
+    def _partwise(self, f: Array2Array, leading: tuple[str | None, ...]) -> Array2Array:
+        """`f` on each device's part over the partitioner's axes.
+
+        The partitioner does not split the operand of a collective written by hand: it would gather it first.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1}
+        spec = only(PartitionSpec(*leading, *self._spec), automatic)
+        if not self._dims or not any(spec):
+            return f
+        return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=automatic, check_vma=False)
 
 
 def map_gathers(f: Callable[..., Any], gathers: Any, *trees: Any) -> Any:

@@ -17,13 +17,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.model.parameters import ParamSpec, Params, map_specs
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
 from maxpipe.pipeline.ends import Embedding, Head
 from maxpipe.pipeline.manual import (
-    BATCH_AXES, MANUAL_AXES, Gather, gather_tree, manual_part, map_gathers, psum, sum_replicas,
+    BATCH_AXES,
+    MANUAL_AXES,
+    Gather,
+    gather_tree,
+    manual_part,
+    map_gathers,
+    psum,
+    sum_replicas,
 )  # fmt: skip
 from maxpipe.pipeline.remat._apply import Remat
 from maxpipe.pipeline.residuals import SplitVjp
