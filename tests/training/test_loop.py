@@ -1,0 +1,173 @@
+"""The order of the loop, with parts that only take notes."""
+
+import numpy as np
+import pytest
+from engines import tiny
+
+from maxpipe.training import loop
+from maxpipe.training.loop import DIVERGED, DONE, Run, train
+
+
+class Engine:
+    """The state is the number of steps; the steps in `bad` are not finite."""
+
+    def __init__(self, notes, bad):
+        self.notes, self.bad = notes, bad
+
+    def step(self, state, batch):
+        assert batch == state, "the state after step N takes batch N"
+        finite = state + 1 not in self.bad
+        self.notes.append(f"step {state + 1}")
+        numbers = dict.fromkeys(("loss", "grad_norm", "learning_rate"), np.float32(state + 1 if finite else np.nan))
+        return state + 1, numbers | {"finite": np.bool_(finite), "skipped": np.int32(not finite)}
+
+    def to_canonical(self, state):
+        return f"state {state}"
+
+
+class Loader:
+    """Batches 0, 1, ...; its position is the number of the next one."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def __next__(self):
+        self.at += 1
+        return self.at - 1
+
+    @property
+    def state(self):
+        return np.full((1, 3), self.at)
+
+
+class Place:
+    rows = (0,)
+
+    def __call__(self, batch):
+        return batch
+
+
+class Checkpointer:
+    def __init__(self, notes, every):
+        self.notes, self.every = notes, every
+
+    def due(self, step):
+        return bool(self.every) and step % self.every == 0
+
+    def save(self, step, state, rows, meta, force):
+        self.notes.append(f"save {step}: {state}, batch {rows[0, 0]}")
+
+
+class Recorder:
+    def __init__(self, notes):
+        self.notes = notes
+
+    def step(self, step, loss, grad_norm, learning_rate, step_seconds, **extra):
+        self.notes.append(f"log {step}: {loss:g}")
+
+    def say(self, text):
+        self.notes.append(text)
+
+
+class Profiler:
+    def before(self, step):
+        pass
+
+    def after(self, step):
+        pass
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    noted = []
+    monkeypatch.setattr(loop, "evaluate", lambda run: noted.append(f"evaluate {run.step}"))
+    return noted
+
+
+@pytest.fixture
+def run(notes):
+    """run(start=0, bad=(), **config) -> exit code."""
+
+    def _run(start=0, bad=(), **values):
+        config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
+        parts = Run(
+            config, Engine(notes, bad), start, start, Loader(start), Place(), Place(),
+            Checkpointer(notes, config.checkpoint.every), Recorder(notes), Profiler(), {},
+        )  # fmt: skip
+        return train(parts)
+
+    return _run
+
+
+def of(notes, *words):
+    return [note for note in notes if note.startswith(words)]
+
+
+def test_a_checkpoint_holds_the_state_after_its_step_and_the_position_after_its_batch(run, notes):
+    assert run(**{"checkpoint.every": 2}) == DONE
+    assert of(notes, "save") == [
+        "save 2: state 2, batch 2",
+        "save 4: state 4, batch 4",
+        "save 6: state 6, batch 6",
+    ]
+
+
+def test_every_step_is_logged_once_in_order_and_one_step_late(run, notes):
+    run()
+    assert of(notes, "log") == [f"log {i}: {i}" for i in range(1, 7)]
+    assert notes[:4] == ["step 1", "step 2", "log 1: 1", "step 3"]
+
+
+def test_a_step_is_logged_before_what_follows_from_it(run, notes):
+    run(**{"checkpoint.every": 3, "eval.every": 3})
+    assert notes[-5:] == ["step 6", "log 5: 5", "log 6: 6", "evaluate 6", "save 6: state 6, batch 6"]
+    assert of(notes, "evaluate") == ["evaluate 3", "evaluate 6"]
+
+
+def test_the_last_step_is_evaluated_and_saved_whenever_it_comes(run, notes):
+    run(**{"steps": 5, "checkpoint.every": 2, "eval.every": 3})
+    assert of(notes, "evaluate") == ["evaluate 3", "evaluate 5"]
+    assert of(notes, "save")[-1] == "save 5: state 5, batch 5"
+
+
+def test_never_means_never(run, notes):
+    run(**{"checkpoint.every": 0, "eval.every": 0})
+    assert of(notes, "save", "evaluate") == []
+
+
+def test_stop_after_ends_like_an_interruption(run, notes):
+    assert run(**{"stop_after": 4, "checkpoint.every": 3, "eval.every": 3}) == DONE
+    assert of(notes, "step") == ["step 1", "step 2", "step 3", "step 4"]
+    assert of(notes, "save") == ["save 3: state 3, batch 3", "save 4: state 4, batch 4"]
+    assert of(notes, "evaluate") == ["evaluate 3"]
+
+
+def test_a_resumed_run_goes_on_with_its_batch(run, notes):
+    run(start=4)
+    assert of(notes, "step") == ["step 5", "step 6"]
+
+
+def test_nothing_is_left_to_do_and_nothing_is_saved(run, notes):
+    assert run(start=4, **{"stop_after": 3, "checkpoint.every": 2}) == DONE
+    assert notes == []
+
+
+def test_a_bad_step_is_said_and_never_saved(run, notes):
+    assert run(bad={2, 6}, **{"checkpoint.every": 2}) == DONE
+    assert of(notes, "save") == ["save 4: state 4, batch 4"]
+    assert [note.partition(":")[0] for note in notes if "skipped" in note] == ["step 2", "step 6"]
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_unsaved(run, notes):
+    assert run(bad={2, 3, 4}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 1}) == DIVERGED
+    assert of(notes, "save") == ["save 1: state 1, batch 1"]
+    assert "optimizer.max_consecutive_skips" in notes[-1]
+
+
+def test_the_last_steps_may_be_the_bad_ones(run):
+    assert run(bad={5, 6}, **{"optimizer.max_consecutive_skips": 2}) == DIVERGED
+
+
+def test_bad_steps_that_are_not_in_a_row_do_not(run):
+    assert run(bad={1, 3, 5}, **{"optimizer.max_consecutive_skips": 2}) == DONE
+    assert run(bad={1, 2, 3, 4, 5, 6}, **{"optimizer.max_consecutive_skips": 0}) == DONE
