@@ -133,6 +133,17 @@ def schedule(c: Config) -> None:
         raise ConfigError(Problem("pipeline.schedule", message))
 
 
+@step("compile.topology", "compile.num_slices")
+def topology(c: Config) -> None:
+    name, slices = c.compile.topology, c.compile.num_slices
+    if name and name != "cpu" and not re.fullmatch(r"v\d+[a-z]*:\d+x\d+(x\d+)?", name):
+        message = f"{name!r} is neither cpu nor a chip and its grid, such as v5e:4x4, v5p:4x4x4 or v6e:8x8"
+        raise ConfigError(Problem("compile.topology", message))
+    if slices > 1 and name in ("", "cpu"):
+        message = f"{slices} slices need a TPU topology: give compile.topology, such as v5p:4x4x4"
+        raise ConfigError(Problem("compile.num_slices", message))
+
+
 CHECKS = (
     run_name,
     grouped_heads,
@@ -144,4 +155,5 @@ CHECKS = (
     logical_axis_rules,
     unsupported_axes,
     schedule,
+    topology,
 )

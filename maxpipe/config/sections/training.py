@@ -62,3 +62,7 @@ class CompileConfig:
     cache_dir: str = option(
         "", "persistent compilation cache; empty = <output_dir>/compile_cache, off = none"
     )
+    topology: str = option(
+        "", "what maxpipe.compile compiles for: a TPU slice such as v5p:4x4x4, or cpu for simulated devices"
+    )
+    num_slices: int = option(1, "slices of that topology, joined by DCN", minimum=1)
