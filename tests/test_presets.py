@@ -68,5 +68,5 @@ def test_the_laptop_command_fits_four_simulated_devices(name):
     full, (own_path, *overrides) = commands_of(name)
     assert full[0] == own_path == f"configs/models/{name}.yml"
     config = resolve(load(path_of(name), overrides), load(path_of(name)).config.mesh.simulated_devices)
-    assert config.pipeline.engine == "circular"
+    assert config.pipeline.engine == "scheduled"
     assert parameter_count(config.model) < 10_000_000
