@@ -1,0 +1,54 @@
+"""`python -m maxpipe.compile CONFIG.yml compile.topology=v5p:4x4x4 ...`: compiles the train step without devices.
+
+Says what it needs on each device, what it moves and how fast it could be.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxpipe.config import ConfigError, Problem, resolve
+from maxpipe.config.cli import exit_on_config_error, parse_args
+
+FITS, DOES_NOT_FIT = 0, 3
+
+
+@exit_on_config_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code: 0 fits, 2 configuration error, 3 does not fit."""
+    arguments = parse_args(
+        argv, prog="python -m maxpipe.compile", description=__doc__.splitlines()[-1], add_flags=_add_flags
+    )
+    loaded = arguments.loaded
+    if not loaded.config.compile.topology:
+        example = "compile.topology=v5p:4x4x4, or cpu for simulated devices"
+        raise ConfigError(Problem("compile.topology", f"name the devices to compile for, such as {example}"))
+    # A wrong configuration must not wait for these imports.
+    from maxpipe.compiling.topology import devices_of
+    from maxpipe.mesh import build_mesh
+
+    devices = devices_of(loaded.config)
+    slices = loaded.config.compile.num_slices
+    config = resolve(loaded, len(devices), slices)
+
+    from maxpipe.compiling.analysis import analyse
+
+    report = analyse(config, loaded.config, build_mesh(config, devices), lambda text: print(text, flush=True))
+    print(*report.lines(), sep="\n")
+    if arguments.flags.json:
+        text = json.dumps(report.as_json(), indent=1) + "\n"
+        try:
+            Path(arguments.flags.json).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(Problem("", f"--json: cannot write: {error}")) from None
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Which collectives a compiled step runs: kind, mesh axis, how often, how many bytes."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxpipe.compiling.hlo import Computation, Instruction, Module, array_bytes, executions
+
+KINDS = (
+    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "collective-broadcast",
+)  # fmt: skip
+
+
+@dataclass
+class Collective:
+    """All collectives of one kind over the same mesh axes.
+
+    Attributes:
+      kind: HLO name of the operation.
+      axes: mesh axes over which devices exchange data, such as "fsdp" or "data,fsdp".
+      network: "ici", or "dcn" if some group spans slices.
+      count: how many a step runs.
+      bytes: of the operands on one device, over a step.
+      sent_bytes: what one device sends in a step by the usual ring algorithms.
+    """
+
+    kind: str
+    axes: str
+    network: str
+    count: float
+    bytes: float
+    sent_bytes: float
+
+
+def find_collectives(
+    module: Module, mesh: Mesh, branch_runs: Callable[[float], float] = lambda runs: runs
+) -> list[Collective]:
+    """Every collective of a compiled step, the largest sender first.
+
+    Args:
+      module: the optimized program of one device.
+      mesh: the mesh it was compiled for; partitions are numbered in its order.
+      branch_runs: see `hlo.executions`.
+    """
+    found: dict[tuple[str, str, str], Collective] = {}
+    for computation, instruction, runs in executions(module, branch_runs):
+        kind = kind_of(computation, instruction)
+        if kind is None:
+            continue
+        groups = groups_of(instruction, mesh.size)
+        axes = axes_of(groups, mesh)
+        network = "dcn" if _spans_slices(groups, mesh) else "ici"
+        size = operand_bytes(computation, instruction)
+        entry = found.setdefault((kind, axes, network), Collective(kind, axes, network, 0, 0, 0))
+        entry.count += runs
+        entry.bytes += runs * size
+        entry.sent_bytes += runs * sent_bytes(kind, size, max(map(len, groups), default=1))
+    return sorted(found.values(), key=lambda c: -c.sent_bytes)
+
+
+def kind_of(computation: Computation, instruction: Instruction) -> str | None:
+    """The collective that an instruction is or starts, or None.
+
+    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice; the fusion's name gives it away.
+    """
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode not in KINDS:
+        return None
+    if opcode == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+        return "reduce-scatter"
+    return opcode
+
+
+def operand_bytes(computation: Computation, instruction: Instruction) -> int:
+    """Bytes of what one device puts in; by the result where the operands' types are not at hand."""
+    types = [computation.instructions[n].type for n in instruction.operands if n in computation.instructions]
+    # Some texts give the types between the parentheses.
+    sizes = [s for t in types for s in array_bytes(t)] or array_bytes(instruction.arguments)
+    return sum(sizes) or max(array_bytes(instruction.type), default=0)
+
+
+def sent_bytes(kind: str, operand: float, size: int) -> float:
+    """Bytes that each device of a group of `size` sends, for an operand of so many bytes."""
+    if size <= 1:
+        return 0.0
+    share = (size - 1) / size
+    factor = {"all-gather": size - 1, "all-reduce": 2 * share, "collective-permute": 1, "collective-broadcast": 1}
+    return operand * factor.get(kind, share)
+
+
+def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
+    """Partitions that exchange data with each other; source and target for permutes."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.rest):
+        return [[int(n) for n in p.split(",")] for p in re.findall(r"\{?(\d+,\d+)\}?", pairs[1])]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest):
+        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        assert shape is not None and source is not None
+        ids = np.arange(int(np.prod(source))).reshape(source)
+        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.rest):
+        return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", listed[1])]
+    return [list(range(num_devices))]
+
+
+def axes_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
+    """Mesh axes along which members of a group differ, in the mesh's order; "" for a group of one."""
+    shape = tuple(mesh.shape.values())
+    differing = np.zeros(len(shape), bool)
+    for group in groups:
+        places = np.array(np.unravel_index(np.asarray(group), shape))
+        differing |= (places != places[:, :1]).any(axis=1)
+    return ",".join(name for name, differs in zip(mesh.axis_names, differing, strict=True) if differs)
+
+
+def _spans_slices(groups: Sequence[Sequence[int]], mesh: Mesh) -> bool:
+    devices: Any = mesh.devices.reshape(-1)
+    return any(len({getattr(devices[i], "slice_index", 0) for i in group}) > 1 for group in groups)

@@ -1,0 +1,219 @@
+"""Reading XLA's optimized HLO text: computations, instructions, and how often each runs.
+
+Only what is needed to count is understood; whatever else a line holds is skipped, so that new attributes and
+instructions of later compilers do no harm.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+# Bits, since some types are smaller than a byte.
+_BITS = {
+    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
+    "s64": 64, "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+}  # fmt: skip
+
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
+_NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_REFERENCE = re.compile(r"%([\w.\-]+)")
+_CALLS = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name, opcode: as in the text.
+      type: the result's type as text.
+      operands: names of the operands.
+      rest: the text behind the operands: attributes, metadata.
+      arguments: the text between the parentheses.
+    """
+
+    name: str
+    opcode: str
+    type: str
+    operands: tuple[str, ...]
+    arguments: str
+    rest: str
+
+    def called(self) -> dict[str, list[str]]:
+        """Computations by role: calls, to_apply, body, condition, branches."""
+        roles: dict[str, list[str]] = {}
+        for role, name in _CALLS.findall(self.rest):
+            roles.setdefault("branches" if role.endswith("_computation") else role, []).append(name)
+        for names in _BRANCHES.findall(self.rest):
+            roles.setdefault("branches", []).extend(n.strip().lstrip("%") for n in names.split(","))
+        return roles
+
+
+@dataclass
+class Computation:
+    """A named sequence of instructions, in the order of the schedule."""
+
+    name: str
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed HLO module."""
+
+    computations: Mapping[str, Computation]
+    entry: str
+
+
+def parse(text: str) -> Module:
+    """Parses the text of one HLO module.
+
+    Raises:
+      ValueError: there is no entry computation.
+    """
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if current is None:
+            header = _HEADER.match(line)
+            if header and "=" not in line.split("(")[0]:
+                current = computations.setdefault(header[2], Computation(header[2]))
+                entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif instruction := _instruction(line):
+            current.instructions[instruction.name] = instruction
+    if not entry:
+        raise ValueError("the HLO text has no ENTRY computation")
+    return Module(computations, entry)
+
+
+def _instruction(line: str) -> Instruction | None:
+    named = _NAME.match(line)
+    if not named:
+        return None
+    type_end = _end_of_type(line, named.end())
+    opcode = _OPCODE.match(line, type_end + 1)
+    if not opcode:
+        return None
+    close = _closing(line, opcode.end() - 1)
+    arguments = line[opcode.end() : close]
+    return Instruction(
+        named[1], opcode[1], line[named.end() : type_end], tuple(_REFERENCE.findall(arguments)), arguments,
+        line[close + 1 :],
+    )  # fmt: skip
+
+
+def _end_of_type(line: str, start: int) -> int:
+    """Where the type that starts at `start` ends: tuples and layouts hold spaces and parentheses."""
+    depth = 0
+    for i in range(start, len(line)):
+        if line[i] in "({[":
+            depth += 1
+        elif line[i] in ")}]":
+            depth -= 1
+        elif line[i] == " " and depth == 0:
+            return i
+    return len(line)
+
+
+def _closing(line: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[i], 0)
+        if depth == 0:
+            return i
+    return len(line)
+
+
+def array_bytes(type_text: str) -> list[int]:
+    """Bytes of every array in a type, tuples flattened; unpadded, as layouts are left out of account."""
+    sizes = []
+    for dtype, dims in _ARRAY.findall(type_text):
+        bits = _BITS.get(dtype) or (8 if dtype.startswith("f8") else 4 if dtype.startswith("f4") else 0)
+        if bits:
+            sizes.append(math.ceil(math.prod(int(d) for d in dims.split(",") if d) * bits / 8))
+    return sizes
+
+
+def executions(
+    module: Module, branch_runs: Callable[[float], float] = lambda runs: runs
+) -> Iterator[tuple[Computation, Instruction, float]]:
+    """Every instruction with the number of times that a step runs it.
+
+    Loops multiply by their trip count (1 where it cannot be told), fusions and calls are looked into.
+
+    Args:
+      module: the program of one device.
+      branch_runs: how often the branches of a conditional that is reached so many times do their work; by
+        default each time. All branches are counted alike: the idle ones hold nothing to count.
+    """
+    yield from _executions(module, module.computations[module.entry], 1.0, branch_runs)
+
+
+def _executions(
+    module: Module, computation: Computation, runs: float, branch_runs: Callable[[float], float]
+) -> Iterator[tuple[Computation, Instruction, float]]:
+    for instruction in computation.instructions.values():
+        yield computation, instruction, runs
+        if instruction.opcode.endswith(("-update", "-done")):
+            continue  # they name the same computation as their start
+        roles = instruction.called()
+        inside = [(name, runs) for name in roles.get("calls", []) + roles.get("to_apply", [])]
+        if instruction.opcode == "while":
+            times = runs * trip_count(module, computation, instruction)
+            inside = [(name, times) for name in roles.get("body", [])]
+        elif instruction.opcode == "conditional":
+            inside = [(name, branch_runs(runs)) for name in roles.get("branches", [])]
+        for name, times in inside:
+            if name in module.computations:
+                yield from _executions(module, module.computations[name], times, branch_runs)
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
+    """How often a `while` runs: from the compiler's own note, or from a condition `counter < constant`."""
+    if known := _TRIPS.search(loop.rest):
+        return int(known[1])
+    conditions = loop.called().get("condition", [])
+    if not conditions or conditions[0] not in module.computations:
+        return 1
+    body = module.computations[conditions[0]].instructions
+    for compare in reversed(list(body.values())):
+        if compare.opcode != "compare" or "direction=LT" not in compare.rest:
+            continue
+        bounds = [_constant(body, name) for name in compare.operands]
+        if len(bounds) == 2 and bounds[0] is None and bounds[1] is not None:
+            index = _tuple_index(body, compare.operands[0])
+            return max(0, bounds[1] - _initial(module, computation, loop, index))
+    return 1
+
+
+def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
+    """The value of a scalar whole constant, through copies and conversions."""
+    found = instructions.get(name)
+    while found is not None and found.opcode in ("copy", "convert", "bitcast", "reshape") and found.operands:
+        found = instructions.get(found.operands[0])
+    if found is None or found.opcode != "constant":
+        return None
+    return int(found.arguments) if re.fullmatch(r"-?\d+", found.arguments.strip()) else None
+
+
+def _tuple_index(instructions: Mapping[str, Instruction], name: str) -> int | None:
+    found = instructions.get(name)
+    while found is not None and found.opcode in ("copy", "convert", "bitcast") and found.operands:
+        found = instructions.get(found.operands[0])
+    index = re.search(r"index=(\d+)", found.rest) if found is not None else None
+    return int(index[1]) if index else None
+
+
+def _initial(module: Module, computation: Computation, loop: Instruction, index: int | None) -> int:
+    """The counter's first value; 0 where it cannot be told, as `lax.scan` starts there."""
+    start = computation.instructions.get(loop.operands[0]) if loop.operands else None
+    if start is None or start.opcode != "tuple" or index is None or index >= len(start.operands):
+        return 0
+    return _constant(computation.instructions, start.operands[index]) or 0
