@@ -1,13 +1,14 @@
 """Starts `python -m maxpipe.train` on a tiny model as a process, watches its output, and always ends it."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from runs import rows
 
 BASE = Path(__file__).parents[1] / "configs" / "base.yml"
 DEADLINE_SECONDS = 240  # of anything a test waits for; a busy machine takes long to import JAX
@@ -93,5 +94,4 @@ def run(log, arguments, **options):
 
 def steps_of(output_dir, key="loss"):
     """{step: value} of the rows of metrics.jsonl that have the key."""
-    rows = map(json.loads, (Path(output_dir) / "base" / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row[key] for row in rows if key in row}
+    return {row["step"]: row[key] for row in rows(Path(output_dir) / "base") if key in row}

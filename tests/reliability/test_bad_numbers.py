@@ -3,11 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runs import assert_same_run, checkpoints, saved
 from training_process import command, steps_of
 
 from maxpipe import train
-from maxpipe.checkpoint.arrays import load
-from maxpipe.checkpoint.record import read_record
 from maxpipe.config import OptimizerConfig
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.spikes import SpikeFilter
@@ -17,10 +16,6 @@ HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh
 
 def run(tmp_path, *words):
     return train.main(command(tmp_path, *HERE, *words))
-
-
-def checkpoints(tmp_path):
-    return sorted(int(path.name) for path in (tmp_path / "base" / "checkpoints").glob("*"))
 
 
 @pytest.fixture
@@ -50,7 +45,7 @@ def test_a_bad_step_is_named_with_its_batch_and_not_saved(tmp_path, poison, caps
     assert steps_of(tmp_path, "skipped") == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 0, 7: 0, 8: 0}
     losses = steps_of(tmp_path)
     assert losses[4] is losses[5] is None
-    assert checkpoints(tmp_path) == [2, 6, 8]
+    assert checkpoints(tmp_path / "base") == [2, 6, 8]
 
 
 def test_a_run_that_stays_bad_ends_with_42_and_keeps_its_last_good_step(tmp_path, poison, capsys):
@@ -59,13 +54,13 @@ def test_a_run_that_stays_bad_ends_with_42_and_keeps_its_last_good_step(tmp_path
     output = capsys.readouterr().out
     assert "3 steps in a row were not finite (optimizer.max_consecutive_skips); stopped without saving" in output
     assert "step 2 is saved" in output.splitlines()[-1]
-    assert checkpoints(tmp_path) == [2]
+    assert checkpoints(tmp_path / "base") == [2]
 
 
 def test_bad_steps_at_the_end_are_not_saved_either(tmp_path, poison):
     poison(4, 1000)
     assert run(tmp_path, "steps=5", "optimizer.max_consecutive_skips=3") == 0
-    assert checkpoints(tmp_path) == [2, 4]
+    assert checkpoints(tmp_path / "base") == [2, 4]
 
 
 def judge(values, window=16, deviations=6.0):
@@ -126,10 +121,10 @@ def test_the_window_survives_a_restart(tmp_path):
     assert run(tmp_path / "whole", *words, "steps=6") == 0
     assert run(tmp_path / "parts", *words, "steps=6", "stop_after=3") == 0
     assert run(tmp_path / "parts", *words, "steps=6") == 0
-    whole, parts = (final_history(tmp_path / name) for name in ("whole", "parts"))
-    assert whole["history.count"] == 6
-    assert np.count_nonzero(whole["history.values"]) == 12
-    assert all(np.array_equal(whole[name], parts[name]) for name in whole)
+    assert_same_run(tmp_path / "whole" / "base", tmp_path / "parts" / "base", 6)
+    history = saved(tmp_path / "parts" / "base", 6)
+    assert history["history.count"] == 6
+    assert np.count_nonzero(history["history.values"]) == 12
 
 
 @pytest.mark.parametrize("windows", [(0, 16), (16, 0), (16, 20)])
@@ -139,10 +134,4 @@ def test_the_filter_may_change_on_a_restart(tmp_path, windows):
     assert run(tmp_path, after, "steps=6") == 0
     assert sorted(steps_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
     if windows[1]:
-        assert final_history(tmp_path)["history.count"] == 3
-
-
-def final_history(output_dir):
-    directory = output_dir / "base" / "checkpoints" / "6"
-    leaves = read_record(directory).leaves
-    return dict(load(directory, leaves, dict.fromkeys(("history.values", "history.count"))))
+        assert saved(tmp_path / "base", 6)["history.count"] == 3

@@ -1,0 +1,117 @@
+"""One run as several processes: the pipeline's stages lie in different ones."""
+
+import signal
+import time
+
+import pytest
+from members import ends, members
+from runs import checkpoints, losses
+from training_process import command, run, steps_of
+
+HEARTBEAT = 10
+ENDLESS = ("steps=1000", "checkpoint.every=1000", f"mesh.heartbeat_timeout_seconds={HEARTBEAT}")
+SCHEDULES = ("circular", "lockstep_1f1b")
+
+ONE_FAILS = """
+import sys
+import jax
+from maxpipe import train
+from maxpipe.training.batches import BatchPlacer
+
+original, calls = BatchPlacer.__call__, []
+
+def call(self, batch):
+    calls.append(None)
+    if len(calls) == 3 and jax.process_index() == 1:
+        raise RuntimeError("the third batch is bad")
+    return original(self, batch)
+
+BatchPlacer.__call__ = call
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def train(tmp_path, processes, arguments, name):
+    """A start of some processes that comes to its end."""
+    if processes == 1:
+        code, output = run(tmp_path / f"{name}.log", arguments)
+        codes = [code]
+    else:
+        with members(tmp_path, processes, arguments, name) as started:
+            codes, output = ends(started)
+    assert codes == [0] * processes, output
+    return output
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "counts", [(2, 1), pytest.param((1, 2), marks=pytest.mark.grid), pytest.param((4, 2), marks=pytest.mark.grid)]
+)
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, schedule, counts):
+    words = (f"pipeline.schedule={schedule}", "steps=4", "data.source=python_stdlib")
+    train(tmp_path, 1, command(tmp_path / "whole", *words), "whole")
+    parts = command(tmp_path / "parts", *words)
+    output = train(tmp_path, counts[0], [*parts, "stop_after=2"], "before")
+    if counts[0] > 1:
+        assert f"{counts[0]} processes" in output
+    assert checkpoints(tmp_path / "parts" / "base") == [2]
+    assert "resumed after step 2" in train(tmp_path, counts[1], parts, "after")
+    whole, parts = (losses(tmp_path / name / "base") for name in ("whole", "parts"))
+    assert list(whole) == list(parts) == [1, 2, 3, 4]
+    for step in whole:
+        assert parts[step] == pytest.approx(whole[step], rel=1e-5)
+
+
+def test_sigterm_to_one_stops_all_after_the_same_step(tmp_path):
+    words = command(tmp_path, *ENDLESS, "pipeline.schedule=lockstep_1f1b", "checkpoint.every=1")
+    with members(tmp_path, 2, words) as started:
+        started[0].wait_for("step    3/")
+        started[1].send(signal.SIGTERM)
+        codes, output = ends(started)
+    assert codes == [75, 75], output
+    step = max(steps_of(tmp_path))
+    assert max(checkpoints(tmp_path / "base")) == step
+    assert f"stopped after step {step} of 1000, step {step} is saved" in output
+
+
+def test_ctrl_c_in_one_stops_all(tmp_path):
+    with members(tmp_path, 2, command(tmp_path, *ENDLESS)) as started:
+        started[0].wait_for("step    2/")
+        started[0].send(signal.SIGINT)
+        codes, output = ends(started)
+    assert codes == [130, 75], output
+    assert checkpoints(tmp_path / "base") == [max(steps_of(tmp_path))]
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.grid)])
+def test_a_lost_process_ends_the_others_and_the_same_command_goes_on(tmp_path, victim):
+    words = command(tmp_path, *ENDLESS, "checkpoint.every=2")
+    with members(tmp_path, 2, words) as started:
+        started[0].wait_for("step    5/")
+        killed_at = time.monotonic()
+        started[victim].send(signal.SIGKILL)
+        codes, output = ends(started)
+        assert time.monotonic() - killed_at < HEARTBEAT + 15
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == -signal.SIGABRT, output  # 134 in a shell
+    newest = max(checkpoints(tmp_path / "base"))
+    assert newest >= 2
+    output = train(tmp_path, 2, [*words, f"stop_after={newest + 1}"], "again")
+    assert f"resumed after step {newest}" in output
+    assert sorted(steps_of(tmp_path)) == list(range(1, newest + 2))
+
+
+def test_an_error_in_one_is_shown_and_ends_all(tmp_path):
+    with members(tmp_path, 2, command(tmp_path, *ENDLESS), program=ONE_FAILS) as started:
+        codes, output = ends(started)
+    assert codes == [-signal.SIGABRT, 1], output
+    assert "RuntimeError: the third batch is bad" in output
+
+
+def test_members_are_killed_when_a_test_fails(tmp_path):
+    forever = "import time; print('here', flush=True); time.sleep(600)"
+    with pytest.raises(RuntimeError), members(tmp_path, 2, [], program=forever) as started:  # noqa: PT012
+        for process in started:
+            process.wait_for("here")
+        raise RuntimeError
+    assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
