@@ -9,7 +9,7 @@ import pytest
 from engines import PipelineUnderTest, assert_same, make_batch, reference, tiny
 from pairwise import all_cases, covering_array, legal_pairs, pairs_of
 
-from maxpipe.pipeline.circular import Conveyor
+from maxpipe.pipeline.conveyor import Conveyor
 
 ROWS = 96  # every number of microbatches below, times data x fsdp, divides it
 
