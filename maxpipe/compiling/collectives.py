@@ -99,7 +99,8 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
         return [[int(n) for n in p.split(",")] for p in re.findall(r"\{?(\d+,\d+)\}?", pairs[1])]
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest):
         shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        assert shape is not None and source is not None
+        assert shape is not None
+        assert source is not None
         ids = np.arange(int(np.prod(source))).reshape(source)
         return (ids.transpose(order) if order else ids).reshape(shape).tolist()
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.rest):

@@ -106,7 +106,8 @@ class Report:
         shapes = ", ".join(f"{name} {size(value)}" for name, value in asdict(self.shapes).items())
         lines = [f"memory      of one device, from shapes: {shapes}"]
         if self.compiler:
-            parts = ", ".join(f"{name} {size(getattr(self.compiler, name))}" for name in ("arguments", "temp", "program"))
+            names = ("arguments", "temp", "program")
+            parts = ", ".join(f"{name} {size(getattr(self.compiler, name))}" for name in names)
             lines.append(f"            from the compiler: {parts}")
         return lines
 

@@ -1,0 +1,95 @@
+"""Counting collectives: on text made by hand, and on programs whose traffic is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.compiling.collectives import axes_of, find_collectives, groups_of, sent_bytes
+from maxpipe.compiling.hlo import Instruction, parse
+
+
+@pytest.fixture
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("fsdp", "stage"))
+
+
+def instruction(rest):
+    return Instruction("x", "all-gather", "f32[8]", (), "", rest)
+
+
+@pytest.mark.parametrize(
+    ("rest", "axes"),
+    [
+        (", replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}", "fsdp"),
+        (", replica_groups={{0,1,2,3},{4,5,6,7}}", "stage"),
+        (", replica_groups=[2,4]<=[8], dimensions={0}", "stage"),
+        (", replica_groups=[4,2]<=[2,4]T(1,0)", "fsdp"),
+        (", replica_groups={{0,1,2,3,4,5,6,7}}", "fsdp,stage"),
+        (", replica_groups={}", "fsdp,stage"),
+        (", source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", "stage"),
+        (", source_target_pairs={{0,4},{4,0}}", "fsdp"),
+        (", replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", ""),
+    ],
+)
+def test_groups_are_named_by_the_mesh_axes_they_span(mesh, rest, axes):
+    assert axes_of(groups_of(instruction(rest), 8), mesh) == axes
+
+
+def test_tpu_text_is_counted_by_operand(mesh):
+    """A reduce-scatter is a fused all-reduce there, and what is asynchronous has a start and a done."""
+    text = """
+%all-reduce-scatter.3 (input: f32[64]) -> f32[16] {
+  %input = f32[64]{0:T(128)} parameter(0)
+  %all-reduce.9 = f32[64]{0:T(128)} all-reduce(%input), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+  ROOT %slice = f32[16]{0} dynamic-slice(%all-reduce.9, %input), dynamic_slice_sizes={16}
+}
+
+ENTRY %main (a: bf16[32], b: f32[64]) -> f32[16] {
+  %a = bf16[32]{0} parameter(0)
+  %b = f32[64]{0} parameter(1)
+  %s = (bf16[32]{0}, bf16[32]{0}, u32[]{:S(2)}) collective-permute-start(%a), source_target_pairs={{0,1},{1,2}}
+  %d = bf16[32]{0} collective-permute-done(%s)
+  ROOT %f = f32[16]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+    found = {c.kind: c for c in find_collectives(parse(text), mesh)}
+    assert set(found) == {"reduce-scatter", "collective-permute"}
+    assert (found["reduce-scatter"].bytes, found["reduce-scatter"].sent_bytes) == (256, 192)
+    assert (found["collective-permute"].count, found["collective-permute"].bytes) == (1, 64)
+    assert {c.axes for c in found.values()} == {"stage"}
+
+
+def test_compiled_collectives_in_a_loop(mesh):
+    def device(x):
+        def tick(x, _):
+            x = jax.lax.ppermute(x, "stage", [(s, (s + 1) % 4) for s in range(4)])
+            whole = jax.lax.all_gather(x, "fsdp", axis=0, tiled=True)
+            return jax.lax.psum_scatter(whole * whole, "fsdp", scatter_dimension=0, tiled=True), None
+
+        return jax.lax.scan(tick, x, length=6)[0]
+
+    f = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
+    compiled = f.lower(jax.ShapeDtypeStruct((64, 16), jnp.float32)).compile()
+    found = {(c.kind, c.axes): c for c in find_collectives(parse(compiled.as_text()), mesh)}
+    block = 32 * 16 * 4
+    assert {key: (c.count, c.bytes) for key, c in found.items()} == {
+        ("collective-permute", "stage"): (6, 6 * block),
+        ("all-gather", "fsdp"): (6, 6 * block),
+        ("reduce-scatter", "fsdp"): (6, 6 * 2 * block),
+    }
+    assert found["all-gather", "fsdp"].sent_bytes == 6 * block
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("all-gather", 300), ("all-reduce", 150), ("reduce-scatter", 75), ("all-to-all", 75),
+        ("collective-permute", 100),
+    ],
+)  # fmt: skip
+def test_bytes_sent_by_ring_algorithms(kind, expected):
+    assert sent_bytes(kind, 100, 4) == expected
+    assert sent_bytes(kind, 100, 1) == 0
