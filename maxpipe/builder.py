@@ -29,6 +29,7 @@ from maxpipe.telemetry.chips import chip_for
 from maxpipe.telemetry.flops import model_flops_per_token
 from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
+from maxpipe.training.batch_digest import WithBatchDigest
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.engine import Engine, SpmdEngine
 from maxpipe.training.loop import Run
@@ -92,7 +93,8 @@ def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lam
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     specs = parts.program.specs
-    return SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
+    engine = SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
+    return WithBatchDigest(engine) if config.telemetry.batch_digest else engine
 
 
 def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunDirectory, Checkpointer]:

@@ -48,6 +48,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class TelemetryConfig:
     log_every: int = option(10, "console and TensorBoard lines every so many steps; 0 = never", minimum=0)
+    batch_digest: bool = option(False, "write a digest of every batch to metrics.jsonl, to compare runs by")
     startup_deadline_seconds: float = option(
         3600, "end with exit code 124 if the first step is not finished after so long; 0 = never", minimum=0
     )

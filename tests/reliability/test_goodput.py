@@ -1,0 +1,112 @@
+"""Where the time goes, and that no batch is lost or repeated when a run is killed and started again."""
+
+import random
+import signal
+import time
+
+import pytest
+from runs import losses, rows
+from training_process import TrainingProcess, command, run, steps_of
+
+from maxpipe.telemetry.time_account import PHASES, TimeAccount, goodput_line, goodput_row
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def account(clock):
+    return TimeAccount(clock)
+
+
+def test_every_second_belongs_to_one_phase(account, clock):
+    clock.now = 5
+    account.enter("step")
+    clock.now = 7
+    with account.phase("data"):
+        clock.now = 10
+    clock.now = 11
+    with account.phase("checkpoint"):
+        clock.now = 15
+    clock.now = 16
+    assert account.seconds() == dict.fromkeys(PHASES, 0) | {"init": 5, "step": 4, "data": 3, "checkpoint": 4}
+
+
+def test_a_phase_ends_with_an_error_in_it(account, clock):
+    account.enter("step")
+    with pytest.raises(RuntimeError), account.phase("evaluation"):  # noqa: PT012
+        clock.now = 2
+        raise RuntimeError
+    clock.now = 5
+    assert account.seconds()["step"] == 3
+
+
+def test_compilations_inside_others_count_once(account, clock):
+    account.enter("step")
+    for now, seconds in ((3, 1), (5, 1), (6, 5), (9, 2)):  # the third holds the first two
+        clock.now = now
+        account.compiled(seconds)
+    clock.now = 10
+    seconds = account.seconds()
+    assert seconds["compile"] == 7
+    assert seconds["step"] == 3
+
+
+def test_compilations_are_heard_of_from_jax():
+    import jax
+    import jax.numpy as jnp
+
+    with TimeAccount() as account:
+        account.enter("step")
+        jax.jit(lambda x: jnp.sin(x) * 3.7)(jnp.ones(7)).block_until_ready()
+    assert 0 < account.seconds()["compile"] < sum(account.seconds().values())
+    before = account.seconds()["compile"]
+    jax.jit(lambda x: jnp.sin(x) * 4.7)(jnp.ones(7)).block_until_ready()
+    assert account.seconds()["compile"] == before
+
+
+def test_goodput_is_the_share_of_steps_in_all_time_spent():
+    row = goodput_row(dict.fromkeys(PHASES, 0.0) | {"init": 20.0, "step": 70.0}, lost=10.0)
+    assert row["goodput"] == 0.7
+    assert row["seconds_lost"] == 10
+    line = goodput_line(row)
+    assert line.startswith("goodput 70.0 %: init 20.0 s, compile 0.0 s")
+    assert line.endswith("step 1:10, checkpoint 0.0 s, evaluation 0.0 s, lost before this start 10.0 s")
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.grid)])
+def test_no_batch_is_repeated_or_missing_over_kills(tmp_path, rounds):
+    words = ("telemetry.batch_digest=true", "checkpoint.every=3", "data.source=python_stdlib")
+    endless = command(tmp_path / "killed", *words, "steps=100000")
+    draw = random.Random(rounds)
+    for n in range(rounds):
+        before = max(losses(tmp_path / "killed" / "base"), default=0) if n else 0
+        with TrainingProcess(tmp_path / f"{n}.log", endless) as process:
+            process.wait_for(f"step {before + 8:>6}/")
+            time.sleep(draw.uniform(0, 0.5))
+            process.send(signal.SIGKILL)
+            process.wait()
+    reached = max(losses(tmp_path / "killed" / "base"))
+    code, output = run(tmp_path / "last.log", [*endless, f"stop_after={reached + 2}"])
+    assert code == 0, output
+    whole = command(tmp_path / "whole", *words, "steps=100000", f"stop_after={reached + 2}")
+    code, output = run(tmp_path / "whole.log", whole)
+    assert code == 0, output
+
+    killed, whole = (steps_of(tmp_path / name, "batch_digest") for name in ("killed", "whole"))
+    assert list(killed) == list(range(1, reached + 3))
+    assert killed == whole
+    assert len(set(killed.values())) == len(killed)
+    assert losses(tmp_path / "killed" / "base") == losses(tmp_path / "whole" / "base")
+    account = [row for row in rows(tmp_path / "killed" / "base") if "goodput" in row][-1]
+    assert account["seconds_lost"] > 0
+    assert 0 < account["goodput"] < 1
