@@ -63,19 +63,24 @@ def covering_array(
     missing = legal_pairs(factors, is_legal, looks_at)
     cases = []
     while missing:
-        candidates = []
+        candidates: list[Case] = []
+        illegal = 0
         while len(candidates) < _CANDIDATES:
-            case = _candidate(factors, sorted(missing, key=repr), rng)
+            # Where the best values are illegal together, any other ones must get their turn.
+            case = _candidate(factors, sorted(missing, key=repr), rng, greedy=illegal < _CANDIDATES)
             if is_legal(case):
                 candidates.append(case)
+            illegal = 0 if is_legal(case) else illegal + 1
         best = max(candidates, key=lambda case: len(pairs_of(case) & missing))
         missing -= pairs_of(best)
         cases.append(best)
     return cases
 
 
-def _candidate(factors: Factors, missing: Sequence[tuple[str, Any, str, Any]], rng: random.Random) -> Case:
-    """A case around one missing pair; each further value meets as many missing pairs as it can."""
+def _candidate(
+    factors: Factors, missing: Sequence[tuple[str, Any, str, Any]], rng: random.Random, *, greedy: bool
+) -> Case:
+    """A case around one missing pair; each further value meets as many missing pairs as it can, or is any."""
     a, x, b, y = rng.choice(missing)
     case = {a: x, b: y}
     wanted = set(missing)
@@ -88,7 +93,7 @@ def _candidate(factors: Factors, missing: Sequence[tuple[str, Any, str, Any]], r
             met += [(name, value, other, case[other]) for other in case if _before(factors, name, other)]
             return sum(pair in wanted for pair in met)
 
-        case[name] = max(rng.sample(list(factors[name]), len(factors[name])), key=gain)
+        case[name] = max(rng.sample(list(factors[name]), len(factors[name])), key=gain if greedy else lambda _: 0)
     return {name: case[name] for name in factors}
 
 

@@ -31,3 +31,9 @@ def test_cases_are_few_and_always_the_same():
     cases = covering_array(FACTORS, any_case)
     assert 9 <= len(cases) <= 12
     assert cases == covering_array(FACTORS, any_case)
+
+
+def test_values_that_are_best_but_illegal_together_do_not_stop_it():
+    factors = {"a": (1, 2, 3), "b": (1, 2, 3), "c": (1, 2, 3)}
+    cases = covering_array(factors, lambda case: case["a"] != 3 or (case["b"], case["c"]) == (1, 1))
+    assert {(case["b"], case["c"]) for case in cases if case["a"] == 3} == {(1, 1)}

@@ -26,6 +26,7 @@ FACTORS = {
     "dropout": (0.0, 0.2),
     "block": ("llama", "balanced"),
     "remat": ("full", "minimal", "none"),
+    "remat_of": ("iterations", "layers", "iterations layers", ""),
     "delay": (False, True),
     "overlap": (False, True),
     "skip_idle": ("true", "false"),
@@ -37,7 +38,7 @@ FACTORS = {
 # The full product is taken of these; in it the others go round.
 GRID = ("stages", "repeats", "layers", "microbatches", "mesh", "delay", "overlap", "skip_idle")
 # All that `is_legal` looks at.
-CONSTRAINED = ("stages", "repeats", "microbatches", "mesh", "uneven")
+CONSTRAINED = ("stages", "repeats", "microbatches", "mesh", "uneven", "remat", "remat_of")
 
 
 def is_legal(case):
@@ -45,6 +46,7 @@ def is_legal(case):
         case["stages"] * 2 ** len(case["mesh"].split()) <= 8
         and case["stages"] * case["microbatches"] % 1 == 0
         and case["stages"] * case["repeats"] > case["uneven"]
+        and not (case["remat"] == "none" and "layers" in case["remat_of"])
     )
 
 
@@ -67,6 +69,8 @@ def config_of(case):
             "pipeline.fsdp_gather": case["gather"],
             "pipeline.scan_layers_per_stage": case["scan"],
             "pipeline.remat_policy": case["remat"],
+            "pipeline.remat_iterations": "iterations" in case["remat_of"],
+            "pipeline.remat_layers": "layers" in case["remat_of"],
             "model.block": case["block"],
             "model.num_layers": sum(chunk_sizes(case)),
             "model.tie_embeddings": case["tied"],
@@ -86,7 +90,7 @@ def name_of(case):
     numbers = "S{stages}-V{repeats}-L{layers}-M{microbatches}S".format(**case)
     flags = filter(case.get, ("packed", "tied", "dropout", "delay", "overlap", "uneven", "scan", "nan_idle"))
     skip = "skip" if case["skip_idle"] == "true" else "mask"
-    return "-".join([numbers, *case["mesh"].split(), case["block"], *flags, skip, case["remat"], case["gather"]])
+    return "-".join([numbers, *case["mesh"].split(), case["block"], *flags, skip, case["remat"], *case["remat_of"].split(), case["gather"]])
 
 
 PAIRWISE = covering_array(FACTORS, is_legal, CONSTRAINED)
@@ -127,4 +131,6 @@ def test_few_pairs_of_options_are_impossible():
         ("stages", 1, "microbatches", 1.5),
         ("microbatches", 0.5, "mesh", "data fsdp tensor"),
         ("microbatches", 1.5, "mesh", "data fsdp tensor"),
+        ("remat", "none", "remat_of", "layers"),
+        ("remat", "none", "remat_of", "iterations layers"),
     }
