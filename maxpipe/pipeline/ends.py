@@ -64,7 +64,8 @@ class Embedding:
         return total.at[self._all_tokens(tokens)].add(gradient.astype(jnp.float32))
 
     def _all_tokens(self, tokens: jax.Array) -> jax.Array:
-        for axis in reversed(self._axes):
+        # Not in reverse, so that the outermost rows are those of the axis that `lookup` exchanges first.
+        for axis in self._axes:
             if axis in BATCH_AXES:
                 tokens = lax.all_gather(tokens, axis, axis=0, tiled=True)
         return tokens
