@@ -219,7 +219,8 @@ class _Pass:
           (carry, weights of the last repeat).
         """
         V, ahead = self._conveyor.num_repeats, self._of._lookahead
-        window = tuple(self._fetch(repeat(i), None) for i in range(min(ahead, V)))
+        # After the carry, or the backward's first set would be the forward's last one, kept all the way.
+        window = tuple(self._fetch(repeat(i), carry[0]) for i in range(min(ahead, V)))
         carry = first(carry, window[0])
 
         def step(state: Any, i: Any, fetches: bool = True) -> Any:
@@ -251,20 +252,21 @@ class _Pass:
     def _forward_span(
         self, split: SplitVjp | None, carry: Carry, start: Any, length: int, here: Params, there: Params | None
     ) -> Carry:
-        """Iterations start ... start + length - 1, the stages in `here`, or between `here` and `there`."""
+        """Iterations start ... start + length - 1, the stages in `here`, or changing from `here` to `there`."""
 
         def iteration(carry: Carry, t: Any) -> Carry:
-            state, kept = carry
-            weights = here if there is None else self._choose(t, start, there, here)
+            state, kept, weights = carry
+            weights = weights if there is None else self._where_past(t, start, there, weights)
             x, rest = self._conveyor.take(state, t), self._of._rest(t, self._side, self._key_data)
             if split is None:
                 y, aux = self._of._stages(x, weights, rest)
             else:
                 (y, aux), new = split.forward(x, weights, rest)
                 kept = [lax.dynamic_update_index_in_dim(store, k, t, 0) for store, k in zip(kept, new, strict=True)]
-            return self._conveyor.give(state, y, aux, t), kept
+            return self._conveyor.give(state, y, aux, t), kept, weights
 
-        return _loop(iteration, carry, start, length, scan=self._of._scan_iterations)
+        # The weights are handed on so that a change overwrites them instead of making a third set.
+        return _loop(iteration, (*carry, here), start, length, scan=self._of._scan_iterations)[:2]
 
     def _backward_span(
         self,
@@ -280,26 +282,26 @@ class _Pass:
         c = self._conveyor
 
         def iteration(carry: Carry, i: Any) -> Carry:
-            state, sums, earlier = carry
+            state, sums, earlier, weights = carry
             t = start + (length - 1) - i
-            weights = here if before is None else self._choose(t, start, here, before)
+            weights = weights if before is None else self._where_past(t, start, weights, before)
             rest = self._of._rest(t, self._side, self._key_data)
             x = jax.eval_shape(lambda s: c.take(s, t), state)
-            give = lambda state, y, aux: c.give(state, y, aux, t)  # noqa: E731
             outputs = jax.eval_shape(self._of._stages, x, weights, rest)
-            state, dy, daux = _pull_all(give, (state, *outputs), state)
+            state, dy, daux = _pull_all(lambda *args: c.give(*args, t), (state, *outputs), state)
             saved = [lax.dynamic_index_in_dim(store, t, keepdims=False) for store in kept]
             dx, dw = split.backward(saved, weights, rest, (dy, daux))
             state = jax.tree.map(jnp.add, state, _pull(lambda s: c.take(s, t), state, dx))
             if before is None:
-                return state, jax.tree.map(_add, sums, dw), None
+                return state, jax.tree.map(_add, sums, dw), None, weights
             nothing = jax.tree.map(jnp.zeros_like, dw)
-            sums = jax.tree.map(_add, sums, self._choose(t, start, dw, nothing))
-            return state, sums, jax.tree.map(_add, earlier, self._choose(t, start, nothing, dw))
+            sums = jax.tree.map(_add, sums, self._where_past(t, start, dw, nothing))
+            earlier = jax.tree.map(_add, earlier, self._where_past(t, start, nothing, dw))
+            return state, sums, earlier, weights
 
-        return _loop(iteration, carry, 0, length, scan=self._of._scan_iterations)
+        return _loop(iteration, (*carry, here), 0, length, scan=self._of._scan_iterations)[:3]
 
-    def _choose(self, t: Any, switch: Any, new: Params, old: Params) -> Params:
+    def _where_past(self, t: Any, switch: Any, new: Params, old: Params) -> Params:
         """`new` for the stages that are past the switch in iteration t, `old` for the others."""
         c = self._conveyor
         past = c.delay * jnp.arange(c.num_stages) <= t - switch

@@ -1,0 +1,72 @@
+"""Counts the collectives that a compiled program executes: loop bodies times their trip counts."""
+
+import math
+import re
+from collections import Counter
+from typing import NamedTuple
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_CALLS = re.compile(r"(?:body|to_apply|calls|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_COLLECTIVE = re.compile(r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+_BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+
+
+class Collective(NamedTuple):
+    """One collective instruction: its kind, and the shape and bytes of one of its results on one device."""
+
+    kind: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def executed(hlo: str) -> Counter[Collective]:
+    """How often a device executes each collective.
+
+    Args:
+      hlo: text of a compiled program, without conditionals around collectives.
+
+    Raises:
+      ValueError: a loop around a collective has no known trip count.
+    """
+    bodies, entry = _computations(hlo)
+    return _count(bodies, entry)
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in hlo.splitlines():
+        start = _COMPUTATION.match(line)
+        if start:
+            lines = bodies.setdefault(start[2], [])
+            entry = start[2] if start[1] else entry
+        else:
+            lines.append(line)
+    assert entry
+    return bodies, entry
+
+
+def _count(bodies: dict[str, list[str]], name: str) -> Counter[Collective]:
+    total: Counter[Collective] = Counter()
+    for line in bodies[name]:
+        found = _COLLECTIVE.search(line)
+        if found:
+            # An instruction with several results is as many collectives in one.
+            for dtype, sizes in _SHAPE.findall(found[1]):
+                shape = tuple(int(n) for n in sizes.split(",") if n)
+                total[Collective(found[2], shape, math.prod(shape) * _BYTES[dtype])] += 1
+            continue
+        for inner in (_count(bodies, called) for called in _CALLS.findall(line)):
+            if not inner:
+                continue
+            times = 1
+            if " while(" in line:
+                known = _TRIP_COUNT.search(line)
+                if not known:
+                    raise ValueError(f"unknown trip count: {line.strip()[:200]}")
+                times = int(known[1])
+            for collective, count in inner.items():
+                total[collective] += count * times
+    return total
