@@ -32,6 +32,7 @@ from maxpipe.pipeline.manual import (
     psum,
     sum_replicas,
 )  # fmt: skip
+from maxpipe.pipeline.manual_rules import check_rules
 from maxpipe.pipeline.remat._apply import Remat
 from maxpipe.pipeline.residuals import SplitVjp
 from maxpipe.pipeline.schedules._plan import LockstepPlan, lockstep_plan
@@ -45,6 +46,9 @@ class ScheduledPipeline:
     Args:
       parts: program, rules, configuration, layout, schedule.
       idle_fill: what idle slots compute on; tests fill them with NaN to prove that nothing reads them.
+
+    Raises:
+      ConfigError: the engine cannot work under the sharding rules.
     """
 
     layer_axes = ("repeat", "stage", "layers_per_stage")
@@ -52,6 +56,7 @@ class ScheduledPipeline:
     def __init__(self, parts: Parts, *, idle_fill: float = 0.0):
         table = parts.table
         assert table is not None
+        check_rules(parts)
         self._parts = parts
         self._program = parts.program
         self._layout = parts.layout

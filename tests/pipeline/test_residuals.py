@@ -17,7 +17,7 @@ def array(*shape, seed=0):
 
 
 def split(f, weights, rest=()):
-    """Checks forward and backward of f's `SplitVjp` against `jax.vjp`; returns sorted (shape, dtype) of what it keeps."""
+    """Checks forward and backward of f's `SplitVjp` against `jax.vjp`; returns what it keeps, sorted."""
     x = array(*X, seed=1)
     halves = SplitVjp(f, jax.ShapeDtypeStruct(x.shape, x.dtype), weights, rest)
     y, vjp = jax.vjp(lambda x, weights: f(x, weights, rest), x, weights)

@@ -90,7 +90,8 @@ def name_of(case):
     numbers = "S{stages}-V{repeats}-L{layers}-M{microbatches}S".format(**case)
     flags = filter(case.get, ("packed", "tied", "dropout", "delay", "overlap", "uneven", "scan", "nan_idle"))
     skip = "skip" if case["skip_idle"] == "true" else "mask"
-    return "-".join([numbers, *case["mesh"].split(), case["block"], *flags, skip, case["remat"], *case["remat_of"].split(), case["gather"]])
+    remat = [case["remat"], *case["remat_of"].split()]
+    return "-".join([numbers, *case["mesh"].split(), case["block"], *flags, skip, *remat, case["gather"]])
 
 
 PAIRWISE = covering_array(FACTORS, is_legal, CONSTRAINED)
