@@ -62,7 +62,8 @@ def start_processes(heartbeat_timeout: int) -> None:
     """`jax.distributed.initialize` if the environment says that this process is one of several.
 
     JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID decide; TPU pods, Slurm and MPI jobs of more
-    than one task are recognised by JAX itself.
+    than one task are recognised by JAX itself. MAXPIPE_DISTRIBUTED=1 leaves all of it to JAX: on TPU VMs the facts are
+    in the metadata server, not in the environment.
 
     Args:
       heartbeat_timeout: seconds of silence after which a process counts as lost; also how long one waits for
@@ -82,7 +83,8 @@ def start_processes(heartbeat_timeout: int) -> None:
         jax.distributed.initialize(env["JAX_COORDINATOR_ADDRESS"], *rank, **timeouts)
         return
     pod = len(env.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
-    if pod or _num_slurm_tasks() > 1 or any(name in env for name in CLUSTER_VARIABLES):
+    asked = env.get("MAXPIPE_DISTRIBUTED") == "1"
+    if asked or pod or _num_slurm_tasks() > 1 or any(name in env for name in CLUSTER_VARIABLES):
         jax.distributed.initialize(**timeouts)
 
 

@@ -100,6 +100,7 @@ class TestStartOfProcesses:
         for name in (
             "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "TPU_WORKER_HOSTNAMES",
             "SLURM_NTASKS", "SLURM_PROCID", "MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri",
+            "MAXPIPE_DISTRIBUTED",
         ):  # fmt: skip
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **timeouts: calls.append((*args, timeouts)))
@@ -132,6 +133,7 @@ class TestStartOfProcesses:
             ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
             ({"SLURM_NTASKS": "4"}, False),
             ({"MEGASCALE_COORDINATOR_ADDRESS": "a:1"}, True),
+            ({"MAXPIPE_DISTRIBUTED": "1"}, True),
         ],
         ids=str,
     )

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.checkpoint.memory import move
+
 GOLDEN = 0x9E3779B9
 _CHUNK = 1 << 17  # words per step on the host: two temporaries stay in the second-level cache
 
@@ -43,9 +45,8 @@ def _start(array: Any) -> Any:
     device_memory = jax.local_devices()[0].default_memory().kind
     if array.sharding.memory_kind in (None, device_memory):
         return device_digest(array)
-    on_device = jax.device_put(array, array.sharding.with_memory_kind(device_memory))
     # One at a time: what was moved to the host may not fit the devices as a whole.
-    return device_digest(on_device).block_until_ready()
+    return device_digest(move(array, device_memory)).block_until_ready()
 
 
 def _mix(word: Any, multiply: Callable[[Any, int], Any], fold: Callable[[Any, int], Any]) -> Any:

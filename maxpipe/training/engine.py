@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxpipe.checkpoint.memory import move
 from maxpipe.model import parameters
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.contract import Batch, Metrics, Pipeline
@@ -159,5 +160,5 @@ def to_host(leaf: jax.Array) -> Any:
     device: Any = next(iter(leaf.sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
     if "pinned_host" in kinds:
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+        return move(leaf, "pinned_host")
     return jnp.copy(leaf)
