@@ -1,0 +1,343 @@
+"""The launch scripts, with commands on the PATH that only take notes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+AWKWARD = "run_name=it's $(touch pwned) \"x\"; rm -rf *"
+
+NOTES_AND_ANSWERS = """#!{python}
+import json, os, sys
+with open({notes!r}, "a") as notes:
+    print(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]), file=notes)
+answers = json.load(open({answers!r}))
+for pattern, answer in answers.items():
+    if pattern in " ".join(sys.argv):
+        print(answer.pop(0) if len(answer) > 1 else answer[0])
+        json.dump(answers, open({answers!r}, "w"))
+        sys.exit(0)
+"""
+
+
+class Fakes:
+    """Commands that write down how they are called, and answer what they are told to."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.notes, self.answers = directory / "notes", directory / "answers"
+        self.notes.touch()
+        self.answer({})
+
+    def add(self, name):
+        program = self.directory / name
+        values = {"python": sys.executable, "notes": str(self.notes), "answers": str(self.answers)}
+        program.write_text(NOTES_AND_ANSWERS.format(**values))
+        program.chmod(0o755)
+
+    def answer(self, answers):
+        """{part of the words: answers in turn, of which the last stays}."""
+        self.answers.write_text(json.dumps(answers))
+
+    @property
+    def calls(self):
+        return [json.loads(line) for line in self.notes.read_text().splitlines()]
+
+    def run(self, *words, **environment):
+        path = f"{self.directory}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            list(map(str, words)),
+            env={**os.environ, "PATH": path, "POLL_SECONDS": "0", "TMPDIR": str(self.directory), **environment},
+            cwd=self.directory,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    return Fakes(tmp_path)
+
+
+def ended(code):
+    """A command that ends with a code."""
+    return ["bash", "-c", f"echo attempt; exit {code}"]
+
+
+class TestRestart:
+    @pytest.mark.parametrize("code", [75, 124, 134])
+    def test_restarts_with_growing_pauses_and_gives_up(self, fakes, code):
+        done = fakes.run(SCRIPTS / "restart.sh", *ended(code), MAX_RESTARTS="2", RESTART_SECONDS="0")
+        assert done.returncode == code
+        assert done.stdout == "attempt\n" * 3
+        assert "after 2 restarts: giving up" in done.stderr
+
+    @pytest.mark.parametrize("code", [0, 1, 2, 42, 130])
+    def test_other_codes_are_final(self, fakes, code):
+        done = fakes.run(SCRIPTS / "restart.sh", *ended(code))
+        assert (done.returncode, done.stdout) == (code, "attempt\n")
+
+    def test_pauses_double(self, fakes):
+        fakes.add("sleep")
+        done = fakes.run(SCRIPTS / "restart.sh", *ended(75), MAX_RESTARTS="8")
+        assert done.returncode == 75
+        assert [call[1] for call in fakes.calls] == ["10", "20", "40", "80", "160", "320", "600", "600"]
+
+    def test_a_dry_run_only_shows_the_command(self, fakes):
+        done = fakes.run(SCRIPTS / "restart.sh", "--dry-run", "touch", AWKWARD)
+        assert done.returncode == 0
+        assert not list(fakes.directory.glob("run_name*"))
+        assert words_of(done.stderr.splitlines()[0]) == ["touch", AWKWARD]
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_is_handed_on_once_and_nothing_is_restarted(self, fakes, number):
+        program = (
+            "import signal, sys, time\n"
+            "def end(number, frame):\n    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)\n"
+            "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, end)\n"
+            "print('ready', flush=True); time.sleep(60)"
+        )
+        process = subprocess.Popen(
+            [SCRIPTS / "restart.sh", sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, number)  # as a terminal does
+        assert process.communicate(timeout=30)[0] == f"got {int(number)}\n"
+        assert process.returncode == 75
+
+
+def words_of(line):
+    """The words of a command as the scripts show it."""
+    shown = line.removeprefix("+ ")
+    printed = subprocess.run(["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, text=True, check=True)
+    return printed.stdout.split("\0")[:-1]
+
+
+class TestLocal:
+    def test_a_dry_run_shows_every_process(self, fakes):
+        done = fakes.run(SCRIPTS / "local.sh", "--dry-run", "3", "a.yml", AWKWARD, PYTHON="python")
+        lines = done.stderr.splitlines()
+        assert len(lines) == 3
+        for index, line in enumerate(lines):
+            words = words_of(line)
+            assert words[-3:] == ["maxpipe.train", "a.yml", AWKWARD]
+            assert f"JAX_PROCESS_ID={index}" in words
+            assert "JAX_NUM_PROCESSES=3" in words
+
+    @pytest.mark.parametrize(
+        ("codes", "verdict"),
+        [("0 0", 0), ("1 134", 1), ("134 2", 2), ("130 75", 130), ("75 75", 75), ("137 134", 134), ("0 137", 137)],
+    )
+    def test_the_code_that_matters(self, fakes, codes, verdict):
+        program = fakes.directory / "python"
+        program.write_text('#!/bin/bash\n[ "$1" = -c ] && echo 1 && exit\nc=($CODES); exit ${c[JAX_PROCESS_ID]}\n')
+        program.chmod(0o755)
+        done = fakes.run(SCRIPTS / "local.sh", "2", "a.yml", CODES=codes, PYTHON=str(program), MAX_RESTARTS="0")
+        assert done.returncode == verdict, done.stderr
+
+    @pytest.mark.parametrize("words", [[], ["2"], ["0", "a.yml"], ["two", "a.yml"]])
+    def test_a_bad_command_line_is_refused(self, fakes, words):
+        done = fakes.run(SCRIPTS / "local.sh", *words)
+        assert done.returncode == 2
+        assert "usage: local.sh" in done.stderr
+
+
+class TestTpuVm:
+    STATE = "state.state"
+    COUNT = "nodeCount"
+
+    @pytest.fixture
+    def tpu_vm(self, fakes):
+        """tpu_vm(words) -> the finished process; gcloud takes notes."""
+        fakes.add("gcloud")
+        return lambda *words: fakes.run(SCRIPTS / "tpu_vm.sh", "--zone", "z1", *words)
+
+    def commands(self, fakes):
+        """gcloud's calls that change something, without `gcloud compute tpus`."""
+        assert all(call[:3] == ["gcloud", "compute", "tpus"] and "--zone" in call for call in fakes.calls)
+        return [call[3:] for call in fakes.calls if "describe" not in call]
+
+    def test_create_asks_once_and_waits_until_it_is_active(self, fakes, tpu_vm):
+        fakes.answer({self.STATE: ["", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "ACTIVE"]})
+        done = tpu_vm("create", "pod", "--type", "v5p-16", "--spot", "--project", "p")
+        assert done.returncode == 0, done.stderr
+        (call,) = self.commands(fakes)
+        assert call[:5] == ["queued-resources", "create", "pod", "--node-id", "pod"]
+        assert {"v5p-16", "v2-alpha-tpuv5", "--spot", "--project"} <= set(call)
+
+    def test_create_does_nothing_if_it_is_there(self, fakes, tpu_vm):
+        fakes.answer({self.STATE: ["ACTIVE"]})
+        assert tpu_vm("create", "pod", "--type", "v5p-16").returncode == 0
+        assert self.commands(fakes) == []
+
+    def test_create_says_so_when_it_failed(self, fakes, tpu_vm):
+        fakes.answer({self.STATE: ["FAILED"]})
+        done = tpu_vm("create", "pod", "--type", "v5p-16")
+        assert done.returncode == 2
+        assert "pod is FAILED" in done.stderr
+
+    def test_setup_installs_on_every_worker_of_every_slice(self, fakes, tpu_vm):
+        fakes.answer({self.COUNT: ["2"]})
+        fakes.add("git")
+        done = tpu_vm("setup", "pod")
+        assert done.returncode == 0, done.stderr
+        calls = [call[1:] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call]
+        assert sorted((call[3], node) for call in calls for node in ("pod-0", "pod-1") if node in " ".join(call)) == [
+            ("scp", "pod-0"), ("scp", "pod-1"), ("ssh", "pod-0"), ("ssh", "pod-1"),
+        ]  # fmt: skip
+        assert all("--worker=all" in call for call in calls)
+
+    def test_run_starts_exactly_the_words_given_and_only_once(self, fakes, tpu_vm, tmp_path):
+        assert tpu_vm("run", "pod", "--", "a.yml", AWKWARD).returncode == 0
+        (call,) = self.commands(fakes)
+        remote = call[call.index("--command") + 1]
+        worker = tmp_path / "worker"
+        (worker / "maxpipe" / "scripts").mkdir(parents=True)
+        (worker / "maxpipe" / "scripts" / "restart.sh").write_text(
+            '#!/bin/bash\nprintf "%s\\0" "$@" >>words; echo . >>attempts; sleep 1; exit 7\n'
+        )
+        (worker / "maxpipe" / "scripts" / "restart.sh").chmod(0o755)
+        outputs = [
+            subprocess.run(["bash", "-c", remote], cwd=worker, capture_output=True, text=True, check=True).stdout
+            for _ in range(2)
+        ]
+        assert outputs == ["", "already running\n"]
+        exit_code = worker / "maxpipe" / "exit_code"
+        until = time.monotonic() + 20
+        while not (exit_code.exists() and exit_code.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert exit_code.read_text() == "7\n"
+        assert (worker / "maxpipe" / "attempts").read_text() == ".\n"
+        words = (worker / "maxpipe" / "words").read_text().split("\0")[:-1]
+        assert words == [".venv/bin/python", "-m", "maxpipe.train", "a.yml", AWKWARD]
+        assert not list(tmp_path.rglob("pwned"))
+
+    def test_resume_makes_a_preempted_resource_anew(self, fakes, tpu_vm):
+        fakes.add("git")
+        fakes.answer({self.STATE: ["SUSPENDED", "SUSPENDED", "", "ACTIVE"]})
+        done = tpu_vm("resume", "pod", "--type", "v5p-16", "--", "a.yml")
+        assert done.returncode == 0, done.stderr
+        done_in_turn = [call[4] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call]
+        assert done_in_turn == ["delete", "create", "scp", "ssh", "ssh"]
+
+    def test_delete_of_what_is_gone_does_nothing(self, fakes, tpu_vm):
+        assert tpu_vm("delete", "pod").returncode == 0
+        assert self.commands(fakes) == []
+
+    @pytest.mark.parametrize("action", ["create", "setup", "run", "status", "logs", "resume", "delete"])
+    def test_a_dry_run_calls_nothing(self, fakes, tpu_vm, action):
+        done = tpu_vm(action, "pod", "--dry-run", "--type", "v5p-16", "--slices", "2", "--", "a.yml")
+        assert done.returncode == 0, done.stderr
+        assert fakes.calls == []
+        assert "+ gcloud compute tpus" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["run", "pod"], "what to train is missing"),
+            (["create", "pod"], "--type is missing"),
+            (["create", "pod", "--type", "v9-8"], "no default for --type v9-8"),
+            (["create", "pod;ls", "--type", "v4-8"], "lower-case letters"),
+            (["create", "pod", "--slices", "x"], "--slices is not a number"),
+            (["fly", "pod"], "there is no command fly"),
+            (["create"], "usage"),
+        ],
+    )
+    def test_a_bad_command_line_is_refused(self, fakes, tpu_vm, words, message):
+        done = tpu_vm(*words)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert self.commands(fakes) == []
+
+
+class TestSlurm:
+    @pytest.fixture
+    def slurm(self, fakes):
+        """slurm(codes, words) -> the finished job whose tasks end with these codes."""
+        fakes.add("scontrol")
+        (fakes.directory / "srun").write_text(
+            '#!/bin/bash\nshift\nfor code in $CODES; do export CODE=$code SLURM_PROCID=$((n++)); "$@"; done\nexit 137\n'
+        )
+        (fakes.directory / "python").write_text('#!/bin/bash\nprintf "%s\\0" "$@" >"$OUT"; exit $CODE\n')
+        for name in ("srun", "python"):
+            (fakes.directory / name).chmod(0o755)
+
+        def run(codes, *words, **environment):
+            variables = {"CODES": codes, "OUT": str(fakes.directory / "words"), "SLURM_JOB_ID": "9"}
+            return fakes.run("bash", SCRIPTS / "slurm.sbatch", *words, **variables, **environment)
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("codes", "code", "again"),
+        [("0 0", 0, 0), ("75 75", 75, 1), ("137 134", 134, 1), ("134 42", 42, 0), ("1 134", 1, 0)],
+    )
+    def test_the_job_goes_back_to_the_queue_when_it_may(self, fakes, slurm, codes, code, again):
+        done = slurm(codes, "a.yml", AWKWARD)
+        assert done.returncode == code, done.stderr
+        assert fakes.calls == [["scontrol", "requeue", "9"]] * again
+        assert (fakes.directory / "words").read_text().split("\0")[:-1] == ["-m", "maxpipe.train", "a.yml", AWKWARD]
+
+    def test_not_for_ever(self, fakes, slurm):
+        assert slurm("75", "a.yml", SLURM_RESTART_COUNT="20").returncode == 75
+        assert fakes.calls == []
+
+    def test_a_dry_run_only_shows_the_command(self, fakes, slurm):
+        done = slurm("0", "--dry-run", "a.yml")
+        assert done.returncode == 0
+        assert "+ srun" in done.stderr
+        assert not (fakes.directory / "words").exists()
+
+
+class TestJobSet:
+    WORDS = ("run-1", "--image", "i", "--accelerator", "tpu-v5p-slice", "--topology", "2x2x4", "--slices", "2")
+
+    def jobset(self, fakes, *words):
+        return fakes.run(sys.executable, SCRIPTS / "gke" / "jobset.py", *words)
+
+    def test_one_job_per_slice_and_one_pod_per_host(self, fakes):
+        done = self.jobset(fakes, *self.WORDS, "--claim", "disk", "--", "a.yml", AWKWARD)
+        spec = yaml.safe_load(done.stdout)["spec"]
+        (slices,) = spec["replicatedJobs"]
+        job = slices["template"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        assert (slices["replicas"], job["parallelism"], job["completions"]) == (2, 4, 4)
+        assert container["args"] == ["a.yml", AWKWARD]
+        assert container["resources"]["limits"] == {"google.com/tpu": 4}
+
+    def test_codes_that_are_final_fail_the_set_and_others_restart_it(self, fakes):
+        spec = yaml.safe_load(self.jobset(fakes, *self.WORDS, "--", "a.yml").stdout)["spec"]
+        job = spec["replicatedJobs"][0]["template"]["spec"]
+        (rule,) = job["podFailurePolicy"]["rules"]
+        assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [1, 2, 42, 130])
+        assert spec["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+        assert (job["backoffLimit"], spec["failurePolicy"]["maxRestarts"]) == (0, 20)
+
+    @pytest.mark.parametrize(
+        "words", [WORDS, ("A_b", *WORDS[1:], "--", "a.yml"), (*WORDS, "--topology", "4", "--", "a.yml")]
+    )
+    def test_a_bad_command_line_is_refused(self, fakes, words):
+        assert self.jobset(fakes, *words).returncode == 2
+
+
+def test_shell_scripts_are_clean():
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch")]
+    done = subprocess.run([shellcheck, "-x", "-P", SCRIPTS, *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
