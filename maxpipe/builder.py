@@ -50,9 +50,12 @@ def build_layout(config: Config) -> StageLayout:
     pipeline, stages = config.pipeline, num_stages(config)
     if pipeline.engine == "sequential":
         return StageLayout.even(1, 1, config.model.num_layers)
-    if pipeline.layers_per_stage:
-        return StageLayout(stages, pipeline.num_repeats, tuple(pipeline.layers_per_stage))
-    return StageLayout.even(stages, pipeline.num_repeats, pipeline.num_layers_per_stage)
+    even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
+    return StageLayout(
+        stages, pipeline.num_repeats, tuple(pipeline.layers_per_stage or even),
+        num_outside=config.model.num_layers - pipeline.parallel_layers,
+        outside_first=pipeline.outside_layers == "before",
+    )  # fmt: skip
 
 
 def build_table(config: Config) -> Table:
@@ -106,7 +109,13 @@ def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunD
     directory = RunDirectory(config)
     directory.claim(config, write=False)
     settings = config.checkpoint
-    checkpointer = Checkpointer(directory.checkpoints, every=settings.every, keep=settings.keep, say=say)
+    checkpointer = Checkpointer(
+        directory.checkpoints,
+        every=settings.every,
+        keep=settings.keep,
+        say=say,
+        grace_seconds=settings.grace_seconds,
+    )
     return directory, checkpointer
 
 

@@ -61,6 +61,32 @@ def engine(c: Config) -> Updates:
 @step(
     "model.num_layers",
     "pipeline.engine",
+    "pipeline.parallel_layers",
+    "pipeline.outside_layers",
+    writes=("pipeline.parallel_layers",),
+)
+def parallel_layers(c: Config) -> Updates:
+    """How many layers the pipeline has."""
+    total, asked = c.model.num_layers, c.pipeline.parallel_layers
+    if asked == -1 or c.pipeline.engine == "sequential":
+        asked = total
+    key = "pipeline.parallel_layers"
+    if asked > total:
+        message = f"{asked} is more than model.num_layers={total}; nearest legal: {total}, or -1 for all layers"
+        raise ConfigError(Problem(key, message))
+    if asked < total and c.pipeline.engine == "scheduled":
+        message = f"the scheduled engine has no layers outside the pipeline; use {total} or -1, or the circular engine"
+        raise ConfigError(Problem(key, message + " (pipeline.schedule=circular)"))
+    if asked == total and c.pipeline.outside_layers == "before" and c.pipeline.engine != "sequential":
+        message = f"before needs layers outside the pipeline; set {key} below model.num_layers={total}"
+        raise ConfigError(Problem("pipeline.outside_layers", message))
+    return {key: asked}
+
+
+@step(
+    "model.num_layers",
+    "pipeline.engine",
+    "pipeline.parallel_layers",
     "pipeline.schedule",
     *_SPLIT,
     *STAGES,
@@ -72,7 +98,7 @@ def layers(c: Config) -> Updates:
         return _layout(1, c.model.num_layers, [])
     if c.pipeline.layers_per_stage:
         return _uneven_layers(c)
-    stages, total = num_stages(c), c.model.num_layers
+    stages, total = num_stages(c), c.pipeline.parallel_layers
     repeats, per_stage = c.pipeline.num_repeats, c.pipeline.num_layers_per_stage
     if c.pipeline.schedule == "gpipe":
         if repeats not in (-1, 1):
@@ -100,17 +126,17 @@ def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
 
 
 def _uneven_layers(c: Config) -> Updates:
-    chunks, stages, total = c.pipeline.layers_per_stage, num_stages(c), c.model.num_layers
+    chunks, stages, total = c.pipeline.layers_per_stage, num_stages(c), c.pipeline.parallel_layers
     repeats = max(1, min(round(len(chunks) / stages), total // stages))
     example = f"pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
     if total < stages:
-        raise ConfigError(Problem("model.num_layers", f"{total} layers are too few for {stages} stages"))
+        raise ConfigError(Problem(_total_key(c), f"{total} layers are too few for {stages} stages"))
     if min(chunks) < 1:
         message = f"every chunk needs at least one layer; got {chunks}"
     elif len(chunks) % stages:
         message = f"{len(chunks)} chunks do not divide into {stages} stages; a split that does: {example}"
     elif sum(chunks) != total:
-        message = f"adds up to {sum(chunks)}, but model.num_layers={total}; a split that fits: {example}"
+        message = f"adds up to {sum(chunks)}, but {_total_key(c)}={total}; a split that fits: {example}"
     elif c.pipeline.schedule == "gpipe" and len(chunks) != stages:
         message = f"schedule gpipe has one chunk per stage, so {stages} entries; got {len(chunks)}"
     else:
@@ -125,7 +151,7 @@ def _even_split(total: int, parts: int) -> str:
 
 def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     """The error for layers that do not divide, with the nearest choices that do, ready to paste."""
-    stages, total, gpipe = num_stages(c), c.model.num_layers, c.pipeline.schedule == "gpipe"
+    stages, total, gpipe = num_stages(c), c.pipeline.parallel_layers, c.pipeline.schedule == "gpipe"
     factors = {"stages": stages}
     if c.pipeline.num_repeats != -1:
         factors["repeats"] = repeats
@@ -136,14 +162,23 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     splits = [] if extra else [(v, chunks // v) for v in repeat_choices]
     splits.sort(key=lambda split: distance(split[0], repeats) + distance(split[1], per_stage))
     options = [f"pipeline.num_repeats={v} pipeline.num_layers_per_stage={l}" for v, l in splits[:3]]
-    options.append(f"model.num_layers={multiples_around(total, math.prod(factors.values()))}")
+    chunk = math.prod(factors.values())
+    options.append(f"{_total_key(c)}={multiples_around(total, chunk)}")
+    if c.pipeline.engine == "circular" and total == c.model.num_layers and total > chunk:
+        options.append(f"pipeline.parallel_layers={total // chunk * chunk} (the others run outside the pipeline)")
     parts = stages * factors.get("repeats", 1)
     if total >= parts:
         options.append(f"pipeline.layers_per_stage={_even_split(total, parts)}")
     given = [key for key in ("pipeline.num_repeats", "pipeline.num_layers_per_stage") if get(c, key) != -1]
     written = " x ".join(f"{count} {what}" for what, count in factors.items())
-    message = f"model.num_layers={total} does not divide into {written}; nearest legal: {'; '.join(options)}"
-    return ConfigError(Problem(given[0] if given else "model.num_layers", message))
+    message = f"{_total_key(c)}={total} does not divide into {written}; nearest legal: {'; '.join(options)}"
+    return ConfigError(Problem(given[0] if given else _total_key(c), message))
 
 
-STEPS = (engine, layers)
+def _total_key(c: Config) -> str:
+    """The key that says how many layers the pipeline has."""
+    every = c.pipeline.parallel_layers == c.model.num_layers
+    return "model.num_layers" if every else "pipeline.parallel_layers"
+
+
+STEPS = (engine, parallel_layers, layers)

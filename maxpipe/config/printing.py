@@ -65,7 +65,7 @@ def _reason(c: Config, key: str) -> str:
     else:
         delayed = c.pipeline.delay_activation_forwarding
         count = "two per stage, since forwarding is delayed" if delayed else "one per stage"
-        chunks = f"{c.model.num_layers} layers over {stages} stages"
+        chunks = f"{c.pipeline.parallel_layers} layers over {stages} stages"
         pipeline = {
             "pipeline.engine": f"it runs schedule {c.pipeline.schedule}",
             "pipeline.num_microbatches": count,
@@ -97,6 +97,14 @@ def _without_effect(c: Config) -> list[str]:
             "overlap, idle slots and FSDP gathers do not apply; remat_policy acts on each layer; gradients add up "
             f"over microbatches of {rows} rows a device"
         )
+    elif c.pipeline.fsdp_gather == "per_repeat" and c.pipeline.num_repeats > 2:
+        microbatches, stages = c.pipeline.num_microbatches, num_stages(c)
+        least = stages * (2 if c.pipeline.delay_activation_forwarding else 1)
+        if microbatches == least:
+            lines.append(
+                "pipeline.fsdp_gather=per_repeat: three gathered repeats, since with "
+                f"num_microbatches={microbatches} a fetch has no time within a repeat; {least + stages} or more need two"
+            )
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if c.checkpoint.every == 0 and c.checkpoint.resume in ("auto", "must"):

@@ -19,12 +19,14 @@ from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
 from maxpipe.pipeline.conveyor import Conveyor, State
 from maxpipe.pipeline.manual import BATCH_AXES, Gather
+from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.remat import Kept
 from maxpipe.pipeline.remat._apply import Remat, checkpoint
 from maxpipe.pipeline.repeat_gather import RepeatGather, Sharding
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding import only, without
 
+CELLS = ("activation_stage", None, "activation_batch", "activation_length", None)
 ACTIVATION = ("activation_stage", "activation_batch", "activation_length", None)
 
 
@@ -51,6 +53,7 @@ class CircularPipeline:
         self._remat = Remat(parts.config)
         layer_fn = layer_function(parts.program, self._prepare, padded=not parts.layout.is_even)
         self._layer_fn = self._remat.layer(layer_fn, is_only=parts.layout.layers_per_stage == 1)
+        self._outside = OutsideLayers(parts.program, parts.rules, parts.config, parts.layout, self.weights)
         self._delay = 2 if parts.config.delay_activation_forwarding else 1
 
     def _prepare(self, layer: Params) -> Params:
@@ -87,11 +90,17 @@ class CircularPipeline:
         conveyor = Conveyor(S, V, M, self._delay, self._constrain, self._bubble_fill)
         tokens_SKBT = self._over_stages(micro["tokens"][conveyor.start])
         io = self._over_stages(self._program.embed(outer, tokens_SKBT))
+        side = microbatches.side_inputs(micro)
+        layers, outside_aux = params["layers"], jnp.zeros(())
+        if self._layout.num_outside and self._layout.outside_first:
+            io, outside_aux = self._outside(layers, io, self._cells(side, conveyor.start), key)
         run = self._run if self._gathers_in_iteration else self._run_gathered
-        io, aux = run(params["layers"], io, microbatches.side_inputs(micro), key, conveyor)
+        io, aux = run(layers, io, side, key, conveyor)
+        if self._layout.num_outside and not self._layout.outside_first:
+            io, outside_aux = self._outside(layers, io, self._cells(side, conveyor.end), key)
         targets, weights = (self._over_stages(micro[n][conveyor.end]) for n in ("targets", "weights"))
         loss, cross_entropy = self._head(outer, io, targets, weights)
-        return loss, cross_entropy, aux
+        return loss, cross_entropy, aux + outside_aux
 
     def _run(
         self, layers: Params, io: jax.Array, side: Batch, key: jax.Array | None, conveyor: Conveyor
@@ -187,10 +196,13 @@ class CircularPipeline:
     def _constrain(self, x_SBTD: jax.Array) -> jax.Array:
         return self._rules.constrain(x_SBTD, ACTIVATION)
 
+    def _cells(self, side: Batch, microbatch: np.ndarray) -> Batch:
+        """Side inputs [M, B, ...] as the conveyor has their microbatches, [S, K, B, ...]."""
+        return {name: self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1]) for name, a in side.items()}
+
     def _over_stages(self, x: jax.Array) -> jax.Array:
         """Lays [S, K, B, T, ...] out like the conveyor."""
-        axes = ("activation_stage", None, "activation_batch", "activation_length") + (None,) * (x.ndim - 4)
-        return self._rules.constrain(x, axes)
+        return self._rules.constrain(x, CELLS[: x.ndim])
 
     def _stage_axes(self) -> Any:
         return self._rules.spec(("activation_stage",))[0]

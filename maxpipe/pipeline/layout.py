@@ -1,6 +1,7 @@
 """Where layers live: [num_layers, ...] on disk, [repeats, stages, layers_per_stage, ...] in a pipeline.
 
-Letters: N layers in model order, V repeats, S stages, L layers per chunk (the largest, if chunks are uneven).
+Letters: N layers in model order, V repeats, S stages, L layers per chunk (the largest, if chunks are uneven), E rows of
+layers that run outside the pipeline: they live behind the others as if there were more repeats, spread over the stages.
 """
 
 from collections.abc import Sequence
@@ -19,11 +20,15 @@ class StageLayout:
     Attributes:
       num_stages, num_repeats: S and V.
       chunk_sizes: layers of each of the V * S chunks in model order.
+      num_outside: layers that run outside the pipeline.
+      outside_first: they come before the pipeline's layers in model order, not after.
     """
 
     num_stages: int
     num_repeats: int
     chunk_sizes: tuple[int, ...]
+    num_outside: int = 0
+    outside_first: bool = False
 
     def __post_init__(self) -> None:
         assert len(self.chunk_sizes) == self.num_stages * self.num_repeats, self
@@ -34,7 +39,7 @@ class StageLayout:
 
     @property
     def num_layers(self) -> int:
-        return sum(self.chunk_sizes)
+        return sum(self.chunk_sizes) + self.num_outside
 
     @property
     def layers_per_stage(self) -> int:
@@ -43,43 +48,56 @@ class StageLayout:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(V, S, L), the leading dimensions of a live layer parameter."""
-        return self.num_repeats, self.num_stages, self.layers_per_stage
+        """(V + E, S, L), the leading dimensions of a live layer parameter."""
+        outside_rows = -(-self.num_outside // (self.num_stages * self.layers_per_stage))
+        return self.num_repeats + outside_rows, self.num_stages, self.layers_per_stage
 
     @property
     def is_even(self) -> bool:
+        """Whether no chunk of the pipeline is padded."""
         return len(set(self.chunk_sizes)) == 1
 
     @cached_property
+    def outside_index(self) -> np.ndarray:
+        """int32: indices in model order of the layers outside the pipeline."""
+        first = 0 if self.outside_first else sum(self.chunk_sizes)
+        return np.arange(first, first + self.num_outside, dtype=np.int32)
+
+    @cached_property
     def layer_index(self) -> np.ndarray:
-        """int32 [V, S, L]: index in model order; num_layers for padding."""
-        index = np.full((len(self.chunk_sizes), self.layers_per_stage), self.num_layers, np.int32)
-        first = 0
+        """int32 [V + E, S, L]: index in model order; num_layers for padding."""
+        index = np.full((self.shape[0] * self.num_stages, self.layers_per_stage), self.num_layers, np.int32)
+        first = self.num_outside if self.outside_first else 0
         for chunk, size in enumerate(self.chunk_sizes):
             index[chunk, :size] = np.arange(first, first + size)
             first += size
+        index[len(self.chunk_sizes) :].reshape(-1)[: self.num_outside] = self.outside_index
         return index.reshape(self.shape)
 
     @cached_property
     def valid(self) -> np.ndarray:
-        """bool [V, S, L]: False for padding layers."""
+        """bool [V + E, S, L]: False for padding layers."""
         return self.layer_index < self.num_layers
 
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
-        """[V, S, L, ...] -> [N, ...] in model order; padding is dropped."""
-        flat = leaf.reshape(-1, *leaf.shape[3:])
-        if self.is_even:
-            return flat
-        return flat[np.flatnonzero(self.valid.reshape(-1))]
+        """[V + E, S, L, ...] -> [N, ...] in model order; padding is dropped."""
+        rest = leaf.shape[3:]
+        inside = leaf[: self.num_repeats].reshape(-1, *rest)
+        if not self.is_even:
+            inside = inside[np.flatnonzero(self.valid[: self.num_repeats].reshape(-1))]
+        if not self.num_outside:
+            return inside
+        outside = leaf[self.num_repeats :].reshape(-1, *rest)[: self.num_outside]
+        return jnp.concatenate([outside, inside] if self.outside_first else [inside, outside])
 
     def from_canonical(self, leaf: jax.Array) -> jax.Array:
-        """[N, ...] -> [V, S, L, ...]; padding layers are zeros."""
-        if self.is_even:
+        """[N, ...] -> [V + E, S, L, ...]; padding layers are zeros."""
+        if self.is_even and not self.num_outside:
             return leaf.reshape(*self.shape, *leaf.shape[1:])
         padded = jnp.concatenate([leaf, jnp.zeros_like(leaf[:1])])
         return padded[self.layer_index]
 
     def stage_layers(self, stage: int) -> list[Sequence[int]]:
         """Model-order indices of the layers of each chunk of one stage, for reports."""
-        rows = self.layer_index[:, stage]
+        rows = self.layer_index[: self.num_repeats, stage]
         return [[int(i) for i in row if i < self.num_layers] for row in rows]

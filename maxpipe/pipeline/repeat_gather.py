@@ -143,8 +143,11 @@ class _Pass:
         self._of, self._conveyor = of, of._conveyor
         self._side, self._key_data = side, key_data
         self._shards = layers
+        # More rows than repeats belong to layers outside the pipeline, which pass by here.
+        self._rows = jax.tree.leaves(layers)[0].shape[0]
         if of._once:
-            self._shards = map_gathers(lambda g, p: g.whole(p, leading=(None, *SET)), of._gathers, layers)
+            V = self._conveyor.num_repeats
+            self._shards = map_gathers(lambda g, p: g.whole(p[:V], leading=(None, *SET)), of._gathers, layers)
 
     def forward(self, io: jax.Array, *, keep: bool) -> tuple[State, list[jax.Array]]:
         """(the state after the last iteration, what each iteration keeps [iterations, ...])."""
@@ -152,7 +155,7 @@ class _Pass:
         state = c.first_state(io)
         split = self._split(io) if keep else None
         like = split.kept if split else []
-        kept = [jnp.zeros((c.num_iterations, *k.shape), k.dtype) for k in like]
+        kept = [_store(c.num_iterations, k) for k in like]
         M, V, fill = c.num_microbatches, c.num_repeats, c.fill_iterations
 
         def span(carry: Carry, start: Any, length: int, here: Params, there: Params | None = None) -> Carry:
@@ -198,6 +201,7 @@ class _Pass:
         totals = self._put(totals, 0, sums)
         if self._of._once:
             totals = map_gathers(lambda g, x: g.scatter(x, leading=(None, *SET)), self._of._gathers, totals)
+            totals = jax.tree.map(lambda x: jnp.pad(x, [(0, self._rows - V)] + [(0, 0)] * (x.ndim - 1)), totals)
         return totals, _pull(c.first_state, jax.ShapeDtypeStruct(io.shape, io.dtype), state)
 
     def _slide(
@@ -335,6 +339,13 @@ def _pull(f: Callable[[Any], Any], like: Any, cotangent: Any) -> Any:
 def _pull_all(f: Callable[..., Any], like: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
     return jax.vjp(f, *zeros)[1](cotangent)
+
+
+def _store(slots: int, like: Any) -> jax.Array:
+    """Zeros [slots, ...], in the memory in which `like` waits."""
+    zeros = jnp.zeros((slots, *like.shape), like.dtype)
+    on_host = like.memory_space == jax.memory.Space.Host
+    return jax.device_put(zeros, jax.memory.Space.Host) if on_host else zeros
 
 
 def _zeros(weights: Params) -> Params:

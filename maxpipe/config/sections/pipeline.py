@@ -45,6 +45,12 @@ class PipelineConfig:
     layers_per_stage: list[int] = option(  # noqa: RUF009
         [], "uneven chunks: layers of each chunk in model order; overrides the two keys above"
     )
+    parallel_layers: int = option(
+        -1, "layers in the pipeline; the others run with stages as data parallelism; -1 = all", minimum=1, derived=True
+    )
+    outside_layers: str = option(
+        "after", "where layers outside the pipeline stand in the model", choices=("after", "before")
+    )
     delay_activation_forwarding: bool = option(
         False, "forward activations a tick later so that transfers overlap with compute"
     )
