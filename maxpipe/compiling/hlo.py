@@ -84,7 +84,8 @@ def parse(text: str) -> Module:
             if header and "=" not in line.split("(")[0]:
                 current = computations.setdefault(header[2], Computation(header[2]))
                 entry = header[2] if header[1] else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}" or line.startswith("} //"):
+            # Nothing else: a kernel's configuration may hold line breaks and go on with braces of its own.
             current = None
         elif instruction := _instruction(line):
             current.instructions[instruction.name] = instruction

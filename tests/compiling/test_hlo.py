@@ -107,6 +107,18 @@ ENTRY %main (x: f32[2]) -> f32[2] {
     assert names.count("inside") == 1
 
 
+def test_line_breaks_inside_a_kernels_configuration_end_nothing():
+    text = """
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %k = f32[2] custom-call(%x), backend_config={"attributes":{"note":"{1,
+"more":2
+}}, metadata={op_name="jit(f)/kernel"}
+  ROOT %after = f32[2] negate(%k)
+}
+"""
+    assert [instruction.name for _, instruction, _ in executions(parse(text))] == ["k", "after"]
+
+
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
