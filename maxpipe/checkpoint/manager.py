@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,15 +38,27 @@ class Checkpointer:
       every: save after every so many steps; 0 = only when forced.
       keep: newest committed steps kept. An older one is deleted only after a newer one has been committed.
       say: where warnings go; called in process 0 only.
+      grace_seconds: warn when a save takes longer, from its start to its commit; 0 = never.
     """
 
-    def __init__(self, directory: Path, *, every: int, keep: int, say: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        every: int,
+        keep: int,
+        say: Callable[[str], None] | None = None,
+        grace_seconds: float = 0,
+    ):
         assert every >= 0
         assert keep >= 1
         self._directory = Path(directory).absolute()
         self._every = every
         self._keep = keep
         self._report = say or (lambda message: print(message, file=sys.stderr))
+        self._grace = grace_seconds
+        self._save_began = 0.0
+        self._save_seconds: float | None = None  # of the last committed save, until it has been looked at
         self._orbax: ocp.CheckpointManager | None = None
         self._latest: int | None = None  # step last saved or restored here, perhaps not committed yet
 
@@ -91,6 +104,7 @@ class Checkpointer:
             name: saveable(name, leaf) for name, leaf in {**named_leaves(state), ITERATOR: iterator}.items()
         }
         self.wait()
+        self._save_began = time.monotonic()
         # Moving a state to the host is what a save is for, so that it is legal also inside a guarded loop.
         with jax.transfer_guard("allow"):
             found = digests(arrays)
@@ -138,6 +152,7 @@ class Checkpointer:
         if self._orbax is not None:
             with self._failures():
                 self._orbax.wait_until_finished()
+            self._compare_with_grace()
 
     def close(self) -> None:
         """Waits for a running save and lets go of threads.
@@ -161,6 +176,7 @@ class Checkpointer:
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=ocp.checkpoint_managers.LatestN(n=self._keep),
                     cleanup_tmp_directories=True,
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self._committed),
                     # Damage in an old step's metadata must not prevent a new save.
                     lightweight_initialize=True,
                 ),
@@ -215,6 +231,21 @@ class Checkpointer:
         if orbax is not None:
             with self._failures():
                 orbax.close()
+            self._compare_with_grace()
+
+    def _committed(self) -> None:
+        """Called by the thread that commits."""
+        self._save_seconds = time.monotonic() - self._save_began
+
+    def _compare_with_grace(self) -> None:
+        seconds, self._save_seconds = self._save_seconds, None
+        if seconds is None or not 0 < self._grace < seconds:
+            return
+        self._grace = 0  # once is enough
+        self._say(
+            f"a checkpoint took {seconds:.1f} s, longer than checkpoint.grace_seconds allows: a preempted run would be "
+            "killed before its last save is done. Save to faster storage, or save more often to lose less"
+        )
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:

@@ -238,3 +238,28 @@ def intercept_commits(monkeypatch, action):
         return finalize(self, directory)
 
     monkeypatch.setattr(CompositeCheckpointHandler, "finalize", intercepted)
+
+
+class TestGrace:
+    """A save is timed from its start to its commit."""
+
+    @pytest.fixture
+    def told(self, directory, samples):
+        """told(grace_seconds) -> what was said over two saves."""
+
+        def _told(grace_seconds):
+            said = []
+            checkpointer = Checkpointer(directory, every=1, keep=3, say=said.append, grace_seconds=grace_seconds)
+            samples.save(checkpointer, 1, 2)
+            checkpointer.close()
+            return said
+
+        return _told
+
+    def test_a_slow_save_is_warned_of_once(self, told):
+        (warning,) = told(1e-9)
+        assert "longer than checkpoint.grace_seconds allows" in warning
+
+    @pytest.mark.parametrize("grace_seconds", [0, 1000])
+    def test_a_fast_save_or_no_limit_says_nothing(self, told, grace_seconds):
+        assert told(grace_seconds) == []

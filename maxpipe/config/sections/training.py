@@ -41,6 +41,9 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = option(100, "save after every so many steps; 0 = never", minimum=0)
+    grace_seconds: float = option(
+        30, "time that a preempted run is given to save; a slower save is warned of, 0 = never", minimum=0
+    )
     keep: int = option(3, "newest checkpoints kept", minimum=1)
     resume: str = option("auto", "auto, never, must, or the number of the step to continue from")
 
