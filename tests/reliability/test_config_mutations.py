@@ -1,0 +1,123 @@
+"""Whatever is wrong with a configuration, its user gets lines that name keys and exit code 2, never a traceback."""
+
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from training_process import BASE, command, run
+
+from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config.schema import OPTIONS, SECTIONS
+
+VALUES = (
+    "0", "-1", "1", "3", "1e400", "-7", "7.5", "1k", "2Mi", "99999999999999999999", "nan", "inf", "true", "null", "~",
+    "", "''", "abc", "../up", "/dev/null", "\u00e9\u2603", "[1, 2", "[a, [b]]", "{a: 1}", "[]", "${seed}",
+    "${oc.env:HOME}", "${nowhere}", "!!python/object/apply:os.system [ls]", "2026-01-01", "0x10", "1_000", "a: b: c",
+)  # fmt: skip
+# A run of a thousand layers is legal, and too long for a test.
+SMALL_VALUES = tuple(value for value in VALUES if value not in ("1k", "2Mi", "1_000", "99999999999999999999", "0x10"))
+DAMAGE = ("", "\t", ":", "\n", "- ", "{", "'", "\x00", "&a ", "*a")
+OWN_KEYS = re.compile("|".join(map(re.escape, sorted({*OPTIONS, *SECTIONS}, key=len, reverse=True))))
+
+
+def mutate(draw, values=VALUES):
+    """Some words of a command line, most of them wrong."""
+    keys = sorted({*OPTIONS, *SECTIONS})
+
+    def key():
+        name = draw.choice(keys)
+        kind = draw.random()
+        if kind < 0.7:
+            return name
+        if kind < 0.8:
+            at = draw.randrange(len(name))
+            return name[:at] + name[at + 1 :]
+        if kind < 0.9:
+            return name.replace(".", "_")
+        return f"{name}.{draw.choice(keys)}"
+
+    return [f"{key()}={draw.choice(values)}" for _ in range(draw.randint(1, 4))]
+
+
+def check(problems, cause):
+    """Each is one line that says where to look."""
+    for problem in problems:
+        assert problem.message, cause
+        assert "\n" not in str(problem), cause
+        assert OWN_KEYS.search(str(problem)) or problem.source, (cause, str(problem))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_mutated_words_are_accepted_or_explained(seed):
+    draw = random.Random(seed)
+    for _ in range(10):
+        words = mutate(draw)
+        try:
+            resolve(load(str(BASE), words), num_devices=4)
+        except ConfigError as error:
+            check(error.problems, words)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_damaged_files_are_accepted_or_explained(tmp_path, seed):
+    draw = random.Random(seed)
+    file = tmp_path / "config.yml"
+    text = BASE.read_text()
+    for _ in range(5):
+        damaged = list(text)
+        for _ in range(draw.randint(1, 5)):
+            at = draw.randrange(len(damaged))
+            damaged[at : at + draw.randint(0, 6)] = draw.choice(DAMAGE)
+        file.write_text("".join(damaged))
+        try:
+            resolve(load(str(file)), num_devices=4)
+        except ConfigError as error:
+            check(error.problems, file.read_text())
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(1, 20))])
+def test_a_mutated_command_runs_or_ends_with_code_2(tmp_path, seed):
+    draw = random.Random(1000 + seed)
+    words = [word for word in mutate(draw, SMALL_VALUES) if not word.startswith(("steps", "output_dir"))]
+    code, output = run(tmp_path / "log", command(tmp_path / "runs", *words, "steps=1"))
+    assert "Traceback" not in output, (words, output)
+    assert code in (0, 2), (words, output)
+    if code == 2:
+        assert "config error: " in output
+
+
+def test_values_that_would_run_code_are_refused(tmp_path):
+    file = tmp_path / "config.yml"
+    file.write_text("run_name: !!python/object/apply:os.system [touch pwned]\n")
+    with pytest.raises(ConfigError):
+        load(str(file))
+    assert not list(tmp_path.glob("pwned"))
+
+
+def test_the_environment_is_not_read_into_a_config(monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "secret-value")
+    with pytest.raises(ConfigError) as caught:
+        load(str(BASE), ["run_name=${oc.env:A_TOKEN}"])
+    assert "secret-value" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp/x", "-x", "", "a\tb", "caf\u00e9"])
+def test_a_run_name_is_no_path(name):
+    with pytest.raises(ConfigError, match="run_name"):
+        load(str(BASE), [f"run_name='{name}'"])
+
+
+def test_no_key_takes_a_secret():
+    assert not [key for key in OPTIONS if re.search("token$|secret|password|api_key|credential", key)]
+
+
+def test_print_config_shows_no_environment(monkeypatch, tmp_path):
+    environment = {"HF_TOKEN": "secret-value", "PATH": "/usr/bin"}
+    words = [sys.executable, "-m", "maxpipe.train", str(BASE), "--print-config"]
+    shown = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=BASE.parents[1])
+    assert shown.returncode == 0, shown.stderr
+    assert "secret-value" not in shown.stdout
+    assert yaml.safe_load(shown.stdout)["run_name"] == "base"

@@ -1,0 +1,69 @@
+"""Ways to end that have no file of their own: 0, 1 and 2.
+
+42 is in test_bad_numbers, 75 and 130 in test_signals, 124 in test_watchdog, 134 in tests/multiprocess.
+"""
+
+import pytest
+from runs import checkpoints
+from training_process import command
+
+from maxpipe import train
+
+HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
+
+
+def main(tmp_path, *words):
+    """The exit code."""
+    try:
+        return train.main(command(tmp_path, *HERE, "steps=2", *words))
+    except SystemExit as end:
+        return end.code
+
+
+def test_0_when_done_and_when_there_is_nothing_left_to_do(tmp_path, capsys):
+    assert main(tmp_path) == 0
+    assert "done: 2 steps" in capsys.readouterr().out.splitlines()[-1]
+    assert main(tmp_path) == 0
+    assert "nothing to do" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_0_when_stopped_by_stop_after(tmp_path, capsys):
+    assert main(tmp_path, "stop_after=1") == 0
+    assert "stopped after step 1 of 2 (stop_after)" in capsys.readouterr().out.splitlines()[-1]
+    assert checkpoints(tmp_path / "base") == [1]
+
+
+def test_1_when_no_checkpoint_can_be_loaded(tmp_path, capsys):
+    assert main(tmp_path, "stop_after=1") == 0
+    for file in (tmp_path / "base" / "checkpoints" / "1" / "arrays").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    capsys.readouterr()
+    assert main(tmp_path) == 1
+    ended = capsys.readouterr()
+    assert "error: none of the checkpoints in" in ended.err
+    assert "to start from scratch delete it or choose another run_name" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_1_when_a_checkpoint_cannot_be_saved(tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "checkpoints").write_text("in the way")
+    assert main(tmp_path) == 1
+    assert "error: saving checkpoint" in capsys.readouterr().err
+
+
+def test_1_with_a_traceback_for_what_nobody_foresaw(tmp_path, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr("maxpipe.training.loop.train", broken)
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        main(tmp_path)
+
+
+def test_2_for_a_bad_configuration(tmp_path, capsys):
+    assert main(tmp_path, "mesh.ici.data=3") == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("config error: mesh.ici")
+    assert lines[-1] == "1 problem found"
