@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointSaveError
@@ -238,6 +239,15 @@ def intercept_commits(monkeypatch, action):
         return finalize(self, directory)
 
     monkeypatch.setattr(CompositeCheckpointHandler, "finalize", intercepted)
+
+
+def test_a_save_does_not_ask_the_preemption_service(checkpointer, samples, monkeypatch):
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step)))
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    assert checkpointer.steps() == [10, 20]
+    assert asked == []
 
 
 class TestGrace:
