@@ -22,6 +22,16 @@ def split(batch: Batch, num_microbatches: int) -> Batch:
     return {name: one(x) for name, x in batch.items()}
 
 
+def columns(batch: Batch, num_microbatches: int) -> Batch:
+    """[B, ...] -> [B / M, M, ...]: `split` without a copy of the batch; `column` takes a microbatch out."""
+    return {name: x.reshape(-1, num_microbatches, *x.shape[1:]) for name, x in batch.items()}
+
+
+def column(batch: Batch, microbatch: jax.Array) -> Batch:
+    """Microbatch `microbatch` of what `columns` made, [B / M, ...]."""
+    return {name: jax.lax.dynamic_index_in_dim(x, microbatch, axis=1, keepdims=False) for name, x in batch.items()}
+
+
 def side_inputs(batch: Batch) -> Batch:
     """What every layer may look at beside its activations."""
     return {name: batch[name] for name in SIDE}

@@ -167,7 +167,7 @@ class ScheduledPipeline:
             layers=layers,
             layer_index=jnp.asarray(self._layout.layer_index)[:, lax.axis_index("stage")],
             outer=outer,
-            batch=microbatches.split(batch, self._num_microbatches),
+            batch=microbatches.columns(batch, self._num_microbatches),
             key=key,
             loss_scale=scales[0],
             aux_scale=scales[1],
@@ -175,7 +175,8 @@ class ScheduledPipeline:
 
     def _activation(self, stage: StageProgram) -> jax.ShapeDtypeStruct:
         """[B, T, D] of a microbatch."""
-        shape = (*stage.batch["tokens"].shape[1:], self._program.config.embed_dim)
+        rows, _, length = stage.batch["tokens"].shape
+        shape = rows, length, self._program.config.embed_dim
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self._program.config.dtype))
 
     def _first_carry(self, stage: StageProgram, plan: LockstepPlan, split: SplitVjp | None) -> Carry:

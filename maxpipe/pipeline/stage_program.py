@@ -76,7 +76,7 @@ class StageProgram:
       layers: parameters of this stage [V, L, ...], as `chunk` takes them.
       layer_index: int32 [V, L].
       outer: parameters as the head takes them.
-      batch: microbatches [M, B, ...] of this data shard.
+      batch: microbatches [B, M, ...] of this data shard.
       key: key of the step or None.
       loss_scale, aux_scale: float32 scalars, inverse of the global weight sum and number of sequences.
     """
@@ -150,14 +150,15 @@ class StageProgram:
     def _embed(self, row: Row, like: jax.Array) -> jax.Array:
         # All stages take part, so the predicate is the tick's, not the stage's.
         def lookup(microbatch: jax.Array) -> jax.Array:
-            return self.embedding.lookup(self.table, self.batch["tokens"][microbatch])
+            return self.embedding.lookup(self.table, self._microbatch(microbatch)["tokens"])
 
         return lax.cond(row["embed_f"] >= 0, lookup, lambda _: jnp.zeros_like(like), jnp.maximum(row["embed_f"], 0))
 
     def _head(self, train: bool, carry: Carry, row: Row, y: jax.Array) -> tuple[Carry, jax.Array]:
         """Head of the last stage's output: (carry with loss and gradients added, gradient for y)."""
         microbatch = jnp.maximum(row["head_microbatch"], 0)
-        targets, weights = self.batch["targets"][microbatch], self.batch["weights"][microbatch]
+        batch = self._microbatch(microbatch)
+        targets, weights = batch["targets"], batch["weights"]
 
         def active(total: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Params], jax.Array]:
             loss_sum, outer = total
@@ -206,7 +207,7 @@ class StageProgram:
 
     def _embed_backward(self, carry: Carry, row: Row, dx: jax.Array) -> jax.Array:
         def active(total: jax.Array) -> jax.Array:
-            tokens = self.batch["tokens"][jnp.maximum(row["embed_b"], 0)]
+            tokens = self._microbatch(jnp.maximum(row["embed_b"], 0))["tokens"]
             return self.embedding.add_gradient(total, tokens, dx)
 
         return lax.cond(row["embed_b"] >= 0, active, lambda total: total, carry.table)
@@ -232,8 +233,11 @@ class StageProgram:
     def inputs(self, chunk: jax.Array, microbatch: jax.Array) -> tuple[Params, Any]:
         """(parameters of a chunk [L, ...], (layer index [L], side inputs [B, ...], key))."""
         weights, index = jax.tree.map(lambda a: _read(a, chunk), (self.layers, self.layer_index))
-        side = jax.tree.map(lambda a: _read(a, microbatch), microbatches.side_inputs(self.batch))
+        side = microbatches.side_inputs(self._microbatch(microbatch))
         return weights, (index, side, self.key)
+
+    def _microbatch(self, index: jax.Array) -> dict[str, jax.Array]:
+        return microbatches.column(self.batch, index)
 
     def _read_residuals(self, carry: Carry, row: Row) -> list[jax.Array]:
         return [_read(store, row["residual_slot_b"]) for store in carry.residuals]

@@ -19,6 +19,17 @@ def test_microbatch_m_takes_rows_m_and_every_further_count(count):
             np.testing.assert_array_equal(parts[name][m], x[m::count])
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_columns_are_the_microbatches(count):
+    batch = microbatches.with_sequence_index(device_batch(12))
+    parts, columns = microbatches.split(batch, count), microbatches.columns(batch, count)
+    for m in range(count):
+        column = microbatches.column(columns, jnp.int32(m))
+        assert column.keys() == batch.keys()
+        for name, x in column.items():
+            np.testing.assert_array_equal(x, parts[name][m])
+
+
 def test_every_microbatch_has_rows_of_every_data_shard():
     """With rows split over four devices in blocks, no row has to move to another device."""
     shard = jnp.arange(24) // 6
