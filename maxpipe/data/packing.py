@@ -72,13 +72,15 @@ class RowStream:
         self._ids = None
 
     def _current(self) -> np.ndarray:
-        for _ in range(self._order.num_documents + 1):
+        # Each epoch is shuffled anew, so that a row may meet the same few empty documents several times in a row.
+        looks = self._order.num_documents + 100
+        for _ in range(looks):
             if self._ids is None:
                 self._ids = self._documents[self._order(self._epoch, self._position)]
             if len(self._ids) > self._offset + 1:
                 return self._ids
             self.skip_rest()
-        message = f"{self._order.num_documents} documents, one after the other, hold no tokens"
+        message = f"{looks} documents, one after the other, hold no tokens ({self._order.num_documents} in all)"
         raise ConfigError(Problem("data.path", message))
 
 
