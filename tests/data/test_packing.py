@@ -104,5 +104,5 @@ def test_unpacked_rows_hold_one_document(lengths: list[int], length: int) -> Non
 
 def test_only_empty_documents() -> None:
     stream = _streams(_framed([0, 0, 0]), batch=2)[0]
-    with pytest.raises(ConfigError, match=r"data\.path: 3 documents, one after the other, hold no tokens"):
+    with pytest.raises(ConfigError, match=r"data\.path: .* one after the other, hold no tokens \(3 in all\)"):
         stream.take(4)
