@@ -1,1 +1,1 @@
-"""What a run tells about itself: start report, console, metrics.jsonl, TensorBoard, MFU, profiler traces."""
+"""What a run tells about itself: start report, console, metrics.jsonl, TensorBoard, MFU, traces, time, hangs."""

@@ -74,6 +74,7 @@ def test_sigterm_to_one_stops_all_after_the_same_step(tmp_path):
     assert f"stopped after step {step} of 1000, step {step} is saved" in output
 
 
+@pytest.mark.grid
 def test_ctrl_c_in_one_stops_all(tmp_path):
     with members(tmp_path, 2, command(tmp_path, *ENDLESS)) as started:
         started[0].wait_for("step    2/")
