@@ -37,17 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     report = analyse(config, loaded.config, build_mesh(config, devices), lambda text: print(text, flush=True))
     print(*report.lines(), sep="\n")
-    if arguments.flags.json:
-        text = json.dumps(report.as_json(), indent=1) + "\n"
-        try:
-            Path(arguments.flags.json).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(Problem("", f"--json: cannot write: {error}")) from None
+    _write("--json", arguments.flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    _write("--hlo", arguments.flags.hlo, report.hlo)
     return FITS if report.fits else DOES_NOT_FIT
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    parser.add_argument("--hlo", metavar="FILE", help="write the optimized, scheduled HLO (empty if it does not fit)")
+
+
+def _write(flag: str, file: str | None, text: str) -> None:
+    if file:
+        try:
+            Path(file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(Problem("", f"{flag}: cannot write: {error}")) from None
 
 
 if __name__ == "__main__":

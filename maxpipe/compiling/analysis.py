@@ -40,7 +40,7 @@ def analyse(config: Config, written: Config, mesh: Mesh, say: Callable[[str], No
     model_flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
     capacity = chip.hbm_bytes / shared if chip else None
     compiler = flops = limits = None
-    collectives = []
+    collectives, hlo = [], ""
     engine = build_engine(config, mesh, say=say)
     assert isinstance(engine, SpmdEngine)
     seconds = 0.0
@@ -56,9 +56,10 @@ def analyse(config: Config, written: Config, mesh: Mesh, say: Callable[[str], No
             found.argument_size_in_bytes, found.temp_size_in_bytes, found.generated_code_size_in_bytes, results
         )
         needed = float(compiler.total)
+        hlo = step.text()
         runs = branch_runs(config, devices[0].platform)
         flops = step_flops(step.jaxpr, runs)
-        collectives = find_collectives(parse(step.executable.as_text()), mesh, runs)
+        collectives = find_collectives(parse(hlo), mesh, runs)
         if chip:
             limits = bounds(
                 config, chip, num_chips=mesh.size // shared, flops=flops, model_flops=model_flops, memory=shapes,
@@ -69,7 +70,7 @@ def analyse(config: Config, written: Config, mesh: Mesh, say: Callable[[str], No
         engine=config.pipeline.engine, schedule=config.pipeline.schedule,
         bubble=simulate(build_table(config)).bubble_fraction if pipelined else 0.0,
         shapes=shapes, compiler=compiler, needed=needed, capacity=capacity, flops=flops, model_flops=model_flops,
-        collectives=collectives, bounds=limits, compile_seconds=seconds,
+        collectives=collectives, bounds=limits, compile_seconds=seconds, hlo=hlo,
     )  # fmt: skip
     if report.fits:
         return report

@@ -48,18 +48,23 @@ def find_collectives(
       branch_runs: see `hlo.executions`.
     """
     found: dict[tuple[str, str, str], Collective] = {}
-    for computation, instruction, runs in executions(module, branch_runs):
-        kind = kind_of(computation, instruction)
-        if kind is None:
-            continue
-        groups = groups_of(instruction, mesh.size)
-        axes = axes_of(groups, mesh)
-        network = "dcn" if _spans_slices(groups, mesh) else "ici"
-        size = operand_bytes(computation, instruction)
+
+    def add(kind: str, axes: str, network: str, runs: float, size: float, sent: float) -> None:
         entry = found.setdefault((kind, axes, network), Collective(kind, axes, network, 0, 0, 0))
         entry.count += runs
         entry.bytes += runs * size
-        entry.sent_bytes += runs * sent_bytes(kind, size, max(map(len, groups), default=1))
+        entry.sent_bytes += runs * sent
+
+    for computation, instruction, runs in executions(module, branch_runs):
+        if kind := between_slices(instruction):
+            size = array_bytes(instruction.type)[0]
+            add(kind, dcn_axes(mesh), "dcn", runs, size, size)
+        elif kind := kind_of(computation, instruction):
+            groups = groups_of(instruction, mesh.size)
+            network = "dcn" if _spans_slices(groups, mesh) else "ici"
+            size = operand_bytes(computation, instruction)
+            sent = sent_bytes(kind, size, max(map(len, groups), default=1))
+            add(kind, axes_of(groups, mesh), network, runs, size, sent)
     return sorted(found.values(), key=lambda c: -c.sent_bytes)
 
 
@@ -74,6 +79,25 @@ def kind_of(computation: Computation, instruction: Instruction) -> str | None:
     if opcode == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
         return "reduce-scatter"
     return opcode
+
+
+def between_slices(instruction: Instruction) -> str | None:
+    """The collective whose part between slices a `send` is, or None.
+
+    TPUs hand what crosses slices to their hosts, as sends that carry the kind of the collective as an attribute.
+    """
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+    if instruction.opcode != "send" or not found:
+        return None
+    kind = found[1].lower().replace("_", "-")
+    return kind if kind in KINDS else "collective-permute"
+
+
+def dcn_axes(mesh: Mesh) -> str:
+    """Mesh axes along which some neighbours lie in different slices."""
+    slices = np.vectorize(lambda d: getattr(d, "slice_index", 0) or 0)(mesh.devices)
+    crossing = [n for i, n in enumerate(mesh.axis_names) if (np.diff(slices, axis=i) != 0).any()]
+    return ",".join(crossing)
 
 
 def operand_bytes(computation: Computation, instruction: Instruction) -> int:

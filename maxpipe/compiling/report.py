@@ -45,6 +45,7 @@ class Report:
       bounds: None if the device's figures are unknown.
       compile_seconds: tracing and compilation.
       knobs: ways to save memory, if it does not fit.
+      hlo: text of the optimized program; empty if the compiler gave up.
     """
 
     device_kind: str
@@ -64,6 +65,7 @@ class Report:
     bounds: Bounds | None
     compile_seconds: float
     knobs: Sequence[Knob] = ()
+    hlo: str = ""
 
     @property
     def fits(self) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from maxpipe.config.sections import Config
+from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.training.engine import SpmdEngine
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -39,6 +39,19 @@ class CompiledStep:
     state: Any
     seconds: float
 
+    def text(self) -> str:
+        """The optimized HLO.
+
+        Raises:
+          ConfigError: JAX cannot read what libtpu wrote, since one is newer than the other.
+        """
+        try:
+            return self.executable.as_text()
+        except jax.errors.JaxRuntimeError as error:
+            message = f"this JAX cannot read the compiler's result ({str(error).splitlines()[0][:120]})"
+            remedy = "install the libtpu that it was made for: pip install -e '.[tpu]'"
+            raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
+
 
 def compile_step(config: Config, mesh: Mesh, engine: SpmdEngine) -> CompiledStep:
     """Compiles `engine.jitted_step`; no array is made.
@@ -61,12 +74,13 @@ def compile_step(config: Config, mesh: Mesh, engine: SpmdEngine) -> CompiledStep
 
 
 def _out_of_memory(message: str) -> OutOfMemory | None:
-    """Understands "Used 120.50G of 95.74G hbm"."""
-    found = re.search(r"Used ([\d.]+)([KMGT])i?B? of ([\d.]+)([KMGT])i?B? hbm", message)
-    if not found:
-        return None
-    needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
-    return OutOfMemory(needed, available)
+    """Understands "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM (15.7G)"."""
+    amount = r"([\d.]+)([KMGT])"
+    for pattern in (rf"Used {amount} of {amount} hbm", rf"\({amount}\) exceeds available HBM \({amount}\)"):
+        if found := re.search(pattern, message):
+            needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+            return OutOfMemory(needed, available)
+    return None
 
 
 def shard_bytes(tree: Any) -> int:

@@ -1,5 +1,7 @@
 """Counting collectives: on text made by hand, and on programs whose traffic is known."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,29 @@ ENTRY %main (a: bf16[32], b: f32[64]) -> f32[16] {
     assert (found["reduce-scatter"].bytes, found["reduce-scatter"].sent_bytes) == (256, 192)
     assert (found["collective-permute"].count, found["collective-permute"].bytes) == (1, 64)
     assert {c.axes for c in found.values()} == {"stage"}
+
+
+class _Device:
+    def __init__(self, slice_index):
+        self.slice_index = slice_index
+
+
+def test_what_crosses_slices_is_sent_by_the_hosts():
+    text = """
+ENTRY %main (a: f32[2,128]) -> f32[2] {
+  %a = f32[2,128] parameter(0)
+  %token = token[] after-all()
+  %send = (f32[2,128]{1,0:T(8,128)}, u32[], token[]) send(%a, %token), channel_id=2, is_host_transfer=true, \
+frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}
+  ROOT %done = token[] send-done(%send), channel_id=2, \
+frontend_attributes={_xla_megascale_transfer_type="ALL_GATHER"}
+}
+"""
+    devices = np.array([_Device(0), _Device(0), _Device(1), _Device(1)], dtype=object)
+    with_slices = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("stage", "fsdp"), size=4)
+    (found,) = find_collectives(parse(text), with_slices)
+    assert (found.kind, found.axes, found.network) == ("all-gather", "stage", "dcn")
+    assert (found.count, found.sent_bytes) == (1, 1024)
 
 
 def test_compiled_collectives_in_a_loop(mesh):

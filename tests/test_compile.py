@@ -1,0 +1,144 @@
+"""`python -m maxpipe.compile`: simulated devices, TPU slices, exit codes."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxpipe import compile as command
+from maxpipe.compiling.hlo import executions, parse
+from maxpipe.config import load
+
+ROOT = Path(__file__).parents[1]
+PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
+# The slice that each preset's comment names, by its number of chips.
+SLICES = {8: "v5p:2x2x2", 16: "v5p:2x2x4", 32: "v5p:2x4x4", 64: "v5p:4x4x4", 128: "v5p:4x4x8", 256: "v5p:4x8x8"}
+BASE = "configs/base.yml"
+
+tpu_aot = [
+    pytest.mark.tpu_aot,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; pip install -e '.[tpu]'"
+    ),
+]
+
+
+def run(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "maxpipe.compile", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def report_of(tmp_path, *words, code=0):
+    file = tmp_path / "report.json"
+    done = run(*words, "--json", file)
+    assert done.returncode == code, done.stdout + done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
+def test_simulated_devices(tmp_path, schedule):
+    words = (BASE, "compile.topology=cpu", f"pipeline.schedule={schedule}", "pipeline.num_microbatches=4")
+    report, text = report_of(tmp_path, *words)
+    assert report["num_devices"] == 4
+    assert report["flops"] > report["model_flops"] > 0
+    assert report["memory"]["temp_bytes"] > 0
+    assert report["memory"]["capacity_bytes"] is None
+    axes = {(c["kind"], axis) for c in report["collectives"] for axis in c["axes"].split(",")}
+    assert {("collective-permute", "stage"), ("all-gather", "fsdp")} <= axes
+    assert "verdict" in text
+
+
+def test_no_parameter_is_made(tmp_path):
+    """A model of 405 billion parameters is refused or compiled from shapes; its arrays would not fit any machine."""
+    words = ("model.num_layers=4", "model.embed_dim=16384", "model.mlp_dim=53248", "model.num_query_heads=128")
+    report, _ = report_of(tmp_path, BASE, "compile.topology=cpu", "data.sequence_length=16", *words)
+    assert report["memory"]["parameters_bytes"] > 10e9
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "compile.topology: name the devices to compile for"),
+        (["compile.topology=tpu"], "neither cpu nor a chip and its grid"),
+        (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
+    ],
+)
+def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
+    with pytest.raises(SystemExit) as exit_info:
+        command.main([str(ROOT / BASE), *words])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_libtpu_the_extra_is_named():
+    code = (
+        "import importlib.util as u, sys; find = u.find_spec;"
+        "u.find_spec = lambda name, *a: None if name == 'libtpu' else find(name, *a);"
+        "from maxpipe.compile import main; sys.exit(main(sys.argv[1:]))"
+    )
+    words = [sys.executable, "-c", code, BASE, "compile.topology=v5p:2x2x1"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install -e '.[tpu]'" in done.stderr
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+    def test_presets_at_reduced_depth(self, tmp_path, path):
+        config = load(path).config
+        chips = int(re.search(r"\((\d+) chips\)", path.read_text())[1])
+        stages = config.mesh.ici.stage
+        batch = stages * chips // stages
+        report, _ = report_of(
+            tmp_path, path, f"compile.topology={SLICES[chips]}", f"model.num_layers={stages}",
+            "pipeline.num_repeats=1", f"pipeline.num_microbatches={stages}", f"data.global_batch_size={batch}",
+        )  # fmt: skip
+        assert report["fits"]
+        assert report["num_devices"] == chips
+        assert 0 < report["bounds"]["mfu"] < 1
+        assert {c["network"] for c in report["collectives"]} == {"ici"}
+
+    def test_transfers_between_stages_run_beside_computation(self, tmp_path):
+        file = tmp_path / "step.hlo"
+        words = ("compile.topology=v5e:2x2", "pipeline.num_microbatches=8", "data.global_batch_size=32")
+        assert run(BASE, *words, "--hlo", file).returncode == 0
+        module = parse(file.read_text())
+        between = []
+        for computation, start, runs in executions(module):
+            if start.opcode == "collective-permute-start" and runs >= 8:
+                rest = list(computation.instructions.values())
+                rest = rest[rest.index(start) + 1 :]
+                done = next(i for i, later in enumerate(rest) if start.name in later.operands)
+                between.append({i.opcode for i in rest[:done]} & {"fusion", "custom-call", "while", "convolution"})
+        assert between
+        assert all(between)
+
+    def test_several_slices_talk_over_dcn(self, tmp_path):
+        report, _ = report_of(
+            tmp_path, BASE, "compile.topology=v5e:2x2", "compile.num_slices=2", "mesh.ici.stage=1",
+            "mesh.ici.fsdp=4", "mesh.dcn.stage=2",
+        )  # fmt: skip
+        assert report["num_devices"] == 8
+        assert {c["axes"] for c in report["collectives"] if c["network"] == "dcn"} >= {"stage"}
+        assert all("stage" in c["axes"] for c in report["collectives"] if c["network"] == "dcn")
+
+    def test_what_does_not_fit_exits_with_3_and_says_what_would_help(self, tmp_path):
+        report, text = report_of(
+            tmp_path, "configs/models/llama3-8b.yml", "compile.topology=v5e:2x2", "model.num_layers=4",
+            "data.global_batch_size=32", "pipeline.num_microbatches=4", "pipeline.remat_policy=none", code=3,
+        )  # fmt: skip
+        assert not report["fits"]
+        assert "too much on each device" in text
+        assert any("pipeline.num_microbatches" in knob["words"] for knob in report["knobs"])
+
+    def test_a_topology_that_libtpu_does_not_know(self):
+        done = run(BASE, "compile.topology=v5p:3x3x3")
+        assert done.returncode == 2
+        assert "libtpu has no topology v5p:3x3x3" in done.stderr
