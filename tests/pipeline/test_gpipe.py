@@ -1,0 +1,207 @@
+"""GPipe for a caller's own shard_map: equal to calling the stages in turn, whatever the stages are."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from maxpipe.pipeline import gpipe
+from maxpipe.pipeline.gpipe import PipelineModule, execute_pipeline, execute_pipeline_step
+
+WIDTH = 4
+STACKED, WHOLE = PartitionSpec("pipe"), PartitionSpec()
+
+
+def mesh(stages, data=1):
+    return Mesh(np.array(jax.devices()[: stages * data]).reshape(data, stages), ("data", "pipe"))
+
+
+def shard_map(f, stages, in_specs, out_specs, check_vma=True, data=1):
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh(stages, data), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+    )
+
+
+def batch(rows=8):
+    return jax.random.normal(jax.random.key(1), (rows, WIDTH))
+
+
+def weights(stages):
+    return jax.random.normal(jax.random.key(0), (stages, WIDTH, WIDTH))
+
+
+def layer(w, x, scale):
+    return x + scale * jnp.tanh(x @ w)
+
+
+def in_turn(w, x, scale):
+    for stage in w:
+        x = layer(stage, x, scale)
+    return x
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 1), (2, 4), (4, 2), (4, 8)])
+def test_output_and_gradients_of_a_function(stages, microbatches, check_vma):
+    def forward(w, x, scale):
+        run = lambda y, scale: layer(w[0], y, scale)  # noqa: E731
+        y = execute_pipeline(run, x, scale, num_microbatches=microbatches, model_axis_name="pipe")
+        return y[None]
+
+    piped = shard_map(forward, stages, (STACKED, WHOLE, WHOLE), STACKED, check_vma)
+    w, x = weights(stages), batch()
+    outputs = piped(w, x, 0.5)
+    assert not outputs[:-1].any()
+    assert_close(outputs[-1], in_turn(w, x, 0.5))
+    actual = jax.grad(lambda w, x: jnp.sum(jnp.sin(piped(w, x, 0.5))), argnums=(0, 1))(w, x)
+    expected = jax.grad(lambda w, x: jnp.sum(jnp.sin(in_turn(w, x, 0.5))), argnums=(0, 1))(w, x)
+    assert_close(actual, expected)
+
+
+def test_batches_are_split_over_another_axis():
+    def forward(w, x):
+        y = execute_pipeline(lambda y: layer(w[0], y, 1.0), x, num_microbatches=2, model_axis_name="pipe")
+        return jax.lax.psum(y, "pipe")
+
+    rows = PartitionSpec("data")
+    piped = shard_map(forward, 2, (STACKED, rows), rows, data=2)
+    assert_close(piped(weights(2), batch()), in_turn(weights(2), batch(), 1.0))
+
+
+def test_stages_that_wait_do_not_spoil_gradients():
+    """The derivative of the norm is not finite at zero."""
+
+    def forward(w, x):
+        run = lambda y: w[0] * y / jnp.linalg.norm(y)  # noqa: E731
+        y = execute_pipeline(run, x, num_microbatches=2, model_axis_name="pipe")
+        return jax.lax.psum(y, "pipe")
+
+    piped = shard_map(forward, 4, (STACKED, WHOLE), WHOLE)
+    assert np.isfinite(jax.grad(lambda w: piped(w, batch()).sum())(jnp.arange(1.0, 5.0))).all()
+
+
+def test_an_nnx_module():
+    graph, _ = nnx.split(nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))))
+    states = [nnx.state(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i))) for i in range(2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    def forward(state, x):
+        module = nnx.merge(graph, jax.tree.map(lambda p: p[0], state))
+        y = execute_pipeline(module, x, num_microbatches=4, model_axis_name="pipe")
+        return jax.lax.psum(y, "pipe")
+
+    def plain(stacked, x):
+        for i in range(2):
+            x = nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], stacked))(x)
+        return x
+
+    piped = shard_map(forward, 2, (STACKED, WHOLE), WHOLE)
+    assert_close(piped(stacked, batch()), plain(stacked, batch()))
+    actual = jax.grad(lambda s: jnp.sum(piped(s, batch()) ** 2))(stacked)
+    assert_close(actual, jax.grad(lambda s: jnp.sum(plain(s, batch()) ** 2))(stacked))
+
+
+class Layer(nn.Module):
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(self.rate, deterministic=not self.rate)(x + jnp.tanh(nn.Dense(WIDTH)(x)))
+
+
+class Bound(nn.Module):
+    """A Linen module around a pipeline, as in the usual tutorials."""
+
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x):
+        return execute_pipeline(Layer(self.rate), x, num_microbatches=2, model_axis_name="pipe")
+
+
+def on_two_stages(f, *in_specs):
+    return shard_map(lambda *args: jax.lax.psum(f(*args), "pipe"), 2, in_specs, WHOLE)
+
+
+def test_a_bound_linen_module():
+    x = batch()
+    params = shard_map(Bound().init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)(jax.random.key(0), x)
+    y = on_two_stages(Bound().apply, WHOLE, WHOLE)(params, x)
+    kernel, bias = params["params"]["Layer_0"]["Dense_0"]["kernel"], params["params"]["Layer_0"]["Dense_0"]["bias"]
+    for _ in range(2):
+        x = x + jnp.tanh(x @ kernel + bias)
+    assert_close(y, x)
+
+
+def test_a_bound_linen_module_draws_dropout_masks():
+    model = Bound(rate=0.5)
+    init = shard_map(model.init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)
+    params = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
+    run = on_two_stages(lambda p, x, key: model.apply(p, x, rngs={"dropout": key}), WHOLE, WHOLE, WHOLE)
+    assert (run(params, batch(), jax.random.key(2)) != run(params, batch(), jax.random.key(3))).any()
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_pipeline_module(stages):
+    model = PipelineModule(Layer, num_microbatches=2, model_axis_name="pipe")
+    x = batch()
+    params = shard_map(model.init, stages, (WHOLE, WHOLE), STACKED)(jax.random.key(0), x)
+    stacked = params["params"]["stages"]["Dense_0"]["kernel"]
+    assert stacked.shape == (stages, WIDTH, WIDTH)
+    assert len(np.unique(stacked)) == stacked.size  # every stage has its own initial values
+
+    def plain(params, x):
+        for i in range(stages):
+            x = Layer().apply({"params": jax.tree.map(lambda p, i=i: p[i], params["params"]["stages"])}, x)
+        return x
+
+    piped = shard_map(lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), stages, (STACKED, WHOLE), WHOLE)
+    assert_close(piped(params, x), plain(params, x))
+    actual = jax.grad(lambda p: jnp.sum(piped(p, x) ** 2))(params)
+    assert_close(actual, jax.grad(lambda p: jnp.sum(plain(p, x) ** 2))(params))
+
+
+def test_a_step_hands_on_to_the_next_stage():
+    def step(state, x):
+        return execute_pipeline_step(lambda y: 2 * y, state, x, model_axis_name="pipe")
+
+    run = shard_map(step, 4, (STACKED, WHOLE), (STACKED, STACKED))
+    state, output = run(jnp.array([9.0, 1.0, 2.0, 3.0]), jnp.array([5.0]))
+    assert state.tolist() == [6.0, 10.0, 2.0, 4.0]
+    assert output.tolist() == [0.0, 0.0, 0.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    ("run", "says"),
+    [
+        (lambda x: execute_pipeline(jnp.sin, x, num_microbatches=3, model_axis_name="pipe"), "must divide the batch"),
+        (lambda x: execute_pipeline(jnp.sum, x, num_microbatches=2, model_axis_name="pipe"), "array like its input"),
+        (lambda x: execute_pipeline(lambda x: (x, x), x, num_microbatches=2, model_axis_name="pipe"), "got tuple"),
+        (lambda x: execute_pipeline(Layer(), x, num_microbatches=2, model_axis_name="pipe"), "must be bound"),
+        (lambda x: execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="stage"), "model_axis_name='stage'"),
+        (lambda x: execute_pipeline_step(jnp.sum, x, x, model_axis_name="pipe")[1], "array like its input"),
+    ],
+)
+def test_mistakes_are_named(run, says):
+    with pytest.raises(ValueError, match=says):
+        shard_map(run, 2, (WHOLE,), STACKED)(batch())
+
+
+def test_outside_of_a_shard_map():
+    with pytest.raises(ValueError, match="call it inside one whose mesh has that axis"):
+        execute_pipeline(jnp.sin, batch(), num_microbatches=2, model_axis_name="pipe")
+
+
+def test_the_examples_of_the_docstrings():
+    results = doctest.testmod(gpipe)
+    assert results.attempted > 20
+    assert not results.failed
