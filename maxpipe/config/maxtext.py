@@ -1,4 +1,4 @@
-"""MaxText's keys -> ours. Error messages and the migration table are made from this."""
+"""MaxText's keys -> ours. Error messages and the README's migration table (see `migration`) are made from this."""
 
 NONE = ""
 
@@ -6,19 +6,27 @@ KEYS: dict[str, tuple[str, str]] = {
     # pipeline
     "num_layers_per_pipeline_stage": ("pipeline.num_layers_per_stage", "-1 derives it"),
     "num_pipeline_repeats": ("pipeline.num_repeats", ""),
-    "pipeline_parallel_layers": (NONE, "all model.num_layers run in the pipeline"),
+    "pipeline_parallel_layers": ("pipeline.parallel_layers", "the others run after them, or before: pipeline.outside_layers"),
     "num_pipeline_microbatches": ("pipeline.num_microbatches", ""),
     "pipeline_delay_activation_forwarding": ("pipeline.delay_activation_forwarding", ""),
-    "pipeline_fsdp_ag_once": ("pipeline.fsdp_gather", "true is written once"),
+    "pipeline_fsdp_ag_once": ("pipeline.fsdp_gather", "true is written once; gradients are reduced once, too"),
     "model_fsdp_ag_once": ("pipeline.fsdp_gather", "true is written once"),
-    "pipeline_fsdp_ag_per_repeat": (NONE, "pipeline.fsdp_gather takes per_iteration or once"),
-    "scan_pipeline_iterations": (NONE, "iterations are always scanned"),
-    "scan_pipeline_repeats": (NONE, "MaxText does not read it either"),
-    "set_remat_policy_on_pipeline_iterations": (NONE, "pipeline.remat_policy acts on the layers"),
-    "set_remat_policy_on_layers_per_stage": ("pipeline.remat_policy", "it acts on the layers of each stage"),
+    "pipeline_fsdp_ag_per_repeat": ("pipeline.fsdp_gather", "true is written per_repeat; any layers per stage, with delay"),
+    "scan_pipeline_iterations": ("pipeline.scan_iterations", ""),
+    "scan_pipeline_repeats": ("pipeline.scan_repeats", "with fsdp_gather per_repeat or once; MaxText does not read it"),
+    "set_remat_policy_on_pipeline_iterations": ("pipeline.remat_iterations", ""),
+    "set_remat_policy_on_layers_per_stage": ("pipeline.remat_layers", "in every engine but sequential, which always does"),
     "scan_layers": ("pipeline.scan_layers_per_stage", "the layers of a chunk; the sequential engine always scans"),
     "param_scan_axis": (NONE, "checkpoints always keep layers in dimension 0"),
-    "remat_policy": ("pipeline.remat_policy", "fewer policies"),
+    "remat_policy": ("pipeline.remat_policy", "minimal keeps what minimal_with_context does"),
+    "query_proj": ("pipeline.remat_tensors.query_proj", "with remat_policy=custom"),
+    "key_proj": ("pipeline.remat_tensors.key_proj", "with remat_policy=custom"),
+    "value_proj": ("pipeline.remat_tensors.value_proj", "with remat_policy=custom"),
+    "context": ("pipeline.remat_tensors.context", "with remat_policy=custom"),
+    "out_proj": ("pipeline.remat_tensors.out_proj", "with remat_policy=custom"),
+    "mlpwi_0": ("pipeline.remat_tensors.mlp_gate", "with remat_policy=custom"),
+    "mlpwi_1": ("pipeline.remat_tensors.mlp_up", "with remat_policy=custom"),
+    "mlpwo": ("pipeline.remat_tensors.mlp_down", "with remat_policy=custom"),
     # mesh
     "ici_data_parallelism": ("mesh.ici.data", ""),
     "ici_pipeline_parallelism": ("mesh.ici.stage", ""),

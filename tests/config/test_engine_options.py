@@ -5,7 +5,7 @@ from engines import tiny
 
 from maxpipe.config import ConfigError, notes
 
-CIRCULAR = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
+CIRCULAR = {"pipeline.schedule": "circular", "mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 SCHEDULED = CIRCULAR | {"pipeline.schedule": "lockstep_1f1b"}
 
 
