@@ -75,8 +75,8 @@ class Head:
     """Loss of the last stage's output: its tokens are dealt out, and every stage does the S-th part of the head.
 
     Args:
-      head_loss: (outer parameters, x [P,D], targets [P], weights [P]) -> (loss sum, cross-entropy sum), differentiable in
-        the first two.
+      head_loss: (outer parameters, x [P,D], targets [P], weights [P]) -> (loss sum, cross-entropy sum),
+        differentiable in the first two.
       num_stages: S.
     """
 
