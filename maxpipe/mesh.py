@@ -73,7 +73,8 @@ def start_processes(heartbeat_timeout: int) -> None:
       ConfigError: one of the variables is missing.
     """
     env = os.environ
-    timeouts: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_timeout, "shutdown_timeout_seconds": heartbeat_timeout}
+    limit = heartbeat_timeout
+    timeouts: dict[str, Any] = {"heartbeat_timeout_seconds": limit, "shutdown_timeout_seconds": limit}
     if "JAX_COORDINATOR_ADDRESS" in env:
         missing = [n for n in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if n not in env]
         if missing:
