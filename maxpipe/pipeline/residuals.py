@@ -89,31 +89,39 @@ def dependence(jaxpr: Jaxpr, tainted: Sequence[bool]) -> list[bool]:
 def _outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
     name = eqn.primitive.name
     if name == "scan":
-        return _scan(eqn.params, inputs)
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = eqn.params.get(key)
-        if inner is not None and name != "while":
-            inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-            if len(inner.invars) == len(inputs) and len(inner.outvars) == len(eqn.outvars):
-                return dependence(inner, inputs)
+        return _scan(eqn, inputs)
     if name == "cond":
         if inputs[0]:
             return [True] * len(eqn.outvars)
-        branches = [dependence(b.jaxpr, inputs[1:]) for b in eqn.params["branches"]]
+        branches = [dependence(_open(branch), inputs[1:]) for branch in eqn.params["branches"]]
         return [any(column) for column in zip(*branches, strict=True)]
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        # A reduction's jaxpr is no call: it sees its own results.
+        if key in eqn.params and name not in ("reduce", "reduce_window"):
+            inner = _open(eqn.params[key])
+            if len(inner.invars) == len(inputs) and len(inner.outvars) == len(eqn.outvars):
+                return dependence(inner, inputs)
     return [True] * len(eqn.outvars)
 
 
-def _scan(params: Any, inputs: list[bool]) -> list[bool]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
+    body = _open(eqn.params["jaxpr"])
+    # Constants, carries, scanned arrays; these have a dimension more outside. JAX 0.12 names no counts.
+    num_carry = sum(o.aval.shape == i.aval.shape for o, i in zip(eqn.outvars, body.outvars, strict=True))
+    num_scanned = sum(o.aval.shape != i.aval.shape for o, i in zip(eqn.invars, body.invars, strict=True))
+    num_consts = len(inputs) - num_carry - num_scanned
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
-    xs = inputs[num_consts + num_carry :]
+    scanned = inputs[num_consts + num_carry :]
     while True:
-        outputs = dependence(params["jaxpr"].jaxpr, [*consts, *carry, *xs])
+        outputs = dependence(body, [*consts, *carry, *scanned])
         grown = [a or b for a, b in zip(carry, outputs[:num_carry], strict=True)]
         if grown == carry:
             return [*carry, *outputs[num_carry:]]
         carry = grown
+
+
+def _open(jaxpr: Any) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def _select(jaxpr: ClosedJaxpr, outputs: Sequence[int]) -> Callable[[Sequence[Any]], Arrays]:

@@ -204,3 +204,14 @@ def test_a_while_loop_depends_on_all_that_enters_it():
     assert dependence(jaxpr, [True, False]) == [True]
     assert dependence(jaxpr, [False, True]) == [True]
     assert dependence(jaxpr, [False, False]) == [False]
+
+
+def test_a_reduction_over_several_operands_depends_on_all_of_them():
+    """Its second step sees what the first made of the other operand."""
+
+    def f(x, w):
+        return lax.reduce((x, w), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[0]), (0,))
+
+    jaxpr = jax.make_jaxpr(f)(array(2), array(2)).jaxpr
+    assert dependence(jaxpr, [True, False]) == [True, True]
+    assert dependence(jaxpr, [False, False]) == [False, False]
