@@ -30,10 +30,22 @@ def start_jax(config: Config) -> None:
     if config.mesh.simulated_devices:
         jax.config.update("jax_num_cpu_devices", simulated_share(config.mesh.simulated_devices))
     start_processes(config.mesh.heartbeat_timeout_seconds)
+    start_compile_cache(config)
+
+
+def start_compile_cache(config: Config) -> None:
+    """Uses the persistent compilation cache, except for programs over several CPU devices.
+
+    XLA keeps their collectives in order by a resource that they share, and an executable that was stored and loaded
+    again has lost it: a collective inside a loop and an independent one outside then meet in different orders on
+    different devices, and the run hangs until XLA aborts it (seen with jaxlib 0.10.2 and 0.12).
+    """
     cache = compile_cache(config)
-    if cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if cache is None or (jax.default_backend() == "cpu" and jax.device_count() > 1):
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def compile_cache(config: Config) -> Path | None:

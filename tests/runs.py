@@ -1,7 +1,6 @@
 """Runs of the train command as real processes, on a model of 62 thousand parameters."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +26,7 @@ def write_config(directory: Path, **values: object) -> list[str]:
     file = directory / "tiny.yml"
     values = {"eval": "{every: 0}", "telemetry": "{log_every: 1}"} | values
     file.write_text(CONFIG + "".join(f"{key}: {value}\n" for key, value in values.items()))
-    cache = f"compile.cache_dir={os.environ['JAX_COMPILATION_CACHE_DIR']}"
-    return [str(file), cache, f"output_dir={directory / 'runs'}"]
+    return [str(file), f"output_dir={directory / 'runs'}"]
 
 
 def output_dir(words: list[str]) -> Path:

@@ -14,6 +14,7 @@ from maxpipe.mesh import (
     num_slices,
     rows_of_this_process,
     simulated_share,
+    start_compile_cache,
     start_processes,
 )
 
@@ -90,6 +91,31 @@ def test_compilation_cache_is_in_the_output_directory_unless_said_otherwise(tmp_
     assert compile_cache(config) == tmp_path / "compile_cache"
     assert compile_cache(replace(config, **{"compile.cache_dir": "off"})) is None
     assert compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix() == "/elsewhere"
+
+
+class TestCompileCache:
+    @pytest.fixture(autouse=True)
+    def _settings(self):
+        names = ("enable_compilation_cache", "compilation_cache_dir", "persistent_cache_min_compile_time_secs")
+        before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+    def test_no_program_over_several_cpu_devices_is_stored(self):
+        """One that is loaded again can hang: its collectives are no longer in order."""
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(Config())
+        assert not jax.config.jax_enable_compilation_cache
+
+    @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 4)])
+    def test_others_are(self, backend, count, monkeypatch, tmp_path):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(jax, "device_count", lambda: count)
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), output_dir=str(tmp_path)))
+        assert jax.config.jax_enable_compilation_cache
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
 
 
 class TestStartOfProcesses:

@@ -52,7 +52,7 @@ class TestARunToItsEnd:
     def test_the_report_at_the_start_is_short_and_gives_every_decision(self, finished):
         before_steps = finished[1].partition("\nstep 1/6")[0]
         assert len(before_steps.splitlines()) <= 25
-        for text in ("stage=2 x fsdp=2", "layers 0, 2", "bubble 20.0 %", "pipeline.engine=circular", "61,728"):
+        for text in ("stage=2 x fsdp=2", "layers 0, 2", "bubble 20.0 %", "pipeline.engine=scheduled", "61,728"):
             assert text in before_steps
 
     def test_console_lines(self, finished):
