@@ -16,7 +16,7 @@ from maxpipe.config import load
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
 # The slice that each preset's comment names, by its number of chips.
-SLICES = {8: "v5p:2x2x2", 16: "v5p:2x2x4", 32: "v5p:2x4x4", 64: "v5p:4x4x4", 128: "v5p:4x4x8", 256: "v5p:4x8x8"}
+SLICES = {4: "v5p:2x2x1", 8: "v5p:2x2x2", 64: "v5p:4x4x4", 768: "v5p:8x8x12"}
 BASE = "configs/base.yml"
 
 tpu_aot = [
