@@ -73,7 +73,8 @@ def build_table(config: Config) -> Table:
 
 def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Parts:
     """What a pipeline is built from; arguments as for `build_engine`."""
-    rules = AxisRules(config.sharding.logical_axis_rules, mesh, say)
+    watch = {"show": print} if config.sharding.debug and jax.process_index() == 0 else {}
+    rules = AxisRules(config.sharding.logical_axis_rules, mesh, say, **watch)
     table = None if config.pipeline.engine == "sequential" else build_table(config)
     program = ModelProgram(config.model, build_attention(config, rules, say))
     return Parts(program, rules, config.pipeline, build_layout(config), table)

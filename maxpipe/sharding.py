@@ -19,13 +19,21 @@ class AxisRules:
       rules: `sharding.logical_axis_rules`, a list of [logical axis, [mesh axes]].
       mesh: the device mesh.
       say: called once for every dimension that stays whole because a mesh axis does not divide it.
+      show: called once for every constraint that is applied, while a program is traced.
     """
 
-    def __init__(self, rules: Sequence[Any], mesh: Mesh, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        rules: Sequence[Any],
+        mesh: Mesh,
+        say: Callable[[str], None] = lambda text: None,
+        show: Callable[[str], None] = lambda text: None,
+    ):
         self.mesh = mesh
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
         self._say = say
         self._said: set[str] = set()
+        self._show = show
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:
         """PartitionSpec of an array whose dimensions have these logical axes.
@@ -67,7 +75,17 @@ class AxisRules:
         are asked for.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        spec = self._spec(axes, x.shape, manual)
+        return self.lay_out(x, self._spec(axes, x.shape, manual), axes)
+
+    def lay_out(self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]) -> jax.Array:
+        """Asks the partitioner to lay `x` out by `spec`; its logical axes are for those who watch."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        dims = ", ".join(f"{name or '-'}={size}" for name, size in zip(axes, x.shape, strict=True))
+        within = f", inside a program manual over {', '.join(map(str, manual))}" if manual else ""
+        text = f"constraint: {x.dtype} [{dims}] over {tuple(spec)}{within}"
+        if text not in self._said:
+            self._said.add(text)
+            self._show(text)
         return jax.lax.with_sharding_constraint(x, spec if manual else NamedSharding(self.mesh, spec))
 
     def size(self, axis: str) -> int:

@@ -25,7 +25,8 @@ def test_the_readme_has_the_table():
 
 
 def test_the_command_prints_the_table():
-    printed = subprocess.run([sys.executable, "-m", "maxpipe.config.migration"], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "maxpipe.config.migration"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == table() + "\n"
 
 

@@ -4,6 +4,7 @@ import pytest
 from engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
+from maxpipe.builder import build_engine
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.mesh import DEFAULT_RULES
 from maxpipe.sharding import AxisRules, without
@@ -90,3 +91,43 @@ def test_the_mesh_axes_that_do_divide_are_used(rules):
 def test_without_removes_mesh_axes():
     assert without(P(("data", "fsdp"), "stage", None), ("fsdp",)) == P("data", "stage", None)
     assert without(P("fsdp", ("data", "stage", "fsdp")), ("fsdp",)) == P(None, ("data", "stage"))
+
+
+def test_constraints_are_shown_once_with_logical_and_mesh_axes(mesh):
+    lines = []
+    rules = AxisRules(DEFAULT_RULES, mesh, show=lines.append)
+
+    def layer(x):
+        return rules.constrain(2 * rules.constrain(x, ("activation_batch", None)), ("activation_batch", None))
+
+    jax.jit(layer)(jnp.ones((8, 3)))
+    assert lines == ["constraint: float32 [activation_batch=8, -=3] over (('data', 'fsdp'), None)"]
+
+
+def test_constraints_inside_a_manual_program_leave_its_axes_out(mesh):
+    lines = []
+    rules = AxisRules(DEFAULT_RULES, mesh, show=lines.append)
+
+    def local(x):
+        return rules.constrain(x, ("activation_stage", "activation_batch"))
+
+    rows = P(None, ("data", "fsdp"))
+    names = {"data", "fsdp"}
+    run = jax.shard_map(local, mesh=mesh, axis_names=names, in_specs=rows, out_specs=rows, check_vma=False)
+    x = jnp.arange(16.0).reshape(2, 8)
+    assert (jax.jit(run)(x) == x).all()
+    (line,) = lines
+    assert line.startswith("constraint: float32 [activation_stage=2, activation_batch=2] over ('stage', None)")
+    assert line.endswith(("manual over data, fsdp", "manual over fsdp, data"))
+
+
+def test_debug_prints_what_the_step_asks_for(capsys):
+    config = tiny(**{"pipeline.schedule": "circular", "mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "sharding.debug": True})
+    engine = build_engine(config, make_mesh(config))
+    batch = {n: jax.ShapeDtypeStruct((16, 8), jnp.int32) for n in ("tokens", "targets", "positions", "segment_ids")}
+    engine.jitted_step.lower(engine.abstract_state(), batch | {"weights": jax.ShapeDtypeStruct((16, 8), jnp.float32)})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(set(lines)) > 10
+    dims = "activation_stage=2, activation_batch=8, activation_length=8, -=16"
+    assert f"constraint: float32 [{dims}] over ('stage', 'fsdp', None, None)" in lines
+    assert "constraint: float32 [embed=16, mlp=32] over (None, None)" in lines  # gathered for use

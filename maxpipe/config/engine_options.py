@@ -59,13 +59,14 @@ def gathers(c: Config) -> None:
     reason = f"and all {repeats} repeats are no more; use once"
     if repeats > 4:
         reason = "and fetching them ahead is not there yet; use per_iteration, or once if all repeats fit"
-    message = f"per_repeat on the scheduled engine would keep 4 to 6 gathered repeats, {reason}, or the circular engine"
+    needs = "per_repeat on the scheduled engine would keep 4 to 6 gathered repeats"
+    message = f"{needs}, {reason}, or the circular engine"
     raise ConfigError(Problem("pipeline.fsdp_gather", message))
 
 
 @step("pipeline.engine", "pipeline.scan_iterations", "pipeline.scan_repeats", "pipeline.fsdp_gather")
 def loops(c: Config) -> None:
-    """The scheduled engine loops over the phases of its schedule; repeats are a loop where they are fetched as a whole."""
+    """The scheduled engine loops over phases of its schedule; repeats are a loop where each is fetched as a whole."""
     p = c.pipeline
     problems = []
     if p.engine == "scheduled":
@@ -73,8 +74,8 @@ def loops(c: Config) -> None:
         names = [name for name in ("scan_iterations", "scan_repeats") if not getattr(p, name)]
         problems = [Problem(f"pipeline.{name}", message) for name in names]
     elif p.engine == "circular" and not p.scan_repeats and p.fsdp_gather == "per_iteration":
-        message = "false needs pipeline.fsdp_gather=per_repeat or once; with per_iteration the iterations of all repeats "
-        problems = [Problem("pipeline.scan_repeats", message + "are one loop, which scan_iterations=false unrolls")]
+        message = "false needs pipeline.fsdp_gather=per_repeat or once; with per_iteration all repeats are one loop"
+        problems = [Problem("pipeline.scan_repeats", f"{message}, which scan_iterations=false unrolls")]
     if problems:
         raise ConfigError(*problems)
 

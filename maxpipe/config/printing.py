@@ -103,7 +103,8 @@ def _without_effect(c: Config) -> list[str]:
         if microbatches == least:
             lines.append(
                 "pipeline.fsdp_gather=per_repeat: three gathered repeats, since with "
-                f"num_microbatches={microbatches} a fetch has no time within a repeat; {least + stages} or more need two"
+                f"num_microbatches={microbatches} a fetch has no time within a repeat; "
+                f"{least + stages} or more need two"
             )
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")

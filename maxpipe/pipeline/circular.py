@@ -1,7 +1,7 @@
 """The circular engine: one shift register (see `conveyor`), auto-sharded `vmap` over stages, a loop over iterations.
 
-The design is MaxText's circular pipeline; with V = 1 it is GPipe. Autodiff of the loop does the backward, unless weights
-are gathered less often than in every iteration (see `repeat_gather`).
+The design is MaxText's circular pipeline; with V = 1 it is GPipe. Autodiff of the loop does the backward, unless
+weights are gathered less often than in every iteration (see `repeat_gather`).
 
 Letters: S stages, V repeats, L layers per stage, M microbatches, K = M / S, B sequences of a microbatch, T sequence,
 D embed. `x_SBTD` has one microbatch's activations for every stage.
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.model.parameters import ParamSpec, Params, map_specs
+from maxpipe.config import ConfigError, Problem
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
@@ -24,7 +25,7 @@ from maxpipe.pipeline.remat import Kept
 from maxpipe.pipeline.remat._apply import Remat, checkpoint
 from maxpipe.pipeline.repeat_gather import RepeatGather, Sharding
 from maxpipe.pipeline.weights import Weights
-from maxpipe.sharding import only, without
+from maxpipe.sharding import KEY, only, without
 
 CELLS = ("activation_stage", None, "activation_batch", "activation_length", None)
 ACTIVATION = ("activation_stage", "activation_batch", "activation_length", None)
@@ -50,11 +51,22 @@ class CircularPipeline:
         self.from_canonical = parts.layout.from_canonical
         self.weights = Weights(parts.rules, parts.program.specs, self.layer_axes, parts.layout.shape)
         self._gathers_in_iteration = parts.config.fsdp_gather == "per_iteration"
+        if not self._gathers_in_iteration:
+            self._check_rows()
         self._remat = Remat(parts.config)
         layer_fn = layer_function(parts.program, self._prepare, padded=not parts.layout.is_even)
         self._layer_fn = self._remat.layer(layer_fn, is_only=parts.layout.layers_per_stage == 1)
         self._outside = OutsideLayers(parts.program, parts.rules, parts.config, parts.layout, self.weights)
         self._delay = 2 if parts.config.delay_activation_forwarding else 1
+
+    def _check_rows(self) -> None:
+        """Gradients that are added up on each device must be of rows that no other device has."""
+        mesh_axes = self._rules.spec(("activation_batch",))[0] or ()
+        given = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes)
+        wanted = [axis for axis in BATCH_AXES if self._rules.mesh.shape[axis] > 1]
+        if given != set(wanted):
+            text = f"pipeline.fsdp_gather={self._config.fsdp_gather} needs rows over all of {', '.join(BATCH_AXES)}"
+            raise ConfigError(Problem(KEY, f"{text}; use [activation_batch, [{', '.join(BATCH_AXES)}]]"))
 
     def _prepare(self, layer: Params) -> Params:
         return self.weights.gather_layer(self._program.cast(layer)) if self._gathers_in_iteration else layer
@@ -157,7 +169,8 @@ class CircularPipeline:
             return only(self._rules.spec(axes, shape), BATCH_AXES)
 
         shape = self._layout.shape
-        layers = map_specs(lambda s: batch_part(self.layer_axes + s.axes, shape + s.shape), self._program.specs["layers"])
+        specs = self._program.specs["layers"]
+        layers = map_specs(lambda s: batch_part(self.layer_axes + s.axes, shape + s.shape), specs)
         return Sharding(layers, batch_part((None, None, "activation_batch")), batch_part((None, "activation_batch")))
 
     def _choose_and_apply(

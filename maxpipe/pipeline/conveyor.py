@@ -8,8 +8,8 @@ one microbatch's activations for every stage.
 
 Inputs, activations that wait for their next repeat, and outputs share one buffer `io_SKBTD` of exactly M microbatches.
 It is a conveyor: in iteration t slot t % K moves one stage towards stage 0, and what stage 0 held goes to the end. A
-cell is thus read by stage 0 once in M iterations, and microbatch m always owns the cell whose turn comes at t = m modulo
-M: an input is read in its turn, an output written ahead of its next turn.
+cell is thus read by stage 0 once in M iterations, and microbatch m always owns the cell whose turn comes at t = m
+modulo M: an input is read in its turn, an output written ahead of its next turn.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Conveyor:
         self, S: int, V: int, M: int, d: int, constrain: Constrain = lambda x: x, bubble_fill: float | None = None
     ):
         assert M % S == 0, (S, M)
-        assert M >= d * S, (S, M, d)
+        assert d * S <= M, (S, M, d)
         self.num_stages, self.num_repeats, self.num_microbatches, self.delay = S, V, M, d
         self.num_iterations = M * V + d * (S - 1)
         self.fill_iterations = d * (S - 1)

@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from jax import lax
 
-Stage = Callable[..., jax.Array]
+Stage = Callable[..., Any]  # (x, *args, **kwargs) -> an array like x
 
 
 def execute_pipeline_step(
@@ -152,7 +152,8 @@ class PipelineModule(nn.Module):
         module = self.module_fn().clone(parent=None)
 
         def stages(key: jax.Array) -> Any:
-            variables = module.init(jax.random.fold_in(key, index), x[: x.shape[0] // self.num_microbatches], *args, **kwargs)
+            micro = x[: x.shape[0] // self.num_microbatches]
+            variables = module.init(jax.random.fold_in(key, index), micro, *args, **kwargs)
             return jax.tree.map(lambda p: p[None], variables["params"])
 
         mine = jax.tree.map(lambda p: p[0], self.param("stages", stages))
@@ -175,10 +176,11 @@ def _pure(module: Stage, x: jax.Array, args: Any, kwargs: Any) -> Stage:
     """`module` as a function without state of its own, which a loop can call."""
     if isinstance(module, nnx.Module):
         graph, values = nnx.split(module)
-        return lambda *args, **kwargs: nnx.merge(graph, values)(*args, **kwargs)  # type: ignore[operator]
+        return lambda *args, **kwargs: nnx.merge(graph, values)(*args, **kwargs)
     if isinstance(module, nn.Module):
         if module.scope is None:
-            raise ValueError("a Linen module must be bound: use it inside another module, module.bind, or PipelineModule")
+            message = "a Linen module must be bound: use it inside another module"
+            raise ValueError(f"{message}, module.bind, or PipelineModule")
         if module.is_initializing():
             module(x, *args, **kwargs)
         unbound, variables = module.unbind()

@@ -1,8 +1,8 @@
 """Layers outside the circular pipeline: the stages compute the same layers, each on its share of the microbatches.
 
-That is data parallelism over the mesh axis `stage`, and over it these layers' parameters are spread as well, like those
-of embedding and head. Letters: S stages, K = M / S microbatches for each, V repeats, E rows of parameters outside, L layers
-per stage, B sequences of a microbatch, T sequence, D embed, n layers outside.
+That is data parallelism over the mesh axis `stage`, and over it these layers' parameters are spread as well, like
+those of embedding and head. Letters: S stages, K = M / S microbatches for each, V repeats, E rows of parameters
+outside, L layers per stage, B sequences of a microbatch, T sequence, D embed, n layers outside.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.model.parameters import ParamSpec, Params, map_specs
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.layout import StageLayout
@@ -20,7 +20,7 @@ from maxpipe.pipeline.remat._apply import checkpoint
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding import AxisRules
 
-# At rest rows of layers lie over the stages; for use a layer's own dimensions do, so that one can be gathered at a time.
+# At rest rows of layers lie over the stages; for use each layer does, so that they can be gathered one by one.
 SPREAD = {"embed": "outer_embed"}
 
 

@@ -292,7 +292,7 @@ class _Pass:
             rest = self._of._rest(t, self._side, self._key_data)
             x = jax.eval_shape(lambda s: c.take(s, t), state)
             outputs = jax.eval_shape(self._of._stages, x, weights, rest)
-            state, dy, daux = _pull_all(lambda *args: c.give(*args, t), (state, *outputs), state)
+            state, dy, daux = _pull_all(lambda s, y, aux: c.give(s, y, aux, t), (state, *outputs), state)
             saved = [lax.dynamic_index_in_dim(store, t, keepdims=False) for store in kept]
             dx, dw = split.backward(saved, weights, rest, (dy, daux))
             state = jax.tree.map(jnp.add, state, _pull(lambda s: c.take(s, t), state, dx))

@@ -47,20 +47,10 @@ class Weights:
         """One layer's parameters, whole over the storage axes; the transpose scatters the gradient again."""
         return map_specs(self._gather, self._specs["layers"], layer)
 
-    def gather_stacked(self, layers: Params) -> Params:
-        """All live layers' parameters, whole over fsdp and still split over the stages."""
-
-        def gather(spec: ParamSpec, p: jax.Array) -> jax.Array:
-            at_rest = self._rules.spec(self._layer_axes + spec.axes, self._layer_shape + spec.shape)
-            return jax.lax.with_sharding_constraint(p, NamedSharding(self._rules.mesh, without(at_rest, ("fsdp",))))
-
-        return map_specs(gather, self._specs["layers"], layers)
-
     def gather_outer(self, params: Params) -> Params:
         """{"embed", "head"} of `params`, whole over the storage axes."""
         return {n: map_specs(self._gather, self._specs[n], params[n]) for n in ("embed", "head")}
 
     def _gather(self, spec: ParamSpec, p: jax.Array) -> jax.Array:
-        at_rest = self._rules.spec(spec.axes, spec.shape)
-        target = NamedSharding(self._rules.mesh, without(at_rest, STORAGE_AXES))
-        return jax.lax.with_sharding_constraint(p, target)
+        target = without(self._rules.spec(spec.axes, spec.shape), STORAGE_AXES)
+        return self._rules.lay_out(p, target, spec.axes)

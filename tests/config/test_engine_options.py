@@ -20,7 +20,11 @@ def refusal(**values):
     [
         (CIRCULAR | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
         (CIRCULAR | {"pipeline.skip_idle": "true"}, "pipeline.skip_idle", "lockstep_1f1b"),
-        (CIRCULAR | {"pipeline.remat_tensors.mlp_up": "device"}, "pipeline.remat_tensors.mlp_up", "remat_policy=custom"),
+        (
+            CIRCULAR | {"pipeline.remat_tensors.mlp_up": "device"},
+            "pipeline.remat_tensors.mlp_up",
+            "remat_policy=custom",
+        ),
         (
             CIRCULAR | {"pipeline.remat_layers": True, "pipeline.remat_policy": "none"},
             "pipeline.remat_layers",

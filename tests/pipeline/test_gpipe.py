@@ -187,7 +187,7 @@ def test_a_step_hands_on_to_the_next_stage():
         (lambda x: execute_pipeline(jnp.sum, x, num_microbatches=2, model_axis_name="pipe"), "array like its input"),
         (lambda x: execute_pipeline(lambda x: (x, x), x, num_microbatches=2, model_axis_name="pipe"), "got tuple"),
         (lambda x: execute_pipeline(Layer(), x, num_microbatches=2, model_axis_name="pipe"), "must be bound"),
-        (lambda x: execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="stage"), "model_axis_name='stage'"),
+        (lambda x: execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="x"), "model_axis_name='x'"),
         (lambda x: execute_pipeline_step(jnp.sum, x, x, model_axis_name="pipe")[1], "array like its input"),
     ],
 )

@@ -51,13 +51,6 @@ def test_one_layer_is_gathered_over_fsdp_and_stays_split_over_tensor(setting):
     assert spec_of(gathered["mlp"]["down"]) == P("tensor")
 
 
-def test_all_layers_are_gathered_over_fsdp_and_stay_on_their_stages(setting):
-    weights, params = setting
-    gathered = jax.jit(weights.gather_stacked)(params["layers"])
-    assert spec_of(gathered["attention"]["query"]) == P(None, "stage", None, None, "tensor")
-    assert spec_of(gathered["mlp"]["down"]) == P(None, "stage", None, "tensor")
-
-
 def test_outer_parameters_are_gathered_over_fsdp_and_stage(setting):
     weights, params = setting
     gathered = jax.jit(weights.gather_outer)(params)

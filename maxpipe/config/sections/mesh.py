@@ -56,3 +56,4 @@ class MeshConfig:
 @dataclass(frozen=True)
 class ShardingConfig:
     logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")  # noqa: RUF009
+    debug: bool = option(False, "print every sharding constraint of the step once, with logical and mesh axes")

@@ -1,7 +1,8 @@
 """Rematerialisation policies: what the backward pass finds saved instead of computing again.
 
-A policy is data: the names of tensors that the model gives by `checkpoint_name`, and where they wait. Weights are never
-among them, gathered or not: they are at hand when the backward runs, and a pipeline would keep a copy for every iteration.
+A policy is data: the names of tensors that the model gives by `checkpoint_name`, and where they wait. Weights are
+never among them, gathered or not: they are at hand when the backward runs, and a pipeline would keep a copy for every
+iteration.
 """
 
 from collections.abc import Callable

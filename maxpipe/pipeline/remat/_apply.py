@@ -31,11 +31,11 @@ def checkpoint(f: Function, kept: Kept) -> Function:
 class Remat:
     """What is recomputed in the backward of a pipeline's iteration, and of each layer within it.
 
-    With `remat_iterations` the policy says what an iteration keeps of all its layers. The backward computes the rest again
-    for all layers at once; where there are several, only results of matrix products are held between them, and what
-    is cheap is computed once more layer by layer. With `remat_layers` they come back one layer at a time, from that layer's input: kept
-    if iterations are not rematerialised, and recomputed (a second time through the layer) if they are. With neither, an
-    iteration keeps every intermediate value.
+    With `remat_iterations` the policy says what an iteration keeps of all its layers. The backward computes the rest
+    again for all layers at once; where there are several, only results of matrix products are held between them, and
+    what is cheap is computed once more layer by layer. With `remat_layers` they come back one layer at a time, from
+    that layer's input: kept if iterations are not rematerialised, and recomputed (a second time through the layer) if
+    they are. With neither, an iteration keeps every intermediate value.
     """
 
     def __init__(self, config: PipelineConfig):
