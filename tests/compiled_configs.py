@@ -8,13 +8,14 @@ import sys
 
 import jax
 import numpy as np
+from engines import QUICK_COMPILE
 
 from maxpipe.builder import build_engine
 from maxpipe.config import MESH_AXES, load, resolve
 from maxpipe.mesh import build_mesh
 
 SMALL = {
-    "model.num_layers": 8, "model.embed_dim": 32, "model.num_query_heads": 4, "model.num_kv_heads": 2,
+    "model.num_layers": 4, "model.embed_dim": 32, "model.num_query_heads": 4, "model.num_kv_heads": 2,
     "model.head_dim": 8, "model.mlp_dim": 64, "model.vocab_size": 64, "data.sequence_length": 16,
     "data.global_batch_size": 32, "eval.global_batch_size": 32, "pipeline.num_repeats": 2,
     "pipeline.num_layers_per_stage": -1, "pipeline.layers_per_stage": "[]", "pipeline.num_microbatches": 4,
@@ -40,7 +41,7 @@ def compile_step(config):
     shape = (config.data.global_batch_size, config.data.sequence_length)
     batch = {n: jax.ShapeDtypeStruct(shape, np.int32) for n in ("tokens", "targets", "positions", "segment_ids")}
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
-    engine.jitted_step.lower(engine.abstract_state(), batch).compile()
+    engine.jitted_step.lower(engine.abstract_state(), batch).compile(QUICK_COMPILE)
 
 
 if __name__ == "__main__":

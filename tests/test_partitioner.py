@@ -13,7 +13,7 @@ WARNING = "full rematerialization"
 OPTIONS = (
     "pipeline.schedule=circular pipeline.fsdp_gather=per_repeat",
     "pipeline.schedule=circular pipeline.fsdp_gather=once mesh.ici.tensor=2",
-    "pipeline.schedule=circular pipeline.parallel_layers=4",
+    "pipeline.schedule=circular model.num_layers=6 pipeline.parallel_layers=4",
     "pipeline.schedule=circular mesh.ici.data=2",
     "pipeline.schedule=lockstep_1f1b mesh.ici.tensor=2",
 )
