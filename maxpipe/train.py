@@ -64,7 +64,7 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
         say(f"{directory.root} is finished: it holds step {newest} of steps={config.steps}; nothing to do")
         return DONE
     decisions: list[str] = []
-    if config.compile.cache_dir not in ("", "off") and not jax.config.jax_enable_compilation_cache:
+    if config.compile.cache_dir not in ("", "off") and not jax.config.values["jax_enable_compilation_cache"]:
         decisions.append("compile.cache_dir=off: programs over several CPU devices cannot be stored")
     started = time.perf_counter()
     current = build_run(config, mesh, directory, checkpointer, decisions.append, supervision)

@@ -38,9 +38,9 @@ class SplitVjp:
             return y, residuals
 
         jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(x, weights, rest)
-        self._outputs: Any = jax.tree.structure(shapes[0])
+        self._outputs = jax.tree.structure(shapes[0])
         self._vjp = found["vjp"]
-        num_outputs = self._outputs.num_leaves
+        num_outputs = self._num_outputs = len(jax.tree.leaves(shapes[0]))
         depends = dependence(jaxpr.jaxpr, [True] + [False] * (len(jaxpr.jaxpr.invars) - 1))[num_outputs:]
         variables = jaxpr.jaxpr.outvars[num_outputs:]
         unique: dict[Any, int] = {}
@@ -58,7 +58,7 @@ class SplitVjp:
     def forward(self, x: jax.Array, weights: Any, rest: Any) -> tuple[Any, Arrays]:
         """(outputs of f, kept residuals)."""
         flat = self._forward([x, *jax.tree.leaves((weights, rest))])
-        count = self._outputs.num_leaves
+        count = self._num_outputs
         return jax.tree.unflatten(self._outputs, flat[:count]), flat[count:]
 
     def backward(self, kept: Sequence[jax.Array], weights: Any, rest: Any, cotangent: Any) -> tuple[jax.Array, Any]:
@@ -104,11 +104,15 @@ def _outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
     return [True] * len(eqn.outvars)
 
 
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
+
+
 def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
     body = _open(eqn.params["jaxpr"])
     # Constants, carries, scanned arrays; these have a dimension more outside. JAX 0.12 names no counts.
-    num_carry = sum(o.aval.shape == i.aval.shape for o, i in zip(eqn.outvars, body.outvars, strict=True))
-    num_scanned = sum(o.aval.shape != i.aval.shape for o, i in zip(eqn.invars, body.invars, strict=True))
+    num_carry = sum(_shape(o) == _shape(i) for o, i in zip(eqn.outvars, body.outvars, strict=True))
+    num_scanned = sum(_shape(o) != _shape(i) for o, i in zip(eqn.invars, body.invars, strict=True))
     num_consts = len(inputs) - num_carry - num_scanned
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
     scanned = inputs[num_consts + num_carry :]

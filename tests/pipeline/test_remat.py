@@ -13,7 +13,6 @@ from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.remat import MATMULS, QKV, REMAT, Kept
 from maxpipe.pipeline.remat._apply import checkpoint
 
-
 NAMED = {
     "minimal": Kept(device=MATMULS),
     "minimal_offloaded": Kept(host=MATMULS),
