@@ -52,7 +52,15 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
         lines = [
             f"{key}={get(resolved, key)}: {reason}" for key in changed if (reason := _reason(resolved, key))
         ]
-    return [*lines, *_without_effect(resolved)]
+    return [*lines, *_outside(resolved), *_without_effect(resolved)]
+
+
+def _outside(c: Config) -> list[str]:
+    outside = c.model.num_layers - c.pipeline.parallel_layers
+    if c.pipeline.engine == "sequential" or not outside:
+        return []
+    where = f"{outside} of {c.model.num_layers} layers run {c.pipeline.outside_layers} the pipeline"
+    return [f"pipeline.parallel_layers={c.pipeline.parallel_layers}: {where}, with the stages as data parallelism"]
 
 
 def _reason(c: Config, key: str) -> str:

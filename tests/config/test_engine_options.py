@@ -108,3 +108,9 @@ def test_a_third_gathered_repeat_is_said(microbatches, delayed, said):
         }
     )
     assert any("three gathered repeats" in line for line in notes(config)) == said
+
+
+@pytest.mark.parametrize(("asked", "said"), [(4, True), (-1, False)])
+def test_layers_outside_the_pipeline_are_said(asked, said):
+    lines = notes(tiny(**CIRCULAR | {"pipeline.parallel_layers": asked}))
+    assert any("4 of 8 layers run after the pipeline" in line for line in lines) == said
