@@ -6,7 +6,7 @@ from functools import cache
 import jax
 import pytest
 from collectives import executed
-from engines import PipelineUnderTest, make_batch, tiny
+from engines import QUICK_COMPILE, PipelineUnderTest, make_batch, tiny
 
 ROWS = 32
 # Query, key, value, out, gate, up and down of one layer; float32.
@@ -36,7 +36,7 @@ def compiled(gather, repeats=2, microbatches=8):
     subject = PipelineUnderTest(config)
     batch = {name: jax.device_put(x, subject.batch_sharding) for name, x in make_batch(ROWS).items()}
     step = jax.jit(subject.pipeline.loss_and_gradients)
-    return step.lower(subject.params, batch, jax.random.key(0)).compile()
+    return step.lower(subject.params, batch, jax.random.key(0)).compile(QUICK_COMPILE)
 
 
 def sets_moved(program, *kinds):
@@ -57,7 +57,7 @@ def _is_weight(shape):
     return any(sizes in (dims, sorted([*dims, n])) for dims in whole + shards for n in (2, 4))
 
 
-@pytest.mark.parametrize(("repeats", "microbatches"), [(2, 8), (4, 8), (4, 4)])
+@pytest.mark.parametrize(("repeats", "microbatches"), [(2, 8), (4, 8)])
 def test_gathers_per_iteration_repeat_or_step(repeats, microbatches):
     gathered = {
         gather: sets_moved(compiled(gather, repeats, microbatches), "all-gather")
@@ -69,7 +69,7 @@ def test_gathers_per_iteration_repeat_or_step(repeats, microbatches):
     assert gathered["once"] in (repeats, 2 * repeats)  # in one collective
 
 
-@pytest.mark.parametrize(("repeats", "microbatches"), [(2, 8), (4, 8), (4, 4)])
+@pytest.mark.parametrize(("repeats", "microbatches"), [(2, 8), (4, 8)])
 def test_gradients_are_reduced_per_iteration_repeat_or_step(repeats, microbatches):
     reduced = {
         gather: sets_moved(compiled(gather, repeats, microbatches), "all-reduce", "reduce-scatter")
