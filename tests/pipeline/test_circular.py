@@ -18,7 +18,7 @@ FACTORS = {
     "repeats": (1, 2, 4),
     "layers": (1, 2),
     "microbatches": (1, 2, 3, 4),  # times stages
-    "mesh": ("", "data", "fsdp", "tensor", "fsdp tensor", "data fsdp tensor"),  # these axes have two devices
+    "mesh": ("", "data", "fsdp", "tensor", "data fsdp tensor"),  # these axes have two devices
     "packed": (True, False),
     "tied": (False, True),
     "dropout": (0.0, 0.2),
@@ -111,7 +111,6 @@ def test_few_pairs_of_options_are_impossible():
     assert everything - legal_pairs(FACTORS, is_legal, CONSTRAINED) == {
         ("stages", 2, "mesh", "data fsdp tensor"),
         ("stages", 4, "mesh", "data fsdp tensor"),
-        ("stages", 4, "mesh", "fsdp tensor"),
         ("microbatches", 1, "delay", True),
     }
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import QUICK_COMPILE, tiny
+from engines import tiny
 
 from maxpipe.config import OptimizerConfig
 from maxpipe.model.parameters import ParamSpec
@@ -122,7 +122,7 @@ def test_norms_and_biases_do_not_decay_in_a_real_model():
     is_spec = {"is_leaf": lambda x: isinstance(x, ParamSpec)}
     ones = jax.tree.map(lambda spec: jnp.ones(spec.shape), specs, **is_spec)
     zeros = jax.tree.map(jnp.zeros_like, ones)
-    update = jax.jit(optimizer.update, compiler_options=QUICK_COMPILE)
+    update = jax.jit(optimizer.update)
     state = jax.jit(optimizer.init)(ones)
     updated, _ = update(ones, zeros, state, jnp.int32(0), jnp.float32(0), jnp.bool_(True))
     decayed, kept = set(), set()
