@@ -19,7 +19,7 @@ FACTORS = {
     "repeats": (1, 2, 4),
     "layers": (1, 2),
     # times stages; fractions are fewer microbatches than stages, and numbers that the stages do not divide
-    "microbatches": (0.5, 1, 1.5, 2, 4),
+    "microbatches": (0.5, 1, 1.5, 4),
     "mesh": ("", "fsdp", "tensor", "data fsdp", "fsdp tensor", "data fsdp tensor"),  # two devices each
     "packed": (True, False),
     "tied": (False, True),
@@ -52,7 +52,8 @@ def is_legal(case):
 
 def chunk_sizes(case):
     chunks = case["stages"] * case["repeats"]
-    return [case["layers"] + (case["uneven"] and i % 3 == 1) for i in range(chunks)]
+    other = 3 - case["layers"]
+    return [other if case["uneven"] and i % 3 == 1 else case["layers"] for i in range(chunks)]
 
 
 def config_of(case):
