@@ -8,7 +8,6 @@ import sys
 
 import jax
 import numpy as np
-from engines import QUICK_COMPILE
 
 from maxpipe.builder import build_engine
 from maxpipe.config import MESH_AXES, load, resolve
@@ -41,7 +40,7 @@ def compile_step(config):
     shape = (config.data.global_batch_size, config.data.sequence_length)
     batch = {n: jax.ShapeDtypeStruct(shape, np.int32) for n in ("tokens", "targets", "positions", "segment_ids")}
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
-    engine.jitted_step.lower(engine.abstract_state(), batch).compile(QUICK_COMPILE)
+    engine.jitted_step.lower(engine.abstract_state(), batch).compile()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from functools import cache
 import jax
 import pytest
 from collectives import executed
-from engines import QUICK_COMPILE, PipelineUnderTest, make_batch, tiny
+from engines import PipelineUnderTest, make_batch, tiny
 
 ROWS = 32
 # Query, key, value, out, gate, up and down of one layer; float32.
@@ -36,7 +36,7 @@ def compiled(gather, repeats=2, microbatches=8):
     subject = PipelineUnderTest(config)
     batch = {name: jax.device_put(x, subject.batch_sharding) for name, x in make_batch(ROWS).items()}
     step = jax.jit(subject.pipeline.loss_and_gradients)
-    return step.lower(subject.params, batch, jax.random.key(0)).compile(QUICK_COMPILE)
+    return step.lower(subject.params, batch, jax.random.key(0)).compile()
 
 
 def sets_moved(program, *kinds):
