@@ -45,7 +45,8 @@ def is_legal(case):
 
 def chunk_sizes(case):
     chunks = case["stages"] * case["repeats"]
-    return [case["layers"] + (case["uneven"] and i % 3 == 1) for i in range(chunks)]
+    other = 3 - case["layers"]
+    return [other if case["uneven"] and i % 3 == 1 else case["layers"] for i in range(chunks)]
 
 
 def config_of(case):
