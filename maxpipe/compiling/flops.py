@@ -38,12 +38,14 @@ def _equation(eqn: Any, runs: float, branch_runs: BranchRuns) -> float:
     if name == "cond":
         times = branch_runs(runs)
         return max(_count(_open(branch), times, branch_runs) for branch in params["branches"])
+    devices = 1
     if name == "scan":
         runs *= params["length"]
     elif name == "shard_map":
-        # Shapes inside are those of one device, over the axes that the program names itself.
-        runs *= math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return sum(_count(inner, runs, branch_runs) for inner in _inner(params))
+        # Shapes inside are those of one device, over the axes that the program names itself. Devices are no runs:
+        # `branch_runs` is told how often one device gets to a conditional.
+        devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return devices * sum(_count(inner, runs, branch_runs) for inner in _inner(params))
 
 
 def _kernel(params: Any) -> float:

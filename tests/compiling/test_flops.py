@@ -51,6 +51,21 @@ def test_manual_programs_count_on_every_device():
     assert step_flops(jax.make_jaxpr(f)(A, B)) == 4 * PRODUCT
 
 
+def test_a_conditional_on_every_device_counts_the_runs_of_one():
+    mesh = Mesh(np.array(jax.devices()).reshape(8), ("stage",))
+
+    def tick(total, p):
+        return total + jax.lax.cond(p, lambda: jnp.sum(jnp.ones(A.shape) @ jnp.ones(B.shape)), lambda: 0.0), None
+
+    def f(ps):
+        scan = jax.shard_map(
+            lambda ps: jax.lax.scan(tick, 0.0, ps)[0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )
+        return scan(ps)
+
+    assert step_flops(jax.make_jaxpr(f)(jnp.ones(7, bool)), lambda runs: min(runs, 5)) == 8 * 5 * PRODUCT
+
+
 def test_a_step_without_recomputation_runs_the_models_flops():
     sizes = {"model.num_layers": 2, "model.embed_dim": 32, "model.mlp_dim": 64, "model.vocab_size": 64}
     batch = {"data.sequence_length": 8, "data.global_batch_size": 4, "eval.every": 0}
