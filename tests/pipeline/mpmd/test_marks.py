@@ -1,0 +1,94 @@
+"""Stage marks are identities that survive transformations, and gradients carry marks of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.pipeline.mpmd.marks import mark_p, mark_stage_boundary
+
+
+def phases(f, *args):
+    """Phases of the marks of a traced function, inner programs included, in order."""
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is mark_p:
+                yield eqn.params["phase"]
+            for parameter in jax.tree.leaves(list(eqn.params.values())):
+                if hasattr(parameter, "eqns"):
+                    yield from walk(parameter)
+
+    return list(walk(jax.make_jaxpr(f)(*args).jaxpr))
+
+
+def two_stages(w, x):
+    x = mark_stage_boundary(jnp.sin(x @ w[0]))
+    return jnp.sum(jnp.cos(mark_stage_boundary(x @ w[1])))
+
+
+def without_marks(w, x):
+    return jnp.sum(jnp.cos(jnp.sin(x @ w[0]) @ w[1]))
+
+
+@pytest.fixture
+def args():
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.standard_normal((2, 3, 3)), jnp.float32), jnp.ones((4, 3)) * jnp.arange(1.0, 4.0)
+
+
+def test_is_the_identity_on_any_tree():
+    tree = {"x": jnp.arange(3), "y": (jnp.ones(()), None)}
+    marked = mark_stage_boundary(tree)
+    assert jax.tree.structure(marked) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, marked, tree)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_gradients_are_those_without_marks(args, wrap):
+    found = jax.grad(wrap(two_stages), argnums=(0, 1))(*args)
+    for a, b in zip(found, jax.grad(without_marks, argnums=(0, 1))(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_a_gradient_has_a_backward_mark_for_every_mark(args):
+    assert phases(jax.value_and_grad(two_stages), *args) == ["forward", "forward", "backward", "backward"]
+    assert phases(jax.jit(jax.value_and_grad(two_stages)), *args) == ["forward", "forward", "backward", "backward"]
+
+
+def test_forward_derivatives_mark_tangents(args):
+    assert phases(lambda w, x: jax.jvp(two_stages, (w, x), (w, x)), *args).count("tangent") == 2
+
+
+def test_second_derivatives(args):
+    def hessian(f):
+        return jax.hessian(lambda s: f(args[0] * s, args[1]))(1.0)
+
+    np.testing.assert_allclose(hessian(two_stages), hessian(without_marks), rtol=1e-4)
+
+
+def test_survives_loops(args):
+    def looped(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (mark_stage_boundary(jnp.sin(x @ w)), None), x, w)[0])
+
+    assert phases(jax.value_and_grad(looped), *args) == ["forward", "backward"]
+    plain = jax.grad(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w[0]) @ w[1])))(*args)
+    np.testing.assert_allclose(jax.grad(looped)(*args), plain, rtol=1e-5, atol=1e-6)
+
+
+def test_batches(args):
+    w, x = args
+    xs = jnp.stack([x, 2 * x, x + 1])
+    found = jax.vmap(jax.grad(two_stages), in_axes=(None, 0))(w, xs)
+    for one, x in zip(found, xs, strict=True):
+        np.testing.assert_allclose(one, jax.grad(without_marks)(w, x), rtol=1e-4, atol=1e-5)
+
+
+def test_only_what_has_a_gradient_is_marked_backward():
+    def f(x, n):
+        x, n = mark_stage_boundary((x, n))
+        return x * n
+
+    jaxpr = jax.make_jaxpr(jax.grad(f))(2.0, 3)
+    backward = [e for e in jaxpr.jaxpr.eqns if e.primitive is mark_p and e.params["phase"] == "backward"]
+    assert [len(eqn.invars) for eqn in backward] == [1]
