@@ -17,6 +17,7 @@ from maxpipe.checkpoint.processes import agree
 from maxpipe.checkpoint.record import Leaf, Record, read_record
 
 BATCH_BYTES = 1 << 30
+PARAMS = "params"  # the part of a state that holds the model
 READ_ERRORS = (ValueError, OSError, LookupError, NotImplementedError)  # what TensorStore makes of damage
 # Status codes that TensorStore puts before the message of the ValueError it raises.
 _OWN_TROUBLE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
@@ -31,15 +32,19 @@ class Restored:
       state: pytree like the `abstract_state` asked for.
       iterator: [rows, columns] int64, every row in every process.
       meta: what was given to `Checkpointer.save`.
+      converted: arrays of `state` that were saved with another dtype.
     """
 
     step: int
     state: Any
     iterator: np.ndarray
     meta: dict[str, Any]
+    converted: int = 0
 
 
-def read_step(directory: Path, abstract_state: Any, optional: Collection[str] = ()) -> Restored:
+def read_step(
+    directory: Path, abstract_state: Any, optional: Collection[str] = (), convert_dtype: bool = False
+) -> Restored:
     """Reads and verifies one step directory; every process calls it.
 
     Args:
@@ -47,6 +52,7 @@ def read_step(directory: Path, abstract_state: Any, optional: Collection[str] = 
       abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s, the
         others as NumPy arrays.
       optional: top-level names of parts that are zeros unless the checkpoint holds just such ones.
+      convert_dtype: floating arrays may have been saved with another floating dtype.
 
     Raises:
       CheckpointMismatch: the checkpoint is sound but its arrays are not those of `abstract_state`.
@@ -59,15 +65,37 @@ def read_step(directory: Path, abstract_state: Any, optional: Collection[str] = 
     zeros = {name: leaf for part in fresh for name, leaf in _part(wanted, part).items()}
     saved = {name: leaf for name, leaf in saved.items() if name.partition(".")[0] not in fresh}
     wanted = {name: leaf for name, leaf in wanted.items() if name not in zeros}
-    if lines := differences(saved, wanted):
-        raise CheckpointMismatch(directory, lines)
+    if lines := differences(saved, wanted, any_float=convert_dtype):
+        is_only_dtype = not differences(saved, wanted, any_float=True)
+        raise CheckpointMismatch(directory, lines, is_only_dtype)
     shardings = {name: getattr(leaf, "sharding", None) for name, leaf in wanted.items()}
     arrays = read_arrays(directory, record.leaves, {**shardings, ITERATOR: None})
     iterator = arrays.pop(ITERATOR)
+    others = [name for name, leaf in wanted.items() if np.dtype(leaf.dtype).name != saved[name].dtype]
+    for name in others:
+        arrays[name] = arrays[name].astype(wanted[name].dtype)
     arrays |= {n: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for n, leaf in zeros.items()}
     leaves = [arrays[name] for name in named_leaves(abstract_state)]
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
-    return Restored(record.step, state, iterator, record.meta)
+    return Restored(record.step, state, iterator, record.meta, len(others))
+
+
+def read_parameters(directory: Path, abstract_params: Any) -> Any:
+    """The parameters of a step and nothing else of it, verified, whatever optimizer they were trained with.
+
+    Args:
+      directory: a committed step.
+      abstract_params: like `TrainState.params` in the layout on disk; leaves as for `read_step`.
+
+    Raises:
+      CheckpointMismatch, CheckpointDamaged: as `read_step`.
+    """
+    record = _read_record_everywhere(directory)
+    wanted = named_leaves({PARAMS: abstract_params})
+    if lines := differences(_part(record.leaves, PARAMS), wanted):
+        raise CheckpointMismatch(directory, lines)
+    arrays = read_arrays(directory, record.leaves, {n: getattr(x, "sharding", None) for n, x in wanted.items()})
+    return jax.tree.unflatten(jax.tree.structure(abstract_params), list(arrays.values()))
 
 
 def _part(leaves: Mapping[str, Any], name: str) -> dict[str, Any]:

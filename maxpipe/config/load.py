@@ -83,6 +83,22 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
     return resolved
 
 
+def from_record(saved: Mapping[str, Any]) -> Config:
+    """The config that a checkpoint holds as nested mappings.
+
+    Keys that this version does not know are left out, and those that it has since got keep their defaults.
+    """
+    values: dict[str, Any] = {}
+    for key in OPTIONS:
+        *sections, name = key.split(".")
+        section: Any = saved
+        for inner in sections:
+            section = section.get(inner, {}) if isinstance(section, Mapping) else {}
+        if isinstance(section, Mapping) and name in section:
+            values[key] = section[name]
+    return update(Config(), values)
+
+
 def replace(config: Config, **values: Any) -> Config:
     """A copy with some keys changed: `replace(config, **{"mesh.ici.stage": 2})`.
 

@@ -1,6 +1,7 @@
 """Live weights: their shardings at rest, and gathering them over the axes that only spread storage."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,6 +43,15 @@ class Weights:
             "layers": map_specs(layer, self._specs["layers"]),
             "head": map_specs(outer, self._specs["head"]),
         }
+
+    def abstract(self) -> Params:
+        """Shape, dtype and sharding of every live parameter at rest."""
+
+        def one(spec: ParamSpec, sharding: NamedSharding, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leading + spec.shape, spec.dtype, sharding=sharding)
+
+        shardings, leading = self.shardings(), {"layers": self._layer_shape}
+        return {n: map_specs(partial(one, leading=leading.get(n, ())), self._specs[n], shardings[n]) for n in shardings}
 
     def gather_layer(self, layer: Params) -> Params:
         """One layer's parameters, whole over the storage axes; the transpose scatters the gradient again."""

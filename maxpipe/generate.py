@@ -1,0 +1,149 @@
+"""`python -m maxpipe.generate RUN_DIR --prompt TEXT`: a trained model goes on writing where the prompt ends.
+
+Reads a checkpoint of any run, however it was laid out. Exit codes: 0; 1 if the checkpoint cannot be loaded; 2 if the
+command line is wrong.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.steps import committed_steps, step_path
+from maxpipe.config import ConfigError, Problem
+from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.load import from_record
+from maxpipe.data.text_stream import TextStream
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+
+DONE, NOT_LOADED = 0, 1
+
+
+@exit_on_config_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    flags = _parser().parse_args(argv)
+    directory = find_step(flags.run_dir, flags.step)
+    try:
+        config = from_record(read_record(directory).meta["config"])
+        tokenizer = find_tokenizer(flags.tokenizer or config.data.tokenizer, config.model.vocab_size)
+        prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
+        # A wrong command line must not wait for these imports.
+        from maxpipe.generation import generate, load_parameters
+        from maxpipe.model.sampling import Sampling
+
+        params = load_parameters(directory, config)
+    except (CheckpointDamaged, CheckpointMismatch) as error:
+        print(f"error: {directory}: {error}", file=sys.stderr)
+        return NOT_LOADED
+    sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
+    ends = {tokenizer.eos_id, *flags.stop_token}
+    stream, written = TextStream(tokenizer, prompt), ""
+    _show(flags.prompt)
+    for token in generate(config, params, prompt, sampling, seed=flags.seed, max_tokens=flags.max_tokens):
+        if token in ends:
+            break
+        written += _show(stream.add(token))
+        if any(text in written for text in flags.stop):
+            break
+    _show(stream.rest() + "\n")
+    return DONE
+
+
+def find_step(run_dir: Path, step: int | None) -> Path:
+    """The directory of a committed step of a run, the newest if `step` is None.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    inner = run_dir / "checkpoints"
+    directory = inner if inner.is_dir() else run_dir
+    if not directory.is_dir():
+        raise ConfigError(Problem("RUN_DIR", f"there is no directory {run_dir}; runs lie in output_dir/run_name"))
+    steps = committed_steps(directory)
+    if not steps:
+        raise ConfigError(Problem("RUN_DIR", f"{run_dir} holds no checkpoint; train with checkpoint.every above 0"))
+    if step is not None and step not in steps:
+        raise ConfigError(Problem("--step", f"{step} is not saved in {run_dir}; there are {steps}"))
+    return step_path(directory, steps[-1] if step is None else step)
+
+
+def find_tokenizer(name_or_path: str, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a run.
+
+    Raises:
+      ConfigError: it is not there any more, or has ids that a model of `vocab_size` does not know.
+    """
+    try:
+        tokenizer = load_tokenizer(name_or_path)
+    except ConfigError as error:
+        moved = Problem("--tokenizer", "names the tokenizer of the run if it lies elsewhere by now")
+        raise ConfigError(*error.problems, moved) from error
+    if tokenizer.vocab_size > vocab_size:
+        message = f"{name_or_path} has {tokenizer.vocab_size} ids, the model {vocab_size}: it was trained with another"
+        raise ConfigError(Problem("--tokenizer", message))
+    return tokenizer
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+    """Token ids of a prompt, after the begin of document if the tokenizer has one.
+
+    Raises:
+      ConfigError: it is empty, or has more than `limit` tokens.
+    """
+    ids = tokenizer.encode(prompt).tolist()
+    if not ids:
+        raise ConfigError(Problem("--prompt", "is empty; give the text to go on from"))
+    if tokenizer.bos_id is not None and ids[0] != tokenizer.bos_id:
+        ids = [tokenizer.bos_id, *ids]
+    if len(ids) > limit:
+        message = f"has {len(ids)} tokens, and the model has learned {limit} positions (data.sequence_length)"
+        raise ConfigError(Problem("--prompt", f"{message}; shorten it"))
+    return ids
+
+
+def _show(text: str) -> str:
+    print(text, end="", flush=True)
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "Continue a text with a trained model."
+    parser = argparse.ArgumentParser(prog="python -m maxpipe.generate", description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN_DIR", help="run directory, or its checkpoints")
+    add("--prompt", required=True, metavar="TEXT", help="the text to go on from")
+    add("--max-tokens", type=_number(int, 1), default=200, metavar="N", help="tokens at most; default %(default)s")
+    add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")
+    add("--tokenizer", metavar="PATH", help="default: data.tokenizer of the run")
+    add("--temperature", type=_number(float, 0), default=0.8, metavar="X",
+        help="below 1 keeps to likely tokens, 0 takes the likeliest; default %(default)s")  # fmt: skip
+    add("--top-k", type=_number(int, 0), default=0, metavar="N",
+        help="draw from so many likeliest tokens; 0 = all, the default")  # fmt: skip
+    add("--top-p", type=_number(float, 1e-6, 1), default=1.0, metavar="P",
+        help="draw from the likeliest tokens that have this probability together; 1 = all, the default")  # fmt: skip
+    add("--seed", type=_number(int, 0), default=0, metavar="N", help="of the draws; default %(default)s")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end after this text; may be repeated")
+    add("--stop-token", type=_number(int, 0), action="append", default=[], metavar="ID",
+        help="end before this token, as before the end of document; may be repeated")  # fmt: skip
+    return parser
+
+
+def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
+    """An argparse type: a number within bounds."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:
+            bounds = f"at least {least:g}" + (f" and at most {most:g}" if most < float("inf") else "")
+            raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")
+        return value
+
+    parse.__name__ = {int: "whole number", float: "number"}[kind]
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Text comes out whole characters at a time, and nothing is lost."""
+
+import pytest
+
+from maxpipe.data.text_stream import TextStream
+from maxpipe.data.tokenizers import load_tokenizer
+
+BYTE = load_tokenizer("byte")
+
+
+def pieces(ids, prompt="x"):
+    stream = TextStream(BYTE, BYTE.encode(prompt).tolist())
+    return [*(stream.add(i) for i in ids), stream.rest()]
+
+
+@pytest.mark.parametrize("text", ["abc", "für 5 €", "\U0001f642!", "a\n\n b"])
+def test_characters_come_when_they_are_complete(text):
+    found = pieces(BYTE.encode(text).tolist())
+    assert [piece for piece in found if piece] == list(text)
+
+
+def test_a_character_that_is_never_completed_comes_at_the_end():
+    assert pieces([ord("a"), 0xC3]) == ["a", "", "\ufffd"]
+
+
+def test_bytes_that_are_no_text_come_with_what_follows():
+    assert "".join(pieces([0x80, ord("a"), 0xC3, ord("b")])) == "\ufffda\ufffdb"
+
+
+def test_nothing_of_the_prompt_is_repeated_even_if_it_ends_inside_a_character():
+    stream = TextStream(BYTE, [0xC3])
+    assert stream.add(0xA4) == ""
+    assert stream.add(ord("b")) == "b"

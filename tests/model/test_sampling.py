@@ -1,0 +1,52 @@
+"""Which tokens are drawn, and how often."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.model.sampling import Sampling
+
+PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+DRAWS = 4000
+
+
+def drawn(sampling):
+    """Share of each token in many draws."""
+    logits = jnp.broadcast_to(jnp.log(PROBABILITIES), (DRAWS, 5)) + 7
+    tokens = jax.jit(sampling)(logits, jax.random.key(0))
+    assert tokens.dtype == jnp.int32
+    return np.bincount(tokens, minlength=5) / DRAWS
+
+
+def renormalised(kept, power=1.0):
+    weights = np.where(np.isin(np.arange(5), kept), PROBABILITIES**power, 0)
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), PROBABILITIES),
+        (Sampling(temperature=0), [0, 1, 0, 0, 0]),
+        (Sampling(temperature=0.5), renormalised(range(5), 2)),
+        (Sampling(top_k=2), renormalised([1, 3])),
+        (Sampling(top_k=9), PROBABILITIES),
+        (Sampling(top_p=0.69), renormalised([1, 3])),
+        (Sampling(top_p=0.71), renormalised([1, 3, 4])),
+        (Sampling(top_p=1e-6), [0, 1, 0, 0, 0]),
+        (Sampling(top_k=3, top_p=0.8), renormalised([1, 3])),
+    ],
+    ids=str,
+)
+def test_share_of_each_token(sampling, expected):
+    np.testing.assert_allclose(drawn(sampling), expected, atol=0.03)
+    assert (drawn(sampling)[np.asarray(expected) == 0] == 0).all()
+
+
+def test_draws_depend_on_the_key_and_differ_by_row():
+    logits = jnp.zeros((8, 100))
+    first, again, other = (Sampling()(logits, jax.random.key(k)) for k in (0, 0, 1))
+    assert (first == again).all()
+    assert (first != other).any()
+    assert len(np.unique(first)) > 4

@@ -1,0 +1,120 @@
+"""The command: text on the terminal, and what bad input gets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training_process import command
+
+from maxpipe import generate as cli
+from maxpipe import generation, train
+from maxpipe.checkpoint.record import read_record
+from maxpipe.config.load import from_record
+from maxpipe.model.program import ModelProgram
+from maxpipe.model.sampling import Sampling
+
+PIPELINE = ("mesh.simulated_devices=0", "mesh.ici.stage=2", "mesh.ici.fsdp=4", "steps=1")
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of one step on two stages with two chunks each."""
+    directory = tmp_path_factory.mktemp("runs")
+    assert train.main(command(directory, *PIPELINE)) == 0
+    return directory / "base"
+
+
+def call(capsys, run_dir, *words, prompt="def "):
+    """(exit code, standard output, standard error)"""
+    capsys.readouterr()
+    try:
+        code = cli.main([str(run_dir), f"--prompt={prompt}", *words])
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
+    step = cli.find_step(run_dir, None)
+    config = from_record(read_record(step).meta["config"])
+    params = generation.load_parameters(step, config)
+    prompt = [100, 101, 102]
+    tokens = [*generation.generate(config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3)]
+    program, written = ModelProgram(config.model), jnp.asarray([prompt + tokens], jnp.int32)
+    side = {"positions": jnp.arange(LENGTH)[None], "segment_ids": jnp.ones_like(written)}
+    x = program.embed(params, written)
+    for i in range(config.model.num_layers):
+        x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)
+    best = np.asarray(jnp.argmax(program.logits(params, x), axis=-1))[0]
+    assert tokens == best[2:-1].tolist()
+
+
+def test_output_goes_on_from_the_prompt_and_depends_on_the_seed_only(run_dir, capsys):
+    words = "--max-tokens=30", "--temperature=2"
+    first, again, other = (call(capsys, run_dir, *words, f"--seed={seed}") for seed in (0, 0, 1))
+    assert first[0] == 0
+    assert first[1].startswith("def ")
+    assert first == again
+    assert first[1] != other[1]
+
+
+def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypatch):
+    seen = []
+
+    def tokens(*arguments, max_tokens, **options):
+        for character in "ab. cd":
+            seen.append(capsys.readouterr().out)
+            yield ord(character)
+
+    monkeypatch.setattr(generation, "generate", tokens)
+    assert call(capsys, run_dir)[:2] == (0, "d\n")
+    assert seen == ["def ", "a", "b", ".", " ", "c"]
+    seen.clear()
+    assert call(capsys, run_dir, "--stop=. ")[:2] == (0, " \n")
+    seen.clear()
+    assert call(capsys, run_dir, f"--stop-token={ord('.')}")[:2] == (0, "\n")
+    assert seen == ["def ", "a", "b"]
+
+
+def test_the_end_of_document_ends_the_text(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(generation, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")]))
+    assert call(capsys, run_dir)[:2] == (0, "def a\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "message"),
+    [
+        ((), "", "--prompt: is empty"),
+        ((), "x" * LENGTH, f"--prompt: has {LENGTH + 1} tokens, and the model has learned {LENGTH} positions"),
+        (("--step=7",), "a", "--step: 7 is not saved in"),
+        (("--tokenizer=/nowhere/tokenizer.json",), "a", "--tokenizer: names the tokenizer of the run if"),
+        (("--top-p=2",), "a", "argument --top-p: must be at least 1e-06 and at most 1; got 2"),
+        (("--max-tokens=many",), "a", "argument --max-tokens: invalid whole number value: 'many'"),
+    ],
+    ids=str,
+)
+def test_bad_input_ends_with_2_and_says_why(run_dir, capsys, words, prompt, message):
+    code, out, error = call(capsys, run_dir, *words, prompt=prompt)
+    assert (code, out) == (2, "")
+    assert message in error
+
+
+def test_no_checkpoint(tmp_path, capsys):
+    assert "--prompt" not in call(capsys, tmp_path)[2]
+    assert f"RUN_DIR: {tmp_path} holds no checkpoint" in call(capsys, tmp_path)[2]
+    code, _, error = call(capsys, tmp_path / "nowhere")
+    assert code == 2
+    assert "there is no directory" in error
+
+
+def test_a_damaged_checkpoint_ends_with_1(tmp_path, run_dir, capsys):
+    import shutil
+
+    shutil.copytree(run_dir, tmp_path / "copy")
+    for file in (tmp_path / "copy" / "checkpoints" / "1" / "arrays").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    code, out, error = call(capsys, tmp_path / "copy")
+    assert (code, out) == (1, "")
+    assert "arrays cannot be read" in error
