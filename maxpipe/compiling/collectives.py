@@ -14,6 +14,7 @@ KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+BESIDE = "async_collective_fusion"  # TPU computations that hold a part of a collective and what it runs beside
 
 
 @dataclass
@@ -71,10 +72,11 @@ def find_collectives(
 def kind_of(computation: Computation, instruction: Instruction) -> str | None:
     """The collective that an instruction is or starts, or None.
 
-    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice; the fusion's name gives it away.
+    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice, and go on with a collective that has been started
+    before inside the fusions it runs beside; the fusions' names give both away.
     """
     opcode = instruction.opcode.removesuffix("-start")
-    if opcode not in KINDS:
+    if opcode not in KINDS or computation.name.startswith(BESIDE):
         return None
     if opcode == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
         return "reduce-scatter"

@@ -162,8 +162,8 @@ def _executions(
 ) -> Iterator[tuple[Computation, Instruction, float]]:
     for instruction in computation.instructions.values():
         yield computation, instruction, runs
-        if instruction.opcode.endswith(("-update", "-done")):
-            continue  # they name the same computation as their start
+        if instruction.opcode.endswith(("-update", "-done")) or instruction.name.startswith("async-collective-done"):
+            continue  # they name the same computation as their start, or repeat what it began
         roles = instruction.called()
         inside = [(name, runs) for name in roles.get("calls", []) + roles.get("to_apply", [])]
         if instruction.opcode == "while":

@@ -64,6 +64,34 @@ ENTRY %main (a: bf16[32], b: f32[64]) -> f32[16] {
     assert {c.axes for c in found.values()} == {"stage"}
 
 
+def test_a_collective_fused_with_what_it_runs_beside_counts_once(mesh):
+    text = """
+%begin (a: bf16[8]) -> (bf16[8], bf16[32]) {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %all-gather.1 = bf16[32]{0} all-gather(%a), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+
+%async_collective_fusion.2 (a: bf16[8]) -> (bf16[32], f32[]) {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %all-gather.2 = bf16[32]{0} all-gather(%a), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+
+%end (a: bf16[8]) -> bf16[32] {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %all-gather.3 = bf16[32]{0} all-gather(%a), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+}
+
+ENTRY %main (a: bf16[8]) -> bf16[32] {
+  %a = bf16[8]{0} parameter(0)
+  %async-collective-start.4 = (bf16[8]{0}, bf16[32]{0}) fusion(%a), kind=kCustom, calls=%begin
+  %fusion.2 = (bf16[32]{0}, f32[]) fusion(%async-collective-start.4), kind=kOutput, calls=%async_collective_fusion.2
+  ROOT %async-collective-done.4 = bf16[32]{0} fusion(%fusion.2), kind=kCustom, calls=%end
+}
+"""
+    (only,) = find_collectives(parse(text), mesh)
+    assert (only.kind, only.axes, only.count, only.bytes, only.sent_bytes) == ("all-gather", "stage", 1, 16, 48)
+
+
 class _Device:
     def __init__(self, slice_index):
         self.slice_index = slice_index
