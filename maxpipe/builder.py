@@ -109,15 +109,7 @@ def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunD
     """
     directory = RunDirectory(config)
     directory.claim(config, write=False)
-    settings = config.checkpoint
-    checkpointer = Checkpointer(
-        directory.checkpoints,
-        every=settings.every,
-        keep=settings.keep,
-        say=say,
-        grace_seconds=settings.grace_seconds,
-    )
-    return directory, checkpointer
+    return directory, Checkpointer(directory.checkpoints, config.checkpoint, say=say)
 
 
 def build_run(

@@ -45,12 +45,13 @@ def nbytes(leaf: Leaf) -> int:
     return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
-def differences(saved: Mapping[str, Leaf], wanted: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Leaf], wanted: Mapping[str, Any], any_float: bool = False) -> list[str]:
     """One line for each array that is missing, unexpected, or of another shape or dtype.
 
     Args:
       saved: leaves of a checkpoint without the iterator state.
       wanted: name -> anything with a shape and a dtype.
+      any_float: whether two floating dtypes are as good as equal.
     """
     lines = []
     for name in sorted(saved.keys() | wanted.keys()):
@@ -62,6 +63,10 @@ def differences(saved: Mapping[str, Leaf], wanted: Mapping[str, Any]) -> list[st
             lines.append(f"{name}: {there} in the checkpoint, unknown to this run")
         elif there is None:
             lines.append(f"{name}: {here} in this run, not in the checkpoint")
-        elif (here.shape, here.dtype) != (there.shape, there.dtype):
+        elif here.shape != there.shape or (here.dtype != there.dtype and not (any_float and _are_floats(here, there))):
             lines.append(f"{name}: {there} in the checkpoint, {here} in this run")
     return lines
+
+
+def _are_floats(*leaves: Leaf) -> bool:
+    return all(jax.dtypes.issubdtype(np.dtype(leaf.dtype), np.floating) for leaf in leaves)

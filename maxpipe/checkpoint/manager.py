@@ -15,12 +15,15 @@ from maxpipe.checkpoint import processes
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError
+from maxpipe.checkpoint.interval import Interval
 from maxpipe.checkpoint.leaves import ITERATOR, named_leaves, saveable
 from maxpipe.checkpoint.reader import Restored, read_step
 from maxpipe.checkpoint.record import FILE as RECORD_FILE
 from maxpipe.checkpoint.record import ITEM as RECORD
 from maxpipe.checkpoint.record import Leaf, Record
+from maxpipe.checkpoint.retention import Retention
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, committed_steps, set_aside, step_path
+from maxpipe.config.sections import CheckpointConfig
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -35,36 +38,37 @@ class Checkpointer:
 
     Args:
       directory: holds the step directories; made by the first save.
-      every: save after every so many steps; 0 = only when forced.
-      keep: newest committed steps kept. An older one is deleted only after a newer one has been committed.
+      settings: `checkpoint.*`. A step that is not to be kept is deleted only after a newer one has been committed.
       say: where warnings go; called in process 0 only.
-      grace_seconds: warn when a save takes longer, from its start to its commit; 0 = never.
+      clock: seconds, never going back.
     """
 
     def __init__(
         self,
         directory: Path,
+        settings: CheckpointConfig,
         *,
-        every: int,
-        keep: int,
         say: Callable[[str], None] | None = None,
-        grace_seconds: float = 0,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        assert every >= 0
-        assert keep >= 1
         self._directory = Path(directory).absolute()
-        self._every = every
-        self._keep = keep
+        self._settings = settings
+        self._retention = Retention(self._directory, settings)
+        self._interval = Interval(60 * settings.every_minutes, clock)
         self._report = say or (lambda message: print(message, file=sys.stderr))
-        self._grace = grace_seconds
+        self._grace = settings.grace_seconds
         self._save_began = 0.0
         self._save_seconds: float | None = None  # of the last committed save, until it has been looked at
         self._orbax: ocp.CheckpointManager | None = None
         self._latest: int | None = None  # step last saved or restored here, perhaps not committed yet
 
     def due(self, step: int) -> bool:
-        """Whether `save(step, ...)` would write without `force`; never for a step just saved or restored."""
-        return self._every > 0 and step > 0 and step % self._every == 0 and step != self._latest
+        """Whether to save after this step, by number or by time; never for a step just saved or restored.
+
+        With several processes all of them ask once after every step.
+        """
+        every, is_late = self._settings.every, self._interval.is_over()
+        return step > 0 and step != self._latest and (is_late or (every > 0 and step % every == 0))
 
     def steps(self) -> list[int]:
         """Committed steps in ascending order."""
@@ -76,9 +80,8 @@ class Checkpointer:
         state: Any,
         iterator: np.ndarray | jax.Array,
         meta: dict[str, Any],
-        force: bool = False,
     ) -> bool:
-        """Starts saving in the background if the step is due or forced; waits for an earlier save first.
+        """Starts saving in the background, unless the step was just saved or restored; waits for an earlier save.
 
         On return nothing refers to the arrays any more: they may be donated or overwritten. Until the commit
         one copy of this process's shards is kept in host memory.
@@ -88,8 +91,8 @@ class Checkpointer:
           state: pytree of arrays in the canonical layout: `jax.Array`s (with several processes: global ones)
             or NumPy arrays (with several processes: equal in all of them). PRNG keys as key data.
           iterator: [rows, columns] int64 of all rows, as NumPy or as a global `jax.Array`.
-          meta: JSON; `meta["config"]` should be the nested configuration.
-          force: save also when not due. A step just saved or restored is not written again.
+          meta: JSON; `meta["config"]` should be the nested configuration, `meta["eval_loss"]` the evaluation loss of
+            this state if it is known.
 
         Returns:
           Whether a save was started.
@@ -98,7 +101,7 @@ class Checkpointer:
           CheckpointSaveError: the previous save failed in the background, or this one could not be started.
           TypeError, ValueError: a leaf is not an array, or `meta` is not JSON.
         """
-        if step == self._latest or not (force or self.due(step)):
+        if step == self._latest:
             return False
         arrays = {
             name: saveable(name, leaf) for name, leaf in {**named_leaves(state), ITERATOR: iterator}.items()
@@ -111,6 +114,8 @@ class Checkpointer:
             leaves = {n: Leaf(tuple(a.shape), np.dtype(a.dtype).name, found[n]) for n, a in arrays.items()}
             record = Record(step, meta, leaves).to_json()
             self._latest = step
+            self._retention.note(step, meta)
+            self._interval.restart()
             with self._failures():
                 self._start(step, arrays, record)
         return True
@@ -128,14 +133,15 @@ class Checkpointer:
           optional: top-level names of parts that are zeros unless the checkpoint holds just such ones.
 
         Raises:
-          CheckpointMismatch: names, shapes or dtypes differ; lists each. Older steps are not tried.
+          CheckpointMismatch: names, shapes or dtypes differ (`checkpoint.convert_dtype` allows other floating dtypes);
+            lists each. Older steps are not tried.
           CheckpointDamaged: `step`, or every committed step, is damaged; nothing is renamed.
           FileNotFoundError: there is no committed step.
         """
         self._release()
         if step is not None:
             try:
-                restored = read_step(step_path(self._directory, step), abstract_state, optional)
+                restored = self._read(step, abstract_state, optional)
             except CheckpointDamaged as error:
                 raise CheckpointDamaged(f"checkpoint {step_path(self._directory, step)}: {error}") from error
         else:
@@ -174,7 +180,7 @@ class Checkpointer:
                     RECORD: ocp.JsonCheckpointHandler(RECORD_FILE),
                 },
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=ocp.checkpoint_managers.LatestN(n=self._keep),
+                    preservation_policy=self._retention,
                     cleanup_tmp_directories=True,
                     async_options=ocp.AsyncOptions(post_finalization_callback=self._committed),
                     # Damage in an old step's metadata must not prevent a new save.
@@ -195,7 +201,7 @@ class Checkpointer:
         damage: dict[int, str] = {}
         while (step := self._newest_below(min(damage, default=None))) is not None:
             try:
-                restored = read_step(step_path(self._directory, step), abstract_state, optional)
+                restored = self._read(step, abstract_state, optional)
             except CheckpointDamaged as error:
                 damage[step] = str(error)
                 self._say(f"checkpoint {step} in {self._directory} is damaged: {error}")
@@ -209,6 +215,14 @@ class Checkpointer:
             f"none of the checkpoints in {self._directory} can be loaded:\n{found}\n"
             "Put back a copy of that directory; to start from scratch delete it or choose another run_name."
         )
+
+    def _read(self, step: int, abstract_state: Any, optional: Collection[str]) -> Restored:
+        directory, convert = step_path(self._directory, step), self._settings.convert_dtype
+        restored = read_step(directory, abstract_state, optional, convert_dtype=convert)
+        if restored.converted:
+            what = f"{restored.converted} arrays of checkpoint {step} were converted to the dtypes of this run"
+            self._say(f"{what} (checkpoint.convert_dtype)")
+        return restored
 
     def _newest_below(self, limit: int | None) -> int | None:
         """Process 0 looks, so that all try the same step."""
@@ -252,6 +266,9 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
+            if self._latest in self.steps():
+                self._say(f"checkpoint {self._latest} is saved, but older ones could not be deleted: {error}")
+                return
             where = self._directory if self._latest is None else step_path(self._directory, self._latest)
             self._latest = None  # so that the step may be tried again
             raise CheckpointSaveError(

@@ -1,7 +1,14 @@
 """Agreement between processes; with one process each of these is the identity."""
 
+import itertools
+from typing import Any
+
 import jax
 import numpy as np
+
+_POSTS_KEPT = 1000  # far more than processes may be apart
+_ENDLESS_MS = 2**31 - 1  # ending a run whose process 0 is lost or hangs is for heartbeats and the watchdog
+_posts = itertools.count()
 
 
 def agree(ok: bool) -> bool:
@@ -14,12 +21,16 @@ def agree(ok: bool) -> bool:
 
 
 def of_first_process(value: int) -> int:
-    """Process 0's `value`, in every process; below 2^31."""
+    """Process 0's `value`, in every process; neither uses the devices nor waits for them."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
-    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+    number, store = next(_posts), coordinator()
+    if jax.process_index() != 0:
+        return int(store.blocking_key_value_get(_post_key(number), _ENDLESS_MS))
+    store.key_value_set(_post_key(number), str(value))
+    if number >= _POSTS_KEPT:
+        store.key_value_delete(_post_key(number - _POSTS_KEPT))
+    return value
 
 
 def barrier(name: str) -> None:
@@ -28,3 +39,14 @@ def barrier(name: str) -> None:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(name)
+
+
+def coordinator() -> Any:
+    """JAX's client of the coordination service, a store of keys that all processes share; None with one process."""
+    from jax._src import distributed  # there is no public name for it
+
+    return distributed.global_state.client
+
+
+def _post_key(number: int) -> str:
+    return f"maxpipe/post/{number}"

@@ -25,6 +25,7 @@ IDENTITY = (
     "data.sequence_length",
     "data.global_batch_size",
 )
+DTYPES = ("model.dtype", "model.param_dtype")  # of the identity, unless checkpoint.convert_dtype says otherwise
 
 
 class RunDirectory:
@@ -75,9 +76,9 @@ class RunDirectory:
             raise ConfigError(Problem("output_dir", message)) from error
 
     def _conflict(self, key: str, ours: Any, theirs: Any) -> Problem:
-        return Problem(
-            key, f"is {ours!r}, but the checkpoints in {self.checkpoints} were made with {theirs!r}"
-        )
+        remedy = "; checkpoint.convert_dtype=true goes on all the same" if key in DTYPES else ""
+        message = f"is {ours!r}, but the checkpoints in {self.checkpoints} were made with {theirs!r}{remedy}"
+        return Problem(key, message)
 
     def _advice(self) -> Problem:
         return Problem(
@@ -112,6 +113,8 @@ def _differences(config: Config, owner: Mapping[str, Any]) -> dict[str, tuple[An
     differing = {}
     for key, option in OPTIONS.items():
         if not any(key == name or key.startswith(f"{name}.") for name in IDENTITY):
+            continue
+        if key in DTYPES and config.checkpoint.convert_dtype:
             continue
         ours, theirs = get(config, key), _lookup(owner, key, None if option.rule.derived else option.default)
         if theirs is not None and ours != theirs:

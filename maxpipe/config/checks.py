@@ -61,6 +61,32 @@ def resume(c: Config) -> None:
         raise ConfigError(Problem("checkpoint.resume", message))
 
 
+@step("checkpoint.every", "checkpoint.keep_every")
+def keep_every(c: Config) -> None:
+    every, kept = c.checkpoint.every, c.checkpoint.keep_every
+    if kept and (not every or kept % every):
+        legal = f"a multiple of checkpoint.every={every}" if every else "0, since checkpoint.every=0"
+        message = f"expected {legal}: only steps that are saved can be kept; got {kept}"
+        raise ConfigError(Problem("checkpoint.keep_every", message))
+
+
+@step("checkpoint.every", "checkpoint.keep_best", "eval.every")
+def keep_best(c: Config) -> None:
+    every, evaluated = c.checkpoint.every, c.eval.every
+    if not c.checkpoint.keep_best:
+        return
+    for key, steps in (("eval.every", evaluated), ("checkpoint.every", every)):
+        if not steps:
+            message = f"the best are those of the lowest evaluation loss: give {key}, which is 0, or keep_best=0"
+            raise ConfigError(Problem("checkpoint.keep_best", message))
+    if every % evaluated and evaluated % every:
+        message = (
+            f"checkpoint.every={every} and eval.every={evaluated} seldom meet, and only a saved step that is evaluated "
+            "can be among the best: make one of them a multiple of the other"
+        )
+        raise ConfigError(Problem("checkpoint.keep_best", message))
+
+
 @step("optimizer.spike_window")
 def spike_window(c: Config) -> None:
     if 0 < c.optimizer.spike_window < LEAST_SPIKE_WINDOW:
@@ -150,6 +176,8 @@ CHECKS = (
     rope_scaling,
     tokenizer,
     resume,
+    keep_every,
+    keep_best,
     spike_window,
     profile_steps,
     logical_axis_rules,

@@ -31,3 +31,7 @@ class ConfigError(ValueError):
         assert problems
         self.problems = problems
         super().__init__("\n".join(str(p) for p in problems))
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[Problem, ...]]:
+        """Worker processes send exceptions by pickling; by default only the text would travel."""
+        return type(self), self.problems

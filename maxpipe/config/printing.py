@@ -116,7 +116,7 @@ def _without_effect(c: Config) -> list[str]:
             )
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
-    if c.checkpoint.every == 0 and c.checkpoint.resume in ("auto", "must"):
+    if not (c.checkpoint.every or c.checkpoint.every_minutes) and c.checkpoint.resume in ("auto", "must"):
         lines.append("checkpoint.every=0: this run cannot be resumed")
     return lines
 

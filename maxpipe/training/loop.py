@@ -1,5 +1,6 @@
 """The training loop: batch, step, log, evaluate, save, next."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.retention import EVAL_LOSS
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader, make_loader
 from maxpipe.telemetry.profiler import Profiler
@@ -33,6 +35,7 @@ class Run:
       checkpointer, recorder, profiler: where results go.
       meta: what a checkpoint says about its run.
       supervision: signals, deadlines and time accounting.
+      eval_losses: step -> loss of the latest evaluation, if it is finite.
     """
 
     config: Config
@@ -47,6 +50,7 @@ class Run:
     profiler: Profiler
     meta: dict[str, Any]
     supervision: Supervision = field(default_factory=Supervision)
+    eval_losses: dict[int, float] = field(default_factory=dict)
 
 
 def train(run: Run) -> int:
@@ -87,7 +91,8 @@ def train(run: Run) -> int:
         log.finish()
         if log.has_diverged:
             return _diverged(run)
-        if config.checkpoint.every and run.step > saved and log.last_is_finite:
+        is_saved_at_all = config.checkpoint.every or config.checkpoint.every_minutes
+        if is_saved_at_all and run.step > saved and log.last_is_finite:
             save(run)
     return stop.exit_code if run.step < last and is_interrupted else DONE
 
@@ -126,7 +131,8 @@ def save(run: Run) -> None:
     """Starts an asynchronous checkpoint: the state after `run.step`, the data position after its batch."""
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
-        run.checkpointer.save(run.step, run.engine.to_canonical(run.state), rows, run.meta, force=True)
+        meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
+        run.checkpointer.save(run.step, run.engine.to_canonical(run.state), rows, meta)
     run.supervision.watchdog.progress(f"the start of saving step {run.step}")
 
 
@@ -139,8 +145,9 @@ def evaluate(run: Run) -> None:
             sums = jax.device_get([run.engine.forward(run.state, batch) for batch in batches])
         finally:
             loader.close()
-        loss = sum(s["cross_entropy"] for s in sums) / max(sum(s["weight"] for s in sums), 1e-6)
-        run.recorder.evaluation(run.step, float(loss))
+        loss = float(sum(s["cross_entropy"] for s in sums) / max(sum(s["weight"] for s in sums), 1e-6))
+        run.eval_losses = {run.step: loss} if math.isfinite(loss) else {}
+        run.recorder.evaluation(run.step, loss)
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 

@@ -5,6 +5,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import CheckpointConfig
 
 
 class Samples:
@@ -48,7 +49,7 @@ class Samples:
     def save(self, checkpointer, *steps):
         """Saves and commits steps; the last one is left to run in the background."""
         for step in steps:
-            assert checkpointer.save(step, self.state(step), self.iterator(step), self.meta(step), force=True)
+            assert checkpointer.save(step, self.state(step), self.iterator(step), self.meta(step))
 
     def bits(self, array):
         """Dtype, shape and raw bytes."""
@@ -84,6 +85,6 @@ def said():
 
 @pytest.fixture
 def checkpointer(directory, said):
-    made = Checkpointer(directory, every=10, keep=3, say=said.append)
+    made = Checkpointer(directory, CheckpointConfig(every=10, keep=3), say=said.append)
     yield made
     made.close()

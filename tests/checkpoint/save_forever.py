@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import CheckpointConfig
 
 ROWS = 1 << 20
 
@@ -17,7 +18,7 @@ def state(step):
 
 
 def main():
-    checkpointer = Checkpointer(Path(sys.argv[1]), every=1, keep=2)
+    checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2))
     step = 0
     if checkpointer.steps():
         target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state(0))

@@ -9,13 +9,16 @@ from maxpipe.checkpoint import reader
 from maxpipe.checkpoint.errors import CheckpointDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.steps import step_directories
+from maxpipe.config import CheckpointConfig
+
+SETTINGS = CheckpointConfig(every=10)
 
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory, samples):
     """A directory with steps 10 and 20; copied, never changed."""
     directory = tmp_path_factory.mktemp("two_steps") / "checkpoints"
-    checkpointer = Checkpointer(directory, every=10, keep=3)
+    checkpointer = Checkpointer(directory, SETTINGS)
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
     return directory
@@ -134,7 +137,7 @@ def test_flipped_bits_are_found_or_dead(two_steps, directory, samples, state):
         bit = draw.randrange(8 * path.stat().st_size)
         flip_bit(path, bit)
         said = []
-        restored = Checkpointer(directory, every=10, keep=3, say=said.append).restore(target)
+        restored = Checkpointer(directory, SETTINGS, say=said.append).restore(target)
         assert restored.step == (10 if said else 20), f"bit {bit} of {path}"
         samples.assert_restored(restored, restored.step)
         fallen_back += bool(said)

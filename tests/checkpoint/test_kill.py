@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import CheckpointConfig
 
 SAVER = Path(__file__).with_name("save_forever.py")
 ROWS = 1 << 20
@@ -26,7 +27,7 @@ def test_nothing_committed_is_lost_by_kill_during_saves(directory, rounds):
     for _ in range(rounds):
         newest = max(newest, kill_while_saving(directory, draw.uniform(0.0, 0.5)))
         said = []
-        checkpointer = Checkpointer(directory, every=1, keep=2, say=said.append)
+        checkpointer = Checkpointer(directory, CheckpointConfig(keep=2), say=said.append)
         restored = checkpointer.restore(target)
         assert said == []
         assert restored.step >= newest

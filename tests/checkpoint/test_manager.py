@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointSaveError
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.steps import step_directories
+from maxpipe.config import CheckpointConfig
 
 
 def test_round_trip_is_bitwise_and_keeps_shardings(checkpointer, samples):
@@ -83,20 +85,34 @@ def test_64_bit_arrays_on_devices_survive(checkpointer, samples):
 
 def test_due_follows_every_and_skips_a_step_just_restored(checkpointer, samples):
     assert [step for step in range(31) if checkpointer.due(step)] == [10, 20, 30]
-    assert not checkpointer.save(11, samples.state(11), samples.iterator(11), {})
     samples.save(checkpointer, 20)
     checkpointer.restore(samples.abstract(samples.state(20)))
     assert not checkpointer.due(20)
-    assert not checkpointer.save(20, samples.state(20), samples.iterator(20), {}, force=True)
+    assert not checkpointer.save(20, samples.state(20), samples.iterator(20), {})
     assert checkpointer.due(30)
 
 
-def test_every_0_saves_only_when_forced(directory, samples):
-    checkpointer = Checkpointer(directory, every=0, keep=1)
+def test_every_0_is_never_due(directory):
+    checkpointer = Checkpointer(directory, CheckpointConfig(every=0))
     assert not any(checkpointer.due(step) for step in range(100))
-    samples.save(checkpointer, 3)
+
+
+def test_due_when_the_last_save_is_long_ago(directory, samples):
+    now = [0.0]
+    checkpointer = Checkpointer(directory, CheckpointConfig(every=10, every_minutes=2), clock=lambda: now[0])
+    now[0] = 119
+    assert [step for step in range(1, 12) if checkpointer.due(step)] == [10]
+    samples.save(checkpointer, 10)
+    now[0] = 238
+    assert not checkpointer.due(13)
+    now[0] = 239
+    assert checkpointer.due(14)
+    assert checkpointer.due(15)  # until it has been saved
+    samples.save(checkpointer, 15)
+    assert not checkpointer.due(16)
+    now[0] = 1000
+    assert not checkpointer.due(15)
     checkpointer.close()
-    assert checkpointer.steps() == [3]
 
 
 def test_keeps_the_newest(checkpointer, samples):
@@ -106,7 +122,7 @@ def test_keeps_the_newest(checkpointer, samples):
 
 
 def test_keeps_the_previous_step_until_the_next_is_committed(directory, samples, monkeypatch):
-    checkpointer = Checkpointer(directory, every=1, keep=1)
+    checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep=1))
     samples.save(checkpointer, 1)
     checkpointer.wait()
     release = hold_commits(monkeypatch)
@@ -115,6 +131,38 @@ def test_keeps_the_previous_step_until_the_next_is_committed(directory, samples,
     release.set()
     checkpointer.close()
     assert checkpointer.steps() == [2]
+
+
+def test_keeps_the_previous_step_when_the_next_cannot_be_committed(directory, samples, monkeypatch):
+    checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep=1))
+    samples.save(checkpointer, 1)
+    checkpointer.wait()
+    break_commits(monkeypatch)
+    samples.save(checkpointer, 2)
+    with pytest.raises(CheckpointSaveError):
+        checkpointer.close()
+    assert checkpointer.steps() == [1]
+
+
+def test_a_step_that_cannot_be_deleted_is_no_failed_save(directory, samples, monkeypatch, said):
+    checkpointer = Checkpointer(directory, CheckpointConfig(keep=1), say=said.append)
+    samples.save(checkpointer, 1)
+
+    def busy(*_, **__):
+        raise OSError("device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    samples.save(checkpointer, 2)
+    checkpointer.wait()
+    assert said == ["checkpoint 2 is saved, but older ones could not be deleted: device or resource busy"]
+    monkeypatch.undo()
+    samples.save(checkpointer, 3)
+    checkpointer.wait()
+    assert checkpointer.steps() == [1, 2, 3]  # the next start deletes them
+    checkpointer.restore(samples.abstract(samples.state(3)))
+    samples.save(checkpointer, 4)
+    checkpointer.close()
+    assert checkpointer.steps() == [4]
 
 
 def test_saving_does_not_wait_for_the_disk(checkpointer, samples, monkeypatch):
@@ -151,7 +199,7 @@ def test_a_failed_save_surfaces_once_and_the_step_can_be_saved_again(
 
 def test_a_directory_that_cannot_be_made_is_an_error_of_the_save(tmp_path, samples):
     (tmp_path / "file").touch()
-    checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", every=1, keep=1)
+    checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())
     with pytest.raises(CheckpointSaveError, match="file/checkpoints/1 failed"):
         samples.save(checkpointer, 1)
 
@@ -259,7 +307,7 @@ class TestGrace:
 
         def _told(grace_seconds):
             said = []
-            checkpointer = Checkpointer(directory, every=1, keep=3, say=said.append, grace_seconds=grace_seconds)
+            checkpointer = Checkpointer(directory, CheckpointConfig(grace_seconds=grace_seconds), say=said.append)
             samples.save(checkpointer, 1, 2)
             checkpointer.close()
             return said

@@ -7,7 +7,7 @@ import pytest
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.run_directory import RunDirectory
-from maxpipe.config import Config, ConfigError, load, replace
+from maxpipe.config import CheckpointConfig, Config, ConfigError, load, replace
 
 
 @pytest.fixture
@@ -78,6 +78,17 @@ def test_claim_refuses_another_configs_checkpoints_and_writes_nothing(config, ke
     assert RunDirectory(config).config_file.read_text() == before
 
 
+@pytest.mark.parametrize("key", ["model.dtype", "model.param_dtype"])
+def test_another_dtype_needs_the_flag_that_the_message_names(config, key):
+    claim(config)
+    commit(config)
+    changed = replace(config, **{key: "bfloat16"})
+    with pytest.raises(ConfigError, match=rf"{key}: is 'bfloat16'.*; checkpoint\.convert_dtype=true goes on"):
+        claim(changed)
+    claim(replace(changed, **{"checkpoint.convert_dtype": True}))
+    claim(changed)
+
+
 def test_claim_shows_all_differences_at_once(config):
     claim(config)
     commit(config)
@@ -96,7 +107,7 @@ def test_without_a_committed_step_the_directory_belongs_to_nobody(config):
 def test_a_lost_config_file_is_replaced_by_what_the_checkpoints_know(config, loss, samples):
     claim(config)
     run = RunDirectory(config)
-    checkpointer = Checkpointer(run.checkpoints, every=1, keep=2)
+    checkpointer = Checkpointer(run.checkpoints, CheckpointConfig())
     meta = {"config": {"seed": 0, "model": {"num_layers": config.model.num_layers}}}
     for step in (1, 2):
         checkpointer.save(step, {"a": samples.iterator(1)}, samples.iterator(1), meta)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import CheckpointConfig
 
 MEMBER = Path(__file__).with_name("two_processes.py")
 
@@ -36,6 +37,6 @@ def test_two_processes_save_restore_and_fall_back_together(directory):
     assert [member.returncode for member in members] == [0, 0], "\n".join(outputs)
     assert all("done" in output for output in outputs)
     target = {name: jax.ShapeDtypeStruct((8, 6), np.float32) for name in ("split", "copied", "host")}
-    alone = Checkpointer(directory, every=1, keep=2).restore(target)
+    alone = Checkpointer(directory, CheckpointConfig(every=1, keep=2)).restore(target)
     assert alone.step == 2
     assert alone.iterator.tolist() == (np.arange(12).reshape(4, 3) + 2 * 2**40).tolist()

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from maxpipe.checkpoint import reader  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
+from maxpipe.config import CheckpointConfig  # noqa: E402
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
 
@@ -58,7 +59,7 @@ def fail_to_read(step_directory):
 
 def main():
     said = []
-    checkpointer = Checkpointer(DIRECTORY, every=1, keep=2, say=said.append)
+    checkpointer = Checkpointer(DIRECTORY, CheckpointConfig(keep=2), say=said.append)
     for step in (1, 2, 3):
         save(checkpointer, step)
     target = {

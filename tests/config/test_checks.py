@@ -34,6 +34,11 @@ def test_a_run_name_is_no_path(problems, name):
         (("telemetry.profile_steps=[0,5]",), "telemetry.profile_steps", "1 <= first"),
         (("checkpoint.resume=mist",), "checkpoint.resume", "did you mean must?"),
         (("checkpoint.resume=-3",), "checkpoint.resume", "the number of a step"),
+        (("checkpoint.keep_every=75",), "checkpoint.keep_every", "a multiple of checkpoint.every=100"),
+        (("checkpoint.keep_every=9", "checkpoint.every=0"), "checkpoint.keep_every", "expected 0, since"),
+        (("checkpoint.keep_best=1", "eval.every=0"), "checkpoint.keep_best", "give eval.every, which is 0"),
+        (("checkpoint.keep_best=1", "checkpoint.every=0"), "checkpoint.keep_best", "give checkpoint.every, which is 0"),
+        (("checkpoint.keep_best=1", "eval.every=30"), "checkpoint.keep_best", "make one of them a multiple"),
         (("data.tokenizer=bytes",), "data.tokenizer", "did you mean byte?"),
         (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: the axis splits the experts"),
         (("mesh.ici.context=-1",), "mesh.ici.context", "attention over a split sequence"),
@@ -68,6 +73,12 @@ def test_logical_axis_rules(problems, rules, message):
 @pytest.mark.parametrize("value", ["auto", "never", "must", "0", "1200"])
 def test_ways_to_resume(resolved, value):
     assert resolved(f"checkpoint.resume={value}").checkpoint.resume == value
+
+
+@pytest.mark.parametrize("evaluated", [50, 100, 300])
+def test_ways_to_keep(resolved, evaluated):
+    config = resolved("checkpoint.keep_every=200", "checkpoint.keep_best=2", f"eval.every={evaluated}").checkpoint
+    assert (config.keep_every, config.keep_best) == (200, 2)
 
 
 @pytest.mark.parametrize("value", ["byte", "tokenizer.json", "some/directory"])

@@ -48,14 +48,16 @@ class Place:
 
 
 class Checkpointer:
-    def __init__(self, notes, every):
-        self.notes, self.every = notes, every
+    def __init__(self, notes, every, late):
+        self.notes, self.every, self.late = notes, every, late
+        self.losses = {}
 
     def due(self, step):
-        return bool(self.every) and step % self.every == 0
+        return step in self.late or (bool(self.every) and step % self.every == 0)
 
-    def save(self, step, state, rows, meta, force):
+    def save(self, step, state, rows, meta):
         self.notes.append(f"save {step}: {state}, batch {rows[0, 0]}")
+        self.losses[step] = meta["eval_loss"]
 
 
 class Recorder:
@@ -80,20 +82,27 @@ class Profiler:
 @pytest.fixture
 def notes(monkeypatch):
     noted = []
-    monkeypatch.setattr(loop, "evaluate", lambda run: noted.append(f"evaluate {run.step}"))
+
+    def evaluate(run):
+        noted.append(f"evaluate {run.step}")
+        run.eval_losses = {run.step: run.step / 10}
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
     return noted
 
 
 @pytest.fixture
 def run(notes):
-    """run(start=0, bad=(), **config) -> exit code."""
+    """run(start=0, bad=(), late=(), **config) -> exit code; `run.losses` are those given to saves."""
 
-    def _run(start=0, bad=(), **values):
+    def _run(start=0, bad=(), late=(), **values):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
+        checkpointer = Checkpointer(notes, config.checkpoint.every, late)
         parts = Run(
             config, Engine(notes, bad), start, start, Loader(start), Place(), Place(),
-            Checkpointer(notes, config.checkpoint.every), Recorder(notes), Profiler(), {},
+            checkpointer, Recorder(notes), Profiler(), {},
         )  # fmt: skip
+        _run.losses = checkpointer.losses
         return train(parts)
 
     return _run
@@ -128,6 +137,16 @@ def test_the_last_step_is_evaluated_and_saved_whenever_it_comes(run, notes):
     run(**{"steps": 5, "checkpoint.every": 2, "eval.every": 3})
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 5"]
     assert of(notes, "save")[-1] == "save 5: state 5, batch 5"
+
+
+def test_a_save_that_is_due_by_time_is_one_like_any_other(run, notes):
+    assert run(late={2, 5}, bad={2}, **{"checkpoint.every_minutes": 1}) == DONE
+    assert of(notes, "save") == ["save 5: state 5, batch 5", "save 6: state 6, batch 6"]
+
+
+def test_a_checkpoint_knows_the_evaluation_loss_of_its_own_state_only(run):
+    run(**{"steps": 7, "checkpoint.every": 2, "eval.every": 3})
+    assert run.losses == {2: None, 4: None, 6: 0.6, 7: 0.7}
 
 
 def test_never_means_never(run, notes):

@@ -41,11 +41,17 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = option(100, "save after every so many steps; 0 = never", minimum=0)
+    every_minutes: float = option(0, "save as well when the last save is so long ago; 0 = never", minimum=0)
     grace_seconds: float = option(
         30, "time that a preempted run is given to save; a slower save is warned of, 0 = never", minimum=0
     )
     keep: int = option(3, "newest checkpoints kept", minimum=1)
+    keep_every: int = option(0, "keep for good every checkpoint whose step is a multiple of this; 0 = none", minimum=0)
+    keep_best: int = option(0, "keep so many checkpoints of the lowest evaluation loss as well", minimum=0)
     resume: str = option("auto", "auto, never, must, or the number of the step to continue from")
+    convert_dtype: bool = option(
+        False, "continue with parameters or optimizer state of another floating dtype than was saved"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""`checkpoint.{keep,keep_every,keep_best}`: which committed steps are kept when a newer one is committed."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.steps import step_path
+from maxpipe.config.sections import CheckpointConfig
+
+EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the very state that it holds, or null
+
+
+class Retention:
+    """A preservation policy for Orbax.
+
+    Orbax asks it when a save starts, with the new step among the others, and deletes what it does not keep once
+    that step is committed. Steps set aside are not committed, so that they neither count nor are deleted.
+
+    Args:
+      directory: holds the step directories.
+      settings: `checkpoint.*`.
+    """
+
+    def __init__(self, directory: Path, settings: CheckpointConfig):
+        self._directory = directory
+        self._settings = settings
+        self._losses: dict[int, float] = {}
+
+    def note(self, step: int, meta: dict[str, Any]) -> None:
+        """Takes the evaluation loss from the meta of a step that is about to be saved."""
+        self._losses[step] = _loss(meta)
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """The steps to keep of those in `steps`, the newest always among them."""
+        settings, steps = self._settings, sorted(steps)
+        kept = set(steps[-settings.keep :])
+        if settings.keep_every:
+            kept |= {step for step in steps if step % settings.keep_every == 0}
+        if settings.keep_best:
+            losses = {step: self._loss(step) for step in steps}
+            # Of equal ones the newer is better.
+            ranked = sorted((step for step in steps if not math.isnan(losses[step])), key=lambda s: (losses[s], -s))
+            kept |= set(ranked[: settings.keep_best])
+        return kept
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax's `PreservationPolicy`: one answer for each checkpoint."""
+        kept = self.kept([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in kept for checkpoint in checkpoints]
+
+    def _loss(self, step: int) -> float:
+        if step not in self._losses:
+            try:
+                self._losses[step] = _loss(read_record(step_path(self._directory, step)).meta)
+            except (CheckpointDamaged, OSError, ValueError):
+                self._losses[step] = math.nan  # whatever it is, it is not known to be good
+        return self._losses[step]
+
+
+def _loss(meta: dict[str, Any]) -> float:
+    """The evaluation loss, NaN if there is none."""
+    loss = meta.get(EVAL_LOSS)
+    return math.nan if loss is None else float(loss)

@@ -1,0 +1,88 @@
+"""Restoring with other dtypes than were saved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxpipe.checkpoint.errors import CheckpointMismatch
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import CheckpointConfig
+
+CONVERT = CheckpointConfig(convert_dtype=True)
+
+
+def with_dtypes(target, dtypes):
+    """The abstract state with other dtypes for some of its parameters."""
+    params = {
+        name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype), sharding=leaf.sharding)
+        for name, leaf in target["params"].items()
+    }
+    return {**target, "params": params}
+
+
+@pytest.fixture
+def saved(checkpointer, samples):
+    """The abstract state of a committed checkpoint."""
+    samples.save(checkpointer, 10)
+    checkpointer.close()
+    return samples.abstract(samples.state(10))
+
+
+def test_without_the_flag_another_dtype_is_a_mismatch_that_names_it(saved, checkpointer):
+    target = with_dtypes(saved, {"weight": jnp.bfloat16, "scale": jnp.float32})
+    with pytest.raises(CheckpointMismatch, match=r"checkpoint\.convert_dtype=true converts them") as caught:
+        checkpointer.restore(target)
+    assert caught.value.differences == (
+        "params.scale: bfloat16[33] in the checkpoint, float32[33] in this run",
+        "params.weight: float32[128,64] in the checkpoint, bfloat16[128,64] in this run",
+    )
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_with_the_flag_floating_dtypes_are_converted(saved, directory, said, samples, sharded):
+    target = with_dtypes(saved, {"weight": jnp.bfloat16, "scale": jnp.float32})
+    target = jax.tree.map(lambda leaf: leaf if sharded else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target)
+    restored = Checkpointer(directory, CONVERT, say=said.append).restore(target)
+    state, expected = restored.state, samples.state(10)
+    for name, dtype in (("weight", jnp.bfloat16), ("scale", jnp.float32)):
+        got, wanted = state["params"][name], expected["params"][name].astype(dtype)
+        assert samples.bits(got) == samples.bits(wanted)
+        assert not sharded or got.sharding == target["params"][name].sharding
+    assert samples.bits(state["key"]) == samples.bits(expected["key"])
+    assert said == ["2 arrays of checkpoint 10 were converted to the dtypes of this run (checkpoint.convert_dtype)"]
+
+
+def test_with_the_flag_equal_dtypes_stay_to_the_bit(saved, directory, said, samples):
+    samples.assert_restored(Checkpointer(directory, CONVERT, say=said.append).restore(saved), 10)
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"host": jax.ShapeDtypeStruct((7,), np.float32)},  # not from integers
+        {"step": jax.ShapeDtypeStruct((), jnp.int16)},
+        {"extra": jax.ShapeDtypeStruct((1,), np.float32)},
+        {"params": {"weight": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}},
+    ],
+)
+def test_nothing_else_is_made_to_fit(saved, directory, other):
+    with pytest.raises(CheckpointMismatch) as caught:
+        Checkpointer(directory, CONVERT).restore({**saved, **other})
+    assert "convert_dtype" not in str(caught.value)
+
+
+def test_the_digest_is_of_what_was_saved(directory, samples):
+    """Values that the new dtype cannot tell apart are told apart all the same."""
+    mesh = samples.mesh(2, 1)
+    sharding = NamedSharding(mesh, PartitionSpec("a"))
+    numbers = jax.device_put(np.float32([1, 1 + 2**-20]), sharding)
+    checkpointer = Checkpointer(directory, CONVERT)
+    checkpointer.save(10, {"x": numbers}, samples.iterator(1), {})
+    checkpointer.close()
+    target = {"x": jax.ShapeDtypeStruct((2,), jnp.bfloat16, sharding=sharding)}
+    restored = Checkpointer(directory, CONVERT).restore(target)
+    assert np.asarray(restored.state["x"], np.float32).tolist() == [1, 1]
+    assert restored.converted == 1

@@ -1,0 +1,48 @@
+"""Which checkpoints a whole run leaves behind, and going on with other dtypes."""
+
+import numpy as np
+import pytest
+from runs import checkpoints, losses, rows, saved
+from training_process import command
+
+from maxpipe import train
+from maxpipe.checkpoint.record import read_record
+
+HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
+
+
+def main(tmp_path, *words):
+    """The exit code."""
+    try:
+        return train.main(command(tmp_path, *HERE, *words))
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.grid
+def test_the_best_and_every_third_are_kept_beside_the_newest(tmp_path):
+    words = ("steps=8", "checkpoint.every=1", "checkpoint.keep=1", "eval.every=2", "data.source=python_stdlib")
+    assert main(tmp_path, *words, "checkpoint.keep_every=3", "checkpoint.keep_best=2") == 0
+    root = tmp_path / "base"
+    evaluated = {row["step"]: row["eval_loss"] for row in rows(root) if "eval_loss" in row}
+    assert list(evaluated) == [2, 4, 6, 8]
+    best = sorted(evaluated, key=evaluated.get)[:2]
+    assert checkpoints(root) == sorted({3, 6, 8, *best})
+    in_records = {step: read_record(root / "checkpoints" / str(step)).meta["eval_loss"] for step in checkpoints(root)}
+    assert in_records == {step: evaluated.get(step) for step in checkpoints(root)}
+
+
+def test_parameters_are_converted_when_asked_to(tmp_path, capsys):
+    words = ("steps=4", "checkpoint.every=2", "data.source=python_stdlib")
+    assert main(tmp_path, *words, "stop_after=2") == 0
+    assert main(tmp_path, *words, "model.param_dtype=bfloat16") == 2
+    assert "checkpoint.convert_dtype=true goes on all the same" in capsys.readouterr().err
+    assert main(tmp_path, *words, "model.param_dtype=bfloat16", "checkpoint.convert_dtype=true") == 0
+    assert "arrays of checkpoint 2 were converted to the dtypes of this run" in capsys.readouterr().out
+    before, after = saved(tmp_path / "base", 2), saved(tmp_path / "base", 4)
+    assert {array.dtype.name for name, array in before.items() if name.startswith("params")} == {"float32"}
+    assert {array.dtype.name for name, array in after.items() if name.startswith("params")} == {"bfloat16"}
+    found = losses(tmp_path / "base")
+    assert list(found) == [1, 2, 3, 4]
+    assert found[3][0] == pytest.approx(found[2][0], abs=0.5)
+    assert all(np.isfinite(array).all() for array in after.values() if array.dtype == np.float32)
