@@ -6,6 +6,7 @@ off.
 """
 
 import faulthandler
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
+from maxpipe.xla_flags import advice
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -63,7 +65,7 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
     if newest >= config.steps and config.checkpoint.resume in ("auto", "must"):
         say(f"{directory.root} is finished: it holds step {newest} of steps={config.steps}; nothing to do")
         return DONE
-    decisions: list[str] = []
+    decisions = advice(mesh.devices.flat[0].platform, os.environ)
     if config.compile.cache_dir not in ("", "off") and not jax.config.values["jax_enable_compilation_cache"]:
         decisions.append("compile.cache_dir=off: programs over several CPU devices cannot be stored")
     started = time.perf_counter()

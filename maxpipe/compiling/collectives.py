@@ -72,8 +72,8 @@ def find_collectives(
 def kind_of(computation: Computation, instruction: Instruction) -> str | None:
     """The collective that an instruction is or starts, or None.
 
-    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice, and go on with a collective that has been started
-    before inside the fusions it runs beside; the fusions' names give both away.
+    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice, and a part of a collective that has been started
+    before inside each fusion it runs beside; the fusions' names give both away.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS or computation.name.startswith(BESIDE):
