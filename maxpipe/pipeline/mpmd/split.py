@@ -1,0 +1,82 @@
+"""The backward of a stage in two: what the stage before waits for, and what nobody waits for."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from maxpipe.pipeline.mpmd.placement import is_cheap
+from maxpipe.pipeline.mpmd.program import Atom, Computation, Name
+
+
+def split_backwards(computations: Mapping[Name, Computation]) -> dict[Name, Computation]:
+    """Every B as an I and a W that follows it; an order that respects dependencies stays one."""
+    found: dict[Name, Computation] = {}
+    for name, computation in computations.items():
+        halves = split_backward(computation) if name.kind == "B" else (computation,)
+        found.update((half.name, half) for half in halves)
+    return found
+
+
+def split_backward(backward: Computation) -> tuple[Computation, Computation]:
+    """Splits a B by dependency: I is everything that the values for other stages depend on, W everything else.
+
+    The first chunk has no stage before it. Its last equation is the end of the way back, such as the gradient of an
+    embedding, and what that one reads takes the place of the input gradient.
+    """
+    ends: set[Atom] = set(backward.writes)
+    if not ends and backward.equations:
+        ends = set(backward.equations[-1].invars)
+    first = _ancestors(backward.equations, ends)
+    again = _anywhere(backward)
+    done = {v for eqn in first for v in eqn.outvars} - again
+    late = {atom for atoms in backward.outputs.values() for atom in atoms if atom not in done}
+    second = _ancestors([eqn for eqn in backward.equations if done.isdisjoint(eqn.outvars)], late)
+    kept = [v for v in _read(second, late) if v in done]
+
+    def half(kind: str, equations: Sequence[JaxprEqn], extra: Sequence[Var], writes: Iterable[Var]) -> Computation:
+        parts = {
+            i: tuple(atom for atom in atoms if (atom in late) == (kind == "W"))
+            for i, atoms in backward.outputs.items()
+        }
+        parts = {i: atoms for i, atoms in parts.items() if atoms}
+        read = _read(equations, (atom for atoms in parts.values() for atom in atoms))
+        return Computation(
+            Name(kind, backward.name.chunk), tuple(equations),
+            (*(v for v in backward.reads if v in read), *extra),
+            tuple(v for v in backward.arguments if v in read), tuple(writes), parts,
+        )  # fmt: skip
+
+    writes = dict.fromkeys([*backward.writes, *kept])
+    return half("I", first, (), writes), half("W", second, kept, ())
+
+
+def _ancestors(equations: Sequence[JaxprEqn], ends: Iterable[Atom]) -> list[JaxprEqn]:
+    """The equations that the ends depend on, in order."""
+    needed, found = _variables(ends), []
+    for eqn in reversed(equations):
+        if any(v in needed for v in eqn.outvars):
+            found.append(eqn)
+            needed |= _variables(eqn.invars)
+    return found[::-1]
+
+
+def _anywhere(computation: Computation) -> set[Var]:
+    """Variables that cost less to compute twice than to keep: cheap ones that depend on no other computation."""
+    bound = set(computation.reads)
+    for eqn in computation.equations:
+        if not is_cheap(eqn) or any(v in bound for v in _variables(eqn.invars)):
+            bound.update(eqn.outvars)
+    return {v for eqn in computation.equations for v in eqn.outvars} - bound
+
+
+def _read(equations: Iterable[JaxprEqn], others: Iterable[Atom]) -> dict[Var, None]:
+    """Variables that equations and others name, each once, in order."""
+    return dict.fromkeys([*(v for eqn in equations for v in _in_order(eqn.invars)), *_in_order(others)])
+
+
+def _in_order(atoms: Iterable[Atom]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def _variables(atoms: Iterable[Atom]) -> dict[Var, None]:
+    return dict.fromkeys(_in_order(atoms))
