@@ -1,5 +1,6 @@
 """The engine contract, and the engine whose state is one sharded tree in one jitted step."""
 
+import itertools
 import math
 from functools import partial
 from typing import Any, Protocol
@@ -61,14 +62,16 @@ class SpmdEngine:
         self._optimizer = optimizer
         self.batch_spec = rules.spec(("activation_batch", "activation_length"))
         index = pipeline.layer_index()
-        self._param_shardings = Weights(rules, program_specs, pipeline.layer_axes, index.shape).shardings()
+        params = Weights(rules, program_specs, pipeline.layer_axes, index.shape).abstract()
+        self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
         self._whole = NamedSharding(rules.mesh, PartitionSpec())
         self._abstract = jax.eval_shape(self._new_state, jax.random.key(0))
-        self._shardings = map_by_parameter(self._like_parameter, self._abstract, self._param_shardings, self._whole)
+        self._shardings = map_by_parameter(self._like_parameter, self._abstract, params, None)
         batch = dict.fromkeys(microbatches.ARRAYS, NamedSharding(rules.mesh, self.batch_spec))
         self.jitted_step = jax.jit(
             partial(train_step, pipeline.loss_and_gradients, optimizer),
             in_shardings=(self._shardings, batch), out_shardings=(self._shardings, self._whole), donate_argnums=0,
+            keep_unused=True,  # the arguments of a stored executable are all leaves
         )  # fmt: skip
         self._forward = jax.jit(pipeline.evaluate, in_shardings=(self._param_shardings, batch))
         self._conversions: dict[Any, Any] = {}
@@ -145,8 +148,13 @@ class SpmdEngine:
         params["layers"] = parameters.init_layers(self._specs["layers"], key, jnp.asarray(self._pipeline.layer_index()))
         return new_state(params, self._optimizer.init(params), key, self._optimizer.spike_filter.init())
 
-    def _like_parameter(self, leaf: Any, sharding: NamedSharding) -> NamedSharding:
-        return sharding if len(sharding.spec) == leaf.ndim else self._whole
+    def _like_parameter(self, leaf: Any, param: jax.ShapeDtypeStruct | None) -> NamedSharding:
+        """Leaves are laid out like their parameter as far as their dimensions are the same, the layers' always."""
+        if param is None:
+            return self._whole
+        dims = zip(param.sharding.spec, param.shape, leaf.shape, strict=False)
+        same = [entry for entry, *_ in itertools.takewhile(lambda dim: dim[1] == dim[2], dims)]
+        return NamedSharding(self._rules.mesh, PartitionSpec(*same, *[None] * (leaf.ndim - len(same))))
 
 
 def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

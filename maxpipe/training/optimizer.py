@@ -21,13 +21,13 @@ class Optimizer:
 
     Args:
       config: `optimizer.*`, resolved.
-      specs: tree of `ParamSpec`s that says by logical axes which parameters decay.
+      specs: tree of `ParamSpec`s: what one layer's parameters are, and by logical axes which decay.
     """
 
     def __init__(self, config: OptimizerConfig, specs: Any):
         self._config = config
         self.spike_filter = SpikeFilter(config)
-        self._transform = OPTIMIZERS.get(config.name)(config)
+        self._transform = OPTIMIZERS.get(config.name)(config, specs)
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> Any:

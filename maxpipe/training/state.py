@@ -1,5 +1,6 @@
 """TrainState: everything a step changes, and its layout on devices and on disk."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,13 +53,14 @@ def map_by_parameter(f: Callable[[Any, Any], Any], tree: Any, by_path: Any, othe
       by_path: tree like the parameters with a value per parameter.
       otherwise: value for leaves that belong to no parameter, such as counters.
 
-    A leaf belongs to the parameter whose path ends its own path, so optimizer states that mirror the parameters match.
+    A leaf belongs to the parameter whose path is part of its own path: optimizer states that mirror the parameters
+    match, and trees like the parameters with the state of one in each leaf.
     """
     names = {jax.tree_util.keystr(path): value for path, value in jax.tree_util.tree_leaves_with_path(by_path)}
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        for start in range(len(path)):
-            name = jax.tree_util.keystr(path[start:])
+        for start, end in itertools.combinations(range(len(path) + 1), 2):
+            name = jax.tree_util.keystr(path[start:end])
             if name in names:
                 return f(leaf, names[name])
         return f(leaf, otherwise)

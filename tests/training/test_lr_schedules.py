@@ -18,10 +18,10 @@ def rate(name, step, **values):
 
 
 def test_all_are_tested():
-    assert LR_SCHEDULES.names() == ["constant", "cosine", "linear", "wsd"]
+    assert LR_SCHEDULES.names() == ["constant", "cosine", "inverse_sqrt", "linear", "wsd"]
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "linear", "wsd"])
+@pytest.mark.parametrize("name", LR_SCHEDULES.names())
 def test_warm_up_is_linear_from_the_first_update(name):
     assert [rate(name, step) for step in range(10)] == pytest.approx([0.2 * (i + 1) for i in range(10)])
 
@@ -32,6 +32,7 @@ def test_warm_up_is_linear_from_the_first_update(name):
         ("constant", {10: 2, 60: 2, 110: 2, 500: 2}),
         ("linear", {10: 2, 35: 1.55, 60: 1.1, 85: 0.65, 110: 0.2, 500: 0.2}),
         ("cosine", {10: 2, 35: 0.2 + 1.8 * 0.853553, 60: 1.1, 85: 0.2 + 1.8 * 0.146447, 110: 0.2, 500: 0.2}),
+        ("inverse_sqrt", {10: 2, 40: 1, 90: 2 / 3, 110: 2 / 11**0.5, 500: 2 / 11**0.5}),
         ("wsd", {10: 2, 60: 2, 90: 2, 95: 1.55, 100: 1.1, 105: 0.65, 110: 0.2, 500: 0.2}),
     ],
 )
@@ -45,6 +46,11 @@ def test_wsd_fractions():
     # All stable, or none.
     assert rate("wsd", 109, stable_fraction=1.0) == pytest.approx(2)
     assert rate("wsd", 60, stable_fraction=0.0) == pytest.approx(1.1)
+
+
+def test_inverse_sqrt_ends_at_the_final_fraction():
+    assert rate("inverse_sqrt", 90, final_fraction=0.5) == pytest.approx(1)
+    assert rate("inverse_sqrt", 3, warmup_steps=0) == pytest.approx(1)
 
 
 def test_no_warm_up_starts_at_the_peak():

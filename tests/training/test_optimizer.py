@@ -13,7 +13,7 @@ from maxpipe.config import OptimizerConfig
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.optimizer import Optimizer, global_norm
-from maxpipe.training.optimizers import OPTIMIZERS
+from maxpipe.training.optimizers import OPTIMIZERS, adafactor
 
 CONFIG = OptimizerConfig(
     learning_rate=0.01, schedule="constant", warmup_steps=0, decay_steps=10, beta1=0.8, beta2=0.9, eps=1e-6,
@@ -66,7 +66,7 @@ def adamw_by_hand(num_steps, scale=lambda gradients: 1.0):
 
 
 def test_all_are_tested():
-    assert OPTIMIZERS.names() == ["adamw", "sgd"]
+    assert OPTIMIZERS.names() == ["adafactor", "adamw", "lion", "muon", "sgd"]
 
 
 def test_adamw():
@@ -111,6 +111,104 @@ def test_sgd(beta1):
     actual, state = run(dataclasses.replace(CONFIG, name="sgd", beta1=beta1), 3)
     assert_close(actual, p)
     assert bool(jax.tree.leaves(state)) == (beta1 > 0)
+
+
+def test_lion():
+    p = {name: v.astype(np.float64) for name, v in values(0).items()}
+    m = dict.fromkeys(p, 0.0)
+    for t in (1, 2, 3):
+        for name in p:
+            direction = np.sign(0.8 * m[name] + 0.2 * values(t)[name])
+            m[name] = 0.9 * m[name] + 0.1 * values(t)[name]
+            decay = 0.3 if name in DECAYING else 0.0
+            p[name] = p[name] - 0.01 * (direction + decay * p[name])
+    assert_close(run(dataclasses.replace(CONFIG, name="lion"), 3)[0], p)
+
+
+def test_adafactor(monkeypatch):
+    """The matrix keeps means of rows and of columns, the others all their second moments."""
+    monkeypatch.setattr(adafactor, "LEAST_FACTORED", 3)
+    p = {name: v.astype(np.float64) for name, v in values(0).items()}
+    v = {name: np.zeros_like(x) for name, x in p.items()}
+    rows, columns = np.zeros(3), np.zeros(4)
+    for t in (1, 2, 3):
+        keep = 1 - t**-0.8
+        for name in p:
+            g = values(t)[name].astype(np.float64)
+            if name == "kernel":
+                rows = keep * rows + (1 - keep) * (g**2).mean(1)
+                columns = keep * columns + (1 - keep) * (g**2).mean(0)
+                moment = np.outer(rows, columns) / rows.mean()
+            else:
+                moment = v[name] = keep * v[name] + (1 - keep) * g**2
+            u = g / np.sqrt(moment)
+            u = u / max(1, np.sqrt((u**2).mean())) * np.sqrt((p[name] ** 2).mean())
+            decay = 0.3 if name in DECAYING else 0.0
+            p[name] = p[name] - 0.01 * (u + decay * p[name])
+    assert_close(run(dataclasses.replace(CONFIG, name="adafactor"), 3)[0], p)
+
+
+class TestMuon:
+    CONFIG = dataclasses.replace(CONFIG, name="muon", weight_decay=0.0)
+
+    def direction(self, spec, gradient):
+        """What one update of a parameter of ones takes away, over the learning rate."""
+        optimizer = Optimizer(self.CONFIG, {"w": spec})
+        params = {"w": jnp.ones(gradient.shape)}
+        args = jnp.int32(0), jnp.float32(1), jnp.bool_(True)
+        updated, _ = optimizer.update(params, {"w": jnp.asarray(gradient)}, optimizer.init(params), *args)
+        return (1 - np.asarray(updated["w"], np.float64)) / 0.01
+
+    @pytest.mark.parametrize(
+        ("shape", "axes", "matrix"),
+        [
+            ((8, 32), ("embed", "mlp"), (8, 32)),
+            ((32, 8), ("mlp", "embed"), (32, 8)),
+            ((8, 4, 3), ("embed", "heads", "head_dim"), (8, 12)),
+            ((4, 3, 8), ("heads", "head_dim", "embed"), (12, 8)),
+        ],
+    )
+    def test_the_direction_of_a_matrix_has_its_singular_vectors_and_about_equal_singular_values(
+        self, shape, axes, matrix
+    ):
+        gradient = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        found = self.direction(ParamSpec(shape, jnp.dtype("float32"), axes, 1.0), gradient).reshape(matrix)
+        u, _, v = np.linalg.svd(gradient.reshape(matrix).astype(np.float64), full_matrices=False)
+        inside = u.T @ found @ v.T / (0.2 * math.sqrt(max(matrix)))
+        assert np.abs(inside - np.diag(np.diag(inside))).max() < 1e-2
+        assert ((np.diag(inside) > 0.6) & (np.diag(inside) < 1.3)).all()
+        assert np.sqrt((found**2).mean()) == pytest.approx(0.2, abs=0.05)
+
+    def test_every_expert_is_a_matrix_by_itself(self):
+        gradient = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
+        spec = ParamSpec((2, 8, 16), jnp.dtype("float32"), ("expert", "embed", "mlp"), 1.0)
+        one = ParamSpec((8, 16), jnp.dtype("float32"), ("embed", "mlp"), 1.0)
+        alone = np.stack([self.direction(one, expert) for expert in gradient])
+        np.testing.assert_allclose(self.direction(spec, gradient), alone, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "axes", [("vocab", "outer_embed"), ("heads", "head_dim"), ("norm",), ("embed", "expert")]
+    )
+    def test_embeddings_head_biases_norms_and_routers_get_those_of_adamw(self, axes):
+        spec = ParamSpec((4, 3)[: len(axes)], jnp.dtype("float32"), axes, 1.0)
+        gradient = np.random.default_rng(0).standard_normal(spec.shape).astype(np.float32)
+        # AdamW's first step goes by the sign alone.
+        np.testing.assert_allclose(self.direction(spec, gradient), np.sign(gradient), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_stacked_layers_know_nothing_of_each_other(name):
+    """Gradients of very different sizes: whatever mixes layers gives the small one another direction."""
+    optimizer = Optimizer(dataclasses.replace(CONFIG, name=name), SPECS)
+    layers = [jax.tree.map(jnp.asarray, values(seed)) for seed in range(4)]
+    gradients = [jax.tree.map(lambda g, i=i: 100.0**i * g, values(9 - i)) for i in range(4)]
+    args = jnp.int32(0), jnp.float32(1), jnp.bool_(True)
+    alone = [optimizer.update(p, g, optimizer.init(p), *args)[0] for p, g in zip(layers, gradients, strict=True)]
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x).reshape(2, 1, 2, *x[0].shape), *trees)  # noqa: E731
+    stacked = stack(layers)
+    together, _ = optimizer.update(stacked, stack(gradients), optimizer.init(stacked), *args)
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(stack(alone)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_norms_and_biases_do_not_decay_in_a_real_model():

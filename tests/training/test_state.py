@@ -11,7 +11,7 @@ NAMES = {"embed": {"table": "E"}, "layers": {"mlp": {"table": "L"}}}
 
 
 def make_state():
-    optimizer_state = OPTIMIZERS.get("adamw")(OptimizerConfig()).init(PARAMS)
+    optimizer_state = OPTIMIZERS.get("adamw")(OptimizerConfig(), {}).init(PARAMS)
     return new_state(PARAMS, optimizer_state, jax.random.key(3))
 
 

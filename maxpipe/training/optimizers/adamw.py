@@ -1,5 +1,7 @@
 """AdamW (Loshchilov & Hutter 2019)."""
 
+from typing import Any
+
 import optax
 
 from maxpipe.config.sections import OptimizerConfig
@@ -7,5 +9,5 @@ from maxpipe.training.optimizers import OPTIMIZERS
 
 
 @OPTIMIZERS.register()
-def adamw(config: OptimizerConfig) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
     return optax.scale_by_adam(config.beta1, config.beta2, config.eps)

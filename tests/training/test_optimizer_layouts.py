@@ -1,0 +1,126 @@
+"""No optimizer may see how layers are stacked: [4] without stages, [2, 2, 1] on two stages with two repeats."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import QUICK_COMPILE, PipelineUnderTest, make_batch, make_mesh, tiny
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.builder import build_engine
+from maxpipe.checkpoint.leaves import named_leaves
+from maxpipe.model.program import ModelProgram
+from maxpipe.training.optimizer import Optimizer, global_norm
+from maxpipe.training.optimizers import OPTIMIZERS, adafactor
+from maxpipe.training.state import map_by_parameter
+
+LAYOUTS = {
+    "one stage": {"pipeline.engine": "sequential"},
+    "two stages": {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.schedule": "lockstep_1f1b"},
+}
+ROWS = 4
+STEPS = 20
+
+
+@cache
+def compiled(layout):
+    """(pipeline with parameters, its jitted loss and gradients): the same for all optimizers."""
+    tested = PipelineUnderTest(tiny(**LAYOUTS[layout], **{"data.global_batch_size": ROWS}))
+    return tested, jax.jit(tested.pipeline.loss_and_gradients, compiler_options=QUICK_COMPILE)
+
+
+class Training:
+    """Steps with one optimizer; a state is {"params", "opt_state"}."""
+
+    def __init__(self, layout, name):
+        config = tiny()
+        settings = dataclasses.replace(config.optimizer, name=name, learning_rate=1e-3, schedule="constant")
+        self.optimizer = Optimizer(settings, ModelProgram(config.model).specs)
+        self.tested, self._gradients = compiled(layout)
+        self._update = jax.jit(self.optimizer.update, compiler_options=QUICK_COMPILE)
+        self._init = jax.jit(self.optimizer.init, compiler_options=QUICK_COMPILE)
+
+    def begin(self):
+        return {"params": self.tested.params, "opt_state": self._init(self.tested.params)}
+
+    def run(self, state, steps):
+        """(losses, state after the steps)"""
+        params, opt_state = state["params"], state["opt_state"]
+        losses = []
+        for step in steps:
+            batch = {name: jnp.asarray(x) for name, x in make_batch(ROWS, seed=step % 3).items()}
+            metrics, gradients = self._gradients(params, batch, jax.random.key(0))
+            norm = global_norm(gradients)
+            params, opt_state = self._update(params, gradients, opt_state, jnp.int32(step), norm, jnp.bool_(True))
+            losses.append(float(metrics["loss"]))
+        return losses, {"params": params, "opt_state": opt_state}
+
+    def convert(self, state, name):
+        """The state in the layout on disk (`to_canonical`), or back (`from_canonical`)."""
+        is_layer = {n: jax.tree.map(lambda _, n=n: n == "layers", p) for n, p in state["params"].items()}
+        to = getattr(self.tested.pipeline, name)
+        return map_by_parameter(lambda leaf, layer: np.asarray(to(leaf) if layer else leaf), state, is_layer, False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _factor_small_matrices():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adafactor, "LEAST_FACTORED", 8)
+        yield
+
+
+training_of = cache(Training)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_losses_and_state_do_not_depend_on_the_layout(name):
+    ends = []
+    for layout in LAYOUTS:
+        training = training_of(layout, name)
+        losses, state = training.run(training.begin(), range(4))
+        ends.append((losses, training.convert(state, "to_canonical")))
+    (losses, state), (other_losses, other_state) = ends
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(losses, other_losses, rtol=1e-5)
+    assert jax.tree.structure(state) == jax.tree.structure(other_state)
+    for a, b in zip(jax.tree.leaves(state["opt_state"]), jax.tree.leaves(other_state["opt_state"]), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert np.max(np.abs(a - b)) <= 1e-3 * np.max(np.abs(b))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names())
+def test_half_of_the_steps_the_layout_on_disk_and_the_other_half_equal_all_of_them(name):
+    training = training_of("two stages", name)
+    _, expected = training.run(training.begin(), range(STEPS))
+    _, half = training.run(training.begin(), range(STEPS // 2))
+    canonical = training.convert(half, "to_canonical")
+    assert {leaf.shape[0] for key, leaf in named_leaves(canonical).items() if ".layers." in key} == {4}
+    live = training.convert(canonical, "from_canonical")
+    live = jax.tree.map(lambda x, before: jax.device_put(x, before.sharding), live, half)
+    _, actual = training.run(live, range(STEPS // 2, STEPS))
+    actual, expected = named_leaves(actual), named_leaves(expected)
+    assert actual.keys() == expected.keys()
+    assert [key for key in actual if np.asarray(actual[key]).tobytes() != np.asarray(expected[key]).tobytes()] == []
+
+
+def test_statistics_of_rows_and_columns_lie_with_their_layers_and_come_back_from_disk():
+    values = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "optimizer.name": "adafactor"}
+    config = tiny(**values)
+    engine = build_engine(config, make_mesh(config))
+    rows = engine.abstract_state().opt_state["layers"]["mlp"]["up"][0].v_row
+    columns = engine.abstract_state().opt_state["layers"]["mlp"]["up"][0].v_col
+    assert (rows.shape, rows.sharding.spec) == ((2, 2, 1, 16), P(None, "stage", None, "fsdp"))
+    assert (columns.shape, columns.sharding.spec) == ((2, 2, 1, 32), P(None, "stage", None, None))
+    state = jax.tree.map(
+        lambda x: jax.device_put(np.arange(x.size).reshape(x.shape).astype(x.dtype), x.sharding),
+        engine.abstract_state(),
+    )
+    saved = engine.to_canonical(state)
+    placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), saved, engine.abstract_canonical())
+    again = engine.from_canonical(placed)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_array_equal(a, b)
