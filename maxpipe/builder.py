@@ -34,6 +34,7 @@ from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.engine import Engine, SpmdEngine
 from maxpipe.training.loop import Run
 from maxpipe.training.optimizer import Optimizer
+from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.supervision import Supervision
 
 PIPELINES: dict[str, Callable[[Parts], Pipeline]] = {
@@ -97,7 +98,8 @@ def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lam
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     specs = parts.program.specs
-    engine = SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
+    spmd = SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
+    engine: Engine = StoredStep(spmd, config, mesh) if config.compile.load else spmd
     return WithBatchDigest(engine) if config.telemetry.batch_digest else engine
 
 

@@ -5,12 +5,14 @@ Says what it needs on each device, what it moves and how fast it could be.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from maxpipe.config import ConfigError, Problem, resolve
 from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.xla_flags import advice
 
 FITS, DOES_NOT_FIT = 0, 3
 
@@ -25,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not loaded.config.compile.topology:
         example = "compile.topology=v5p:4x4x4, or cpu for simulated devices"
         raise ConfigError(Problem("compile.topology", f"name the devices to compile for, such as {example}"))
+    if loaded.config.compile.load:
+        raise ConfigError(Problem("compile.load", "is for maxpipe.train; here compile.save=FILE stores the step"))
     # A wrong configuration must not wait for these imports.
     from maxpipe.compiling.topology import devices_of
     from maxpipe.mesh import build_mesh
@@ -32,13 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = devices_of(loaded.config)
     slices = loaded.config.compile.num_slices
     config = resolve(loaded, len(devices), slices)
+    mesh = build_mesh(config, devices)
 
     from maxpipe.compiling.analysis import analyse
+    from maxpipe.compiling.report import size
+    from maxpipe.training.stored_step import check_can_be_stored, write
 
-    report = analyse(config, loaded.config, build_mesh(config, devices), lambda text: print(text, flush=True))
-    print(*report.lines(), sep="\n")
+    if config.compile.save:
+        check_can_be_stored(mesh)
+    report, executable = analyse(config, loaded.config, mesh, lambda text: print(text, flush=True))
+    print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
     _write("--json", arguments.flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     _write("--hlo", arguments.flags.hlo, report.hlo)
+    if config.compile.save and executable:
+        count = write(config.compile.save, executable, config, mesh)
+        print(f"stored      {config.compile.save}, {size(count)}: train with compile.load={config.compile.save}")
+    elif config.compile.save:
+        print("stored      nothing, since the compiler gave up")
     return FITS if report.fits else DOES_NOT_FIT
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
@@ -31,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_args(
         argv, prog="python -m maxpipe.train", description="Train a language model from one YAML file."
     )
+    if arguments.loaded.config.compile.save:
+        remedy = "give it to python -m maxpipe.compile, and compile.load=FILE here"
+        raise ConfigError(Problem("compile.save", f"training stores no executable; {remedy}"))
     # A wrong configuration must not wait for these imports.
     from maxpipe.training.supervision import supervise
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import jax
 from jax.sharding import Mesh
 
 from maxpipe.builder import build_engine, build_table
@@ -15,6 +16,7 @@ from maxpipe.compiling.knobs import knobs
 from maxpipe.compiling.report import CompilerMemory, Report
 from maxpipe.compiling.step import OutOfMemory, compile_step
 from maxpipe.compiling.topology import devices_per_chip
+from maxpipe.config.schema import update
 from maxpipe.config.sections import Config
 from maxpipe.pipeline.simulate import simulate
 from maxpipe.telemetry.chips import chip_for
@@ -22,8 +24,10 @@ from maxpipe.telemetry.flops import model_flops_per_token
 from maxpipe.training.engine import SpmdEngine
 
 
-def analyse(config: Config, written: Config, mesh: Mesh, say: Callable[[str], None]) -> Report:
-    """Compiles the train step and says what it costs.
+def analyse(
+    config: Config, written: Config, mesh: Mesh, say: Callable[[str], None]
+) -> tuple[Report, jax.stages.Compiled | None]:
+    """Compiles the train step and says what it costs; returns the report and the step, None if the compiler gave up.
 
     Args:
       config: resolved.
@@ -41,16 +45,17 @@ def analyse(config: Config, written: Config, mesh: Mesh, say: Callable[[str], No
     capacity = chip.hbm_bytes / shared if chip else None
     compiler = flops = limits = None
     collectives, hlo = [], ""
-    engine = build_engine(config, mesh, say=say)
+    # The digest is a program of its own.
+    engine = build_engine(update(config, {"telemetry.batch_digest": False}), mesh, say=say)
     assert isinstance(engine, SpmdEngine)
-    seconds = 0.0
+    seconds, executable = 0.0, None
     try:
         step = compile_step(config, mesh, engine)
     except OutOfMemory as error:
         needed, capacity = error.needed, error.available
     else:
-        seconds = step.seconds
-        found = step.executable.memory_analysis()
+        seconds, executable = step.seconds, step.executable
+        found = executable.memory_analysis()
         results = found.output_size_in_bytes - found.alias_size_in_bytes
         compiler = CompilerMemory(
             found.argument_size_in_bytes, found.temp_size_in_bytes, found.generated_code_size_in_bytes, results
@@ -72,9 +77,9 @@ def analyse(config: Config, written: Config, mesh: Mesh, say: Callable[[str], No
         shapes=shapes, compiler=compiler, needed=needed, capacity=capacity, flops=flops, model_flops=model_flops,
         collectives=collectives, bounds=limits, compile_seconds=seconds, hlo=hlo,
     )  # fmt: skip
-    if report.fits:
-        return report
-    return replace(report, knobs=knobs(written, config, mesh.size, slices))
+    if not report.fits:
+        report = replace(report, knobs=knobs(written, config, mesh.size, slices))
+    return report, executable
 
 
 def branch_runs(config: Config, platform: str) -> Callable[[float], float]:

@@ -116,6 +116,11 @@ def _without_effect(c: Config) -> list[str]:
             )
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
+    if c.compile.topology:
+        asked = f"compile.topology={c.compile.topology}"
+        if c.compile.num_slices > 1:
+            asked += f" compile.num_slices={c.compile.num_slices}"
+        lines.append(f"{asked}: for maxpipe.compile only; a run takes the devices that there are")
     if not (c.checkpoint.every or c.checkpoint.every_minutes) and c.checkpoint.resume in ("auto", "must"):
         lines.append("checkpoint.every=0: this run cannot be resumed")
     return lines

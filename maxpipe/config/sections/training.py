@@ -77,3 +77,5 @@ class CompileConfig:
         "", "what maxpipe.compile compiles for: a TPU slice such as v5p:4x4x4, or cpu for simulated devices"
     )
     num_slices: int = option(1, "slices of that topology, joined by DCN", minimum=1)
+    save: str = option("", "file in which maxpipe.compile stores the executable, for compile.load; empty = none")
+    load: str = option("", "file of compile.save that maxpipe.train runs instead of compiling; empty = compile")

@@ -1,0 +1,113 @@
+"""Train steps in files: the same results as compiled here, and a refusal with the reason where they do not fit."""
+
+import jax
+import numpy as np
+import pytest
+from engines import make_batch, make_mesh, tiny
+
+from maxpipe.builder import build_engine
+from maxpipe.compiling.step import compile_step
+from maxpipe.config import ConfigError, replace
+from maxpipe.training import stored_step
+from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.stored_step import check_can_be_stored, origin, read, write
+
+
+@pytest.fixture(scope="module")
+def config():
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def mesh(config):
+    return make_mesh(config)
+
+
+@pytest.fixture(scope="module")
+def file(config, mesh, tmp_path_factory):
+    path = tmp_path_factory.mktemp("steps") / "step.bin"
+    step = compile_step(config, mesh, build_engine(config, mesh))
+    assert write(str(path), step.executable, config, mesh) == path.stat().st_size
+    return path
+
+
+def loading(config, file, **values):
+    return replace(config, **values, **{"compile.load": str(file)})
+
+
+def test_a_loaded_step_does_what_the_compiled_one_does(config, mesh, file):
+    config = replace(config, **{"telemetry.batch_digest": True})
+    engines = [build_engine(config, mesh), build_engine(loading(config, file), mesh)]
+    results = []
+    for engine in engines:
+        place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
+        state = engine.init(jax.random.key(3))
+        for seed in range(2):
+            before = state.params["embed"]["embedding"]
+            state, metrics = engine.step(state, place(make_batch(config.data.global_batch_size, seed=seed)))
+            assert before.is_deleted()
+        results.append((state, metrics))
+    (state, metrics), (loaded_state, loaded_metrics) = results
+    assert "batch_digest" in loaded_metrics
+    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, loaded_state)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "words"),
+    [
+        ({"optimizer.learning_rate": 0.5}, "optimizer.learning_rate", "compiled with 0.0003, this run has 0.5"),
+        ({"data.sequence_length": 16}, "data.sequence_length", "compiled with 8, this run has 16"),
+    ],
+)
+def test_another_configuration_is_refused_by_key(config, mesh, file, values, key, words):
+    with pytest.raises(ConfigError) as error:
+        build_engine(loading(config, file, **values), mesh)
+    (problem,) = error.value.problems
+    assert problem.key == key
+    assert words in str(problem)
+    assert "compile.save=" in str(problem)
+
+
+def test_what_is_not_in_the_program_may_differ(config, mesh):
+    other = replace(config, **{"steps": 7, "checkpoint.every": 3, "data.source": "synthetic", "run_name": "other"})
+    assert origin(other, mesh) == origin(config, mesh)
+
+
+@pytest.mark.parametrize("what", ["jax", "devices", "order of devices", "sources of maxpipe"])
+def test_another_machine_or_version_is_refused(config, mesh, file, monkeypatch, what):
+    ours = origin(config, mesh)
+    monkeypatch.setattr(stored_step, "origin", lambda config, mesh: ours | {what: "another"})
+    with pytest.raises(ConfigError, match=f"compile.load: {what}: .*this run has 'another'"):
+        build_engine(loading(config, file), mesh)
+
+
+def test_files_that_cannot_be_used(config, file, tmp_path):
+    whole = file.read_bytes()
+    missing, foreign, cut = tmp_path / "missing", tmp_path / "foreign", tmp_path / "cut"
+    foreign.write_bytes(b"\x80\x04\x95pickle")
+    cut.write_bytes(whole[:-1])
+    cases = {missing: "cannot read .*No such file", foreign: "not written by compile.save", cut: "is damaged"}
+    for path, reason in cases.items():
+        with pytest.raises(ConfigError, match=f"compile.load: .*{reason}"):
+            read(str(path))
+    with pytest.raises(ConfigError, match=r"compile\.save: cannot write"):
+        write(str(tmp_path / "no" / "directory"), _Compiled, config, make_mesh(config))
+
+
+class _Compiled:
+    out_info = ({}, {})
+
+    @staticmethod
+    def runtime_executable():
+        return _Compiled
+
+    @staticmethod
+    def serialize():
+        return b""
+
+
+def test_several_cpu_devices_are_refused():
+    with pytest.raises(ConfigError, match=r"compile\.save: .*order of its collectives"):
+        check_can_be_stored(make_mesh(tiny(**{"mesh.ici.fsdp": 2})))
