@@ -37,11 +37,16 @@ def exit_on_config_error() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        count = len(error.problems)
-        lines = [f"config error: {problem}" for problem in error.problems]
-        lines.append(f"{count} problem{'s' if count > 1 else ''} found")
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        print_problems(error)
         raise SystemExit(CONFIG_ERROR) from None
+
+
+def print_problems(error: ConfigError) -> None:
+    """One line per problem on stderr, and how many there are."""
+    count = len(error.problems)
+    lines = [f"config error: {problem}" for problem in error.problems]
+    lines.append(f"{count} problem{'s' if count > 1 else ''} found")
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def parse_args(

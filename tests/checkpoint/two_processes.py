@@ -1,5 +1,6 @@
 """One of two processes that save, restore and fall back together. Used by test_two_processes.py."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from maxpipe.checkpoint import reader  # noqa: E402
+from maxpipe.checkpoint import processes, reader  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
 from maxpipe.config import CheckpointConfig  # noqa: E402
 
@@ -57,7 +58,29 @@ def fail_to_read(step_directory):
     reader.load = failing
 
 
+def ask_the_clock_of_the_first():
+    now, calls = [0.0], itertools.count()
+    # That of the other one is always ahead.
+    settings = CheckpointConfig(every=0, every_minutes=1)
+    checkpointer = Checkpointer(DIRECTORY, settings, clock=lambda: now[0] if INDEX == 0 else 1e6 * next(calls))
+    due = []
+    for step in range(1, 6):
+        now[0] = 20.0 * step
+        due.append(checkpointer.due(step))
+    assert due == [False, False, True, True, True], due
+
+
+def forget_old_posts():
+    processes._POSTS_KEPT = 3
+    assert [processes.of_first_process(10 * INDEX + i) for i in range(8)] == list(range(8))
+    multihost_utils.sync_global_devices("posted")
+    posts = processes.coordinator().key_value_dir_get("maxpipe/post")
+    assert len(posts) == 2 + 3, posts  # of 13, the first two were beyond reach when the limit was set
+
+
 def main():
+    ask_the_clock_of_the_first()
+    forget_old_posts()
     said = []
     checkpointer = Checkpointer(DIRECTORY, CheckpointConfig(keep=2), say=said.append)
     for step in (1, 2, 3):

@@ -30,6 +30,24 @@ BatchPlacer.__call__ = call
 sys.exit(train.main(sys.argv[1:]))
 """
 
+BAD_DATA_IN_ONE = """
+import os, sys
+from maxpipe import train
+from maxpipe.config import ConfigError, Problem
+from maxpipe.data.loader import Loader
+
+original, calls = Loader.__next__, []
+
+def next_batch(self):
+    calls.append(None)
+    if len(calls) == int(os.environ["BAD_BATCH"]) and os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
+        raise ConfigError(Problem("data.path", "here.txt is not text"))
+    return original(self)
+
+Loader.__next__ = next_batch
+sys.exit(train.main(sys.argv[1:]))
+"""
+
 
 def train(tmp_path, processes, arguments, name):
     """A start of some processes that comes to its end."""
@@ -107,6 +125,31 @@ def test_an_error_in_one_is_shown_and_ends_all(tmp_path):
         codes, output = ends(started)
     assert codes == [-signal.SIGABRT, 1], output
     assert "RuntimeError: the third batch is bad" in output
+
+
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.grid)])
+def test_a_config_error_in_one_ends_all_with_2(tmp_path, monkeypatch, bad):
+    monkeypatch.setenv("BAD_PROCESS", str(bad))
+    monkeypatch.setenv("BAD_BATCH", "3")
+    words = command(tmp_path, *ENDLESS, "checkpoint.every=0", "checkpoint.every_minutes=1e-6")
+    with members(tmp_path, 2, words, program=BAD_DATA_IN_ONE) as started:
+        started[bad].wait_for("config error")
+        found_at = time.monotonic()
+        codes, output = ends(started)
+        assert time.monotonic() - found_at < HEARTBEAT / 2
+    assert codes == [2, 2], output
+    assert "config error: data.path: here.txt is not text" in started[bad].output
+    assert f"config error in process {bad}: data.path: here.txt is not text" in started[1 - bad].output
+    assert "Traceback" not in output
+    assert max(checkpoints(tmp_path / "base")) == 2
+
+
+def test_a_config_error_in_all_is_shown_by_all(tmp_path):
+    words = command(tmp_path, "data.source=text", f"data.path={tmp_path}/nowhere")
+    with members(tmp_path, 2, words) as started:
+        codes, output = ends(started)
+    assert codes == [2, 2], output
+    assert all("config error: data.path" in process.output for process in started), output
 
 
 def test_members_are_killed_when_a_test_fails(tmp_path):
