@@ -15,6 +15,7 @@ from maxpipe.compiling.collectives import BESIDE
 from maxpipe.compiling.estimate import estimate
 from maxpipe.compiling.hlo import executions, parse
 from maxpipe.config import load, resolve
+from maxpipe.training.stored_step import read
 from maxpipe.xla_flags import RECOMMENDED
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,7 @@ def test_no_parameter_is_made(tmp_path):
         ([], "compile.topology: name the devices to compile for"),
         (["compile.topology=tpu"], "neither cpu nor a chip and its grid"),
         (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
+        (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
     ],
 )
 def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
@@ -136,11 +138,16 @@ class TestTpu:
         assert len(gathers) >= 8
         assert all(gathers)
 
-    def test_several_slices_talk_over_dcn(self, tmp_path):
-        report, _ = report_of(
+    def test_several_slices_talk_over_dcn_and_their_step_can_be_stored(self, tmp_path):
+        file = tmp_path / "step.bin"
+        report, text = report_of(
             tmp_path, BASE, "compile.topology=v5e:2x2", "compile.num_slices=2", "mesh.ici.stage=1",
-            "mesh.ici.fsdp=4", "mesh.dcn.stage=2",
+            "mesh.ici.fsdp=4", "mesh.dcn.stage=2", f"compile.save={file}",
         )  # fmt: skip
+        assert f"compile.load={file}" in text
+        stored = read(str(file))
+        assert stored.origin["devices"] == "8 x TPU v5 lite"
+        assert "loss" in stored.metrics
         assert report["num_devices"] == 8
         assert {c["axes"] for c in report["collectives"] if c["network"] == "dcn"} >= {"stage"}
         assert all("stage" in c["axes"] for c in report["collectives"] if c["network"] == "dcn")

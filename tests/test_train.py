@@ -185,6 +185,15 @@ class TestBadInput:
         said = refused('sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]')
         assert "sharding.logical_axis_rules" in said
 
+    def test_storing_an_executable(self, refused):
+        said = refused("compile.save=step.bin")
+        assert "compile.save" in said
+        assert "python -m maxpipe.compile" in said
+
+    def test_an_executable_that_is_not_there(self, refused):
+        said = refused("compile.load=nowhere.bin")
+        assert "compile.load: cannot read nowhere.bin" in said
+
     def test_a_run_directory_of_another_model(self, finished, words, capsys):
         root, _ = finished
         before = (root / "config.yml").read_bytes()

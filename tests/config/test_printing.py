@@ -58,5 +58,11 @@ def test_notes_say_what_has_no_effect(base):
     assert "stop_after=100 has no effect: the run ends at steps=100" in lines
 
 
+def test_a_topology_is_said_to_be_for_another_command(base):
+    words = ["compile.topology=v5p:2x2x1", "compile.num_slices=2"]
+    (line,) = notes(resolve(load(base, words), 4))
+    assert line.startswith("compile.topology=v5p:2x2x1 compile.num_slices=2: for maxpipe.compile only")
+
+
 def test_a_plain_run_has_nothing_to_say_about_given_values(base):
     assert notes(resolve(load(base), 4)) == []
