@@ -26,9 +26,6 @@ SEQUENCE_LENGTH = 8
 VOCAB_SIZE = 64
 TOLERANCE = 1e-5
 
-# LLVM's optimisations take most of the compile time and have no part in what these tests compare.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 TINY = {
     "model.num_layers": 4,
     "model.embed_dim": 16,
@@ -106,14 +103,14 @@ class PipelineUnderTest:
         self.params = jax.device_put(params, shardings)
 
     def train(self, batch: dict[str, np.ndarray], key: int = 0) -> Result:
-        step = jax.jit(self.pipeline.loss_and_gradients, compiler_options=QUICK_COMPILE)
+        step = jax.jit(self.pipeline.loss_and_gradients)
         metrics, gradients = step(self.params, self._place(batch), jax.random.key(key))
         gradients = jax.tree.map(np.asarray, gradients)
         gradients["layers"] = jax.tree.map(self.pipeline.to_canonical, gradients["layers"])
         return Result(float(metrics["loss"]), gradients)
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
-        run = jax.jit(self.pipeline.evaluate, compiler_options=QUICK_COMPILE)
+        run = jax.jit(self.pipeline.evaluate)
         return {name: float(value) for name, value in run(self.params, self._place(batch)).items()}
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:

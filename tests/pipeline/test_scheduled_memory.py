@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import QUICK_COMPILE, make_mesh, tiny
+from engines import make_mesh, tiny
 
 from maxpipe.builder import PIPELINES, build_parts
 from maxpipe.model.parameters import ParamSpec
@@ -192,7 +192,7 @@ def temp_bytes(engine, num_microbatches, **values):
     parts = build_parts(config, make_mesh(config))
     pipeline = PIPELINES[engine](parts)
     arguments = abstract_arguments(config, pipeline, parts)
-    compiled = jax.jit(pipeline.loss_and_gradients).lower(*arguments).compile(QUICK_COMPILE)
+    compiled = jax.jit(pipeline.loss_and_gradients).lower(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import QUICK_COMPILE, PipelineUnderTest, make_batch, make_mesh, tiny
+from engines import PipelineUnderTest, make_batch, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_engine
@@ -29,7 +29,7 @@ STEPS = 20
 def compiled(layout):
     """(pipeline with parameters, its jitted loss and gradients): the same for all optimizers."""
     tested = PipelineUnderTest(tiny(**LAYOUTS[layout], **{"data.global_batch_size": ROWS}))
-    return tested, jax.jit(tested.pipeline.loss_and_gradients, compiler_options=QUICK_COMPILE)
+    return tested, jax.jit(tested.pipeline.loss_and_gradients)
 
 
 class Training:
@@ -40,8 +40,8 @@ class Training:
         settings = dataclasses.replace(config.optimizer, name=name, learning_rate=1e-3, schedule="constant")
         self.optimizer = Optimizer(settings, ModelProgram(config.model).specs)
         self.tested, self._gradients = compiled(layout)
-        self._update = jax.jit(self.optimizer.update, compiler_options=QUICK_COMPILE)
-        self._init = jax.jit(self.optimizer.init, compiler_options=QUICK_COMPILE)
+        self._update = jax.jit(self.optimizer.update)
+        self._init = jax.jit(self.optimizer.init)
 
     def begin(self):
         return {"params": self.tested.params, "opt_state": self._init(self.tested.params)}
