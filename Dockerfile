@@ -7,14 +7,13 @@ ARG EXTRA=cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
 WORKDIR /build
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY maxpipe maxpipe
 RUN case "$EXTRA" in \
-      cpu) pip install . ;; \
-      tpu|cuda) pip install ".[$EXTRA]" ;; \
+      cpu) pip install -c constraints.txt . ;; \
+      tpu|cuda) pip install -c constraints.txt ".[$EXTRA]" ;; \
       *) echo "EXTRA=$EXTRA is not one of cpu, tpu, cuda" >&2; exit 2 ;; \
-    esac \
-    && rm -rf /build/*
+    esac
 
 RUN useradd --create-home --uid 1000 maxpipe \
     && install --directory --owner=maxpipe --group=maxpipe /workspace /workspace/runs
