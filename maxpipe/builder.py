@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -20,6 +21,8 @@ from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.circular import CircularPipeline
 from maxpipe.pipeline.contract import Parts, Pipeline
 from maxpipe.pipeline.layout import StageLayout
+from maxpipe.pipeline.mpmd.pipeline import MpmdPipeline
+from maxpipe.pipeline.mpmd.stages import stage_meshes
 from maxpipe.pipeline.scheduled import ScheduledPipeline
 from maxpipe.pipeline.schedules._load import load_schedule
 from maxpipe.pipeline.schedules._table import ScheduleError, Table
@@ -33,6 +36,7 @@ from maxpipe.training.batch_digest import WithBatchDigest
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.engine import Engine, SpmdEngine
 from maxpipe.training.loop import Run
+from maxpipe.training.mpmd_engine import MpmdEngine
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.supervision import Supervision
@@ -73,12 +77,17 @@ def build_table(config: Config) -> Table:
 
 
 def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Parts:
-    """What a pipeline is built from; arguments as for `build_engine`."""
+    """What a pipeline is built from; arguments as for `build_engine`.
+
+    The rules are bound to the mesh, for the MPMD engine to an abstract one like that of every stage.
+    """
     watch = {"show": print} if config.sharding.debug and jax.process_index() == 0 else {}
-    rules = AxisRules(config.sharding.logical_axis_rules, mesh, say, **watch)
+    per_stage = config.pipeline.engine == "mpmd"
+    local: Any = stage_meshes(mesh)[0].abstract_mesh if per_stage else mesh
+    rules = AxisRules(config.sharding.logical_axis_rules, local, say, **watch)
     table = None if config.pipeline.engine == "sequential" else build_table(config)
-    program = ModelProgram(config.model, build_attention(config, rules, say))
-    return Parts(program, rules, config.pipeline, build_layout(config), table)
+    attention = build_attention(config, rules, mesh.devices.flat[0].platform, say)
+    return Parts(ModelProgram(config.model, attention), rules, config.pipeline, build_layout(config), table)
 
 
 def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Engine:
@@ -94,13 +103,35 @@ def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lam
     """
     try:
         parts = build_parts(config, mesh, say=say)
-        pipeline = PIPELINES[config.pipeline.engine](parts)
+        build = build_mpmd_engine if config.pipeline.engine == "mpmd" else build_spmd_engine
+        engine = build(config, mesh, parts)
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
-    specs = parts.program.specs
-    spmd = SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
-    engine: Engine = StoredStep(spmd, config, mesh) if config.compile.load else spmd
     return WithBatchDigest(engine) if config.telemetry.batch_digest else engine
+
+
+def build_spmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
+    """One program on all devices; arguments as for `build_engine`."""
+    specs = parts.program.specs
+    pipeline = PIPELINES[config.pipeline.engine](parts)
+    engine = SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
+    return StoredStep(engine, config, mesh) if config.compile.load else engine
+
+
+def build_mpmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
+    """Programs per stage; arguments as for `build_engine`.
+
+    Raises:
+      ConfigError: there are several processes.
+    """
+    if jax.process_count() > 1:
+        message = f"mpmd drives all devices from one process, and there are {jax.process_count()}"
+        remedy = "start one, or use pipeline.schedule=lockstep_1f1b with engine=auto, which has the same bubble as 1f1b"
+        raise ConfigError(Problem("pipeline.engine", f"{message}; {remedy}"))
+    meshes = stage_meshes(mesh)
+    pipeline = MpmdPipeline(parts, meshes, (config.data.global_batch_size, config.data.sequence_length))
+    rules = AxisRules(config.sharding.logical_axis_rules, mesh)
+    return MpmdEngine(parts.program.specs, pipeline, meshes, rules, partial(Optimizer, config.optimizer))
 
 
 def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunDirectory, Checkpointer]:

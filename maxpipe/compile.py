@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = devices_of(loaded.config)
     slices = loaded.config.compile.num_slices
     config = resolve(loaded, len(devices), slices)
+    if config.pipeline.engine == "mpmd":
+        message = "mpmd has no train step in one program; pipeline.schedule=lockstep_1f1b has one, and the same bubble"
+        raise ConfigError(Problem("pipeline.engine", message))
     mesh = build_mesh(config, devices)
 
     from maxpipe.compiling.analysis import analyse

@@ -10,9 +10,9 @@ _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_
 
 @step("pipeline.engine", "pipeline.overlap_slots", "pipeline.skip_idle")
 def scheduled_only(c: Config) -> None:
-    """The circular engine has one slot per tick and computes the idle ones."""
+    """The circular engine has one slot per tick and computes the idle ones; the MPMD engine has no slots."""
     asked = {"overlap_slots": c.pipeline.overlap_slots, "skip_idle": c.pipeline.skip_idle == "true"}
-    if c.pipeline.engine == "circular" and any(asked.values()):
+    if c.pipeline.engine in ("circular", "mpmd") and any(asked.values()):
         message = "true is for the scheduled engine only; use it with pipeline.schedule=lockstep_1f1b"
         raise ConfigError(*(Problem(f"pipeline.{name}", message) for name, on in asked.items() if on))
 
@@ -33,26 +33,31 @@ def remat(c: Config) -> None:
 @step("pipeline.engine", "pipeline.remat_policy", "pipeline.remat_tensors")
 def offloading(c: Config) -> None:
     """The scheduled engine's residuals live in ring buffers that its loops update in place on the device."""
-    if c.pipeline.engine != "scheduled":
+    reasons = {
+        "scheduled": "it updates its residuals in place on the device, where they do not grow with the number of "
+        "microbatches",
+        "mpmd": "its residuals pass from one program to another on the device",
+    }
+    if c.pipeline.engine not in reasons:
         return
-    policy = c.pipeline.remat_policy
-    reason = (
-        "the scheduled engine updates its residuals in place on the device, where they do not grow with the number of "
-        "microbatches"
-    )
+    policy, engine = c.pipeline.remat_policy, f"the {c.pipeline.engine} engine"
+    reason = reasons[c.pipeline.engine]
     if policy.endswith("_offloaded"):
         near = {"minimal_offloaded": "minimal", "qkv_proj_offloaded": "save_qkv_proj"}[policy]
-        message = f"{policy} is not for the scheduled engine: {reason}; use {near}"
+        message = f"{policy} is not for {engine}: {reason}; use {near}"
         raise ConfigError(Problem("pipeline.remat_policy", message))
     offloaded = [key for key in _REMAT_TENSORS if get(c, key) == "offload"]
     if offloaded:
-        message = f"offload is not for the scheduled engine: {reason}; use device or remat"
+        message = f"offload is not for {engine}: {reason}; use device or remat"
         raise ConfigError(*(Problem(key, message) for key in offloaded))
 
 
 @step("pipeline.engine", "pipeline.fsdp_gather", "pipeline.num_repeats")
 def gathers(c: Config) -> None:
     """Forward and backward of a 1F1B tick are in different repeats, each with its own gathered weights."""
+    if c.pipeline.engine == "mpmd" and c.pipeline.fsdp_gather != "per_iteration":
+        message = f"{c.pipeline.fsdp_gather} is not for the mpmd engine: every unit is a program that gathers anew"
+        raise ConfigError(Problem("pipeline.fsdp_gather", f"{message}; use per_iteration"))
     if c.pipeline.engine != "scheduled" or c.pipeline.fsdp_gather != "per_repeat":
         return
     repeats = c.pipeline.num_repeats
@@ -69,8 +74,9 @@ def loops(c: Config) -> None:
     """The scheduled engine loops over phases of its schedule; repeats are a loop where each is fetched as a whole."""
     p = c.pipeline
     problems = []
-    if p.engine == "scheduled":
-        message = "false is for the circular engine only; the scheduled engine always loops over the ticks of a phase"
+    if p.engine in ("scheduled", "mpmd"):
+        why = {"scheduled": "always loops over the ticks of a phase", "mpmd": "dispatches units one by one"}[p.engine]
+        message = f"false is for the circular engine only; the {p.engine} engine {why}"
         names = [name for name in ("scan_iterations", "scan_repeats") if not getattr(p, name)]
         problems = [Problem(f"pipeline.{name}", message) for name in names]
     elif p.engine == "circular" and not p.scan_repeats and p.fsdp_gather == "per_iteration":
@@ -80,4 +86,25 @@ def loops(c: Config) -> None:
         raise ConfigError(*problems)
 
 
-STEPS = (scheduled_only, remat, offloading, gathers, loops)
+@step(
+    "pipeline.engine", "pipeline.schedule", "pipeline.scan_layers_per_stage", "pipeline.delay_activation_forwarding",
+    "compile.load",
+)  # fmt: skip
+def separate_programs(c: Config) -> None:
+    """The MPMD engine splits a backward equation by equation, and its transfers run when there is something to move."""
+    p = c.pipeline
+    problems = []
+    if p.engine == "mpmd" and p.scan_layers_per_stage and p.schedule.startswith("zb_"):
+        message = f"true hides the layers in a loop, whose backward {p.schedule} cannot split; use false"
+        problems.append(Problem("pipeline.scan_layers_per_stage", message))
+    if p.engine == "mpmd" and p.delay_activation_forwarding:
+        message = "true is for engines with ticks; transfers of the mpmd engine run beside the units anyway; use false"
+        problems.append(Problem("pipeline.delay_activation_forwarding", message))
+    if p.engine == "mpmd" and c.compile.load:
+        message = "holds one program for all devices, and the mpmd engine has many; leave it empty"
+        problems.append(Problem("compile.load", message))
+    if problems:
+        raise ConfigError(*problems)
+
+
+STEPS = (scheduled_only, remat, offloading, gathers, loops, separate_programs)

@@ -15,14 +15,11 @@ STAGES = ("mesh.ici.stage", "mesh.dcn.stage")
 ENGINE_SCHEDULES = {
     "circular": ("circular", "gpipe"),
     "scheduled": ("lockstep_1f1b", "*.csv"),
+    "mpmd": ("1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "gpipe", "*.csv"),
 }
-# What does the job of schedules that can be drawn and simulated, but that no engine runs.
-SUBSTITUTES = {
-    "1f1b": "lockstep_1f1b",
-    "eager_1f1b": "lockstep_1f1b",
-    "interleaved_1f1b": "lockstep_1f1b",
-    "zb_*": "lockstep_1f1b",
-}
+
+# Schedules that fix the number of chunks per stage.
+FIXED_REPEATS = {"gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_h2": 1}
 
 _SPLIT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
 
@@ -45,10 +42,8 @@ def engine(c: Config) -> Updates:
         name for name, patterns in ENGINE_SCHEDULES.items() if any(fnmatch(schedule, p) for p in patterns)
     ]
     if not able:
-        instead = next((use for pattern, use in SUBSTITUTES.items() if fnmatch(schedule, pattern)), None)
-        runnable = ", ".join(pattern for patterns in ENGINE_SCHEDULES.values() for pattern in patterns)
-        hint = f"{instead} does the same job" if instead else f"choose one of {runnable}"
-        raise ConfigError(Problem("pipeline.schedule", f"no engine runs {schedule}; {hint}"))
+        runnable = ", ".join(dict.fromkeys(p for patterns in ENGINE_SCHEDULES.values() for p in patterns))
+        raise ConfigError(Problem("pipeline.schedule", f"no engine runs {schedule}; choose one of {runnable}"))
     if asked == "auto":
         return {"pipeline.engine": able[0]}
     if asked not in able:
@@ -74,9 +69,10 @@ def parallel_layers(c: Config) -> Updates:
     if asked > total:
         message = f"{asked} is more than model.num_layers={total}; nearest legal: {total}, or -1 for all layers"
         raise ConfigError(Problem(key, message))
-    if asked < total and c.pipeline.engine == "scheduled":
-        message = f"the scheduled engine has no layers outside the pipeline; use {total} or -1, or the circular engine"
-        raise ConfigError(Problem(key, message + " (pipeline.schedule=circular)"))
+    if asked < total and c.pipeline.engine in ("scheduled", "mpmd"):
+        message = f"the {c.pipeline.engine} engine has no layers outside the pipeline"
+        remedy = f"use {total} or -1, or the circular engine (pipeline.schedule=circular)"
+        raise ConfigError(Problem(key, f"{message}; {remedy}"))
     if asked == total and c.pipeline.outside_layers == "before" and c.pipeline.engine != "sequential":
         message = f"before needs layers outside the pipeline; set {key} below model.num_layers={total}"
         raise ConfigError(Problem("pipeline.outside_layers", message))
@@ -100,12 +96,13 @@ def layers(c: Config) -> Updates:
         return _uneven_layers(c)
     stages, total = num_stages(c), c.pipeline.parallel_layers
     repeats, per_stage = c.pipeline.num_repeats, c.pipeline.num_layers_per_stage
-    if c.pipeline.schedule == "gpipe":
-        if repeats not in (-1, 1):
-            message = f"schedule gpipe has one chunk per stage, not {repeats}"
-            hint = "pipeline.num_repeats=1, or pipeline.schedule=circular to repeat"
+    schedule = c.pipeline.schedule
+    if fixed := FIXED_REPEATS.get(schedule):
+        if repeats not in (-1, fixed):
+            message = f"schedule {schedule} has {_chunks(fixed)} per stage, not {repeats}"
+            hint = f"pipeline.num_repeats={fixed}, or pipeline.schedule=circular, lockstep_1f1b or interleaved_1f1b"
             raise ConfigError(Problem("pipeline.num_repeats", f"{message}; use {hint}"))
-        repeats = 1
+        repeats = fixed
     if repeats == -1 and per_stage == -1:
         per_stage = 1
     if repeats == -1:
@@ -137,11 +134,16 @@ def _uneven_layers(c: Config) -> Updates:
         message = f"{len(chunks)} chunks do not divide into {stages} stages; a split that does: {example}"
     elif sum(chunks) != total:
         message = f"adds up to {sum(chunks)}, but {_total_key(c)}={total}; a split that fits: {example}"
-    elif c.pipeline.schedule == "gpipe" and len(chunks) != stages:
-        message = f"schedule gpipe has one chunk per stage, so {stages} entries; got {len(chunks)}"
+    elif len(chunks) != stages * (fixed := FIXED_REPEATS.get(c.pipeline.schedule, len(chunks) // stages)):
+        has = f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage"
+        message = f"{has}, so {stages * fixed} entries; got {len(chunks)}"
     else:
         return _layout(len(chunks) // stages, max(chunks), chunks)
     raise ConfigError(Problem("pipeline.layers_per_stage", message))
+
+
+def _chunks(count: int) -> str:
+    return "one chunk" if count == 1 else f"{count} chunks"
 
 
 def _even_split(total: int, parts: int) -> str:
@@ -151,15 +153,15 @@ def _even_split(total: int, parts: int) -> str:
 
 def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     """The error for layers that do not divide, with the nearest choices that do, ready to paste."""
-    stages, total, gpipe = num_stages(c), c.pipeline.parallel_layers, c.pipeline.schedule == "gpipe"
+    stages, total, fixed = num_stages(c), c.pipeline.parallel_layers, FIXED_REPEATS.get(c.pipeline.schedule)
     factors = {"stages": stages}
     if c.pipeline.num_repeats != -1:
         factors["repeats"] = repeats
     if c.pipeline.num_layers_per_stage != -1:
         factors["layers per stage"] = per_stage
     chunks, extra = divmod(total, stages)
-    repeat_choices = [1] if gpipe else divisors(chunks)
-    splits = [] if extra else [(v, chunks // v) for v in repeat_choices]
+    repeat_choices = [fixed] if fixed else divisors(chunks)
+    splits = [] if extra else [(v, chunks // v) for v in repeat_choices if chunks % v == 0]
     splits.sort(key=lambda split: distance(split[0], repeats) + distance(split[1], per_stage))
     options = [f"pipeline.num_repeats={v} pipeline.num_layers_per_stage={l}" for v, l in splits[:3]]
     chunk = math.prod(factors.values())

@@ -66,7 +66,7 @@ class SpmdEngine:
         self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
         self._whole = NamedSharding(rules.mesh, PartitionSpec())
         self._abstract = jax.eval_shape(self._new_state, jax.random.key(0))
-        self._shardings = map_by_parameter(self._like_parameter, self._abstract, params, None)
+        self._shardings = map_by_parameter(partial(like_parameter, self._whole), self._abstract, params, None)
         batch = dict.fromkeys(microbatches.ARRAYS, NamedSharding(rules.mesh, self.batch_spec))
         self.jitted_step = jax.jit(
             partial(train_step, pipeline.loss_and_gradients, optimizer),
@@ -114,25 +114,9 @@ class SpmdEngine:
                 return _with_sharding(leaf, sharding)
             canonical = jax.eval_shape(self._pipeline.to_canonical, leaf)
             leading = len(self._pipeline.layer_axes)
-            return _with_sharding(canonical, self._canonical_sharding(sharding, leading, canonical.shape))
+            return _with_sharding(canonical, canonical_sharding(sharding, leading, canonical.shape))
 
         return jax.tree.map(one, self._abstract, self._shardings, self._is_layer(self._abstract))
-
-    def _canonical_sharding(self, live: NamedSharding, leading: int, shape: tuple[int, ...]) -> NamedSharding:
-        """What lay over `stage` lies over the first other dimension that it divides.
-
-        Laid over the layers instead, every device would have to hold all of them for a moment, since the layers of a
-        stage are not neighbours in model order.
-        """
-        mesh = self._rules.mesh
-        entries = [e if isinstance(e, tuple) else (e,) if e else () for e in (None, *live.spec[leading:])]
-        if "stage" in live.spec[:leading]:
-            for i in range(1, len(shape)):
-                parts = mesh.shape["stage"] * math.prod(mesh.shape[a] for a in entries[i])
-                if shape[i] % parts == 0:
-                    entries[i] = (*entries[i], "stage")
-                    break
-        return NamedSharding(mesh, PartitionSpec(*entries))
 
     def _is_layer(self, state: TrainState) -> Any:
         by_path = {n: jax.tree.map(lambda _, n=n: n == "layers", s) for n, s in self._param_shardings.items()}
@@ -148,13 +132,41 @@ class SpmdEngine:
         params["layers"] = parameters.init_layers(self._specs["layers"], key, jnp.asarray(self._pipeline.layer_index()))
         return new_state(params, self._optimizer.init(params), key, self._optimizer.spike_filter.init())
 
-    def _like_parameter(self, leaf: Any, param: jax.ShapeDtypeStruct | None) -> NamedSharding:
-        """Leaves are laid out like their parameter as far as their dimensions are the same, the layers' always."""
-        if param is None:
-            return self._whole
-        dims = zip(param.sharding.spec, param.shape, leaf.shape, strict=False)
-        same = [entry for entry, *_ in itertools.takewhile(lambda dim: dim[1] == dim[2], dims)]
-        return NamedSharding(self._rules.mesh, PartitionSpec(*same, *[None] * (leaf.ndim - len(same))))
+
+def like_parameter(whole: NamedSharding, leaf: Any, param: jax.ShapeDtypeStruct | None) -> NamedSharding:
+    """Leaves are laid out like their parameter as far as their dimensions are the same, the layers' always.
+
+    Args:
+      whole: for leaves that belong to no parameter.
+      leaf: of the state.
+      param: its parameter, or None.
+    """
+    if param is None:
+        return whole
+    dims = zip(param.sharding.spec, param.shape, leaf.shape, strict=False)
+    same = [entry for entry, *_ in itertools.takewhile(lambda dim: dim[1] == dim[2], dims)]
+    return NamedSharding(whole.mesh, PartitionSpec(*same, *[None] * (leaf.ndim - len(same))))
+
+
+def canonical_sharding(live: NamedSharding, leading: int, shape: tuple[int, ...]) -> NamedSharding:
+    """How a layer leaf lies on the devices when its layers are in model order.
+
+    What lay over `stage` lies over the first other dimension that it divides. Laid over the layers instead, every
+    device would have to hold all of them for a moment, since the layers of a stage are not neighbours in model order.
+
+    Args:
+      live: of the live leaf.
+      leading: number of its layer dimensions.
+      shape: in model order, one layer dimension.
+    """
+    entries = [e if isinstance(e, tuple) else (e,) if e else () for e in (None, *live.spec[leading:])]
+    if "stage" in live.spec[:leading]:
+        for i in range(1, len(shape)):
+            parts = live.mesh.shape["stage"] * math.prod(live.mesh.shape[a] for a in entries[i])
+            if shape[i] % parts == 0:
+                entries[i] = (*entries[i], "stage")
+                break
+    return NamedSharding(live.mesh, PartitionSpec(*entries))
 
 
 def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

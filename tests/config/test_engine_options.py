@@ -7,6 +7,7 @@ from maxpipe.config import ConfigError, notes
 
 CIRCULAR = {"pipeline.schedule": "circular", "mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 SCHEDULED = CIRCULAR | {"pipeline.schedule": "lockstep_1f1b"}
+MPMD = CIRCULAR | {"pipeline.schedule": "zb_h1"}
 
 
 def refusal(**values):
@@ -47,6 +48,14 @@ def refusal(**values):
             "use per_iteration",
         ),
         (SCHEDULED | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
+        (MPMD | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
+        (MPMD | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
+        (MPMD | {"pipeline.fsdp_gather": "once"}, "pipeline.fsdp_gather", "use per_iteration"),
+        (MPMD | {"pipeline.scan_iterations": False}, "pipeline.scan_iterations", "circular engine only"),
+        (MPMD | {"pipeline.remat_policy": "minimal_offloaded"}, "pipeline.remat_policy", "use minimal"),
+        (MPMD | {"pipeline.scan_layers_per_stage": True}, "pipeline.scan_layers_per_stage", "use false"),
+        (MPMD | {"pipeline.delay_activation_forwarding": True}, "pipeline.delay_activation_forwarding", "use false"),
+        (MPMD | {"compile.load": "step"}, "compile.load", "leave it empty"),
         (CIRCULAR | {"pipeline.outside_layers": "before"}, "pipeline.outside_layers", "parallel_layers"),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",

@@ -4,7 +4,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from maxpipe.config.layout import ENGINE_SCHEDULES, SUBSTITUTES
+from maxpipe.config.layout import ENGINE_SCHEDULES
 from maxpipe.config.schema import variants
 
 SEQUENTIAL = ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
@@ -18,6 +18,8 @@ SEQUENTIAL = ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
         (("pipeline.schedule=lockstep_1f1b",), "scheduled"),
         (SEQUENTIAL, "sequential"),
         ((*SEQUENTIAL, "pipeline.engine=circular"), "circular"),
+        (("pipeline.schedule=1f1b",), "mpmd"),
+        (("pipeline.schedule=gpipe", "pipeline.engine=mpmd"), "mpmd"),
         ((*SEQUENTIAL, "pipeline.schedule=1f1b"), "sequential"),
     ],
 )
@@ -37,12 +39,8 @@ def test_a_csv_schedule_runs_on_the_scheduled_engine(resolved, problems, tmp_pat
     [
         (("pipeline.engine=sequential",), "pipeline.engine", "mesh.*.stage makes 2"),
         (("pipeline.engine=circul",), "pipeline.engine", "did you mean circular?"),
-        (
-            ("pipeline.schedule=1f1b",),
-            "pipeline.schedule",
-            "no engine runs 1f1b; lockstep_1f1b does the same job",
-        ),
-        (("pipeline.schedule=zb_h1",), "pipeline.schedule", "lockstep_1f1b does the same job"),
+        (("pipeline.engine=scheduled", "pipeline.schedule=1f1b"), "pipeline.engine", "schedule 1f1b (mpmd does)"),
+        (("pipeline.schedule=zb_h1", "pipeline.num_repeats=2"), "pipeline.num_repeats", "one chunk per stage"),
         (("pipeline.schedule=lockstep1f1b",), "pipeline.schedule", "did you mean lockstep_1f1b?"),
         (
             ("pipeline.engine=scheduled",),
@@ -64,11 +62,10 @@ def test_engine_and_schedule_must_fit(problems, words, key, message):
     assert message in found[key]
 
 
-def test_every_schedule_has_an_engine_or_a_substitute():
+def test_every_schedule_has_an_engine():
     runnable = [pattern for patterns in ENGINE_SCHEDULES.values() for pattern in patterns]
     for name in variants("maxpipe.pipeline.schedules"):
-        assert any(fnmatch(name, pattern) for pattern in [*runnable, *SUBSTITUTES]), name
-    assert set(SUBSTITUTES.values()) <= set(runnable)
+        assert any(fnmatch(name, pattern) for pattern in runnable), name
 
 
 @pytest.mark.parametrize(

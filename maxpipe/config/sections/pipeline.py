@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.config.sections._option import option
 
-ENGINES = ("auto", "sequential", "circular", "scheduled")
+ENGINES = ("auto", "sequential", "circular", "scheduled", "mpmd")
 
 _PLACES = ("remat", "device", "offload")
 

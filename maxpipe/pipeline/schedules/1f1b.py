@@ -16,7 +16,7 @@ class OneFOneB(Schedule):
         in flight  min(M, S - s) on stage s
     """
 
-    substitute = "lockstep_1f1b"
+    engines = ("mpmd",)
 
     @classmethod
     def _build(

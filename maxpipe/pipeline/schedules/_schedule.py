@@ -10,15 +10,13 @@ class Schedule(ABC):
     """One family of tables; subclasses register with `SCHEDULES` and are used as classes, never instantiated.
 
     Attributes:
-      engines: engines that run it, preferred one first; empty if none does.
-      substitute: a schedule that an engine runs and that does the same job; empty if `engines` is not.
+      engines: engines that run it, preferred one first.
       repeats: whether `pipeline.num_repeats` may exceed 1.
       delayable: whether `pipeline.delay_activation_forwarding` applies.
       slots_overlap: whether `pipeline.overlap_slots` applies.
     """
 
-    engines: ClassVar[tuple[str, ...]] = ()
-    substitute: ClassVar[str] = ""
+    engines: ClassVar[tuple[str, ...]]
     repeats: ClassVar[bool] = False
     delayable: ClassVar[bool] = False
     slots_overlap: ClassVar[bool] = False

@@ -17,7 +17,7 @@ class Eager1F1B(Schedule):
         in flight  min(M, 2(S - s) - 1) on stage s
     """
 
-    substitute = "lockstep_1f1b"
+    engines = ("mpmd",)
 
     @classmethod
     def _build(

@@ -15,7 +15,7 @@ class GPipe(Schedule):
     in flight  M on every stage
     """
 
-    engines = ("circular",)
+    engines = ("circular", "mpmd")
     delayable = True
 
     @classmethod

@@ -23,7 +23,7 @@ class Interleaved1F1B(Schedule):
     stage makes it `eager_1f1b`.
     """
 
-    substitute = "lockstep_1f1b"
+    engines = ("mpmd",)
     repeats = True
 
     @classmethod

@@ -17,7 +17,7 @@ class ZBH1(Schedule):
         in flight  min(M, S) on every stage, counted until W has run
     """
 
-    substitute = "lockstep_1f1b"
+    engines = ("mpmd",)
 
     @classmethod
     def _build(

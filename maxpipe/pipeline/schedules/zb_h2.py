@@ -16,7 +16,7 @@ class ZBH2(Schedule):
         in flight  min(M, 2S - 1) on every stage, counted until W has run
     """
 
-    substitute = "lockstep_1f1b"
+    engines = ("mpmd",)
 
     @classmethod
     def _build(

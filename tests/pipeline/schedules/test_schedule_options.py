@@ -1,18 +1,21 @@
+from fnmatch import fnmatch
+
 import pytest
 
+from maxpipe.config.layout import ENGINE_SCHEDULES, FIXED_REPEATS
 from maxpipe.pipeline.schedules import SCHEDULES
 from maxpipe.pipeline.schedules._schedule import Schedule
 from maxpipe.pipeline.schedules._table import ScheduleError
 
 
 @pytest.mark.parametrize("name", SCHEDULES.names())
-def test_a_schedule_runs_somewhere_or_names_one_that_does(name):
+def test_a_schedule_knows_the_engines_that_run_it(name):
     schedule = SCHEDULES.get(name)
     assert issubclass(schedule, Schedule)
     assert schedule.name() == name
-    assert bool(schedule.engines) != bool(schedule.substitute)
-    if schedule.substitute:
-        assert SCHEDULES.get(schedule.substitute).engines
+    able = [engine for engine, patterns in ENGINE_SCHEDULES.items() if any(fnmatch(name, p) for p in patterns)]
+    assert list(schedule.engines) == able
+    assert schedule.repeats == (name not in FIXED_REPEATS)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""A marked function of parameters and a microbatch, run over all microbatches of a batch on all stages.
+
+Arguments of the function are known by their paths in {"params", "micro", "scales", "key"}, such as
+"['params']['head']['kernel']". Letters: M microbatches, B sequences, T sequence.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.pipeline import microbatches
+from maxpipe.pipeline.contract import Batch
+from maxpipe.pipeline.mpmd.runner import Observer, Runner, Sums
+from maxpipe.pipeline.mpmd.slicing import slice_program
+from maxpipe.pipeline.mpmd.stages import local_view, paths
+from maxpipe.pipeline.schedules._table import Table
+
+Named = Mapping[str, jax.Array]
+
+
+class StagedProgram:
+    """Traced and sliced when it is made, compiled at its first run.
+
+    Args:
+      f: of {"params", "micro", "scales", "key"} to outputs that are summed over microbatches.
+      params: shapes of all parameters.
+      batch: shapes of a batch, [B, T] each; M and the shards of `batch_spec` divide B.
+      table: the schedule.
+      meshes: sub-mesh of each stage.
+      batch_spec: layout of batches.
+      output_specs: layouts of the outputs' sums.
+      needs_key: whether "key" is a PRNG key, or None.
+
+    Attributes:
+      program, runner: for those who look inside.
+      needs: for each stage, the arguments that it reads.
+    """
+
+    def __init__(
+        self, f: Callable[..., Any], params: Any, batch: Any, table: Table, meshes: Sequence[Mesh],
+        batch_spec: PartitionSpec, output_specs: Sequence[PartitionSpec], needs_key: bool,
+    ):  # fmt: skip
+        self._num_microbatches = table.num_microbatches
+        self._meshes = meshes
+        self._batch_spec = batch_spec
+        scales = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+        key = jax.eval_shape(lambda: jax.random.key(0)) if needs_key else None
+        micro = jax.eval_shape(self._microbatches, batch)[0]
+        traced, shapes = jax.make_jaxpr(f, return_shape=True)(
+            {"params": params, "micro": micro, "scales": scales, "key": key}
+        )
+        self.program = slice_program(traced, split_backward="W" in table.kinds)
+        arguments = paths({"params": params, "micro": micro, "scales": scales, "key": key})
+        self._names = dict(zip(self.program.inputs, arguments, strict=True))
+        self._micro = dict(zip(paths({"micro": micro}), jax.tree.leaves(micro), strict=True))
+        self._sums = [x.shape for x in jax.tree.leaves(shapes)]
+        sum_shardings = [{i: NamedSharding(mesh, s) for i, s in enumerate(output_specs)} for mesh in meshes]
+        varying = [v for v, name in self._names.items() if name in self._micro]
+        self.runner = Runner(self.program, table, meshes, varying, sum_shardings)
+        self.needs = [{self._names[v] for v in needed} for needed in self.runner.needs]
+        self._prepare = [self._prepare_stage(s, shardings) for s, shardings in enumerate(sum_shardings)]
+
+    def run(
+        self, params: Sequence[Named], batch: Batch, keys: Sequence[jax.Array | None], observe: Observer | None = None
+    ) -> Sums:
+        """Sums of the outputs over all microbatches, by stage and output.
+
+        Args:
+          params: for each stage, the parameters that it needs.
+          batch: laid out over the mesh of all stages; M and the shards divide its rows.
+          keys: "key" on every stage.
+          observe: told of every unit.
+        """
+        fixed, varying, sums = [], [], []
+        for stage, mesh in enumerate(self._meshes):
+            local = {name: local_view(x, mesh) for name, x in batch.items()}
+            scalars, micro, zeros = self._prepare[stage](local, keys[stage])
+            mine = params[stage] | scalars
+            fixed.append({v: mine[name] for v, name in self._names.items() if name in mine})
+            varying.append([{v: m[name] for v, name in self._names.items() if name in m} for m in micro])
+            sums.append(zeros)
+        return self.runner.run(fixed, varying, sums, observe)
+
+    def _microbatches(self, batch: Batch) -> list[Batch]:
+        split = microbatches.split(microbatches.with_sequence_index(batch), self._num_microbatches)
+        return [{name: x[m] for name, x in split.items()} for m in range(self._num_microbatches)]
+
+    def _prepare_stage(self, stage: int, sum_shardings: Mapping[int, NamedSharding]) -> Callable[..., Any]:
+        """One program for all that a stage needs before its first unit."""
+        mesh, needs, outputs = self._meshes[stage], self.needs[stage], sorted(self.runner.outputs[stage])
+
+        def prepare(batch: Batch, key: jax.Array | None) -> Any:
+            scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
+            scalars = _named({"scales": scales, "key": key})
+            micro = [_named({"micro": m}) for m in self._microbatches(batch)]
+            zeros = {i: jnp.zeros(self._sums[i], jnp.float32) for i in outputs}
+            return _only(scalars, needs), [_only(m, needs) for m in micro], zeros
+
+        rows = {n: NamedSharding(mesh, PartitionSpec(*self._batch_spec[: x.ndim])) for n, x in self._micro.items()}
+        shardings = None, [_only(rows, needs)] * self._num_microbatches, {i: sum_shardings[i] for i in outputs}
+        return jax.jit(prepare, out_shardings=shardings)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    return dict(zip(paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def _only(named: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: x for name, x in named.items() if name in names}

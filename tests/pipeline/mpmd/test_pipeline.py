@@ -1,0 +1,108 @@
+"""The MPMD engine: gradients are the sequential one's, the order of units is the table's, memory is its peak."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import pytest
+from engines import PipelineUnderTest, assert_same, make_batch, reference, tiny
+from under_test import MpmdUnderTest
+
+from maxpipe.pipeline.schedules._slots import activation_slots
+from maxpipe.pipeline.simulate import simulate
+
+ROWS = 48
+
+
+def config_of(**case):
+    stages, chunks = case.get("stages", 2), case.get("chunks") or []
+    return tiny(
+        **{
+            "pipeline.engine": "mpmd",
+            "pipeline.schedule": case.get("schedule", "1f1b"),
+            "pipeline.num_microbatches": case.get("microbatches", 4),
+            "pipeline.num_repeats": case.get("repeats", 1),
+            "pipeline.layers_per_stage": chunks,
+            "pipeline.remat_policy": case.get("remat", "full"),
+            "pipeline.remat_layers": case.get("remat_layers", False),
+            "pipeline.scan_layers_per_stage": case.get("scan", False),
+            "model.num_layers": sum(chunks) or 2 * stages,
+            "model.tie_embeddings": case.get("tied", False),
+            "model.dropout": case.get("dropout", 0.0),
+            "model.block": case.get("block", "llama"),
+            "model.z_loss": 1e-2,
+            "data.global_batch_size": ROWS,
+            "mesh.ici.stage": stages,
+            "mesh.ici.fsdp": case.get("fsdp", 1),
+            "mesh.ici.tensor": case.get("tensor", 1),
+        }
+    )
+
+
+CASES = {
+    "1f1b tied dropout": {"tied": True, "dropout": 0.2, "microbatches": 3},
+    "1f1b fsdp tensor": {"fsdp": 2, "tensor": 2, "remat": "none", "scan": True},
+    "zb_h2 uneven": {"schedule": "zb_h2", "chunks": [1, 2], "remat": "minimal", "tied": True, "packed": False},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_sequential(case):
+    config, packed = config_of(**case), case.get("packed", True)
+    actual = MpmdUnderTest(config).train(make_batch(ROWS, packed=packed))
+    assert_same(actual, reference(config.model, ROWS, packed=packed))
+
+
+class TestInterleaved:
+    """Four chunks on two stages."""
+
+    config = config_of(schedule="interleaved_1f1b", repeats=2, microbatches=6)
+
+    @pytest.fixture(scope="class")
+    def mpmd(self):
+        return MpmdUnderTest(self.config)
+
+    def test_equals_sequential(self, mpmd):
+        assert_same(mpmd.train(make_batch(ROWS)), reference(self.config.model, ROWS))
+
+    def test_units_run_in_the_order_of_the_table(self, mpmd):
+        ran = [[], []]
+        mpmd.train(make_batch(ROWS), observe=lambda stage, name, m: ran[stage].append((*name, m)))
+        table = mpmd.pipeline.table
+        for stage in range(2):
+            expected = {}
+            for kind in table.kinds:
+                for tick, s, m, chunk in zip(*table.units(kind), strict=True):
+                    if s == stage:
+                        expected[int(tick)] = (kind, int(table.global_chunk(chunk, s)), int(m))
+            assert ran[stage] == [expected[tick] for tick in sorted(expected)]
+
+    def test_no_more_activations_are_alive_than_the_table_says(self, mpmd):
+        """With full rematerialisation a chunk in flight is its input, and one that waits for its turn is, too."""
+        mpmd.train(make_batch(ROWS))
+        shape = (ROWS // 6, 8, 16)
+        most = Counter()
+
+        def observe(stage, name, m):
+            devices = Counter(next(iter(x.devices())).id for x in jax.live_arrays() if x.shape == shape)
+            for device, count in devices.items():
+                most[device] = max(most[device], count)
+
+        mpmd.train(make_batch(ROWS), observe=observe)
+        table = mpmd.pipeline.table
+        slots = activation_slots(table)
+        assert set(most) == {0, 1}
+        peak = simulate(table).peak_in_flight
+        for stage in range(2):
+            waiting = slots.activations.peak[stage] + slots.gradients.peak[stage]
+            assert peak[stage] <= most[stage] <= peak[stage] + waiting
+
+    def test_evaluates_batches_of_any_size(self, mpmd):
+        config = tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": ROWS})
+        sequential = PipelineUnderTest(dataclasses.replace(config, model=self.config.model))
+        for rows in (ROWS, 10):
+            found = mpmd.pipeline.evaluate(
+                [stage.params for stage in mpmd.state.stages], mpmd.state.copies, mpmd.place(make_batch(rows))
+            )
+            expected = sequential.evaluate(make_batch(rows))
+            assert {n: float(x) for n, x in found.items()} == pytest.approx(expected, rel=1e-5)
