@@ -156,7 +156,7 @@ def run_schedule(name: str, request: Request, lenient: bool) -> Simulation:
         sizes = {**dict(zip(SIZES, csv_sizes(name), strict=True)), **request.sizes}
     elif lenient:
         schedule = SCHEDULES.get(name)
-        sizes["repeats"] = sizes["repeats"] if schedule.repeats else 1
+        sizes["repeats"] = schedule.repeats_for(sizes["repeats"])
         has = {"delay_activation_forwarding": schedule.delayable, "overlap_slots": schedule.slots_overlap}
         switches = frozenset(switch for switch in switches if has[switch])
     table = load_schedule(

@@ -15,11 +15,16 @@ STAGES = ("mesh.ici.stage", "mesh.dcn.stage")
 ENGINE_SCHEDULES = {
     "circular": ("circular", "gpipe"),
     "scheduled": ("lockstep_1f1b", "*.csv"),
-    "mpmd": ("1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "gpipe", "*.csv"),
-}
+    "mpmd": (
+        "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "gpipe",
+        "*.csv",
+    ),
+}  # fmt: skip
 
 # Schedules that fix the number of chunks per stage.
-FIXED_REPEATS = {"gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_h2": 1}
+FIXED_REPEATS = {
+    "gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_h2": 1, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2,
+}  # fmt: skip
 
 _SPLIT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
 

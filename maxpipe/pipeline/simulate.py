@@ -136,8 +136,9 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
     else:
         work[table.stage_of_chunk[-1]] += costs.head * table.num_microbatches
     stages = [table.stage_of_chunk == s for s in range(table.num_stages)]
-    first = np.array([min(np.nanmin(t[:, mine]) for t in start.values()) for mine in stages])
-    last = np.array([max(np.nanmax(t[:, mine]) for t in end.values()) for mine in stages])
+    # A stage may be without units of some kind.
+    first = np.array([np.nanmin([t[:, mine] for t in start.values()]) for mine in stages])
+    last = np.array([np.nanmax([t[:, mine] for t in end.values()]) for mine in stages])
     last[table.stage_of_chunk[-1]] = max(last[table.stage_of_chunk[-1]], head_end.max())
     span = np.full(table.num_stages, makespan) if table.lockstep else last - first
     bytes_sent = _transfers(table) * costs.activation_bytes

@@ -12,13 +12,15 @@ from maxpipe.pipeline.schedules._table import forward_only
 from maxpipe.pipeline.schedules._validate import validate
 from maxpipe.pipeline.simulate import Costs, simulate
 
-FREE_RUNNING = ["1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2"]
+FREE_RUNNING = [
+    "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v",
+]  # fmt: skip
 COST = st.sampled_from([0.0, 0.5, 1.0, 2.0])
 
 
 def build(name, S, M, V=1, **options):
     schedule = SCHEDULES.get(name)
-    return schedule.build(S, M, V if schedule.repeats else 1, **options)
+    return schedule.build(S, M, schedule.repeats_for(V), **options)
 
 
 @given(
@@ -35,9 +37,10 @@ def test_free_running_units_start_as_soon_as_they_can(name, S, M, V, communicati
         for kind in table.kinds
         for tick, stage, m, c in zip(*(a.tolist() for a in table.units(kind)), strict=True)
     )
+    units = {unit[2:] for unit in order}
     free, ended = [0.0] * S, {}
     for _, stage, kind, m, g in order:
-        needs = dependency((kind, m, g), table.num_chunks - 1)
+        needs = dependency((kind, m, g), table.num_chunks - 1, units)
         far = needs is not None and table.stage_of_chunk[needs[2]] != stage
         begin = max(free[stage], ended[needs] + far * communication if needs else 0.0)
         assert run.start[kind][m, g] == pytest.approx(begin)

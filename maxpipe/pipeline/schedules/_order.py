@@ -3,7 +3,7 @@
 A unit is a tuple (kind, microbatch, global chunk); an order is the list of a stage's units.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import numpy as np
 
@@ -50,6 +50,7 @@ def place(
       orders: one per stage; together they must be free of deadlock.
     """
     queues = [list(order) for order in orders]
+    units = {unit for queue in queues for unit in queue}
     last = num_repeats * num_stages - 1
     stage_of = stages_of_chunks(num_stages, num_repeats, placement).tolist()
     done: dict[RawUnit, int] = {}
@@ -60,7 +61,7 @@ def place(
         stage = ready.pop()
         while position[stage] < len(queues[stage]):
             unit = queues[stage][position[stage]]
-            needs = dependency(unit, last)
+            needs = dependency(unit, last, units)
             tick = free[stage]
             if needs is not None:
                 if needs not in done:
@@ -82,11 +83,19 @@ def place(
     return from_ticks(name, num_stages, num_repeats, ticks, placement=placement)
 
 
-def dependency(unit: RawUnit, last_chunk: int) -> RawUnit | None:
-    """The unit whose result this one waits for, usually another stage's; None for the first F."""
+def dependency(unit: RawUnit, last_chunk: int, units: Container[RawUnit]) -> RawUnit | None:
+    """The unit whose result this one waits for, usually another stage's; None for the first F.
+
+    Args:
+      unit: kind, microbatch, global chunk.
+      last_chunk: of the model.
+      units: all of the table: the backward behind this one may be whole or split.
+    """
     kind, microbatch, chunk = unit
     if kind == "F":
         return ("F", microbatch, chunk - 1) if chunk else None
     if kind == "W":
         return "I", microbatch, chunk
-    return (kind, microbatch, chunk + 1) if chunk < last_chunk else ("F", microbatch, chunk)
+    if chunk == last_chunk:
+        return "F", microbatch, chunk
+    return next(u for u in (("B", microbatch, chunk + 1), ("I", microbatch, chunk + 1)) if u in units)

@@ -11,13 +11,13 @@ class Schedule(ABC):
 
     Attributes:
       engines: engines that run it, preferred one first.
-      repeats: whether `pipeline.num_repeats` may exceed 1.
+      fixed_repeats: chunks per stage, `pipeline.num_repeats`; None if any number will do.
       delayable: whether `pipeline.delay_activation_forwarding` applies.
       slots_overlap: whether `pipeline.overlap_slots` applies.
     """
 
     engines: ClassVar[tuple[str, ...]]
-    repeats: ClassVar[bool] = False
+    fixed_repeats: ClassVar[int | None] = 1
     delayable: ClassVar[bool] = False
     slots_overlap: ClassVar[bool] = False
 
@@ -25,6 +25,11 @@ class Schedule(ABC):
     def name(cls) -> str:
         """The module's name, which is the schedule's."""
         return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def repeats_for(cls, num_repeats: int) -> int:
+        """`num_repeats`, or what the schedule has instead."""
+        return cls.fixed_repeats or num_repeats
 
     @classmethod
     def build(
@@ -56,10 +61,11 @@ class Schedule(ABC):
         for key, size in sizes.items():
             if size < 1:
                 raise ScheduleError(f"{key}={size}: must be at least 1")
-        if num_repeats > 1 and not cls.repeats:
+        if num_repeats != cls.repeats_for(num_repeats):
+            chunks = "one chunk" if cls.fixed_repeats == 1 else f"{cls.fixed_repeats} chunks"
             raise ScheduleError(
-                f"pipeline.num_repeats={num_repeats}: schedule {cls.name()} has one chunk per stage; "
-                f"set it to 1, or use lockstep_1f1b, interleaved_1f1b or circular"
+                f"pipeline.num_repeats={num_repeats}: schedule {cls.name()} has {chunks} per stage; "
+                f"set it to {cls.fixed_repeats}, or use lockstep_1f1b, interleaved_1f1b or circular"
             )
         if forwarding_delay > 1 and not cls.delayable:
             raise ScheduleError(

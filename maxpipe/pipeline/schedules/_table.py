@@ -159,17 +159,18 @@ def from_ticks(
 
     Args:
       name: see `Table`; so are the arguments not named here.
-      ticks: for each kind int [M, G], the tick at which the unit of that microbatch and global chunk runs.
+      ticks: for each kind int [M, G], the tick at which the unit of that microbatch and global chunk runs, -1 if never.
     """
     num_ticks = 1 + max(int(t.max()) for t in ticks.values())
-    num_microbatches, num_chunks = ticks["F"].shape
+    num_microbatches = len(ticks["F"])
     stage = stages_of_chunks(num_stages, num_repeats, placement)
     microbatch, chunk = {}, {}
     for kind, tick in ticks.items():
         microbatch[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
         chunk[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
-        microbatch[kind][tick, stage] = np.arange(num_microbatches)[:, None]
-        chunk[kind][tick, stage] = np.arange(num_chunks) // num_stages
+        m, c = np.nonzero(tick >= 0)
+        microbatch[kind][tick[m, c], stage[c]] = m
+        chunk[kind][tick[m, c], stage[c]] = c // num_stages
     return Table(
         name,
         num_stages,

@@ -20,7 +20,7 @@ class Circular(Schedule):
     """
 
     engines = ("circular",)
-    repeats = True
+    fixed_repeats = None
     delayable = True
 
     @classmethod

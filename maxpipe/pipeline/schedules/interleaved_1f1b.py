@@ -24,7 +24,7 @@ class Interleaved1F1B(Schedule):
     """
 
     engines = ("mpmd",)
-    repeats = True
+    fixed_repeats = None
 
     @classmethod
     def _build(

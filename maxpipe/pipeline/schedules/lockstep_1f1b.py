@@ -28,7 +28,7 @@ class Lockstep1F1B(Schedule):
     """
 
     engines = ("scheduled",)
-    repeats = True
+    fixed_repeats = None
     delayable = True
     slots_overlap = True
 

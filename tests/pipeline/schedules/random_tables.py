@@ -18,6 +18,7 @@ def tables(draw: st.DrawFn, split: bool = True, lockstep: bool = True) -> Table:
     random = draw(st.randoms(use_true_random=False))
     stage_of, last = stages_of_chunks(S, V, placement), S * V - 1
     todo = {(kind, m, g) for kind in kinds for m in range(M) for g in range(last + 1)}
+    units = frozenset(todo)
     done: dict[tuple[str, int, int], int] = {}
     tick = 0
     while todo:
@@ -28,7 +29,7 @@ def tables(draw: st.DrawFn, split: bool = True, lockstep: bool = True) -> Table:
                     for u in sorted(todo)
                     if stage_of[u[2]] == stage
                     and u[0] in slot
-                    and is_ready(u, done, tick, last, delay, is_lockstep)
+                    and is_ready(u, units, done, tick, last, delay, is_lockstep)
                 ]
                 if ready and random.random() < 0.8:
                     unit = random.choice(ready)
@@ -43,10 +44,10 @@ def tables(draw: st.DrawFn, split: bool = True, lockstep: bool = True) -> Table:
     )
 
 
-def is_ready(unit, done, tick, last, delay, lockstep):
+def is_ready(unit, units, done, tick, last, delay, lockstep):
     """Whether whatever a unit waits for is there."""
     kind, microbatch, chunk = unit
-    needs = dependency(unit, last)
+    needs = dependency(unit, last, units)
     local = 0 if lockstep else 1
     if needs and not (needs in done and done[needs] + (local if needs[2] == chunk else delay) <= tick):
         return False

@@ -37,7 +37,7 @@ def test_every_value_in_flight_is_stored(table):
 def test_residual_slots_are_the_simulated_peak(name):
     schedule = SCHEDULES.get(name)
     for S, M, V in ((1, 3, 1), (2, 5, 1), (4, 8, 2), (4, 11, 3), (5, 3, 2)):
-        table = schedule.build(S, M, V if schedule.repeats else 1)
+        table = schedule.build(S, M, schedule.repeats_for(V))
         assert activation_slots(table).residuals.peak.tolist() == simulate(table).peak_in_flight.tolist()
 
 

@@ -1,8 +1,8 @@
 """Schedules against their published time and memory, on a grid of stages, microbatches and repeats."""
 
 import itertools
+import math
 
-import numpy as np
 import pytest
 
 from maxpipe.pipeline.schedules import SCHEDULES
@@ -129,11 +129,46 @@ def test_zb_h2(S, rest, F, I, W):
     assert run.peak_in_flight.tolist() == [2 * S - 1] * S
 
 
+V_STAGES = (1, 2, 3, 4, 5, 6, 8, 16)
+
+
+@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (-1, 0, 1, 7)))
+def test_zb_v(S, rest):
+    run = simulate(SCHEDULES.get("zb_v").build(S, max(2 * S + rest, 2), 2), Costs(1, 2, 1, 1))
+    assert run.bubble == 0
+    assert run.peak_in_flight.tolist() == [2 * S] * S
+
+
+@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (0, 1, 7)))
+def test_v_half(S, rest):
+    """Half of the memory of 1F1B's 2S chunks and a microbatch; half of its bubble of 6(S-1) chunk times."""
+    run = simulate(SCHEDULES.get("v_half").build(S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+    assert run.bubble <= 3 * (S - 1)
+    assert run.peak_in_flight.max() == S + (1 if S % 2 else 2)
+
+
+@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES[1:], (0, 1, 7)))
+def test_v_min(S, rest):
+    """A third of the memory of 1F1B's 2S chunks and a constant; two thirds of its bubble of 6(S-1) chunk times."""
+    run = simulate(SCHEDULES.get("v_min").build(S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+    assert run.bubble == 4 * (S - 1) + (1 if S % 3 == 0 else -1)
+    assert run.peak_in_flight.max() == 2 * math.ceil((S + 2) / 3)
+
+
+@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5)])
+def test_dualpipe_v(S, rest, F, I, W):
+    B = I + W
+    run = simulate(SCHEDULES.get("dualpipe_v").build(S, 2 * S + rest, 2), Costs(F, B, I, W))
+    assert run.bubble <= (S - 1) * (F + 2 * B - 3 * W) + 1e-9
+    assert run.peak_in_flight.tolist() == [2 * S + 1] * S
+
+
 @pytest.mark.parametrize("name", SCHEDULES.names())
 def test_every_unit_is_computed_whatever_the_sizes(name):
     schedule = SCHEDULES.get(name)
-    for S, M, V in grid((1, 2, 3, 5), (1, 2, 4, 7, 11), (1, 2, 3) if schedule.repeats else (1,)):
+    for S, M, V in grid((1, 2, 3, 5), (1, 2, 4, 7, 11), {schedule.repeats_for(V) for V in (1, 2, 3)}):
         table = schedule.build(S, M, V)
-        computed = {kind: np.sort(ticks.ravel())[0] >= 0 for kind, ticks in table.ticks.items()}
-        assert all(computed.values())
+        kinds = ["F", "BI", "BW"] if len(table.kinds) > 1 else ["F"]
+        assert all(table.merged_ticks(kind).min() >= 0 for kind in kinds)
         assert table.name == name

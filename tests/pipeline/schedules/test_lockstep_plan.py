@@ -67,7 +67,7 @@ def test_replays_schedules(name, S, M, V):
     schedule = SCHEDULES.get(name)
     for delay in (1, 2) if schedule.delayable else (1,):
         for slack in (0, 1, 2) if schedule.slots_overlap else (0,):
-            replay(schedule.build(S, M, V if schedule.repeats else 1, forwarding_delay=delay, slack=slack))
+            replay(schedule.build(S, M, schedule.repeats_for(V), forwarding_delay=delay, slack=slack))
 
 
 def test_indices_are_legal_where_nothing_runs():

@@ -15,7 +15,7 @@ def test_a_schedule_knows_the_engines_that_run_it(name):
     assert schedule.name() == name
     able = [engine for engine, patterns in ENGINE_SCHEDULES.items() if any(fnmatch(name, p) for p in patterns)]
     assert list(schedule.engines) == able
-    assert schedule.repeats == (name not in FIXED_REPEATS)
+    assert schedule.fixed_repeats == FIXED_REPEATS.get(name)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def read(path, text, S, M, V=1, **options):
 def test_round_trip_of_every_schedule(name, path):
     schedule = SCHEDULES.get(name)
     for S, M, V in ((1, 1, 1), (2, 3, 1), (4, 6, 2), (3, 2, 3)):
-        table = schedule.build(S, M, V if schedule.repeats else 1)
+        table = schedule.build(S, M, schedule.repeats_for(V))
         again = read(path, to_csv(table), *sizes(table))
         assert again.lockstep == table.lockstep or S == 1
         assert same_cells(again, table)

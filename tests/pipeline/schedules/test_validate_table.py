@@ -26,7 +26,7 @@ def test_generated_tables_are_valid(name):
     schedule = SCHEDULES.get(name)
     for S in (1, 2, 3, 4):
         for M in (1, 2, 3, 5, 8, 11):
-            for V in (1, 2, 3) if schedule.repeats else (1,):
+            for V in {schedule.repeats_for(V) for V in (1, 2, 3)}:
                 for delay in (1, 2) if schedule.delayable else (1,):
                     for slack in (0, 1) if schedule.slots_overlap else (0,):
                         table = schedule.build(S, M, V, forwarding_delay=delay, slack=slack)
