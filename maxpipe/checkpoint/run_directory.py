@@ -20,6 +20,7 @@ IDENTITY = (
     "optimizer.name",
     "data.source",
     "data.path",
+    "data.mixture",
     "data.tokenizer",
     "data.packing",
     "data.sequence_length",

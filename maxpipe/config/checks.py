@@ -44,12 +44,34 @@ def rope_scaling(c: Config) -> None:
 @step("data.tokenizer")
 def tokenizer(c: Config) -> None:
     name, names = c.data.tokenizer, variants("maxpipe.data.tokenizers")
-    is_path = "/" in name or name.endswith(".json") or os.path.exists(name)
+    is_path = "/" in name or name.endswith((".json", ".model")) or os.path.exists(name)
     if name not in names and not is_path:
         message = (
-            f"{name!r} is neither {', '.join(names)} nor the path of a tokenizer.json{nearest(name, names)}"
+            f"{name!r} is neither {', '.join(names)} nor the path of a tokenizer.json or .model{nearest(name, names)}"
         )
         raise ConfigError(Problem("data.tokenizer", message))
+
+
+@step("data.mixture", "data.path")
+def mixture(c: Config) -> None:
+    key, problems = "data.mixture", []
+    fields, sources = ("source", "path", "weight"), variants("maxpipe.data.sources")
+    for number, entry in enumerate(c.data.mixture, 1):
+        for name in [*entry.keys() - set(fields)]:
+            problems.append(f"entry {number} has no {name!r}, only {', '.join(fields)}{nearest(name, [*fields])}")
+        if (source := entry.get("source")) not in sources:
+            problems.append(
+                f"entry {number}: source {source!r} is not one of {', '.join(sources)}{nearest(str(source), sources)}"
+            )
+        if not isinstance(entry.get("path", ""), str):
+            problems.append(f"entry {number}: the path is a number; quote it if that is its name")
+        weight = entry.get("weight")
+        if isinstance(weight, str) or weight is None or weight <= 0:
+            problems.append(f"entry {number} needs a weight above 0; got {weight!r}")
+    if c.data.mixture and c.data.path:
+        problems.append("data.path has no effect beside it; put the path into an entry, or empty one of the two keys")
+    if problems:
+        raise ConfigError(*(Problem(key, problem) for problem in problems))
 
 
 @step("checkpoint.resume")
@@ -175,6 +197,7 @@ CHECKS = (
     grouped_heads,
     rope_scaling,
     tokenizer,
+    mixture,
     resume,
     keep_every,
     keep_best,

@@ -54,6 +54,8 @@ def convert(option: Option, raw: Raw) -> Any:
         raise ValueError(f"expected a list such as {_example(option)}, got {show(raw)}")
     if option.type == list[int]:
         return [_integer(item) for item in raw]
+    if option.type == list[dict[str, Any]]:
+        return [_mapping(item, option) for item in raw]
     return [_plain(item) for item in raw]
 
 
@@ -65,6 +67,8 @@ def check_type(option: Option, value: Any) -> None:
         legal = isinstance(value, int) and not isinstance(value, bool)
     elif option.type == list[int]:
         legal = isinstance(value, list) and all(type(item) is int for item in value)
+    elif option.type == list[dict[str, Any]]:
+        legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
         legal = isinstance(value, list if option.type == list[Any] else option.type)
     if not legal:
@@ -156,6 +160,21 @@ def _float(raw: Raw) -> float:
     return value
 
 
+def _mapping(raw: Raw, option: Option) -> dict[str, Any]:
+    """Names to numbers, where the text is one and not quoted, or to strings."""
+    if not isinstance(raw, dict):
+        raise ValueError(f"expected a list such as {_example(option)}, got {show(raw)} in it")
+    values: dict[str, Any] = {}
+    for name, item in raw.items():
+        if not isinstance(item, Scalar):
+            raise ValueError(f"expected one value for {name}, got {show(item)}")
+        try:
+            values[name] = item.text if item.quoted else float(number(item.text))
+        except ValueError:
+            values[name] = item.text
+    return values
+
+
 def _plain(raw: Raw) -> Any:
     if isinstance(raw, list):
         return [_plain(item) for item in raw]
@@ -170,4 +189,6 @@ def _name(option: Option) -> str:
 
 
 def _example(option: Option) -> str:
+    if option.type == list[dict[str, Any]]:
+        return "[{source: jsonl, path: a.jsonl, weight: 0.7}, {source: text, path: b.txt, weight: 0.3}]"
     return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"

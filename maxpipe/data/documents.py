@@ -36,7 +36,7 @@ class Subset:
 
 
 def open_documents(config: DataConfig, split: Split) -> Documents:
-    """The documents of one split of the configured source.
+    """The documents of one split of `data.source`.
 
     Raises:
       ConfigError: files are missing or unusable, or the split would be empty.

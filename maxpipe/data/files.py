@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.data.remote import fetch, is_remote
 
 # Elements looked at together: keeps the temporary of a scan small beside the file.
 BLOCK = 1 << 24
@@ -55,30 +56,36 @@ class Spans:
         return file, int(start), int(end)
 
 
-def find_files(path: str, suffixes: Sequence[str] = ("",)) -> list[str]:
-    """The files of a comma-separated list of files, directories and globs; sorted, each once.
+def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") -> list[str]:
+    """The files of a comma-separated list of files, directories and globs, each once; sorted, remote ones last.
 
     Args:
       path: value of `data.path`. A directory stands for all files beneath it, hidden ones left out.
       suffixes: endings that a file in a directory must have; files named or matched by a glob may have any.
+      cache_dir: `data.cache_dir`, where copies of remote files are.
 
     Raises:
       ConfigError: `path` is empty, or one of its parts gives no file.
     """
     found: set[str] = set()
+    fetched: dict[str, None] = {}  # in the order of their names in the store
     problems = []
     for part in filter(None, (part.strip() for part in path.split(","))):
-        files = _expand(Path(part).expanduser(), suffixes)
-        found.update(files)
+        if is_remote(part):
+            files = fetch(part, suffixes, cache_dir)
+            fetched.update(dict.fromkeys(files))
+        else:
+            files = _expand(Path(part).expanduser(), suffixes)
+            found.update(files)
         if not files:
             endings = " or ".join(f"*{suffix}" for suffix in suffixes)
             message = f"no file at {part!r}; give a file, a glob, or a directory that holds {endings}"
             problems.append(Problem("data.path", message))
     if problems:
         raise ConfigError(*problems)
-    if not found:
+    if not found and not fetched:
         raise ConfigError(Problem("data.path", "this data.source needs a file, a directory or a glob here"))
-    return sorted(found)
+    return [*sorted(found), *fetched]
 
 
 def _expand(path: Path, suffixes: Sequence[str]) -> list[str]:

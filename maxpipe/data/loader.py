@@ -14,7 +14,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import Split, open_documents
+from maxpipe.data.documents import Split
 from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import load_tokenizer
 
@@ -68,7 +68,7 @@ def make_loader(config: Config, split: Split, rows: Sequence[int], state: np.nda
         `state` does not belong to these documents and rows. `next(loader)` raises it for what reading finds.
     """
     from maxpipe.data.encoding import EncodedDocuments
-    from maxpipe.data.order import DocumentOrder
+    from maxpipe.data.mixture import open_mixture
     from maxpipe.data.rows import RowSource, prefetched
 
     data = config.data
@@ -82,13 +82,13 @@ def make_loader(config: Config, split: Split, rows: Sequence[int], state: np.nda
             f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
         )
         raise ConfigError(Problem("model.vocab_size", message))
-    documents = open_documents(data, split)
+    documents, order = open_mixture(data, split, config.seed)
     if state is None:
         state = initial_state(rows, len(documents))
     check_state(state, rows, len(documents), batch_size)
     source = RowSource(
         documents=EncodedDocuments(documents, tokenizer, config.model.vocab_size),
-        order=DocumentOrder(len(documents), config.seed, data.shuffle),
+        order=order,
         global_batch_size=batch_size,
         sequence_length=data.sequence_length,
         packing=data.packing,

@@ -1,6 +1,18 @@
 """The order in which documents are visited, as a pure function of (seed, epoch, position)."""
 
+from typing import Protocol
+
 from grain.experimental import index_shuffle
+
+
+class Order(Protocol):
+    """Which document is visited when; an epoch has `num_documents` positions."""
+
+    num_documents: int
+
+    def __call__(self, epoch: int, position: int) -> int:
+        """Index of the document at `position` of `epoch`."""
+        ...
 
 
 class DocumentOrder:

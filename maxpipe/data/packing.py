@@ -18,7 +18,7 @@ from maxpipe.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from maxpipe.data.encoding import EncodedDocuments
-    from maxpipe.data.order import DocumentOrder
+    from maxpipe.data.order import Order
 
 Batch = dict[str, np.ndarray]
 
@@ -33,7 +33,7 @@ class RowStream:
       state: int64 [3]: epoch, position within the epoch, pairs of that document already used.
     """
 
-    def __init__(self, documents: "EncodedDocuments", order: "DocumentOrder", stride: int, state: np.ndarray):
+    def __init__(self, documents: "EncodedDocuments", order: "Order", stride: int, state: np.ndarray):
         self._documents = documents
         self._order = order
         self._stride = stride

@@ -15,7 +15,7 @@ from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
 from maxpipe.data.encoding import EncodedDocuments
-from maxpipe.data.order import DocumentOrder
+from maxpipe.data.order import Order
 from maxpipe.data.packing import Batch, RowStream, empty_batch, fill_row
 
 
@@ -33,7 +33,7 @@ class RowSource:
     """
 
     documents: EncodedDocuments
-    order: DocumentOrder
+    order: Order
     global_batch_size: int
     sequence_length: int
     packing: bool

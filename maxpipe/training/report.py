@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxpipe.builder import build_layout, build_table
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import Config, DataConfig
 from maxpipe.pipeline.simulate import simulate
 from maxpipe.telemetry.flops import parameter_count
 from maxpipe.telemetry.summary import RunSummary, start_summary
@@ -43,10 +43,16 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         schedule=f"{config.pipeline.schedule} on the {config.pipeline.engine} engine" if pipelined else "sequential",
         num_microbatches=config.pipeline.num_microbatches,
         bubble=simulate(build_table(config)).bubble_fraction if pipelined else 0.0,
-        data=f"{data.source}, {data.tokenizer} tokens, "
+        data=f"{describe_sources(data)}, {data.tokenizer} tokens, "
         f"{data.global_batch_size} x {data.sequence_length} = {tokens} a step",
         steps=config.steps,
         resumed_step=step or None,
         decisions=decisions,
     )
     return start_summary(summary)
+
+
+def describe_sources(data: DataConfig) -> str:
+    """The source, or those of a mixture with their shares."""
+    total = sum(entry["weight"] for entry in data.mixture)
+    return " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture) or data.source

@@ -1,6 +1,7 @@
 """`data.*` and `eval.*`: where rows come from."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from maxpipe.config.sections._option import option
 
@@ -8,8 +9,18 @@ from maxpipe.config.sections._option import option
 @dataclass(frozen=True)
 class DataConfig:
     source: str = option("python_stdlib", "where documents come from", variants="maxpipe.data.sources")
-    path: str = option("", "file, directory or glob of the source (comma-separated for several)")
-    tokenizer: str = option("byte", "byte, or the path of a Hugging Face tokenizer.json")
+    path: str = option(
+        "", "file, directory or glob of the source (comma-separated for several); s3:// and gs:// as well"
+    )
+    mixture: list[dict[str, Any]] = option(  # noqa: RUF009
+        [], "several sources instead of one: a list of {source, path, weight}, weight = share of the documents"
+    )
+    cache_dir: str = option(
+        "", "local copies of remote, compressed and parquet files; empty = ~/.cache/maxpipe"
+    )
+    tokenizer: str = option(
+        "byte", "byte, or the path of a Hugging Face tokenizer.json or of a SentencePiece .model"
+    )
     global_batch_size: int = option(32, "sequences per step over all devices", minimum=1, maximum=2**24)
     sequence_length: int = option(128, "tokens per sequence", minimum=1)
     packing: bool = option(

@@ -1,4 +1,4 @@
-"""JSON lines: one object per line, the document under "text"."""
+"""JSON lines: one object per line, the document under "text"; may be compressed (.gz, .zst)."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
+from maxpipe.data.compression import GZIP, ZSTD, unpacked
 from maxpipe.data.files import Spans, find_all, find_files, require_content
 from maxpipe.data.sources import SOURCES
 
@@ -69,9 +70,11 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
 
 @SOURCES.register()
 def build(config: DataConfig) -> JsonLines:
-    """The lines of the files of `data.path` (in a directory: *.jsonl), files in sorted order.
+    """The lines of the files of `data.path` (in a directory: *.jsonl, *.jsonl.gz, *.jsonl.zst), files in sorted order.
 
     Raises:
-      ConfigError: there is no file, or one holds no lines.
+      ConfigError: there is no file, or one holds no lines or is damaged.
     """
-    return JsonLines(require_content(find_files(config.path, (".jsonl",))))
+    endings = (".jsonl", ".jsonl" + GZIP, ".jsonl" + ZSTD)
+    files = require_content(find_files(config.path, endings, config.cache_dir))
+    return JsonLines(require_content([unpacked(path, config.cache_dir) for path in files]))

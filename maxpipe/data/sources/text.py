@@ -15,7 +15,7 @@ def build(config: DataConfig) -> FileDocuments:
     Raises:
       ConfigError: there is no file, or all are empty.
     """
-    paths = [path for path in find_files(config.path) if Path(path).stat().st_size]
+    paths = [path for path in find_files(config.path, cache_dir=config.cache_dir) if Path(path).stat().st_size]
     if not paths:
         raise ConfigError(Problem("data.path", f"every file at {config.path!r} is empty"))
     return FileDocuments(paths)

@@ -15,6 +15,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_all, find_files, require_content
+from maxpipe.data.remote import is_remote
 from maxpipe.data.sources import SOURCES
 from maxpipe.data.tokenizers import load_tokenizer
 
@@ -97,6 +98,9 @@ def build(config: DataConfig) -> TokenFiles:
       ConfigError: there is no file, or one is empty, of another format, or without document ends.
     """
     tokenizer = load_tokenizer(config.tokenizer)
+    if is_remote(config.path):
+        # A copy under another name would have lost its index, and with it where documents end.
+        raise ConfigError(Problem("data.path", "token files must be on this machine; copy them with their indices"))
     files = [path for path in find_files(config.path, (".bin", ".npy")) if not path.endswith(INDEX_SUFFIX)]
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     return TokenFiles(require_content(files), dtype, tokenizer.eos_id)

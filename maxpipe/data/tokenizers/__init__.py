@@ -1,4 +1,4 @@
-"""Tokenizers; `data.tokenizer` names a module here or is the path of a Hugging Face tokenizer.json."""
+"""Tokenizers; `data.tokenizer` names a module here or is the path of a tokenizer.json or SentencePiece model."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -41,10 +41,14 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     """The tokenizer that `data.tokenizer` selects; one object per value.
 
     Raises:
-      ConfigError: it is neither a name nor a usable tokenizer.json.
+      ConfigError: it is neither a name nor a usable file.
     """
     if name_or_path in TOKENIZERS.names():
         return TOKENIZERS.get(name_or_path)()
+    if name_or_path.endswith(".model"):
+        from maxpipe.data.tokenizers._sentencepiece import SentencePieceTokenizer
+
+        return SentencePieceTokenizer(name_or_path)
     from maxpipe.data.tokenizers._hugging_face import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(name_or_path)

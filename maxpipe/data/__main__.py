@@ -1,0 +1,89 @@
+"""Looks at data as a run would see it: `python -m maxpipe.data show CONFIG.yml key=value ...`.
+
+Prints a few rows as text, one line per segment, and measures the loader. No model is built. Exit codes: 0; 2 if the
+configuration or the data is wrong.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.data.packing import Batch
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+
+PROG = "python -m maxpipe.data show"
+
+
+@exit_on_config_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] != ["show"]:
+        raise ConfigError(Problem("", f"the one thing to do is: {PROG} CONFIG.yml key=value ..."))
+    arguments = parse_args(words[1:], prog=PROG, description=__doc__.splitlines()[2], add_flags=_add_flags)
+    show(arguments.loaded.config, arguments.flags.rows, arguments.flags.seconds)
+    return 0
+
+
+def show(config: Config, num_rows: int, seconds: float) -> None:
+    """Prints `num_rows` rows of the first batch, then what the loader does in `seconds`."""
+    from maxpipe.data.loader import make_loader
+
+    loader = make_loader(config, "train", range(config.data.global_batch_size))
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    batch = next(loader)
+    for row in range(min(num_rows, config.data.global_batch_size)):
+        print(*describe_row(batch, row, tokenizer), sep="\n")
+    # What was prepared ahead while the rows were printed would count as time won.
+    for _ in range(config.data.prefetch + 1):
+        next(loader)
+    print(measure(loader, config, seconds))
+    loader.close()
+
+
+def describe_row(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
+    """A row as lines: its size, then number, first position, tokens and text of each segment."""
+    segments, tokens = batch["segment_ids"][row], batch["tokens"][row]
+    padding = int((segments == 0).sum())
+    yield f"row {row}: {len(tokens)} tokens, {segments.max()} segments, {padding} of padding"
+    for segment in range(1, segments.max() + 1):
+        where = np.flatnonzero(segments == segment)
+        text = tokenizer.decode(tokens[where])
+        yield f"  segment {segment}, tokens {where[0]}-{where[-1]}: {text!r}"
+
+
+def measure(loader: Iterator[Batch], config: Config, seconds: float) -> str:
+    """Tokens per second of the loader alone, and how well its rows are filled."""
+    began = time.perf_counter()
+    batches = filled = segments = 0
+    while not batches or time.perf_counter() - began < seconds:
+        batch = next(loader)
+        batches += 1
+        filled += int((batch["segment_ids"] > 0).sum())
+        segments += int(batch["segment_ids"].max(axis=1).sum())
+    rows = batches * config.data.global_batch_size
+    tokens, elapsed = rows * config.data.sequence_length, time.perf_counter() - began
+    return (
+        f"{batches} batches in {elapsed:.1f} s: {tokens / elapsed:,.0f} tokens/s with {_workers(config)}\n"
+        f"packing efficiency {filled / tokens:.1%}: the share of tokens that are not padding\n"
+        f"{segments / rows:.2f} segments a row, {filled / segments:.1f} tokens a segment"
+    )
+
+
+def _workers(config: Config) -> str:
+    workers = config.data.num_workers
+    return f"data.num_workers={workers}" if workers else "a thread of this process (data.num_workers=0)"
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows to print; default %(default)s")
+    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure; default 2")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

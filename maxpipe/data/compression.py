@@ -1,0 +1,55 @@
+"""Compressed files by their endings, unpacked once."""
+
+import gzip
+import shutil
+import zlib
+from pathlib import Path
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.data.local_copy import local_copy, version_of
+from maxpipe.data.optional import require
+
+GZIP, ZSTD = ".gz", ".zst"
+PIECE = 1 << 20
+
+
+def unpacked(path: str, cache_dir: str) -> str:
+    """The path of an uncompressed file: `path` itself unless it ends with `GZIP` or `ZSTD`.
+
+    Raises:
+      ConfigError: the file is damaged, or zstandard is not installed.
+    """
+    if not path.endswith((GZIP, ZSTD)):
+        return path
+    write = _write_from_gzip if path.endswith(GZIP) else _write_from_zstd
+    ending = Path(path).with_suffix("").suffix
+    return local_copy(path, version_of(path), ending, cache_dir, lambda target: write(path, target))
+
+
+def _write_from_gzip(path: str, target: Path) -> None:
+    try:
+        with gzip.open(path, "rb") as packed, target.open("wb") as out:
+            shutil.copyfileobj(packed, out, PIECE)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _write_from_zstd(path: str, target: Path) -> None:
+    zstandard = require("zstandard", "data", "data.path")
+    frame = None
+    try:
+        with open(path, "rb") as packed, target.open("wb") as out:
+            while piece := packed.read(PIECE):
+                # A file that was written in parts has several frames, one after the other.
+                while piece:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    out.write(frame.decompress(piece))
+                    piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    except zstandard.ZstdError as error:
+        raise _damaged(path, str(error)) from error
+    if frame is not None:
+        raise _damaged(path, "it ends in the middle of a frame")
+
+
+def _damaged(path: str, why: str) -> ConfigError:
+    return ConfigError(Problem("data.path", f"{path} cannot be unpacked: {why}"))

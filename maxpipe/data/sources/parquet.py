@@ -1,0 +1,97 @@
+"""Parquet files: one document per row, from the column "text" (strings) or "tokens" (lists of token ids).
+
+A row of a parquet file cannot be read without the thousands around it, so each file is rewritten once as an
+uncompressed Arrow file of that column alone, which is memory-mapped; see `data.cache_dir`.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.files import Spans, find_files, require_content
+from maxpipe.data.local_copy import local_copy, version_of
+from maxpipe.data.optional import require
+from maxpipe.data.sources import SOURCES
+
+COLUMNS = ("text", "tokens")
+
+
+class ArrowRows:
+    """The rows of some Arrow files of one column.
+
+    Args:
+      paths: the files.
+    """
+
+    def __init__(self, paths: list[str]):
+        self._paths = paths
+        numbers = (np.arange(len(_map_column(path))) for path in paths)
+        self._rows = Spans([np.stack([rows, rows + 1], axis=1) for rows in numbers])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> str | np.ndarray:
+        """Text, or token ids; a row without a value is an empty text."""
+        file, row, _ = self._rows.locate(index)
+        value = _map_column(self._paths[file])[row].as_py()
+        return np.asarray(value) if isinstance(value, list) else value or ""
+
+
+# Held per process, outside the object: what is mapped cannot be pickled for worker processes.
+@lru_cache(maxsize=1024)
+def _map_column(path: str) -> Any:
+    """The column of an Arrow file as a `pyarrow.ChunkedArray`."""
+    pyarrow = _pyarrow()
+    return pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all().column(0)
+
+
+def _as_arrow(path: str, cache_dir: str) -> str:
+    """Path of the Arrow file for a parquet file."""
+    parquet, pyarrow = require("pyarrow.parquet", "data", "data.source"), _pyarrow()
+
+    def write(target: Path) -> None:
+        try:
+            with parquet.ParquetFile(path) as file:
+                column = _column(path, file.schema_arrow)
+                with pyarrow.OSFile(str(target), "wb") as out:
+                    schema = pyarrow.schema([file.schema_arrow.field(column)])
+                    with pyarrow.ipc.new_file(out, schema) as writer:
+                        for batch in file.iter_batches(columns=[column]):
+                            writer.write_batch(batch)
+        except pyarrow.ArrowException as error:
+            raise ConfigError(Problem("data.path", f"{path} is no parquet file: {error}")) from error
+
+    return local_copy(path, version_of(path), ".arrow", cache_dir, write)
+
+
+def _column(path: str, schema: Any) -> str:
+    types = _pyarrow().types
+    for name in COLUMNS:
+        if name in schema.names:
+            kind = schema.field(name).type
+            is_text = types.is_string(kind) or types.is_large_string(kind)
+            if is_text or (types.is_list(kind) and types.is_integer(kind.value_type)):
+                return name
+            raise ConfigError(Problem("data.path", f"{path}: column {name!r} holds {kind}, not text or token ids"))
+    message = f'{path} has the columns {", ".join(schema.names)}; it needs "text" or "tokens"'
+    raise ConfigError(Problem("data.path", message))
+
+
+def _pyarrow() -> Any:
+    return require("pyarrow", "data", "data.source")
+
+
+@SOURCES.register()
+def build(config: DataConfig) -> ArrowRows:
+    """The rows of the files of `data.path` (in a directory: *.parquet), files in sorted order.
+
+    Raises:
+      ConfigError: there is no file, one has no such column or is no parquet file, or pyarrow is not installed.
+    """
+    files = require_content(find_files(config.path, (".parquet",), config.cache_dir))
+    return ArrowRows([_as_arrow(path, config.cache_dir) for path in files])

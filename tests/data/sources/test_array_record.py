@@ -1,0 +1,61 @@
+"""ArrayRecord files, written by its own writer, of examples encoded by hand."""
+
+import pickle
+
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.sources import SOURCES
+
+TEXTS = ["plain", "é 漢字", "", "x" * 1000]
+
+
+def delimited(number, content):
+    """A length-delimited field of a protocol buffer."""
+    length, size = b"", len(content)
+    while size >= 0x80:
+        length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
+    return bytes([number << 3 | 2]) + length + bytes([size]) + content
+
+
+def example(**features):
+    """A tf.train.Example; integers become an Int64List, which is feature kind 3."""
+    entries = b""
+    for name, value in features.items():
+        is_number = isinstance(value, int)
+        feature = delimited(3 if is_number else 1, delimited(1, bytes([value]) if is_number else value))
+        entries += delimited(1, delimited(1, name.encode()) + delimited(2, feature))
+    return delimited(1, entries)
+
+
+def open_source(tmp_path, *records):
+    writer = ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))
+
+
+def test_texts_in_any_order(tmp_path):
+    records = [example(id=i, url=b"text", text=text.encode()) for i, text in enumerate(TEXTS)]
+    documents = pickle.loads(pickle.dumps(open_source(tmp_path, *records)))
+    assert len(documents) == 4
+    assert [documents[i] for i in (3, 1, 0, 2)] == [TEXTS[i] for i in (3, 1, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    "record", [example(content=b"a"), b"plain text", example(text=b"abc")[:-2], example(text=b"\xff")]
+)
+def test_other_records_are_named(tmp_path, record):
+    documents = open_source(tmp_path, example(text=b"fine"), record)
+    assert documents[0] == "fine"
+    with pytest.raises(ConfigError, match=r"^data\.path: record 1 is no tf\.train\.Example with"):
+        documents[1]
+
+
+def test_other_files(tmp_path):
+    (tmp_path / "a.array_record").write_text("no records")
+    with pytest.raises(ConfigError, match=r"^data\.path: cannot be read as ArrayRecord"):
+        SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))

@@ -1,0 +1,70 @@
+"""Parquet files, written by pyarrow."""
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.sources import SOURCES
+
+pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+pq = pytest.importorskip("pyarrow.parquet")
+
+TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 1000, "last"]
+
+
+def open_source(tmp_path):
+    config = DataConfig(source="parquet", path=str(tmp_path), cache_dir=str(tmp_path / "cache"))
+    return SOURCES.get("parquet")(config)
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_texts_of_all_files_and_row_groups(tmp_path, kind):
+    for name, texts in (("a.parquet", TEXTS), ("b.parquet", TEXTS[::-1])):
+        table = pa.table({"id": range(6), "text": pa.array(texts, kind)})
+        pq.write_table(table, tmp_path / name, row_group_size=4, compression="zstd")
+    documents = pickle.loads(pickle.dumps(open_source(tmp_path)))
+    assert [documents[i] for i in range(len(documents))] == TEXTS + TEXTS[::-1]
+
+
+def test_token_ids(tmp_path):
+    rows = [[1, 2, 3], [], [7] * 100]
+    pq.write_table(pa.table({"tokens": pa.array(rows, pa.list_(pa.uint16()))}), tmp_path / "a.parquet")
+    documents = open_source(tmp_path)
+    for i, row in enumerate(rows):
+        np.testing.assert_array_equal(documents[i], row)
+
+
+def test_a_row_without_a_value_is_empty(tmp_path):
+    pq.write_table(pa.table({"text": pa.array(["a", None])}), tmp_path / "a.parquet")
+    assert [open_source(tmp_path)[i] for i in range(2)] == ["a", ""]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"content": ["a"], "id": [1]}, 'has the columns content, id; it needs "text" or "tokens"'),
+        ({"text": [1.5]}, "column 'text' holds double, not text or token ids"),
+    ],
+)
+def test_files_without_documents(tmp_path, columns, message):
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError) as found:
+        open_source(tmp_path)
+    assert message in str(found.value)
+
+
+def test_other_files(tmp_path):
+    (tmp_path / "a.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"a\.parquet is no parquet file"):
+        open_source(tmp_path)
+
+
+def test_a_missing_library_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_text("never read")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ConfigError, match=r"data\.source: needs pyarrow.*pip install 'maxpipe\[data\]'"):
+        open_source(tmp_path)

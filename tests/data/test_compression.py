@@ -1,0 +1,60 @@
+"""Compressed files: unpacked once, whole, and again when they change."""
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.data.compression import unpacked
+
+zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
+
+CONTENT = b"".join(b"%d of many lines\n" % i for i in range(300_000))
+
+
+def compress(ending, content):
+    return gzip.compress(content) if ending == ".gz" else zstandard.compress(content)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_the_content_of_all_parts(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(compress(ending, CONTENT) + compress(ending, b"the end"))
+    copy = unpacked(str(path), str(tmp_path / "cache"))
+    assert Path(copy).suffix == ".jsonl"
+    assert Path(copy).read_bytes() == CONTENT + b"the end"
+
+
+def test_a_copy_is_made_once_until_the_file_changes(tmp_path):
+    path, cache = tmp_path / "a.jsonl.gz", tmp_path / "cache"
+    path.write_bytes(gzip.compress(b"first"))
+    copy = unpacked(str(path), str(cache))
+    made = os.stat(copy).st_ino
+    assert unpacked(str(path), str(cache)) == copy
+    assert os.stat(copy).st_ino == made
+    path.write_bytes(gzip.compress(b"second"))
+    assert Path(unpacked(str(path), str(cache))).read_bytes() == b"second"
+
+
+def test_other_files_are_left_alone(tmp_path):
+    assert unpacked(str(tmp_path / "a.jsonl"), str(tmp_path / "cache")) == str(tmp_path / "a.jsonl")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-20], lambda packed: b"plain text"])
+def test_damaged_files_are_named_and_leave_nothing_behind(tmp_path, ending, damage):
+    path, cache = tmp_path / f"a.jsonl{ending}", tmp_path / "cache"
+    path.write_bytes(damage(compress(ending, CONTENT)))
+    with pytest.raises(ConfigError, match=rf"^data\.path: {path} cannot be unpacked: "):
+        unpacked(str(path), str(cache))
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b"text"))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"^data\.cache_dir: cannot keep a copy of "):
+        unpacked(str(tmp_path / "a.gz"), str(tmp_path / "file" / "cache"))

@@ -1,0 +1,132 @@
+"""Mixtures: shares, epochs of each source, and exact resume."""
+
+import numpy as np
+import pytest
+
+from maxpipe.config import ConfigError, load
+from maxpipe.data.loader import make_loader
+from maxpipe.data.mixture import ROUND, Concatenation, MixedOrder, shares
+
+SIZES = [30, 400, 7]
+WEIGHTS = [1.0, 2.5, 0.5]
+
+
+def draws(order, count):
+    """Numbers of the source and of the document in it."""
+    found = [order(*divmod(g, order.num_documents)) for g in range(count)]
+    sources = np.searchsorted(np.cumsum(SIZES), found, side="right")
+    return sources, np.asarray(found) - np.array([0, *np.cumsum(SIZES)])[sources]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_source_has_its_share_and_goes_through_all_its_documents_in_turn(shuffle):
+    sources, documents = draws(MixedOrder(SIZES, WEIGHTS, 0, shuffle), 2 * ROUND)
+    assert np.bincount(sources[:ROUND]).tolist() == [250, 625, 125]
+    assert np.bincount(sources).tolist() == [500, 1250, 250]
+    for source, size in enumerate(SIZES):
+        counts = np.bincount(documents[sources == source], minlength=size)
+        assert counts.min() > 0
+        assert counts.max() - counts.min() <= 1
+
+
+def test_shares_hold_over_any_stretch():
+    sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), ROUND)
+    for part in np.split(sources, 4):
+        np.testing.assert_allclose(np.bincount(part, minlength=3) / len(part), [0.25, 0.625, 0.125], atol=0.08)
+
+
+def test_rows_do_not_stick_to_a_source():
+    """Row r takes draws r, r + B, ...: also there the shares hold."""
+    sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), ROUND)
+    for row in range(10):
+        assert (np.bincount(sources[row::10], minlength=3) > [10, 40, 3]).all()
+
+
+def test_order_depends_on_the_seed_and_the_round():
+    first, other = (draws(MixedOrder(SIZES, WEIGHTS, seed, True), 2 * ROUND)[0] for seed in (0, 1))
+    assert (first != other).any()
+    assert (first[:ROUND] != first[ROUND:]).any()
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1, 1], [1e-9, 1], [1e9, 1, 1], [0.3, 0.3, 0.4], [5] * 900])
+def test_shares_add_up_and_nobody_is_left_out(weights):
+    found = shares(weights)
+    assert sum(found) == ROUND
+    assert min(found) >= 1
+    exact = np.asarray(weights) / sum(weights) * ROUND
+    assert np.abs(found - exact)[exact > 2].max(initial=0) <= len(weights)
+
+
+def test_concatenation():
+    documents = Concatenation(["ab", "", "cde"])
+    assert len(documents) == 5
+    assert "".join(documents[i] for i in range(5)) == "abcde"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Two kinds of source: capital letters, and digits three times as often."""
+    for i in range(9):
+        (tmp_path / f"{i}.txt").write_text("ABCDEFGHIJ"[i] * (i + 3))
+    lines = "".join(f'{{"text": "{str(i % 10) * (i % 5 + 2)}"}}\n' for i in range(40))
+    (tmp_path / "digits.jsonl").write_text(lines)
+    file = tmp_path / "mixture.yml"
+    file.write_text(
+        "data:\n  global_batch_size: 4\n  sequence_length: 16\n  eval_fraction: 0.2\n  mixture:\n"
+        f"  - {{source: text, path: '{tmp_path}/*.txt', weight: 1}}\n"
+        f"  - {{source: jsonl, path: {tmp_path}/digits.jsonl, weight: 3e0}}\n"
+    )
+    return load(str(file)).config
+
+
+def take(config, count, state=None, split="train"):
+    loader = make_loader(config, split, range(4), state)
+    batches = [(next(loader), loader.state) for _ in range(count)]
+    loader.close()
+    return batches
+
+
+def test_it_goes_on_exactly_from_every_state(config):
+    everything = take(config, 12)
+    for at in (0, 3, 10):
+        resumed = take(config, 1, everything[at][1])[0]
+        for name, array in everything[at + 1][0].items():
+            np.testing.assert_array_equal(resumed[0][name], array)
+        np.testing.assert_array_equal(resumed[1], everything[at + 1][1])
+
+
+def test_rows_hold_documents_of_all_sources_and_both_splits_have_some(config):
+    for split in ("train", "eval"):
+        tokens = np.concatenate([batch["tokens"] for batch, _ in take(config, 30, split=split)])
+        digits, letters = ((tokens >= ord(a)) & (tokens <= ord(b)) for a, b in ("09", "AJ"))
+        assert digits.any(axis=0).all()
+        assert letters.any()
+
+
+def test_problems_name_the_entry(config, tmp_path):
+    (tmp_path / "digits.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"^data\.mixture: entry 2: data\.path: no file at .*digits\.jsonl"):
+        make_loader(config, "train", range(4))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[{source: txt, weight: 1}]", "entry 1: source 'txt' is not one of .*; did you mean text?"),
+        ("[{source: text, weight: 0}]", "entry 1 needs a weight above 0; got 0.0"),
+        ("[{source: text}]", "entry 1 needs a weight above 0; got None"),
+        ("[{source: text, weight: lots}]", "entry 1 needs a weight above 0; got 'lots'"),
+        ("[{source: text, wait: 1, weight: 1}]", "entry 1 has no 'wait', only source, path, weight"),
+        ("[{source: text, path: 7, weight: 1}]", "entry 1: the path is a number; quote it"),
+        ("[text]", r"expected a list such as \[\{source: jsonl, .* got 'text' in it"),
+        ("text", r"expected a list such as \[\{source"),
+    ],
+)
+def test_bad_mixtures(value, message):
+    with pytest.raises(ConfigError, match=message):
+        load("configs/base.yml", [f"data.mixture={value}"])
+
+
+def test_a_path_beside_a_mixture_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.path has no effect beside it"):
+        load("configs/base.yml", ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"])

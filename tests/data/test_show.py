@@ -1,0 +1,38 @@
+"""`python -m maxpipe.data show`."""
+
+import pytest
+
+from maxpipe.data.__main__ import main
+
+
+def test_rows_as_text_with_their_boundaries_and_the_speed(tmp_path, capsys):
+    for name, text in (("a", "first"), ("b", "second document"), ("c", "3rd")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    words = ["data.source=text", f"data.path={tmp_path}", "data.shuffle=false", "data.eval_fraction=0", "eval.every=0"]
+    main(["show", "configs/base.yml", *words, "data.sequence_length=24", "--rows=1", "--seconds=0.05"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "row 0: 24 tokens, 3 segments, 0 of padding",
+        "  segment 1, tokens 0-5: 'first'",
+        "  segment 2, tokens 6-21: 'second document'",
+    ]
+    assert "tokens/s with a thread of this process" in lines[4]
+    assert lines[5].startswith("packing efficiency 100.0%")
+
+
+def test_packing_efficiency_counts_padding(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("12345")
+    words = ["data.source=text", f"data.path={tmp_path}", "data.packing=false", "data.eval_fraction=0", "eval.every=0"]
+    main(["show", "configs/base.yml", *words, "data.sequence_length=24", "--seconds=0.01"])
+    out = capsys.readouterr().out
+    assert "row 0: 24 tokens, 1 segments, 18 of padding" in out
+    assert "packing efficiency 25.0%" in out
+    assert "1.00 segments a row, 6.0 tokens a segment" in out
+
+
+@pytest.mark.parametrize("words", [[], ["look"], ["show"], ["show", "configs/base.yml", "data.source=text"]])
+def test_bad_input_ends_with_2(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("config error: ")

@@ -1,0 +1,57 @@
+"""SentencePiece models, trained by the test."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.data.tokenizers import load_tokenizer
+
+sentencepiece = pytest.importorskip("sentencepiece", reason="needs the extra `data`")
+
+TEXTS = [f"the quick brown fox number {i} jumps over the lazy dog" for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    def _train(**options):
+        prefix = tmp_path_factory.mktemp("model") / "tokenizer"
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(TEXTS), model_prefix=str(prefix), vocab_size=44, minloglevel=2, **options
+        )
+        return f"{prefix}.model"
+
+    return _train
+
+
+def test_round_trip_and_special_tokens(train):
+    path = train(pad_id=3)
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode(TEXTS[0])
+    assert ids.dtype == np.int32
+    assert 0 < len(ids) < len(TEXTS[0])
+    assert tokenizer.decode(ids) == TEXTS[0]
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (44, 1, 2, 3)
+    assert tokenizer.decode([1, *ids, 2, 50]) == TEXTS[0]
+    again = pickle.loads(pickle.dumps(tokenizer))
+    np.testing.assert_array_equal(again.encode(TEXTS[1]), tokenizer.encode(TEXTS[1]))
+
+
+def test_without_begin_and_padding(train):
+    tokenizer = load_tokenizer(train(bos_id=-1))
+    assert tokenizer.bos_id is None
+    assert tokenizer.pad_id == tokenizer.eos_id
+
+
+def test_without_end_of_document_it_is_refused(train):
+    with pytest.raises(ConfigError, match="has no end-of-document token"):
+        load_tokenizer(train(eos_id=-1))
+
+
+def test_other_files(tmp_path):
+    (tmp_path / "a.model").write_text("no model")
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: .* is no SentencePiece model"):
+        load_tokenizer(str(tmp_path / "a.model"))
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: there is no file"):
+        load_tokenizer(str(tmp_path / "none.model"))
