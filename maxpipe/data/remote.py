@@ -47,7 +47,7 @@ def fetch(path: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
     import fsspec
 
     try:
-        store = fsspec.filesystem(protocol, **options)
+        store = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
         files = sorted(_expand(store, path, suffixes))
         return [_copy(store, file, cache_dir) for file in files]
     except ConfigError:

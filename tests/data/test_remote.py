@@ -1,0 +1,118 @@
+"""Object stores: an S3 server on this machine, and what happens without a key to it."""
+
+import gzip
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config import Config, ConfigError, replace
+from maxpipe.data.files import find_files
+from maxpipe.data.loader import make_loader
+
+server_module = pytest.importorskip("moto.server", reason="needs the extra `test`: moto[server]")
+boto3 = pytest.importorskip("boto3")
+pytest.importorskip("s3fs", reason="needs the extra `s3`")
+
+OBJECTS = {
+    "corpus/b.jsonl": b'{"text": "second"}\n',
+    "corpus/a.jsonl.gz": gzip.compress(b'{"text": "first"}\n{"text": "also first"}\n'),
+    "corpus/deeper/c.jsonl": b'{"text": "third"}\n',
+    "corpus/readme.txt": b"not of this format",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    """The address of a running server."""
+    running = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def without_keys(monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, without_keys):
+    """A client of a bucket `maxpipe` with `OBJECTS`."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    client = boto3.client("s3", region_name="us-east-1")
+    client.create_bucket(Bucket="maxpipe")
+    for name, content in OBJECTS.items():
+        client.put_object(Bucket="maxpipe", Key=name, Body=content)
+    return client
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("s3://maxpipe/corpus", ["a.jsonl.gz", "b.jsonl", "deeper/c.jsonl"]),
+        ("s3://maxpipe/corpus/*.jsonl", ["b.jsonl"]),
+        ("s3://maxpipe/corpus/b.jsonl, s3://maxpipe/corpus/readme.txt", ["b.jsonl", "readme.txt"]),
+    ],
+)
+def test_files_directories_and_globs(bucket, tmp_path, path, names):
+    files = find_files(path, (".jsonl", ".jsonl.gz"), str(tmp_path / "cache"))
+    assert [Path(file).read_bytes() for file in files] == [OBJECTS[f"corpus/{name}"] for name in names]
+    assert [Path(file).suffixes for file in files] == [Path(name).suffixes for name in names]
+
+
+def test_an_object_is_copied_once_until_it_changes(bucket, tmp_path):
+    def copy():
+        (file,) = find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
+        return file, Path(file).stat().st_mtime_ns
+
+    first = copy()
+    assert copy() == first
+    bucket.put_object(Bucket="maxpipe", Key="corpus/b.jsonl", Body=b"changed")
+    assert Path(copy()[0]).read_bytes() == b"changed"
+
+
+def test_the_loader_reads_what_lies_there(bucket, tmp_path):
+    data = {"source": "jsonl", "path": "s3://maxpipe/corpus/", "cache_dir": str(tmp_path / "cache")}
+    more = {"eval_fraction": 0.0, "shuffle": False, "global_batch_size": 1, "sequence_length": 18}
+    config = replace(Config(), **{f"data.{key}": value for key, value in (data | more).items()})
+    loader = make_loader(config, "train", [0])
+    text = bytes(token for token in next(loader)["tokens"][0] if token < 256)
+    loader.close()
+    assert text == b"firstalso first"
+
+
+@pytest.mark.parametrize("path", ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"])
+def test_nothing_there(bucket, tmp_path, path):
+    with pytest.raises(ConfigError, match=r"^data\.path: "):
+        find_files(path, (".jsonl",), str(tmp_path))
+
+
+def test_without_credentials_the_variables_are_named_in_seconds(without_keys, tmp_path):
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        find_files("s3://maxpipe/corpus", cache_dir=str(tmp_path))
+    assert time.monotonic() - began < 30
+
+
+def test_a_server_that_is_not_there_ends_in_seconds(bucket, monkeypatch, tmp_path):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"^data\.path: s3://maxpipe/corpus cannot be read"):
+        find_files("s3://maxpipe/corpus", cache_dir=str(tmp_path))
+    assert time.monotonic() - began < 30
+
+
+def test_protocols_and_libraries_that_are_not_there(monkeypatch):
+    with pytest.raises(ConfigError, match=r"there is no hdfs:// here; it may be s3://, gs://"):
+        find_files("hdfs://host/a")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(ConfigError, match=r"^data\.path: needs gcsfs.*pip install 'maxpipe\[gs\]'"):
+        find_files("gs://bucket/a")
