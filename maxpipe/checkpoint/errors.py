@@ -11,7 +11,7 @@ class CheckpointDamaged(RuntimeError):
 
 
 class CheckpointSaveError(RuntimeError):
-    """A save failed; with asynchronous saves, raised at the next save, at `wait` or at `close`."""
+    """A save failed; one in the background is heard of at the next step, and at the latest at the end."""
 
 
 class CheckpointMismatch(ValueError):

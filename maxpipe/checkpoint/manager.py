@@ -60,13 +60,19 @@ class Checkpointer:
         self._save_began = 0.0
         self._save_seconds: float | None = None  # of the last committed save, until it has been looked at
         self._orbax: ocp.CheckpointManager | None = None
+        self._is_saving = False  # or has been, and nobody has looked what came of it
         self._latest: int | None = None  # step last saved or restored here, perhaps not committed yet
 
     def due(self, step: int) -> bool:
         """Whether to save after this step, by number or by time; never for a step just saved or restored.
 
         With several processes all of them ask once after every step.
+
+        Raises:
+          CheckpointSaveError: the last save has failed in the background.
         """
+        if self._orbax is not None and self._is_saving and not self._orbax.is_saving_in_progress():
+            self.wait()
         every, is_late = self._settings.every, self._interval.is_over()
         return step > 0 and step != self._latest and (is_late or (every > 0 and step % every == 0))
 
@@ -156,6 +162,7 @@ class Checkpointer:
           CheckpointSaveError: the save failed; reported once.
         """
         if self._orbax is not None:
+            self._is_saving = False
             with self._failures():
                 self._orbax.wait_until_finished()
             self._compare_with_grace()
@@ -188,6 +195,7 @@ class Checkpointer:
                 ),
             )
         items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
+        self._is_saving = True
         self._orbax.save(step, args=ocp.args.Composite(**items), force=True)
 
     def _abandon_from(self, step: int) -> None:

@@ -2,6 +2,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from typing import NamedTuple
 
 import jax
@@ -174,7 +175,7 @@ def test_saving_does_not_wait_for_the_disk(checkpointer, samples, monkeypatch):
     assert checkpointer.steps() == [10]
 
 
-@pytest.mark.parametrize("surfaces", ["save", "wait", "close", "restore"])
+@pytest.mark.parametrize("surfaces", ["step", "save", "wait", "close", "restore"])
 def test_a_failed_save_surfaces_once_and_the_step_can_be_saved_again(
     checkpointer, samples, monkeypatch, surfaces
 ):
@@ -183,6 +184,7 @@ def test_a_failed_save_surfaces_once_and_the_step_can_be_saved_again(
     break_commits(monkeypatch)
     samples.save(checkpointer, 20)
     action = {
+        "step": lambda: [checkpointer.due(step) for step in take_steps()],
         "save": lambda: samples.save(checkpointer, 30),
         "wait": checkpointer.wait,
         "close": checkpointer.close,
@@ -267,6 +269,13 @@ def hold_commits(monkeypatch):
     release = threading.Event()
     intercept_commits(monkeypatch, lambda: release.wait(60))
     return release
+
+
+def take_steps():
+    """Steps for as long as a save may take."""
+    for step in range(21, 1000):
+        yield step
+        time.sleep(0.01)
 
 
 def break_commits(monkeypatch):

@@ -338,6 +338,6 @@ def test_shell_scripts_are_clean():
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
-    scripts = [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch")]
+    scripts = [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), SCRIPTS.parent / ".ci" / "run"]
     done = subprocess.run([shellcheck, "-x", "-P", SCRIPTS, *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
