@@ -101,17 +101,16 @@ class PipelineUnderTest:
         params = canonical_params(program)
         params["layers"] = jax.tree.map(self.pipeline.from_canonical, params["layers"])
         self.params = jax.device_put(params, shardings)
+        self._step, self._evaluate = jax.jit(self.pipeline.loss_and_gradients), jax.jit(self.pipeline.evaluate)
 
     def train(self, batch: dict[str, np.ndarray], key: int = 0) -> Result:
-        step = jax.jit(self.pipeline.loss_and_gradients)
-        metrics, gradients = step(self.params, self._place(batch), jax.random.key(key))
+        metrics, gradients = self._step(self.params, self._place(batch), jax.random.key(key))
         gradients = jax.tree.map(np.asarray, gradients)
         gradients["layers"] = jax.tree.map(self.pipeline.to_canonical, gradients["layers"])
         return Result(float(metrics["loss"]), gradients)
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
-        run = jax.jit(self.pipeline.evaluate)
-        return {name: float(value) for name, value in run(self.params, self._place(batch)).items()}
+        return {name: float(value) for name, value in self._evaluate(self.params, self._place(batch)).items()}
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         rows = len(batch["tokens"])
@@ -123,8 +122,13 @@ class PipelineUnderTest:
 @cache
 def reference(model: ModelConfig, rows: int, *, packed: bool = True) -> Result:
     """What the sequential engine computes on one device without microbatches, from a resolved `model`."""
-    config = tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": rows})
-    return PipelineUnderTest(dataclasses.replace(config, model=model)).train(make_batch(rows, packed=packed))
+    return _sequential(model, rows).train(make_batch(rows, packed=packed))
+
+
+@cache
+def _sequential(model: ModelConfig, rows: int) -> PipelineUnderTest:
+    values = {"pipeline.engine": "sequential", "pipeline.remat_policy": "none", "data.global_batch_size": rows}
+    return PipelineUnderTest(dataclasses.replace(tiny(**values), model=model))
 
 
 def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) -> None:

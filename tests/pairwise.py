@@ -7,11 +7,13 @@ from typing import Any
 
 Case = dict[str, Any]
 Factors = Mapping[str, Sequence[Any]]
+Pair = tuple[str, Any, str, Any]
 
 _CANDIDATES = 40
+_TRIES = 200
 
 
-def pairs_of(case: Case) -> set[tuple[str, Any, str, Any]]:
+def pairs_of(case: Case) -> set[Pair]:
     return {(a, case[a], b, case[b]) for a, b in combinations(case, 2)}
 
 
@@ -20,27 +22,23 @@ def all_cases(factors: Factors) -> Iterator[Case]:
         yield dict(zip(factors, values, strict=True))
 
 
-def rotating_product(
-    factors: Factors, core: Sequence[str], is_legal: Callable[[Case], bool]
-) -> Iterator[Case]:
-    """The full product of the factors in `core`; the others take every legal combination in turn.
+def sampled_product(factors: Factors, core: Sequence[str], is_legal: Callable[[Case], bool]) -> Iterator[Case]:
+    """The full product of the factors in `core`; the others have random values, always the same.
 
     Combinations of the core that are illegal with all others are left out.
     """
-    others = list(all_cases({name: values for name, values in factors.items() if name not in core}))
-    at = 0
+    rng = random.Random(0)
     for fixed in all_cases({name: factors[name] for name in core}):
-        for _ in others:
-            # A step without a common divisor with the number of combinations visits all of them.
-            at = (at + 89) % len(others)
-            if is_legal(case := fixed | others[at]):
+        for _ in range(_TRIES):
+            case = {name: fixed[name] if name in fixed else rng.choice(factors[name]) for name in factors}
+            if is_legal(case):
                 yield case
                 break
 
 
 def legal_pairs(
     factors: Factors, is_legal: Callable[[Case], bool], looks_at: Sequence[str] = ()
-) -> set[tuple[str, Any, str, Any]]:
+) -> set[Pair]:
     """The pairs of values that occur together in at least one legal case of the full product.
 
     `looks_at` names the factors that `is_legal` depends on, so that not all others need to be tried; () = all.
@@ -64,10 +62,11 @@ def covering_array(
     cases = []
     while missing:
         candidates: list[Case] = []
+        in_order = sorted(missing, key=repr)
         illegal = 0
         while len(candidates) < _CANDIDATES:
             # Where the best values are illegal together, any other ones must get their turn.
-            case = _candidate(factors, sorted(missing, key=repr), rng, greedy=illegal < _CANDIDATES)
+            case = _candidate(factors, in_order, missing, rng, greedy=illegal < _CANDIDATES)
             if is_legal(case):
                 candidates.append(case)
             illegal = 0 if is_legal(case) else illegal + 1
@@ -78,12 +77,11 @@ def covering_array(
 
 
 def _candidate(
-    factors: Factors, missing: Sequence[tuple[str, Any, str, Any]], rng: random.Random, *, greedy: bool
+    factors: Factors, in_order: Sequence[Pair], missing: set[Pair], rng: random.Random, *, greedy: bool
 ) -> Case:
     """A case around one missing pair; each further value meets as many missing pairs as it can, or is any."""
-    a, x, b, y = rng.choice(missing)
+    a, x, b, y = rng.choice(in_order)
     case = {a: x, b: y}
-    wanted = set(missing)
     for name in rng.sample(list(factors), len(factors)):
         if name in case:
             continue
@@ -91,7 +89,7 @@ def _candidate(
         def gain(value: Any, name: str = name) -> int:
             met = [(other, case[other], name, value) for other in case if _before(factors, other, name)]
             met += [(name, value, other, case[other]) for other in case if _before(factors, name, other)]
-            return sum(pair in wanted for pair in met)
+            return sum(pair in missing for pair in met)
 
         case[name] = max(rng.sample(list(factors[name]), len(factors[name])), key=gain if greedy else lambda _: 0)
     return {name: case[name] for name in factors}

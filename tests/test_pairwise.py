@@ -1,6 +1,6 @@
 from itertools import combinations
 
-from pairwise import covering_array, legal_pairs, pairs_of
+from pairwise import all_cases, covering_array, legal_pairs, pairs_of, sampled_product
 
 FACTORS = {"a": (1, 2, 3), "b": "xyz", "c": (True, False), "d": (0, 1)}
 
@@ -42,3 +42,12 @@ def test_values_that_are_best_but_illegal_together_do_not_stop_it():
 
     met = set().union(*map(pairs_of, covering_array(factors, is_legal)))
     assert met == legal_pairs(factors, is_legal)
+
+
+def test_a_sampled_product_has_every_legal_combination_of_its_core():
+    cases = list(sampled_product(FACTORS, ("a", "b"), one_and_x_never_meet))
+    assert [list(case) for case in cases] == [list(FACTORS)] * 8
+    core = all_cases({name: FACTORS[name] for name in "ab"})
+    assert [(c["a"], c["b"]) for c in cases] == [(c["a"], c["b"]) for c in core if one_and_x_never_meet(c)]
+    assert {c["c"] for c in cases} == {True, False}
+    assert {c["d"] for c in cases} == {0, 1}

@@ -1,137 +1,15 @@
-"""Options of the circular engine that change what is kept, computed again or fetched, but no result."""
+"""What the circular engine's options do to its program: what is kept, what is a loop, how much waits."""
 
 import math
 from itertools import product
 
 import jax
 import pytest
-from engines import TOLERANCE, PipelineUnderTest, assert_same, make_batch, reference, tiny
-from pairwise import covering_array, legal_pairs, pairs_of, rotating_product
-
-from maxpipe.pipeline.remat import REMAT
+from engines import SEQUENCE_LENGTH, PipelineUnderTest, assert_same, make_batch, reference, tiny
 
 ROWS = 16
-CUSTOM = {"pipeline.remat_tensors.query_proj": "device", "pipeline.remat_tensors.mlp_up": "offload"}
 # What is rematerialised: whole iterations, single layers, both or neither.
 REMATERIALISED = ("iterations", "layers", "both", "neither")
-
-FACTORS = {
-    "stages": (2, 4),
-    "repeats": (2, 3),
-    "layers": (1, 2),
-    "microbatches": (1, 2, 4),  # times stages
-    "delay": (False, True),
-    "gather": ("per_iteration", "per_repeat", "once"),
-    "mesh": ("", "data", "fsdp", "tensor"),  # this axis has two devices
-    "remat": tuple(REMAT.names()),
-    "rematerialised": REMATERIALISED,
-    "outside": (0, 1, 3),
-    "outside_layers": ("after", "before"),
-    "unrolled": ("", "scan_layers_per_stage", "scan_repeats"),
-    "packed": (True, False),
-    "tied": (False, True),
-    "dropout": (0.0, 0.2),
-    "nan_bubbles": (False, True),
-}
-CONSTRAINED = (
-    "stages", "layers", "microbatches", "delay", "remat", "rematerialised", "outside", "outside_layers", "gather",
-    "unrolled",
-)  # fmt: skip
-# The full product is taken of these; in it the others go round.
-GRID_REPEATS = (2, 4)
-GRID = ("stages", "repeats", "microbatches", "delay", "gather", "remat")
-GRID_ROWS = 64  # every number of microbatches above, times two shards, divides it
-
-
-def is_legal(case):
-    return (
-        case["microbatches"] > case["delay"]
-        # Larger ones take long to compile; the test below has four stages of four repeats.
-        and case["stages"] * case["layers"] <= 4
-        and not (case["stages"] == 4 and case["unrolled"] == "scan_repeats")
-        and not (case["remat"] == "none" and case["rematerialised"] in ("layers", "both"))
-        and not (case["outside"] == 0 and case["outside_layers"] == "before")
-        and not (case["gather"] == "per_iteration" and case["unrolled"] == "scan_repeats")
-    )
-
-
-def config_of(case):
-    inside = case["stages"] * case["repeats"] * case["layers"]
-    values = {
-        "pipeline.engine": "circular",
-        "pipeline.num_repeats": case["repeats"],
-        "pipeline.num_microbatches": case["stages"] * case["microbatches"],
-        "pipeline.delay_activation_forwarding": case["delay"],
-        "pipeline.fsdp_gather": case["gather"],
-        "pipeline.remat_policy": case["remat"],
-        "pipeline.remat_iterations": case["rematerialised"] in ("iterations", "both"),
-        "pipeline.remat_layers": case["rematerialised"] in ("layers", "both"),
-        "pipeline.parallel_layers": inside,
-        "pipeline.outside_layers": case["outside_layers"],
-        "model.num_layers": inside + case["outside"],
-        "model.tie_embeddings": case["tied"],
-        "model.dropout": case["dropout"],
-        "data.global_batch_size": GRID_ROWS,
-        "mesh.ici.stage": case["stages"],
-    }
-    if case["mesh"]:
-        values[f"mesh.ici.{case['mesh']}"] = 2
-    if case["unrolled"]:
-        values[f"pipeline.{case['unrolled']}"] = False
-    return tiny(**values | (CUSTOM if case["remat"] == "custom" else {}))
-
-
-def name_of(case):
-    numbers = "S{stages}-V{repeats}-L{layers}-M{microbatches}S-{outside}{outside_layers}".format(**case)
-    flags = [flag for flag in ("packed", "tied", "dropout", "delay", "nan_bubbles") if case[flag]]
-    words = [case[name] for name in ("mesh", "gather", "remat", "rematerialised", "unrolled")]
-    return "-".join([numbers, *flags, *filter(None, words)])
-
-
-PAIRWISE = covering_array(FACTORS, is_legal, CONSTRAINED)
-
-
-def check_case(case):
-    config = config_of(case)
-    subject = PipelineUnderTest(config, bubble_fill=math.nan if case["nan_bubbles"] else None)
-    actual = subject.train(make_batch(GRID_ROWS, packed=case["packed"]))
-    assert_same(actual, reference(config.model, GRID_ROWS, packed=case["packed"]))
-
-
-@pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
-def test_equals_sequential(case):
-    check_case(case)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("case", rotating_product(FACTORS | {"repeats": GRID_REPEATS}, GRID, is_legal), ids=name_of)
-def test_equals_sequential_in_the_full_product(case):
-    check_case(case)
-
-
-@pytest.mark.parametrize(
-    ("gather", "microbatches", "delay"), [("per_repeat", 4, False), ("per_repeat", 16, True), ("once", 4, False)]
-)
-def test_four_stages_of_four_repeats(gather, microbatches, delay):
-    values = {
-        "pipeline.engine": "circular",
-        "pipeline.fsdp_gather": gather,
-        "pipeline.num_repeats": 4,
-        "pipeline.num_microbatches": microbatches,
-        "pipeline.delay_activation_forwarding": delay,
-        "model.num_layers": 16,
-        "mesh.ici.stage": 4,
-        "mesh.ici.fsdp": 2,
-        "data.global_batch_size": 32,
-    }
-    config = tiny(**values)
-    actual = PipelineUnderTest(config, bubble_fill=math.nan).train(make_batch(32))
-    assert_same(actual, reference(config.model, 32))
-
-
-def test_every_pair_of_options_is_run():
-    assert all(map(is_legal, PAIRWISE))
-    assert set().union(*map(pairs_of, PAIRWISE)) == legal_pairs(FACTORS, is_legal, CONSTRAINED)
 
 
 def circular(**values):
@@ -191,19 +69,64 @@ def test_no_iteration_keeps_weights(policy, flags, dtype, scan_layers):
     assert {shape[:3] for shape in found} == {(2, 2, 2)}
 
 
+def loops(config):
+    """(trip count, shapes of what is handed on) of every loop in the forward pass."""
+    subject = PipelineUnderTest(config)
+    rows = make_batch(config.data.global_batch_size)
+    jaxpr = jax.make_jaxpr(subject.pipeline.loss)(subject.params, rows, jax.random.key(0))
+    found, programs = [], [jaxpr]
+    while programs:
+        for eqn in programs.pop().eqns:
+            if eqn.primitive.name == "scan":
+                carried = eqn.invars[eqn.params["num_consts"] :][: eqn.params["num_carry"]]
+                found.append((eqn.params["length"], [value.aval.shape for value in carried]))
+            programs += [p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "eqns")]
+    return found
+
+
+@pytest.mark.parametrize(("repeats", "microbatches", "delay"), [(1, 2, 1), (3, 2, 1), (3, 8, 1), (1, 4, 2), (3, 8, 2)])
+def test_no_more_than_the_microbatches_wait_beside_what_the_stages_send(repeats, microbatches, delay):
+    """Inputs, what waits for its next repeat, and outputs share the room of M; d S more are between the stages."""
+    values = {
+        "pipeline.num_repeats": repeats,
+        "pipeline.num_microbatches": microbatches,
+        "pipeline.delay_activation_forwarding": delay == 2,
+        "model.num_layers": 2 * repeats,
+    }
+    iterations = microbatches * repeats + delay
+    (carried,) = [shapes for length, shapes in loops(circular(**values)) if length == iterations]
+    per_device = ROWS // microbatches, SEQUENCE_LENGTH, 24
+    activations = [shape for shape in carried if shape[-3:] == per_device]
+    assert len(carried) == len(activations) + 1  # the auxiliary loss
+    assert sum(math.prod(shape[:-3]) for shape in activations) == microbatches + delay * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "gather", "length"),
+    [
+        ("scan_iterations", "per_iteration", 33),  # M V + S - 1
+        ("scan_iterations", "per_repeat", 7),  # M - (S - 1)
+        ("scan_repeats", "per_repeat", 3),  # V - 1
+        ("scan_repeats", "once", 3),
+        ("scan_layers_per_stage", "per_iteration", 5),  # L
+        ("scan_layers_per_stage", "per_repeat", 5),
+    ],
+)
+def test_loops_or_copies(option, gather, length):
+    sizes = {"pipeline.num_repeats": 4, "pipeline.num_microbatches": 8, "model.num_layers": 40}
+    values = sizes | {"pipeline.fsdp_gather": gather}
+    assert any(length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": True})))
+    assert not any(length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": False})))
+
+
 @pytest.mark.parametrize("gather", ["per_iteration", "per_repeat"])
-def test_iterations_can_be_copies(gather):
-    values = {"pipeline.scan_iterations": False, "pipeline.fsdp_gather": gather, "model.num_layers": 4}
-    config = circular(**values)
+def test_copies_of_iterations_compute_the_same(gather):
+    config = circular(
+        **{
+            "pipeline.scan_iterations": False,
+            "pipeline.fsdp_gather": gather,
+            "pipeline.num_microbatches": 2,
+            "model.num_layers": 4,
+        }
+    )
     assert_same(PipelineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
-
-
-@pytest.mark.parametrize("gather", ["per_repeat", "once"])
-@pytest.mark.parametrize("rows", [4, 16, 18])
-def test_evaluation_does_not_depend_on_the_gather(gather, rows):
-    batch = make_batch(rows, seed=1)
-    values = {"pipeline.parallel_layers": 4, "model.num_layers": 5}
-    actual = PipelineUnderTest(circular(**values, **{"pipeline.fsdp_gather": gather})).evaluate(batch)
-    sequential = {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 1, "model.num_layers": 5}
-    expected = PipelineUnderTest(circular(**sequential)).evaluate(batch)
-    assert actual == pytest.approx(expected, rel=TOLERANCE)
