@@ -81,17 +81,10 @@ class RepeatGather:
         self.run.defvjp(self._run_and_keep, self._run_back)
 
     @property
-    def num_sets(self) -> int:
-        """Sets of gathered weights, each [S, L, ...], that are alive at the same time at most."""
-        if self._once:
-            return self._conveyor.num_repeats
-        return min(self._conveyor.num_repeats, 1 + self._lookahead)
-
-    @property
     def _lookahead(self) -> int:
-        """How many repeats ahead weights are fetched."""
+        """How many repeats ahead weights are fetched; what is there already needs no time."""
         c = self._conveyor
-        return 2 if c.num_microbatches == c.delay * c.num_stages else 1
+        return 2 if c.num_microbatches == c.delay * c.num_stages and not self._once else 1
 
     def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(
