@@ -285,7 +285,7 @@ def memory_table(memory: dict[str, dict[str, int]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python", metavar="PYTHON", help="a Python with maxtext")
-    parser.add_argument("--case", nargs="*", default=list(CASES), choices=CASES, help="training cases; the option alone skips them")
+    parser.add_argument("--case", nargs="*", default=list(CASES), choices=CASES, help="none: skip training")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each trainer and case")
     parser.add_argument("--steps", type=int, default=6, help="steps of a run; the first is not counted")
     parser.add_argument("--no-topology", action="store_true", help="leave out compiling for v5p")
