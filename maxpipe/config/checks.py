@@ -22,6 +22,15 @@ def run_name(c: Config) -> None:
         )
 
 
+@step("output_dir", "data.cache_dir")
+def local_directories(c: Config) -> None:
+    directories = {"output_dir": c.output_dir, "data.cache_dir": c.data.cache_dir}
+    remote = [(key, path) for key, path in directories.items() if "://" in path]
+    if remote:
+        why = "is not a directory: renames must be atomic there, so give a local or shared file system, such as NFS"
+        raise ConfigError(*(Problem(key, f"{path!r} {why}") for key, path in remote))
+
+
 @step("model.num_query_heads", "model.num_kv_heads")
 def grouped_heads(c: Config) -> None:
     heads = c.model.num_query_heads
@@ -194,6 +203,7 @@ def topology(c: Config) -> None:
 
 CHECKS = (
     run_name,
+    local_directories,
     grouped_heads,
     rope_scaling,
     tokenizer,

@@ -10,10 +10,12 @@ from maxpipe.config.devices import STEPS, unknown_axes
 from maxpipe.config.layout import num_stages
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import OPTIONS, get
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import Config, OptimizerConfig
 from maxpipe.config.steps import run_steps
 
 _SOURCE_COLUMN = 44
+# Keys of `optimizer.*` that some optimizers have no use for.
+UNUSED = {"adafactor": ("beta1", "beta2", "eps"), "lion": ("eps",), "sgd": ("beta2", "eps")}
 
 
 def to_yaml(config: Config) -> str:
@@ -114,6 +116,10 @@ def _without_effect(c: Config) -> list[str]:
                 f"num_microbatches={microbatches} a fetch has no time within a repeat; "
                 f"{least + stages} or more need two"
             )
+    defaults = OptimizerConfig()
+    for name in UNUSED.get(c.optimizer.name, ()):
+        if getattr(c.optimizer, name) != getattr(defaults, name):
+            lines.append(f"optimizer.{name} has no effect: {c.optimizer.name} has no use for it")
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if c.compile.topology:

@@ -103,3 +103,9 @@ def test_head_dim_is_derived_or_free(resolved):
 def test_learning_rate_steps_follow_steps(resolved, words, warmup, decay):
     optimizer = resolved(*words).optimizer
     assert (optimizer.warmup_steps, optimizer.decay_steps) == (warmup, decay)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "data.cache_dir"])
+def test_an_object_store_is_no_directory(problems, key):
+    """As a path, it would become a local directory of that name."""
+    assert "'gs://bucket/runs' is not a directory" in problems(f"{key}=gs://bucket/runs")[key]

@@ -112,7 +112,7 @@ def test_command_lines_that_are_refused(words, message):
         (("--help", "configs/base.yml"), ["usage: prog"]),
         (
             ("--help", "optimizer.name"),
-            ["optimizer.name: optimizer", "default  'adamw'", "choices  adamw, sgd"],
+            ["optimizer.name: optimizer", "default  'adamw'", "choices  adafactor, adamw, lion, muon, sgd"],
         ),
         (("--help", "mesh.ici"), ["mesh.ici.stage", "pipeline stages"]),
     ],

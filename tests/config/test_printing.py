@@ -58,6 +58,18 @@ def test_notes_say_what_has_no_effect(base):
     assert "stop_after=100 has no effect: the run ends at steps=100" in lines
 
 
+def test_notes_name_the_numbers_that_an_optimizer_has_no_use_for(base):
+    words = ["optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.eps=1e-6"]
+
+    def named(optimizer):
+        lines = notes(resolve(load(base, [*words, f"optimizer.name={optimizer}"]), 4))
+        return [line.partition(" ")[0] for line in lines if line.startswith("optimizer.")]
+
+    assert named("adafactor") == ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"]
+    assert named("sgd") == ["optimizer.beta2", "optimizer.eps"]
+    assert named("adamw") == named("muon") == []
+
+
 def test_a_topology_is_said_to_be_for_another_command(base):
     words = ["compile.topology=v5p:2x2x1", "compile.num_slices=2"]
     (line,) = notes(resolve(load(base, words), 4))

@@ -22,7 +22,7 @@ class OptimizerConfig:
     final_fraction: float = option(
         0.1, "learning rate at the end of the decay, as a share of the peak", minimum=0, maximum=1
     )
-    beta1: float = option(0.9, "decay of the first moment (momentum for sgd)", minimum=0, maximum=0.9999)
+    beta1: float = option(0.9, "decay of the first moment; momentum for sgd and lion", minimum=0, maximum=0.9999)
     beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
     eps: float = option(1e-8, "added to the root of the second moment", above=0)
     weight_decay: float = option(0.1, "decoupled weight decay, on matrices only", minimum=0)
