@@ -232,7 +232,9 @@ class StageProgram:
 
     def inputs(self, chunk: jax.Array, microbatch: jax.Array) -> tuple[Params, Any]:
         """(parameters of a chunk [L, ...], (layer index [L], side inputs [B, ...], key))."""
-        weights, index = jax.tree.map(lambda a: _read(a, chunk), (self.layers, self.layer_index))
+        # Tied to the tick's chunk, lest XLA casts the weights of all chunks before the loop and keeps the copies.
+        layers, chunk = lax.optimization_barrier((self.layers, chunk))
+        weights, index = jax.tree.map(lambda a: _read(a, chunk), (layers, self.layer_index))
         side = microbatches.side_inputs(self._microbatch(microbatch))
         return weights, (index, side, self.key)
 
