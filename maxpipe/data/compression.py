@@ -7,7 +7,7 @@ from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.local_copy import local_copy, version_of
-from maxpipe.data.optional import require
+from maxpipe.data.optional import optional
 
 GZIP, ZSTD = ".gz", ".zst"
 PIECE = 1 << 20
@@ -35,7 +35,8 @@ def _write_from_gzip(path: str, target: Path) -> None:
 
 
 def _write_from_zstd(path: str, target: Path) -> None:
-    zstandard = require("zstandard", "data", "data.path")
+    with optional("zstandard", "data", "data.path"):
+        import zstandard
     frame = None
     try:
         with open(path, "rb") as packed, target.open("wb") as out:

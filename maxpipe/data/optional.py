@@ -1,24 +1,25 @@
 """Libraries that only some data needs."""
 
-import importlib
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from maxpipe.config.errors import ConfigError, Problem
 
 
-def require(module: str, extra: str, key: str) -> Any:
-    """Imports a library.
+@contextmanager
+def optional(library: str, extra: str, key: str) -> Iterator[None]:
+    """Says how to install a library whose import fails inside.
 
     Args:
-      module: to import.
+      library: its name.
       extra: the extra of maxpipe that installs it.
       key: what asked for it, such as `data.source`.
 
     Raises:
-      ConfigError: it is not installed; says how to.
+      ConfigError: instead of ImportError.
     """
     try:
-        return importlib.import_module(module)
+        yield
     except ImportError as error:
-        message = f"needs {module.partition('.')[0]}, which is not installed: pip install 'maxpipe[{extra}]'"
+        message = f"needs {library}, which is not installed: pip install 'maxpipe[{extra}]'"
         raise ConfigError(Problem(key, message)) from error

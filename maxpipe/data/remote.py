@@ -9,7 +9,7 @@ from typing import Any
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.local_copy import local_copy
-from maxpipe.data.optional import require
+from maxpipe.data.optional import optional
 
 # Protocol: (library of fsspec's that speaks it = extra that installs it, options, what credentials come from).
 STORES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -43,11 +43,11 @@ def fetch(path: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
         known = ", ".join(f"{name}://" for name in STORES)
         raise ConfigError(Problem("data.path", f"{path}: there is no {protocol}:// here; it may be {known}"))
     library, options, credentials = STORES[protocol]
-    require(library, protocol, "data.path")
-    import fsspec
-
     try:
-        store = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+        with optional(library, protocol, "data.path"):
+            import fsspec
+
+            store = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
         files = sorted(_expand(store, path, suffixes))
         return [_copy(store, file, cache_dir) for file in files]
     except ConfigError:

@@ -5,7 +5,7 @@ from typing import Any
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import find_files, require_content
-from maxpipe.data.optional import require
+from maxpipe.data.optional import optional
 from maxpipe.data.sources import SOURCES
 from maxpipe.data.tf_example import bytes_feature
 
@@ -40,9 +40,10 @@ def build(config: DataConfig) -> ArrayRecords:
     Raises:
       ConfigError: there is no file, or one is no ArrayRecord file.
     """
-    module = require("array_record.python.array_record_data_source", "data", "data.source")
+    with optional("array_record", "data", "data.source"):
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
     files = require_content(find_files(config.path, (".array_record", ".arrayrecord"), config.cache_dir))
     try:
-        return ArrayRecords(module.ArrayRecordDataSource(files))
+        return ArrayRecords(ArrayRecordDataSource(files))
     except (ValueError, RuntimeError) as error:
         raise ConfigError(Problem("data.path", f"cannot be read as ArrayRecord: {error}")) from error

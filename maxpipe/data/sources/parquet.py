@@ -14,7 +14,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_files, require_content
 from maxpipe.data.local_copy import local_copy, version_of
-from maxpipe.data.optional import require
+from maxpipe.data.optional import optional
 from maxpipe.data.sources import SOURCES
 
 COLUMNS = ("text", "tokens")
@@ -52,11 +52,11 @@ def _map_column(path: str) -> Any:
 
 def _as_arrow(path: str, cache_dir: str) -> str:
     """Path of the Arrow file for a parquet file."""
-    parquet, pyarrow = require("pyarrow.parquet", "data", "data.source"), _pyarrow()
+    pyarrow = _pyarrow()
 
     def write(target: Path) -> None:
         try:
-            with parquet.ParquetFile(path) as file:
+            with pyarrow.parquet.ParquetFile(path) as file:
                 column = _column(path, file.schema_arrow)
                 with pyarrow.OSFile(str(target), "wb") as out:
                     schema = pyarrow.schema([file.schema_arrow.field(column)])
@@ -83,7 +83,9 @@ def _column(path: str, schema: Any) -> str:
 
 
 def _pyarrow() -> Any:
-    return require("pyarrow", "data", "data.source")
+    with optional("pyarrow", "data", "data.source"):
+        import pyarrow.parquet
+    return pyarrow
 
 
 @SOURCES.register()

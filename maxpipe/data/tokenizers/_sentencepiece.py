@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.optional import require
+from maxpipe.data.optional import optional
 
 
 class SentencePieceTokenizer:
@@ -21,12 +21,13 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, path: str):
-        library = require("sentencepiece", "data", "data.tokenizer")
+        with optional("sentencepiece", "data", "data.tokenizer"):
+            import sentencepiece
         file = Path(path).expanduser()
         if not file.is_file():
             raise ConfigError(Problem("data.tokenizer", f"there is no file {path!r}"))
         try:
-            self._model = library.SentencePieceProcessor(model_file=str(file))
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (RuntimeError, OSError) as error:
             raise ConfigError(Problem("data.tokenizer", f"{path} is no SentencePiece model: {error}")) from error
         self.vocab_size = self._model.vocab_size()
