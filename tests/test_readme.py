@@ -14,7 +14,13 @@ from maxpipe import compile as compile_command
 from maxpipe import generate, schedule, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
+from maxpipe.config.cli import CONFIG_ERROR
+from maxpipe.config.schema import OPTIONS
 from maxpipe.data import __main__ as data
+from maxpipe.telemetry.watchdog import HUNG
+from maxpipe.training.failure import FAILED
+from maxpipe.training.loop import DIVERGED
+from maxpipe.training.signals import INTERRUPTED, PREEMPTED
 
 REPOSITORY = Path(__file__).parents[1]
 TEXT = (REPOSITORY / "README.md").read_text()
@@ -101,6 +107,20 @@ def run(*words):
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("code", [FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134])
+def test_every_exit_code_has_a_meaning_and_a_remedy(code):
+    table, _, troubleshooting = TEXT.partition("## How a run ends")[2].partition("## Adding to it")[0].partition("###")
+    assert re.search(rf"^\| {code} \| .+ \| .+ \|$", table, re.MULTILINE)
+    assert f"- **{code}**" in troubleshooting
+
+
+def test_keys_that_troubleshooting_names_exist():
+    section = TEXT.partition("### Troubleshooting")[2].partition("\n## ")[0]
+    keys = {key for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[=`]", section) if key != "metrics.jsonl"}
+    assert len(keys) > 5
+    assert keys <= set(OPTIONS)
 
 
 def test_extras_that_are_installed_exist():
