@@ -138,6 +138,14 @@ class TestTpu:
         assert len(gathers) >= 8
         assert all(gathers)
 
+    def test_memory_of_1f1b_does_not_grow_with_the_microbatches(self, tmp_path):
+        temp = []
+        for count in (8, 32):
+            words = (f"pipeline.num_microbatches={count}", f"data.global_batch_size={2 * count}")
+            report, _ = report_of(tmp_path, BASE, "compile.topology=v5e:2x2", "pipeline.schedule=lockstep_1f1b", *words)
+            temp.append(report["memory"]["temp_bytes"])
+        assert temp[1] < 1.02 * temp[0]
+
     def test_several_slices_talk_over_dcn_and_their_step_can_be_stored(self, tmp_path):
         file = tmp_path / "step.bin"
         report, text = report_of(
