@@ -99,7 +99,8 @@ def _activations(config: Config) -> float:
 def _logits(config: Config, tokens: float) -> float:
     """Logits and their gradient, float32, of the tokens that a device takes through the head at a time."""
     share = num_stages(config) if config.pipeline.engine == "scheduled" else 1
-    return 2 * 4.0 * math.ceil(tokens / share) * config.model.vocab_size / axis_size(config, "tensor")
+    tile = math.ceil(tokens / share / config.model.logit_tiles)
+    return 2 * 4.0 * tile * config.model.vocab_size / axis_size(config, "tensor")
 
 
 def _bytes(dtype: str) -> int:

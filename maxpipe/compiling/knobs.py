@@ -44,6 +44,7 @@ def _changes(c: Config) -> Iterator[dict[str, Any]]:
     yield {"pipeline.remat_policy": "full"}
     yield {"pipeline.schedule": "lockstep_1f1b", "pipeline.engine": "auto"}
     yield {"pipeline.fsdp_gather": "per_iteration"}
+    yield {"model.logit_tiles": 8 * c.model.logit_tiles}
     for factor in (2, 4):
         yield {"pipeline.num_microbatches": count * factor}
     yield {"pipeline.num_repeats": 1, "pipeline.num_layers_per_stage": -1}

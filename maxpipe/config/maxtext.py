@@ -61,6 +61,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "dropout_rate": ("model.dropout", ""),
     "z_loss_multiplier": ("model.z_loss", ""),
     "final_logits_soft_cap": ("model.logit_soft_cap", "0 = no cap, where MaxText has null"),
+    "num_vocab_tiling": ("model.logit_tiles", ""),
     "use_qk_norm": ("model.qk_norm", ""),
     "normalization_layer_epsilon": ("model.norm_eps", ""),
     "rope_max_timescale": ("model.rope_theta", ""),

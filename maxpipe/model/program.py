@@ -15,6 +15,7 @@ from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn, dot_product_attention
 from maxpipe.model.blocks import BLOCKS
 from maxpipe.model.norms import RMSNorm
+from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import Params, declare, split_module
 
 
@@ -55,6 +56,7 @@ class ModelProgram:
         self._apply_block, layers = split_module(lambda: block(config, attention))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
+        self._output = OutputLoss(config.logit_soft_cap, config.z_loss, config.logit_tiles)
         self.specs = {"embed": embed, "layers": layers, "head": head}
 
     @property
@@ -83,14 +85,7 @@ class ModelProgram:
 
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """Activations [..., D] -> logits [..., V], float32, soft-capped if configured."""
-        x = self._apply_head(params["head"], x_BTD, method="normalise")
-        if self.config.tie_embeddings:
-            kernel = params["embed"]["embedding"].astype(x.dtype).T
-        else:
-            kernel = params["head"]["kernel"].astype(x.dtype)
-        logits = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
-        cap = self.config.logit_soft_cap
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        return self._output.logits(*self._projection(params, x_BTD))
 
     def head_loss(
         self, params: Params, x_BTD: jax.Array, targets: jax.Array, weights: jax.Array
@@ -104,12 +99,14 @@ class ModelProgram:
           weights: float32 [...]; 0 for tokens that do not count.
 
         Returns:
-          (loss, cross_entropy), float32 scalars: sums over tokens of weight * value; loss adds the z-loss term.
+          (loss, cross_entropy), float32 scalars: sums over tokens of weight * value. The loss adds the z-loss term; the
+          cross-entropy is a figure to report, without a gradient.
         """
-        logits = self.logits(params, x_BTD)
-        log_z = jax.nn.logsumexp(logits, axis=-1)
-        picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        cross_entropy = jnp.sum(weights * (log_z - picked))
-        if not self.config.z_loss:
-            return cross_entropy, cross_entropy
-        return cross_entropy + self.config.z_loss * jnp.sum(weights * jnp.square(log_z)), cross_entropy
+        return self._output.losses(*self._projection(params, x_BTD), targets, weights)
+
+    def _projection(self, params: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(normalised activations, kernel [D,V] in their dtype), whose product are the logits."""
+        x = self._apply_head(params["head"], x_BTD, method="normalise")
+        tied = self.config.tie_embeddings
+        kernel = params["embed"]["embedding"].T if tied else params["head"]["kernel"]
+        return x, kernel.astype(x.dtype)

@@ -166,5 +166,5 @@ def test_cast_leaves_integers_alone():
 
 def test_an_unknown_block_is_refused_with_the_choices():
     config = update(replace(Config(), **TINY), {"model.block": "lama", "model.head_dim": 4})
-    with pytest.raises(ValueError, match="choose one of .*llama"):
+    with pytest.raises(ValueError, match=r"choose one of .*llama"):
         ModelProgram(config.model)

@@ -39,6 +39,9 @@ class ModelConfig:
     dropout: float = option(0.0, "dropout rate on each sublayer's output", minimum=0, maximum=0.99)
     z_loss: float = option(0.0, "weight of the squared log-partition penalty", minimum=0)
     logit_soft_cap: float = option(0.0, "cap logits at c*tanh(x/c); 0 = no cap", minimum=0)
+    logit_tiles: int = option(
+        1, "pieces of the tokens whose logits exist one after another; divides the memory of logits", minimum=1
+    )
     qk_norm: bool = option(False, "RMS-normalise queries and keys per head")
     attention_bias: bool = option(False, "bias on the query, key and value projections")
     attention: str = option(

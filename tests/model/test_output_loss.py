@@ -1,0 +1,74 @@
+"""Losses made tile by tile: equal to those of all logits at once, without ever holding them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.model.output_loss import OutputLoss
+
+D, V = 16, 40
+OPTIONS = {"plain": {}, "z-loss": {"z_loss": 0.1}, "cap": {"soft_cap": 2.0}, "both": {"z_loss": 0.1, "soft_cap": 2.0}}
+
+
+def output(tiles, **options):
+    return OutputLoss(**({"soft_cap": 0.0, "z_loss": 0.0, "tiles": tiles} | options))
+
+
+def inputs(shape, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((*shape, D), (D, V)))
+    weights = rng.choice([0.0, 1.0, 2.0], shape).astype(np.float32)
+    return x, kernel, jnp.asarray(rng.integers(0, V, shape)), jnp.asarray(weights)
+
+
+def losses_and_gradients(output, x, kernel, targets, weights):
+    def scaled(x, kernel):
+        loss, cross_entropy = output.losses(x, kernel, targets, weights)
+        return loss * 0.25, cross_entropy
+
+    return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True))(x, kernel)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("shape", "tiles"), [((2, 12), 3), ((2, 11), 4), ((30,), 8), ((2, 2), 5)])
+def test_equal_to_all_at_once(shape, tiles, options):
+    expected = losses_and_gradients(output(1, **options), *inputs(shape))
+    actual = losses_and_gradients(output(tiles, **options), *inputs(shape))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected)
+
+
+def test_equal_without_differentiation():
+    arguments = inputs((2, 12))
+    expected = output(1, z_loss=0.1).losses(*arguments)
+    np.testing.assert_allclose(output(4, z_loss=0.1).losses(*arguments), expected, rtol=1e-5)
+
+
+def test_gradients_of_tiles_are_summed_in_float32():
+    """In bfloat16 a sum over 64 tiles would lose more than the one rounding at its end."""
+    x, kernel, targets, weights = inputs((256,), jnp.bfloat16)
+    exact = losses_and_gradients(output(1), x.astype(jnp.float32), kernel.astype(jnp.float32), targets, weights)[1][1]
+    tiled = losses_and_gradients(output(64), x, kernel, targets, weights)[1][1]
+    assert tiled.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(tiled, np.float32) - exact).max() < 0.01 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_the_reported_cross_entropy_has_no_gradient(tiles):
+    x, *rest = inputs((2, 12))
+    assert not np.any(jax.grad(lambda x: output(tiles).losses(x, *rest)[1])(x))
+
+
+def test_no_array_has_all_logits():
+    def largest(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (v.aval.size for v in equation.outvars)
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                yield from largest(inner)
+
+    def size(tiles):
+        arguments = inputs((2, 128))
+        return max(largest(jax.make_jaxpr(lambda *a: losses_and_gradients(output(tiles), *a))(*arguments).jaxpr))
+
+    assert size(1) >= 2 * 128 * V
+    assert size(8) < 2 * 128 * V
