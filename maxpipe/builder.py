@@ -60,6 +60,7 @@ def build_layout(config: Config) -> StageLayout:
         stages, pipeline.num_repeats, tuple(pipeline.layers_per_stage or even),
         num_outside=config.model.num_layers - pipeline.parallel_layers,
         outside_first=pipeline.outside_layers == "before",
+        placement=build_table(config).placement if pipeline.engine == "mpmd" else "loop",
     )  # fmt: skip
 
 

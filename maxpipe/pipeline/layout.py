@@ -12,16 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.pipeline.schedules._table import stages_of_chunks
+
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Loop placement: chunk v of stage s is global chunk v * S + s, and chunks hold consecutive layers.
+    """Chunks hold consecutive layers; which of them a stage holds says the placement, see `schedules._table`.
 
     Attributes:
       num_stages, num_repeats: S and V.
       chunk_sizes: layers of each of the V * S chunks in model order.
       num_outside: layers that run outside the pipeline.
       outside_first: they come before the pipeline's layers in model order, not after.
+      placement: `loop` or `v`.
     """
 
     num_stages: int
@@ -29,6 +32,7 @@ class StageLayout:
     chunk_sizes: tuple[int, ...]
     num_outside: int = 0
     outside_first: bool = False
+    placement: str = "loop"
 
     def __post_init__(self) -> None:
         assert len(self.chunk_sizes) == self.num_stages * self.num_repeats, self
@@ -57,6 +61,10 @@ class StageLayout:
         """Whether no chunk of the pipeline is padded."""
         return len(set(self.chunk_sizes)) == 1
 
+    @property
+    def _is_in_model_order(self) -> bool:
+        return self.is_even and self.placement == "loop"
+
     @cached_property
     def outside_index(self) -> np.ndarray:
         """int32: indices in model order of the layers outside the pipeline."""
@@ -66,25 +74,22 @@ class StageLayout:
     @cached_property
     def layer_index(self) -> np.ndarray:
         """int32 [V + E, S, L]: index in model order; num_layers for padding."""
-        index = np.full((self.shape[0] * self.num_stages, self.layers_per_stage), self.num_layers, np.int32)
+        index = np.full(self.shape, self.num_layers, np.int32)
         first = self.num_outside if self.outside_first else 0
-        for chunk, size in enumerate(self.chunk_sizes):
-            index[chunk, :size] = np.arange(first, first + size)
+        stages = stages_of_chunks(self.num_stages, self.num_repeats, self.placement)
+        for chunk, (size, stage) in enumerate(zip(self.chunk_sizes, stages, strict=True)):
+            index[chunk // self.num_stages, stage, :size] = np.arange(first, first + size)
             first += size
-        index[len(self.chunk_sizes) :].reshape(-1)[: self.num_outside] = self.outside_index
-        return index.reshape(self.shape)
-
-    @cached_property
-    def valid(self) -> np.ndarray:
-        """bool [V + E, S, L]: False for padding layers."""
-        return self.layer_index < self.num_layers
+        index[self.num_repeats :].reshape(-1)[: self.num_outside] = self.outside_index
+        return index
 
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
         """[V + E, S, L, ...] -> [N, ...] in model order; padding is dropped."""
         rest = leaf.shape[3:]
         inside = leaf[: self.num_repeats].reshape(-1, *rest)
-        if not self.is_even:
-            inside = inside[np.flatnonzero(self.valid[: self.num_repeats].reshape(-1))]
+        if not self._is_in_model_order:
+            order = np.argsort(self.layer_index[: self.num_repeats].reshape(-1), kind="stable")
+            inside = inside[order[: sum(self.chunk_sizes)]]
         if not self.num_outside:
             return inside
         outside = leaf[self.num_repeats :].reshape(-1, *rest)[: self.num_outside]
@@ -92,7 +97,7 @@ class StageLayout:
 
     def from_canonical(self, leaf: jax.Array) -> jax.Array:
         """[N, ...] -> [V + E, S, L, ...]; padding layers are zeros."""
-        if self.is_even and not self.num_outside:
+        if self._is_in_model_order and not self.num_outside:
             return leaf.reshape(*self.shape, *leaf.shape[1:])
         padded = jnp.concatenate([leaf, jnp.zeros_like(leaf[:1])])
         return padded[self.layer_index]

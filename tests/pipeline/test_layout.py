@@ -34,14 +34,23 @@ def test_uneven_chunks_are_padded():
     assert layout.num_layers == 7
     assert layout.shape == (2, 2, 3)
     assert layout.layer_index.tolist() == [[[0, 7, 7], [1, 2, 3]], [[4, 5, 7], [6, 7, 7]]]
-    assert layout.valid.sum() == 7
     assert layout.stage_layers(0) == [[0], [4, 5]]
     assert layout.stage_layers(1) == [[1, 2, 3], [6]]
 
 
-@pytest.mark.parametrize(
-    "layout", [StageLayout.even(1, 1, 6), StageLayout.even(2, 3, 2), StageLayout(2, 2, (1, 3, 2, 1))], ids=str
-)
+def test_v_placement_runs_back():
+    layout = StageLayout(2, 2, (1, 3, 2, 1), placement="v")
+    assert layout.stage_layers(0) == [[0], [6]]
+    assert layout.stage_layers(1) == [[1, 2, 3], [4, 5]]
+
+
+LAYOUTS = [
+    StageLayout.even(1, 1, 6), StageLayout.even(2, 3, 2), StageLayout(2, 2, (1, 3, 2, 1)),
+    StageLayout(2, 2, (2, 2, 2, 2), placement="v"), StageLayout(3, 2, (1, 3, 2, 1, 2, 2), placement="v"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_round_trip_is_exact(layout):
     canonical = leaf(layout.num_layers)
     live = np.asarray(layout.from_canonical(jnp.asarray(canonical)))

@@ -53,6 +53,7 @@ class Executable:
             written, parts = f(*donated, *kept, *fixed, *varying)
             return [_add(s, parts[i]) for s, i in zip(sums, self.outputs, strict=True)], written
 
+        run.__name__ = str(computation.name)  # in profiles and dumps of XLA
         shardings = [sum_shardings[i] for i in self.outputs], None
         self.run: Callable[..., Any] = jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
 

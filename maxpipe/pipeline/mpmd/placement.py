@@ -14,7 +14,10 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from maxpipe.pipeline.mpmd.inline import inner_programs
 from maxpipe.pipeline.mpmd.segments import Segments
 
-_EXPENSIVE = ("dot_general", "ragged_dot", "conv_general_dilated", "gather", "sort", "top_k", "approx_top_k")
+_EXPENSIVE = (
+    "dot_general", "ragged_dot", "conv_general_dilated", "gather", "sort", "top_k", "approx_top_k", "pure_callback",
+    "ffi_call",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

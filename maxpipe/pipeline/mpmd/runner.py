@@ -127,11 +127,16 @@ class Runner:
 
 
 def execution_order(table: Table) -> list[tuple[int, Name, int]]:
-    """(stage, computation, microbatch) of every unit, as dispatched: by tick, kind within a tick, stage."""
-    units = []
+    """(stage, computation, microbatch) of every unit, as dispatched: by tick, kind within a tick, stage.
+
+    Where some backwards are whole and others split, a whole one is an I and a W.
+    """
+    is_split = "W" in table.kinds
+    units: list[tuple[int, int, int, Name, int]] = []
     for kind in table.kinds:
+        halves = ("I", "W") if kind == "B" and is_split else (kind,)
         tick, stage, microbatch, chunk = (a.tolist() for a in table.units(kind))
         chunk = table.global_chunk(chunk, stage).tolist()
         for t, s, m, c in zip(tick, stage, microbatch, chunk, strict=True):
-            units.append((t, KINDS.index(kind), s, Name(kind, c), m))
+            units.extend((t, KINDS.index(half), s, Name(half, c), m) for half in halves)
     return [(s, name, m) for _, _, s, name, m in sorted(units)]

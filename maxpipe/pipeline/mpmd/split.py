@@ -23,19 +23,23 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     The first chunk has no stage before it. Its last equation is the end of the way back, such as the gradient of an
     embedding, and what that one reads takes the place of the input gradient.
     """
-    ends: set[Atom] = set(backward.writes)
+    ends: Iterable[Atom] = backward.writes
     if not ends and backward.equations:
-        ends = set(backward.equations[-1].invars)
+        ends = backward.equations[-1].invars
     first = _ancestors(backward.equations, ends)
     again = _anywhere(backward)
     done = {v for eqn in first for v in eqn.outvars} - again
-    late = {atom for atoms in backward.outputs.values() for atom in atoms if atom not in done}
+
+    def is_late(atom: Atom) -> bool:
+        return isinstance(atom, Literal) or atom not in done
+
+    late = [atom for atoms in backward.outputs.values() for atom in atoms if is_late(atom)]
     second = _ancestors([eqn for eqn in backward.equations if done.isdisjoint(eqn.outvars)], late)
     kept = [v for v in _read(second, late) if v in done]
 
     def half(kind: str, equations: Sequence[JaxprEqn], extra: Sequence[Var], writes: Iterable[Var]) -> Computation:
         parts = {
-            i: tuple(atom for atom in atoms if (atom in late) == (kind == "W"))
+            i: tuple(atom for atom in atoms if is_late(atom) == (kind == "W"))
             for i, atoms in backward.outputs.items()
         }
         parts = {i: atoms for i, atoms in parts.items() if atoms}

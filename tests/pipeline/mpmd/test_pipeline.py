@@ -1,6 +1,7 @@
 """The MPMD engine: gradients are the sequential one's, the order of units is the table's, memory is its peak."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import jax
@@ -26,7 +27,7 @@ def config_of(**case):
             "pipeline.remat_policy": case.get("remat", "full"),
             "pipeline.remat_layers": case.get("remat_layers", False),
             "pipeline.scan_layers_per_stage": case.get("scan", False),
-            "model.num_layers": sum(chunks) or 2 * stages,
+            "model.num_layers": sum(chunks) or stages * case.get("repeats", 1) * case.get("layers", 1),
             "model.tie_embeddings": case.get("tied", False),
             "model.dropout": case.get("dropout", 0.0),
             "model.block": case.get("block", "llama"),
@@ -51,6 +52,56 @@ def test_equals_sequential(case):
     config, packed = config_of(**case), case.get("packed", True)
     actual = MpmdUnderTest(config).train(make_batch(ROWS, packed=packed))
     assert_same(actual, reference(config.model, ROWS, packed=packed))
+
+
+V_SHAPED = {
+    "zb_v tied uneven": {"schedule": "zb_v", "tied": True, "chunks": [1, 2, 1, 1]},
+    "dualpipe_v dropout": {"schedule": "dualpipe_v", "dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("case", V_SHAPED.values(), ids=V_SHAPED)
+def test_equals_sequential_with_the_ends_of_the_model_on_one_stage(case):
+    config = config_of(repeats=2, **case)
+    mpmd = MpmdUnderTest(config)
+    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
+    assert not any(mpmd.state.copies)
+
+
+REPEATS = {
+    "gpipe": (1,), "1f1b": (1,), "eager_1f1b": (1,), "interleaved_1f1b": (1, 2), "zb_h1": (1,), "zb_h2": (1,),
+    "zb_v": (2,), "v_half": (2,), "v_min": (2,), "dualpipe_v": (2,),
+}  # fmt: skip
+
+
+REMAT = (("full", False), ("minimal", True), ("none", False))
+
+
+def product():
+    """Schedules, sizes and numbers of microbatches; the other options go round."""
+    sizes = [
+        (name, S, V, M)
+        for name, repeats in REPEATS.items()
+        for S in (2, 4)
+        for V in repeats
+        for M in (S, S + 2, 4 * S)
+    ]
+    options = itertools.cycle(itertools.product((False, True), (0.0, 0.2), (True, False), (False, True), REMAT))
+    for (name, S, V, M), (tied, dropout, packed, uneven, (remat, layers)) in zip(sizes, options, strict=False):
+        chunks = [1 + (c % 3 == 1) for c in range(S * V)] if uneven else []
+        case = {
+            "schedule": name, "stages": S, "repeats": V, "microbatches": M, "tied": tied, "dropout": dropout,
+            "packed": packed, "chunks": chunks, "remat": remat, "remat_layers": layers,
+        }  # fmt: skip
+        yield pytest.param(case, id=f"{name}-S{S}-V{V}-M{M}")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", product())
+def test_equals_sequential_in_the_full_product(case):
+    config = config_of(**case)
+    actual = MpmdUnderTest(config).train(make_batch(ROWS, packed=case["packed"]))
+    assert_same(actual, reference(config.model, ROWS, packed=case["packed"]))
 
 
 class TestInterleaved:
