@@ -1,0 +1,20 @@
+"""The files in configs/, but for the model presets: each opens with its command, and is a configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config import load, resolve
+from maxpipe.data.loader import make_loader
+
+FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_opens_with_its_command_and_its_run_is_named_like_it(path, monkeypatch):
+    monkeypatch.chdir(path.parents[1])
+    assert path.read_text().startswith(f"# python -m maxpipe.train configs/{path.name}\n")
+    loaded = load(str(path))
+    config = resolve(loaded, loaded.config.mesh.simulated_devices)
+    assert config.run_name == path.stem
+    make_loader(config, "train", [0]).close()
