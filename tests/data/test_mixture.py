@@ -11,16 +11,16 @@ SIZES = [30, 400, 7]
 WEIGHTS = [1.0, 2.5, 0.5]
 
 
-def draws(order, count):
+def draws(order, numbers):
     """Numbers of the source and of the document in it."""
-    found = [order(*divmod(g, order.num_documents)) for g in range(count)]
+    found = [order(*divmod(g, order.num_documents)) for g in numbers]
     sources = np.searchsorted(np.cumsum(SIZES), found, side="right")
     return sources, np.asarray(found) - np.array([0, *np.cumsum(SIZES)])[sources]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_source_has_its_share_and_goes_through_all_its_documents_in_turn(shuffle):
-    sources, documents = draws(MixedOrder(SIZES, WEIGHTS, 0, shuffle), 2 * ROUND)
+    sources, documents = draws(MixedOrder(SIZES, WEIGHTS, 0, shuffle), range(2 * ROUND))
     assert np.bincount(sources[:ROUND]).tolist() == [250, 625, 125]
     assert np.bincount(sources).tolist() == [500, 1250, 250]
     for source, size in enumerate(SIZES):
@@ -30,22 +30,25 @@ def test_every_source_has_its_share_and_goes_through_all_its_documents_in_turn(s
 
 
 def test_shares_hold_over_any_stretch():
-    sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), ROUND)
+    sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), range(ROUND))
     for part in np.split(sources, 4):
         np.testing.assert_allclose(np.bincount(part, minlength=3) / len(part), [0.25, 0.625, 0.125], atol=0.08)
 
 
 def test_rows_do_not_stick_to_a_source():
     """Row r takes draws r, r + B, ...: also there the shares hold."""
-    sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), ROUND)
+    sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), range(ROUND))
     for row in range(10):
         assert (np.bincount(sources[row::10], minlength=3) > [10, 40, 3]).all()
 
 
 def test_order_depends_on_the_seed_and_the_round():
-    first, other = (draws(MixedOrder(SIZES, WEIGHTS, seed, True), 2 * ROUND)[0] for seed in (0, 1))
-    assert (first != other).any()
-    assert (first[:ROUND] != first[ROUND:]).any()
+    def first_of_a_round(seed, number):
+        return draws(MixedOrder(SIZES, WEIGHTS, seed, True), range(number * ROUND, number * ROUND + 50))[0].tolist()
+
+    assert first_of_a_round(0, 0) == first_of_a_round(0, 0)
+    assert first_of_a_round(0, 0) != first_of_a_round(1, 0)
+    assert first_of_a_round(0, 0) != first_of_a_round(0, 1)
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 1, 1], [1e-9, 1], [1e9, 1, 1], [0.3, 0.3, 0.4], [5] * 900])
@@ -97,7 +100,7 @@ def test_it_goes_on_exactly_from_every_state(config):
 
 def test_rows_hold_documents_of_all_sources_and_both_splits_have_some(config):
     for split in ("train", "eval"):
-        tokens = np.concatenate([batch["tokens"] for batch, _ in take(config, 30, split=split)])
+        tokens = np.concatenate([batch["tokens"] for batch, _ in take(config, 20, split=split)])
         digits, letters = ((tokens >= ord(a)) & (tokens <= ord(b)) for a, b in ("09", "AJ"))
         assert digits.any(axis=0).all()
         assert letters.any()
