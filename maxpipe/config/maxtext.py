@@ -71,7 +71,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "dataset_path": ("data.path", ""),
     "grain_train_files": ("data.path", ""),
     "hf_path": (NONE, "data.source=text or jsonl with data.path reads local files"),
-    "tokenizer_path": ("data.tokenizer", "byte, or the path of a tokenizer.json"),
+    "tokenizer_path": ("data.tokenizer", "byte, or the path of a tokenizer.json or SentencePiece model"),
     "max_target_length": ("data.sequence_length", ""),
     "per_device_batch_size": ("data.global_batch_size", "over all devices: multiply by their number"),
     "eval_per_device_batch_size": ("eval.global_batch_size", "over all devices: multiply by their number"),
