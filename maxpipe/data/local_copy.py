@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from maxpipe.config.errors import ConfigError, Problem
 
 
 def local_copy(origin: str, version: object, suffix: str, cache_dir: str, write: Callable[[Path], None]) -> str:
-    """Path of the copy of a file, made the first time and whenever the file has changed.
+    """Path of the copy of a file, made the first time and whenever the file has changed; says so when it is made.
 
     Several processes may ask at once: each writes a file of its own, and the last one to be done stays.
 
@@ -29,6 +30,7 @@ def local_copy(origin: str, version: object, suffix: str, cache_dir: str, write:
     target = directory / (name + suffix)
     if target.is_file():
         return str(target)
+    print(f"copying {origin} to {directory}", file=sys.stderr, flush=True)  # which may take minutes
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:

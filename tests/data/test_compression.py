@@ -27,13 +27,15 @@ def test_the_content_of_all_parts(tmp_path, ending):
     assert Path(copy).read_bytes() == CONTENT + b"the end"
 
 
-def test_a_copy_is_made_once_until_the_file_changes(tmp_path):
+def test_a_copy_is_made_once_until_the_file_changes(tmp_path, capsys):
     path, cache = tmp_path / "a.jsonl.gz", tmp_path / "cache"
     path.write_bytes(gzip.compress(b"first"))
     copy = unpacked(str(path), str(cache))
     made = os.stat(copy).st_ino
+    assert capsys.readouterr().err == f"copying {path} to {cache}\n"
     assert unpacked(str(path), str(cache)) == copy
     assert os.stat(copy).st_ino == made
+    assert capsys.readouterr().err == ""
     path.write_bytes(gzip.compress(b"second"))
     assert Path(unpacked(str(path), str(cache))).read_bytes() == b"second"
 
