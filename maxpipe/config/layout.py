@@ -3,11 +3,13 @@
 import math
 from fnmatch import fnmatch
 
+from maxpipe.config.balance import balanced, layer_costs
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.proposals import distance, divisors, multiples_around
 from maxpipe.config.schema import get
 from maxpipe.config.sections import Config
 from maxpipe.config.steps import Updates, step
+from maxpipe.config.values import AUTO
 
 STAGES = ("mesh.ici.stage", "mesh.dcn.stage")
 
@@ -85,10 +87,12 @@ def parallel_layers(c: Config) -> Updates:
 
 
 @step(
-    "model.num_layers",
+    "model",
+    "data.sequence_length",
     "pipeline.engine",
     "pipeline.parallel_layers",
     "pipeline.schedule",
+    "pipeline.remat_policy",
     *_SPLIT,
     *STAGES,
     writes=_SPLIT,
@@ -97,6 +101,8 @@ def layers(c: Config) -> Updates:
     """Splits num_layers into stages x repeats x layers per stage."""
     if c.pipeline.engine == "sequential":
         return _layout(1, c.model.num_layers, [])
+    if c.pipeline.layers_per_stage == AUTO:
+        return _balanced_layers(c)
     if c.pipeline.layers_per_stage:
         return _uneven_layers(c)
     stages, total = num_stages(c), c.pipeline.parallel_layers
@@ -145,6 +151,22 @@ def _uneven_layers(c: Config) -> Updates:
     else:
         return _layout(len(chunks) // stages, max(chunks), chunks)
     raise ConfigError(Problem("pipeline.layers_per_stage", message))
+
+
+def _balanced_layers(c: Config) -> Updates:
+    """Chunks of equal cost: the fewer layers in the last one, the larger the head is."""
+    key, total, stages = "pipeline.layers_per_stage", c.model.num_layers, num_stages(c)
+    if c.pipeline.engine != "mpmd":
+        message = f"auto is for the mpmd engine; on the {c.pipeline.engine} engine all stages share the head's work"
+        raise ConfigError(Problem(key, f"{message}; leave it empty, or use a schedule that mpmd runs"))
+    repeats = FIXED_REPEATS.get(c.pipeline.schedule, max(1, c.pipeline.num_repeats))
+    if total < stages * repeats:
+        message = f"{total} layers are too few for {stages} stages x {repeats} repeats"
+        raise ConfigError(Problem("model.num_layers", message))
+    recomputes = c.pipeline.remat_policy == "full"
+    costs = layer_costs(c.model, c.data.sequence_length, recomputes=recomputes)
+    sizes = balanced(costs, stages * repeats, last=1.0)
+    return _layout(repeats, max(sizes), sizes)
 
 
 def _chunks(count: int) -> str:

@@ -85,6 +85,7 @@ def _reason(c: Config, key: str) -> str:
         if c.pipeline.layers_per_stage:
             pipeline["pipeline.num_repeats"] = "the length of pipeline.layers_per_stage over the stages"
             pipeline["pipeline.num_layers_per_stage"] = "the largest entry of pipeline.layers_per_stage"
+            pipeline["pipeline.layers_per_stage"] = "chunks of equal cost, the head counted"
     if key.startswith("mesh."):
         return "the devices that the other axes leave"
     return pipeline.get(key, _REASONS.get(key, ""))

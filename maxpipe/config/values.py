@@ -27,6 +27,8 @@ class Scalar:
 
 Raw: TypeAlias = "Scalar | list[Raw] | dict[str, Raw]"
 
+AUTO = [-1]  # what the word auto is in place of a list
+
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*)?(?:\.\d*)?(?:[eE][+-]?\d{1,4})?)(k|M|Ki|Mi)?")
 _SUFFIXES = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
@@ -50,6 +52,8 @@ def convert(option: Option, raw: Raw) -> Any:
         return _integer(raw)
     if option.type is float:
         return _float(raw)
+    if option.rule.derived and isinstance(raw, Scalar) and raw.text == "auto":
+        return AUTO
     if not isinstance(raw, list):
         raise ValueError(f"expected a list such as {_example(option)}, got {show(raw)}")
     if option.type == list[int]:

@@ -5,6 +5,7 @@ model FLOPs, those that the mathematics asks for. What a run spends beyond them,
 pipeline bubbles, is not counted, so that it lowers MFU instead of raising it.
 """
 
+from maxpipe.config.balance import layer_matmul_parameters
 from maxpipe.config.sections import ModelConfig
 
 
@@ -15,7 +16,7 @@ def parameter_count(model: ModelConfig) -> int:
       model: resolved: `head_dim` is not -1.
     """
     embed, head_dim = model.embed_dim, model.head_dim
-    per_layer = _layer_matmul_parameters(model) + 2 * embed
+    per_layer = layer_matmul_parameters(model) + 2 * embed
     if model.qk_norm:
         per_layer += 2 * head_dim
     if model.attention_bias:
@@ -36,13 +37,6 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
       model: resolved: `head_dim` is not -1.
       sequence_length: tokens per sequence.
     """
-    weights = model.num_layers * _layer_matmul_parameters(model) + model.vocab_size * model.embed_dim
+    weights = model.num_layers * layer_matmul_parameters(model) + model.vocab_size * model.embed_dim
     attention = model.num_layers * model.num_query_heads * model.head_dim * sequence_length
     return 6.0 * (weights + attention)
-
-
-def _layer_matmul_parameters(model: ModelConfig) -> int:
-    """Weights of one block's query, key, value and output projections and of its gated MLP."""
-    assert model.head_dim > 0, "head_dim is not resolved"
-    attention = 2 * (model.num_query_heads + model.num_kv_heads) * model.head_dim * model.embed_dim
-    return attention + 3 * model.embed_dim * model.mlp_dim

@@ -87,6 +87,29 @@ def test_derived_layout(resolved, words, repeats, per_stage):
     assert (pipeline.num_repeats, pipeline.num_layers_per_stage) == (repeats, per_stage)
 
 
+AUTO = "pipeline.layers_per_stage=auto"
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (("pipeline.schedule=1f1b", "model.vocab_size=1k"), [4, 4]),
+        (("pipeline.schedule=1f1b", "model.vocab_size=4k", "model.num_layers=7"), [5, 2]),
+        (("pipeline.schedule=zb_v", "model.vocab_size=4k"), [3, 2, 2, 1]),
+    ],
+)
+def test_chunks_of_equal_cost(resolved, words, sizes):
+    config = resolved(AUTO, "model.mlp_dim=256", *words)
+    assert config.pipeline.layers_per_stage == sizes
+    assert config.pipeline.num_repeats == len(sizes) // 2
+
+
+def test_only_the_mpmd_engine_balances_chunks(problems):
+    found = problems(AUTO)
+    assert list(found) == ["pipeline.layers_per_stage"]
+    assert "auto is for the mpmd engine" in found["pipeline.layers_per_stage"]
+
+
 @pytest.mark.parametrize(
     ("words", "key", "choices"),
     [

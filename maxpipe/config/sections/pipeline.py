@@ -43,7 +43,9 @@ class PipelineConfig:
         -1, "layers per chunk; -1 = num_layers / (stages x num_repeats)", minimum=1, derived=True
     )
     layers_per_stage: list[int] = option(  # noqa: RUF009
-        [], "uneven chunks: layers of each chunk in model order; overrides the two keys above"
+        [],
+        "uneven chunks: layers of each chunk in model order; overrides the two keys above; auto = equal cost (mpmd)",
+        derived=True,
     )
     parallel_layers: int = option(
         -1, "layers in the pipeline; the others run with stages as data parallelism; -1 = all", minimum=1, derived=True
