@@ -1,6 +1,7 @@
 """How long the train command takes to a validated configuration, and to its first finished step."""
 
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from compare_maxtext import cpu_seconds
 
 Row = dict[str, Any]
 
@@ -37,28 +40,36 @@ def run(directory: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
       say: told of each start.
 
     Returns:
-      Rows with "what" and "seconds", a list of one entry per round. First steps are less one median step, so that
-      they hold start-up and compilation alone.
+      Rows with "what", "seconds" and "cpu" (CPU seconds), lists of one entry per round. First steps are less one
+      median step, so that they hold start-up and compilation alone.
     """
-    rows = [{"what": "validated configuration", "seconds": [_validate() for _ in range(rounds)]}]
+    rows: list[Row] = [{"what": "validated configuration", "seconds": [], "cpu": []}]
+    for _ in range(rounds):
+        _add(rows[0], _validate())
     for name in ENGINES:
         for cache in ("empty", "warm"):
-            rows.append({"what": f"first step, {name}, {cache} cache", "seconds": []})
+            rows.append({"what": f"first step, {name}, {cache} cache", "seconds": [], "cpu": []})
     for _ in range(rounds):
         for name in ENGINES:
             shutil.rmtree(directory, ignore_errors=True)
             for cache in ("empty", "warm"):
-                seconds = _first_step(directory, cache, ENGINES[name])
-                say(f"{name}, {cache} cache: {seconds:.1f} s")
-                next(r for r in rows if r["what"] == f"first step, {name}, {cache} cache")["seconds"].append(seconds)
+                times = _first_step(directory, cache, ENGINES[name])
+                say(f"{name}, {cache} cache: {times[0]:.1f} s, {times[1]:.1f} CPU s")
+                _add(next(r for r in rows if r["what"] == f"first step, {name}, {cache} cache"), times)
     return rows
+
+
+def _add(row: Row, times: tuple[float, float]) -> None:
+    row["seconds"].append(times[0])
+    row["cpu"].append(times[1])
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
-    lines = ["| from the command to | median s | least s |", "| --- | ---: | ---: |"]
+    lines = ["| from the command to | median s | least s | CPU s |", "| --- | ---: | ---: | ---: |"]
     for row in rows:
-        lines.append(f"| {row['what']} | {statistics.median(row['seconds']):.2f} | {min(row['seconds']):.2f} |")
+        median, cpu = statistics.median(row["seconds"]), statistics.median(row["cpu"])
+        lines.append(f"| {row['what']} | {median:.2f} | {min(row['seconds']):.2f} | {cpu:.2f} |")
     return "\n".join(lines)
 
 
@@ -71,14 +82,16 @@ def _environment() -> dict[str, str]:
     return own | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def _validate() -> float:
-    started = time.perf_counter()
+def _validate() -> tuple[float, float]:
+    started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(_command("--print-config"), env=_environment(), check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    return time.perf_counter() - started, cpu
 
 
-def _first_step(directory: Path, name: str, words: Sequence[str]) -> float:
-    """Seconds from the start of the process to the line of step 1, less one median step."""
+def _first_step(directory: Path, name: str, words: Sequence[str]) -> tuple[float, float]:
+    """Seconds and CPU seconds from the start of the process to the line of step 1, less one median step."""
     command = _command(*words, f"output_dir={directory}", f"run_name={name}", f"compile.cache_dir={directory}/cache")
     started, times, output = time.perf_counter(), [], []
     process = subprocess.Popen(
@@ -88,7 +101,12 @@ def _first_step(directory: Path, name: str, words: Sequence[str]) -> float:
     for line in process.stdout:
         output.append(line)
         if line.startswith("step "):
-            times.append(time.perf_counter() - started)
+            times.append((time.perf_counter() - started, cpu_seconds(process.pid)))
     if process.wait() or len(times) != STEPS:
         raise ValueError(f"{' '.join(command)} failed:\n{''.join(output[-20:])}")
-    return times[0] - statistics.median(b - a for a, b in pairwise(times))
+    wall, cpu = zip(*times, strict=True)
+    return _less_a_step(wall), _less_a_step(cpu)
+
+
+def _less_a_step(ends: Sequence[float]) -> float:
+    return ends[0] - statistics.median(b - a for a, b in pairwise(ends))
