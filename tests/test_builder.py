@@ -1,5 +1,6 @@
 """Layouts, schedules and runs from configurations."""
 
+import jax
 import pytest
 from engines import make_mesh, tiny
 
@@ -54,6 +55,14 @@ def test_a_wrong_table_is_a_configuration_error_that_names_file_and_key(tmp_path
     config = tiny(**PIPELINE, **{"pipeline.schedule": str(file), "pipeline.num_repeats": 1})
     with pytest.raises(ConfigError, match=r"pipeline\.schedule=.*wrong\.csv"):
         build_engine(config, make_mesh(config))
+
+
+def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
+    config = tiny(**PIPELINE, **{"pipeline.schedule": "1f1b"})
+    mesh = make_mesh(config)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"pipeline\.engine: mpmd drives all devices from one process.*lockstep_1f1b"):
+        build_engine(config, mesh)
 
 
 def test_decisions_are_said():

@@ -43,7 +43,6 @@ def config_of(**case):
 CASES = {
     "1f1b tied dropout": {"tied": True, "dropout": 0.2, "microbatches": 3},
     "1f1b fsdp tensor": {"fsdp": 2, "tensor": 2, "remat": "none", "scan": True},
-    "zb_h2 uneven": {"schedule": "zb_h2", "chunks": [1, 2], "remat": "minimal", "tied": True, "packed": False},
 }
 
 
