@@ -4,6 +4,7 @@
     python scripts/benchmark.py --case engines variants --rounds 7 --json out.json
     python scripts/benchmark.py --case lockstep_1f1b circular/none
     python scripts/benchmark.py --case startup               from the command to the first finished step
+    python scripts/benchmark.py --case overhead              what guard, watchdog and digests cost, on one device
     python scripts/benchmark.py --gpu                        one GPU, beside PyTorch if torch is installed
     python scripts/benchmark.py --list
 
@@ -30,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import benchmark_gpu
+import benchmark_overhead
 import benchmark_startup
 
 MIB = 2**20
@@ -102,7 +104,7 @@ GROUPS: dict[str, dict[str, Values]] = {
     "tiny": prefixed("tiny", TINY),
 }
 CASES = {name: values for group in GROUPS.values() for name, values in group.items()}
-STARTUP = "startup"
+STARTUP, OVERHEAD = "startup", "overhead"
 
 
 @dataclass
@@ -131,7 +133,7 @@ class Result:
 class Case:
     """One compiled train step with its own state and batch, run a step at a time."""
 
-    def __init__(self, name: str, values: Values):
+    def __init__(self, name: str, values: Values, num_devices: int = NUM_DEVICES):
         import jax
         import numpy as np
 
@@ -140,8 +142,8 @@ class Case:
         from maxpipe.mesh import build_mesh
         from maxpipe.training.batches import BatchPlacer
 
-        config = resolve(replace(Config(), **values), NUM_DEVICES)
-        mesh = build_mesh(config, jax.devices()[:NUM_DEVICES])
+        config = resolve(replace(Config(), **values), num_devices)
+        mesh = build_mesh(config, jax.devices()[:num_devices])
         engine = build_engine(config, mesh)
         rows, length, vocab = config.data.global_batch_size, config.data.sequence_length, config.model.vocab_size
         tokens = np.random.default_rng(0).integers(0, vocab, (rows, length + 1)).astype(np.int32)
@@ -152,10 +154,10 @@ class Case:
             "segment_ids": np.ones((rows, length), np.int32),
             "weights": np.ones((rows, length), np.float32),
         }
-        self._batch = BatchPlacer(mesh, engine.batch_spec, rows)(host)
-        self._state = engine.init(jax.random.key(0))
+        self.batch = BatchPlacer(mesh, engine.batch_spec, rows)(host)
+        self.state = engine.init(jax.random.key(0))
         started = time.perf_counter()
-        lowered = engine.jitted_step.lower(self._state, self._batch)
+        lowered = engine.jitted_step.lower(self.state, self.batch)
         traced = time.perf_counter()
         self._step = lowered.compile()
         compiled = time.perf_counter()
@@ -171,15 +173,15 @@ class Case:
         import jax
 
         before, started = os.times(), time.perf_counter()
-        self._state, metrics = self._step(self._state, self._batch)
-        jax.block_until_ready((self._state, metrics))
+        self.state, metrics = self._step(self.state, self.batch)
+        jax.block_until_ready((self.state, metrics))
         wall, after = time.perf_counter() - started, os.times()
         self.result.loss = float(metrics["loss"])
         return wall, after.user - before.user + after.system - before.system
 
 
-def run_cases(names: Sequence[str], rounds: int) -> list[Result]:
-    """Compiles the cases one after the other, then runs them in turns."""
+def start() -> None:
+    """Starts JAX on simulated devices, or on what the machine has, without a compilation cache."""
     import jax
 
     from maxpipe.config import Config, replace
@@ -187,6 +189,10 @@ def run_cases(names: Sequence[str], rounds: int) -> list[Result]:
 
     start_jax(replace(Config(), **{"mesh.simulated_devices": NUM_DEVICES, "compile.cache_dir": "off"}))
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def run_cases(names: Sequence[str], rounds: int) -> list[Result]:
+    """Compiles the cases one after the other, then runs them in turns."""
     cases = []
     for name in names:
         cases.append(Case(name, CASES[name]))
@@ -252,7 +258,7 @@ def chosen(words: Sequence[str]) -> list[str]:
     for word in words:
         if word in GROUPS:
             names |= dict.fromkeys(GROUPS[word])
-        elif word in CASES or word == STARTUP:
+        elif word in CASES or word in (STARTUP, OVERHEAD):
             names[word] = None
         else:
             raise ValueError(f"--case {word}: no such case or group; --list shows them")
@@ -264,7 +270,9 @@ def listing() -> str:
     for group, cases in GROUPS.items():
         lines.append(f"{group}: {', '.join(cases)}")
     gpu = ", ".join(benchmark_gpu.CASES)
-    return "\n".join([*lines, f"{STARTUP}: time from the command to the first finished step", f"--gpu: {gpu}"])
+    lines.append(f"{STARTUP}: time from the command to the first finished step")
+    lines.append(f"{OVERHEAD}: what guard, watchdog and digests cost")
+    return "\n".join([*lines, f"--gpu: {gpu}"])
 
 
 def say(text: str) -> None:
@@ -307,6 +315,13 @@ def measure(options: argparse.Namespace) -> tuple[Mapping[str, Any], str]:
             rows = benchmark_startup.run(Path(directory), options.rounds, say)
         measured[STARTUP] = rows
         texts.append(benchmark_startup.table(rows))
+    if names:
+        start()
+    if OVERHEAD in names:
+        names.remove(OVERHEAD)
+        rows = benchmark_overhead.run(Case, options.rounds, say)
+        measured[OVERHEAD] = rows
+        texts.append(benchmark_overhead.table(rows))
     if names:
         results = run_cases(names, options.rounds)
         measured["cases"] = as_json(results)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from maxpipe.config import Config, replace, resolve
@@ -24,6 +26,7 @@ def load_script(name):
 
 benchmark = load_script("benchmark")
 benchmark_gpu = load_script("benchmark_gpu")
+benchmark_overhead = load_script("benchmark_overhead")
 
 
 @pytest.mark.parametrize("name", benchmark.CASES)
@@ -64,6 +67,28 @@ def test_ratios_are_medians_within_rounds():
     assert benchmark.ratio(*slow_machine_in_the_middle) == 0.5
 
 
+def test_the_overhead_of_each_part_is_set_against_the_step(monkeypatch):
+    monkeypatch.setattr(benchmark_overhead, "SIZE", benchmark_overhead.SIZE | benchmark.TINY)
+    monkeypatch.setattr(benchmark_overhead, "TURNS_PER_ROUND", 2)
+    rows = benchmark_overhead.run(benchmark.Case, 1, lambda text: None)
+    assert [len(row["seconds"]) for row in rows] == [2] * 6
+    assert rows[0]["what"] == benchmark_overhead.STEP
+    lines = benchmark_overhead.table(rows).splitlines()
+    assert lines[2].startswith("| the step")
+    assert lines[2].endswith("| 100.000 |")
+    assert lines[5].startswith("| watchdog")
+
+
+def test_an_update_without_a_guard_takes_what_one_with_it_refuses(monkeypatch):
+    monkeypatch.setattr(benchmark_overhead, "SIZE", benchmark_overhead.SIZE | benchmark.TINY)
+    for guard in (True, False):
+        update = benchmark_overhead.Update(guard=guard)
+        update._norm = np.float32(np.nan)
+        update()
+        (params, *_) = update._state
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)) == guard
+
+
 def test_an_unknown_case_is_refused(capsys):
     assert benchmark.main(["--case", "enginse"]) == 2
     assert "enginse" in capsys.readouterr().err
@@ -72,7 +97,7 @@ def test_an_unknown_case_is_refused(capsys):
 def test_list_shows_every_case(capsys):
     assert benchmark.main(["--list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in (*benchmark.CASES, *benchmark_gpu.CASES, benchmark.STARTUP))
+    assert all(name in text for name in (*benchmark.CASES, *benchmark_gpu.CASES, benchmark.STARTUP, benchmark.OVERHEAD))
 
 
 def test_gpu_cases_need_a_gpu(capsys):
