@@ -5,6 +5,9 @@ from maxpipe.config.schema import OPTIONS, get
 from maxpipe.config.sections import Config
 from maxpipe.config.steps import step
 
+# Schedules of the MPMD engine with units for input and weight gradients.
+SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v")
+
 _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
 
 
@@ -94,7 +97,7 @@ def separate_programs(c: Config) -> None:
     """The MPMD engine splits a backward equation by equation, and its transfers run when there is something to move."""
     p = c.pipeline
     problems = []
-    if p.engine == "mpmd" and p.scan_layers_per_stage and p.schedule.startswith("zb_"):
+    if p.engine == "mpmd" and p.scan_layers_per_stage and p.schedule in SPLIT_BACKWARD:
         message = f"true hides the layers in a loop, whose backward {p.schedule} cannot split; use false"
         problems.append(Problem("pipeline.scan_layers_per_stage", message))
     if p.engine == "mpmd" and p.delay_activation_forwarding:

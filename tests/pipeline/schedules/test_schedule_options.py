@@ -2,6 +2,7 @@ from fnmatch import fnmatch
 
 import pytest
 
+from maxpipe.config.engine_options import SPLIT_BACKWARD
 from maxpipe.config.layout import ENGINE_SCHEDULES, FIXED_REPEATS
 from maxpipe.pipeline.schedules import SCHEDULES
 from maxpipe.pipeline.schedules._schedule import Schedule
@@ -16,6 +17,7 @@ def test_a_schedule_knows_the_engines_that_run_it(name):
     able = [engine for engine, patterns in ENGINE_SCHEDULES.items() if any(fnmatch(name, p) for p in patterns)]
     assert list(schedule.engines) == able
     assert schedule.fixed_repeats == FIXED_REPEATS.get(name)
+    assert ("W" in schedule.build(2, 4, schedule.repeats_for(2)).kinds) == (name in SPLIT_BACKWARD)
 
 
 @pytest.mark.parametrize(
