@@ -170,8 +170,7 @@ def build_run(
     place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, engine.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
-    if config.eval.every:
-        make_loader(config, "eval", place_eval.rows).close()
+    eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
     resume_from = choose(config.checkpoint.resume, checkpointer.steps(), directory.checkpoints)
     directory.claim(config)
     state, step = None, 0
@@ -188,7 +187,7 @@ def build_run(
         recorder=build_recorder(config, mesh, directory, step),
         profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
         meta={"config": asdict(config), "versions": {name: metadata.version(name) for name in VERSIONED}},
-        supervision=supervision or Supervision(),
+        supervision=supervision or Supervision(), eval_loader=eval_loader,
     )  # fmt: skip
 
 

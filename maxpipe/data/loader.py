@@ -36,7 +36,8 @@ class Loader(Iterator[Batch]):
 
     def __init__(self, iterators: "list[grain.DatasetIterator]", state: np.ndarray):
         self._iterators = iterators
-        self._state = state
+        self._state = self._first_state = state
+        self._starts = [iterator.get_state() for iterator in iterators]
 
     def __next__(self) -> Batch:
         batches, states = zip(*[next(iterator) for iterator in self._iterators], strict=True)
@@ -47,6 +48,12 @@ class Loader(Iterator[Batch]):
     def state(self) -> np.ndarray:
         """int64 [R, 3] (epoch, position, offset): the state after the batch handed out last; a copy."""
         return self._state.copy()
+
+    def restart(self) -> None:
+        """Goes back to the first batch that it has given."""
+        self._state = self._first_state
+        for iterator, start in zip(self._iterators, self._starts, strict=True):
+            iterator.set_state(start)
 
     def close(self) -> None:
         """Stops threads and worker processes; may be called twice."""

@@ -10,7 +10,7 @@ import jax
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.retention import EVAL_LOSS
 from maxpipe.config.sections import Config
-from maxpipe.data.loader import Loader, make_loader
+from maxpipe.data.loader import Loader
 from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, all_rows
@@ -35,6 +35,7 @@ class Run:
       checkpointer, recorder, profiler: where results go.
       meta: what a checkpoint says about its run.
       supervision: signals, deadlines and time accounting.
+      eval_loader: of the evaluation split, if there are evaluations.
       eval_losses: step -> loss of the latest evaluation, if it is finite.
     """
 
@@ -50,6 +51,7 @@ class Run:
     profiler: Profiler
     meta: dict[str, Any]
     supervision: Supervision = field(default_factory=Supervision)
+    eval_loader: Loader | None = None
     eval_losses: dict[int, float] = field(default_factory=dict)
 
 
@@ -138,13 +140,12 @@ def save(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Mean cross-entropy over the first `eval.batches` batches of the evaluation split, in nats per token."""
+    loader = run.eval_loader
+    assert loader is not None
     with run.supervision.time.phase("evaluation"):
-        loader = make_loader(run.config, "eval", run.place_eval.rows)
-        try:
-            batches = (run.place_eval(next(loader)) for _ in range(run.config.eval.batches))
-            sums = jax.device_get([run.engine.forward(run.state, batch) for batch in batches])
-        finally:
-            loader.close()
+        loader.restart()
+        batches = (run.place_eval(next(loader)) for _ in range(run.config.eval.batches))
+        sums = jax.device_get([run.engine.forward(run.state, batch) for batch in batches])
         loss = float(sum(s["cross_entropy"] for s in sums) / max(sum(s["weight"] for s in sums), 1e-6))
         run.eval_losses = {run.step: loss} if math.isfinite(loss) else {}
         run.recorder.evaluation(run.step, loss)
@@ -156,7 +157,9 @@ def closing(run: Run, finish: Callable[[], int]) -> int:
     try:
         return finish()
     finally:
-        run.loader.close()
+        for loader in (run.loader, run.eval_loader):
+            if loader is not None:
+                loader.close()
         run.profiler.close()
         try:
             with run.supervision.time.phase("checkpoint"):
