@@ -57,6 +57,19 @@ def test_a_wrong_table_is_a_configuration_error_that_names_file_and_key(tmp_path
         build_engine(config, make_mesh(config))
 
 
+def test_a_table_from_a_file_that_the_scheduled_engine_cannot_run_runs_on_the_mpmd_engine(tmp_path):
+    values = PIPELINE | {"pipeline.schedule": "zb_v", "pipeline.num_repeats": 2}
+    (tmp_path / "mine.csv").write_text(to_csv(build_table(tiny(**values))))
+    values |= {"pipeline.schedule": str(tmp_path / "mine.csv")}
+    config = tiny(**values)
+    with pytest.raises(ConfigError, match=r"scheduled engine: .*; pipeline\.engine=mpmd runs it"):
+        build_engine(config, make_mesh(config))
+    config = tiny(**values, **{"pipeline.engine": "mpmd"})
+    table = build_engine(config, make_mesh(config)).pipeline.table
+    assert (table.placement, table.kinds) == ("v", ("F", "I", "W"))
+    assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
+
+
 def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
     config = tiny(**PIPELINE, **{"pipeline.schedule": "1f1b"})
     mesh = make_mesh(config)
