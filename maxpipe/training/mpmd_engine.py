@@ -110,7 +110,7 @@ class MpmdEngine:
         return self._state(stages, jnp.zeros((), jnp.int32), self._optimizer.spike_filter.init())
 
     def step(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
-        keys = [self._step_key(stage) for stage in state.stages]
+        keys = [self._step_key(stage) if self.pipeline.needs_key else None for stage in state.stages]
         params = [stage.params for stage in state.stages]
         loss, gradients = self.pipeline.loss_and_gradients(params, state.copies, batch, keys)
         end = self.pipeline.loss_stage

@@ -36,6 +36,8 @@ class MpmdPipeline:
     Attributes:
       abstract: for each stage, shapes, dtypes and shardings of the parameters that it owns.
       training: the sliced program.
+      loss_stage: the stage of the loss.
+      needs_key: whether the model draws random numbers.
     """
 
     def __init__(self, parts: Parts, meshes: Sequence[Mesh], batch_shape: tuple[int, int]):
@@ -54,11 +56,9 @@ class MpmdPipeline:
         whole["chunks"] = {c: tree for stage in self.abstract for c, tree in stage["chunks"].items()}
         self._whole = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), whole)
         self._outputs = {name: 1 + i for i, name in enumerate(paths({"params": self._whole}))}
-        self._needs_key = parts.program.needs_key
-        arrays = dict.fromkeys(("weights",), jnp.float32)
-        self.training = self._train_program(
-            {n: jax.ShapeDtypeStruct(batch_shape, arrays.get(n, jnp.int32)) for n in microbatches.ARRAYS}
-        )
+        self.needs_key = parts.program.needs_key
+        dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
+        self.training = self._train_program({n: jax.ShapeDtypeStruct(batch_shape, d) for n, d in dtypes.items()})
         self._evaluations: dict[Any, StagedProgram] = {}
         self._add = jax.jit(jnp.add, donate_argnums=0)
 
@@ -72,7 +72,7 @@ class MpmdPipeline:
         ]  # fmt: skip
 
     def loss_and_gradients(
-        self, params: Sequence[Params], copies: Sequence[Named], batch: Batch, keys: Sequence[jax.Array],
+        self, params: Sequence[Params], copies: Sequence[Named], batch: Batch, keys: Sequence[jax.Array | None],
         observe: Observer | None = None,
     ) -> tuple[jax.Array, list[Params]]:  # fmt: skip
         """Training loss and its gradient.
@@ -81,14 +81,13 @@ class MpmdPipeline:
           params: see the class.
           copies: of the parameters, from `copies`.
           batch: as for every pipeline, laid out by `batch_spec` over the mesh of all stages.
-          keys: PRNG key of the step on every stage.
+          keys: PRNG key of the step on every stage, or None each if not `needs_key`.
           observe: told of every unit that is dispatched.
 
         Returns:
           (loss, on `loss_stage`; gradients like `params`, float32).
         """
-        used = keys if self._needs_key else [None] * len(self._meshes)
-        sums = self.training.run(self._all(params, copies), batch, used, observe)
+        sums = self.training.run(self._all(params, copies), batch, keys, observe)
         loss = sums[self.loss_stage].pop(LOSS)
         names = {output: name for name, output in self._outputs.items()}
         for stage, parts in enumerate(sums):
@@ -122,7 +121,7 @@ class MpmdPipeline:
         specs = [owned[self._owner[name]][name].sharding.spec for name in self._outputs]
         return StagedProgram(
             f, self._whole, batch, self.table, self._meshes, self.batch_spec, [PartitionSpec(), *specs],
-            self._needs_key,
+            self.needs_key,
         )  # fmt: skip
 
     def _evaluation_program(self, batch: Any) -> StagedProgram:

@@ -28,7 +28,8 @@ class MpmdUnderTest:
         self.state = self.engine.from_canonical(placed)
 
     def train(self, batch: dict[str, np.ndarray], key: int = 0, observe: Any = None) -> Result:
-        keys = [jax.device_put(jax.random.key(key), stage.step.sharding) for stage in self.state.stages]
+        drawn = jax.random.key(key) if self.pipeline.needs_key else None
+        keys = [jax.device_put(drawn, stage.step.sharding) for stage in self.state.stages]
         params = [stage.params for stage in self.state.stages]
         loss, gradients = self.pipeline.loss_and_gradients(params, self.state.copies, self.place(batch), keys, observe)
         whole = {name: tree for stage in gradients for name, tree in stage.items() if name != "chunks"}
