@@ -1,5 +1,7 @@
 """Running small sliced programs: sums over microbatches, memory given back, order of dispatch."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import chain, sliced, weights
 
+from maxpipe.pipeline.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.mpmd.program import Name
 from maxpipe.pipeline.mpmd.runner import Runner, execution_order
 from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.pipeline.schedules._slots import activation_slots
 from maxpipe.pipeline.schedules._table import from_ticks
+from maxpipe.pipeline.simulate import simulate
 
 S, M = 3, 4
 
@@ -20,21 +25,22 @@ def microbatches():
 
 
 class Case:
-    """The chain of three products, a device for each."""
+    """A chain of matrix products, one for each chunk, on three devices."""
 
-    def __init__(self, schedule):
-        self.table = SCHEDULES.get(schedule).build(S, M, 1)
-        self.program = sliced(chain, weights(), microbatches()[0], split_backward="W" in self.table.kinds)
+    def __init__(self, schedule, loss=chain):
+        self.table = SCHEDULES.get(schedule).build(S, M, SCHEDULES.get(schedule).repeats_for(1))
+        self.weights = weights(self.table.num_chunks)
+        self.program = sliced(loss, self.weights, microbatches()[0], split_backward="W" in self.table.kinds)
         self.whole = [NamedSharding(Mesh(np.array([d]), ("stage",)), PartitionSpec()) for d in jax.devices()[:S]]
-        sums = [dict.fromkeys(range(4), sharding) for sharding in self.whole]
+        sums = [dict.fromkeys(range(1 + len(self.weights)), sharding) for sharding in self.whole]
         meshes = [sharding.mesh for sharding in self.whole]
-        self.runner = Runner(self.program, self.table, meshes, self.program.inputs[3:], sums)
+        self.runner = Runner(self.program, self.table, meshes, self.program.inputs[-1:], sums)
 
     def run(self, observe=None):
         """(the arrays that sums started from, the sums)."""
-        values = list(zip(self.program.inputs, weights(), strict=False))
+        values = list(zip(self.program.inputs, self.weights, strict=False))
         fixed = [{v: jax.device_put(w, to) for v, w in values} for to in self.whole]
-        varying = [[{self.program.inputs[3]: jax.device_put(x, to)} for x in microbatches()] for to in self.whole]
+        varying = [[{self.program.inputs[-1]: jax.device_put(x, to)} for x in microbatches()] for to in self.whole]
         start = [
             {i: jax.device_put(jnp.zeros(() if i == 0 else (4, 4)), sharding) for i in outputs}
             for outputs, sharding in zip(self.runner.outputs, self.whole, strict=True)
@@ -83,6 +89,32 @@ def test_units_are_dispatched_in_the_order_of_the_table(case):
     case.run(lambda stage, name, m: seen.append((stage, name, m)))
     assert seen == execution_order(case.table)
     assert len(seen) == S * M * len(case.table.kinds)
+
+
+def checkpointed_chain(w, x):
+    """Activations have another shape than the microbatch."""
+    x = x.T
+    for one in w:
+        x = mark_stage_boundary(jax.checkpoint(lambda x, one: jnp.sin(one @ x))(x, one))
+    return jnp.sum(x * x)
+
+
+@pytest.mark.parametrize("schedule", [name for name in SCHEDULES.names() if "mpmd" in SCHEDULES.get(name).engines])
+def test_no_more_activations_are_alive_than_the_table_says(schedule):
+    """A chunk in flight is its input, and until its W a gradient; others wait for their turn."""
+    case, most = Case(schedule, checkpointed_chain), Counter()
+
+    def observe(stage, name, m):
+        alive = Counter(next(iter(x.devices())).id for x in jax.live_arrays() if x.shape == (4, 2))
+        for device, count in alive.items():
+            most[device] = max(most[device], count)
+
+    case.run(observe)
+    slots, peak = activation_slots(case.table), simulate(case.table).peak_in_flight
+    kept = 2 if "W" in case.table.kinds else 1
+    for stage in range(S):
+        waiting = slots.activations.peak[stage] + slots.gradients.peak[stage]
+        assert 0 < most[stage] <= kept * peak[stage] + waiting
 
 
 def test_a_whole_backward_in_a_split_table_is_both_halves():
