@@ -28,9 +28,23 @@ def start_jax(config: Config) -> None:
         simulated devices evenly.
     """
     if config.mesh.simulated_devices:
-        jax.config.update("jax_num_cpu_devices", simulated_share(config.mesh.simulated_devices))
+        devices = simulated_share(config.mesh.simulated_devices)
+        jax.config.update("jax_num_cpu_devices", devices)
+        start_threads(config, devices)
     start_processes(config.mesh.heartbeat_timeout_seconds)
     start_compile_cache(config)
+
+
+def start_threads(config: Config, devices: int) -> None:
+    """Gives XLA more threads than simulated devices, so that collectives can wait without stopping each other.
+
+    A collective on a CPU blocks a thread until the other devices have come, and one that stands beside a loop is not
+    ordered against those inside it. With XLA's own number, a thread for each device, those that wait can leave none to
+    the device that they wait for; XLA then ends the process after 40 seconds. NPROC is the variable that XLA reads.
+    """
+    # Weights of layers outside the pipeline are fetched while it runs; else one sum at most is.
+    at_once = 8 if config.pipeline.parallel_layers > 0 else 2
+    os.environ.setdefault("NPROC", str(max(at_once * devices, os.cpu_count() or 1)))
 
 
 def start_compile_cache(config: Config) -> None:

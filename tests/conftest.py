@@ -12,5 +12,6 @@ if version("jaxlib").startswith("0.10."):  # later ones end the process at a fla
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILE))
+os.environ.setdefault("NPROC", "64")  # see `maxpipe.mesh.start_threads`
 # A program over several CPU devices that comes out of a cache can hang (see `maxpipe.mesh.start_compile_cache`).
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -1,3 +1,4 @@
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from maxpipe.mesh import (
     simulated_share,
     start_compile_cache,
     start_processes,
+    start_threads,
 )
 
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
@@ -91,6 +93,20 @@ def test_compilation_cache_is_in_the_output_directory_unless_said_otherwise(tmp_
     assert compile_cache(config) == tmp_path / "compile_cache"
     assert compile_cache(replace(config, **{"compile.cache_dir": "off"})) is None
     assert compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix() == "/elsewhere"
+
+
+class TestThreads:
+    @pytest.mark.parametrize(("parallel_layers", "threads"), [(-1, 128), (6, 512)])
+    def test_more_than_devices(self, parallel_layers, threads, monkeypatch):
+        monkeypatch.delenv("NPROC")
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        start_threads(replace(Config(), **{"pipeline.parallel_layers": parallel_layers}), 64)
+        assert os.environ.pop("NPROC") == str(threads)
+
+    def test_the_users_number_stays(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "3")
+        start_threads(Config(), 64)
+        assert os.environ["NPROC"] == "3"
 
 
 class TestCompileCache:

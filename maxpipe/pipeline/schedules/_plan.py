@@ -122,7 +122,8 @@ def lockstep_plan(table: Table) -> LockstepPlan:
 
 def _cannot_run(table: Table, why: str) -> ScheduleError:
     name = table.source or table.name
-    return ScheduleError(f"pipeline.schedule={name}: cannot run on the scheduled engine: {why}; pipeline.engine=mpmd runs it")
+    remedy = "pipeline.engine=mpmd runs it"
+    return ScheduleError(f"pipeline.schedule={name}: cannot run on the scheduled engine: {why}; {remedy}")
 
 
 def _mark(
