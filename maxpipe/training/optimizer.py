@@ -59,19 +59,25 @@ class Optimizer:
         Returns:
           (parameters, state).
         """
+        # Choosing between results, leaf by leaf, keeps old values beside new ones: on CPUs twice the update's time.
+        return jax.lax.cond(accept, self._accepted, lambda params, state, *_: (params, state),
+                            params, state, gradients, step, norm)  # fmt: skip
+
+    def _accepted(
+        self, params: Params, state: Any, gradients: Params, step: jax.Array, norm: jax.Array
+    ) -> tuple[Params, Any]:
         config = self._config
         clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6)) if config.grad_clip_norm else 1.0
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, gradients)
-        directions, new_state = self._transform.update(gradients, state, params)
+        directions, state = self._transform.update(gradients, state, params)
         rate = self.learning_rate(step)
 
         def apply(p: jax.Array, direction: jax.Array, decays: bool) -> jax.Array:
             p32 = p.astype(jnp.float32)
             decay = config.weight_decay if decays else 0.0
-            return jnp.where(accept, p32 - rate * (direction + decay * p32), p32).astype(p.dtype)
+            return (p32 - rate * (direction + decay * p32)).astype(p.dtype)
 
-        params = jax.tree.map(apply, params, directions, self._decays)
-        return params, jax.tree.map(lambda new, old: jnp.where(accept, new, old), new_state, state)
+        return jax.tree.map(apply, params, directions, self._decays), state
 
 
 def global_norm(tree: Params) -> jax.Array:
