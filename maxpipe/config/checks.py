@@ -1,5 +1,6 @@
 """Rules across keys that derive nothing and need no device."""
 
+import math
 import os
 import re
 
@@ -11,6 +12,8 @@ from maxpipe.config.steps import step
 from maxpipe.config.values import nearest
 
 LEAST_SPIKE_WINDOW = 16
+LEAST_SHARE = 0.001  # of a mixture
+SOURCES_WITHOUT_PATH = ("python_stdlib", "synthetic")
 
 
 @step("run_name")
@@ -61,6 +64,18 @@ def tokenizer(c: Config) -> None:
         raise ConfigError(Problem("data.tokenizer", message))
 
 
+@step("data.source", "data.path", "data.mixture")
+def path_without_reader(c: Config) -> None:
+    source = c.data.source
+    if c.data.path and not c.data.mixture and source in SOURCES_WITHOUT_PATH:
+        raise ConfigError(Problem("data.path", f"data.source={source} reads no path: {_reader('data.source=')}"))
+
+
+def _reader(prefix: str) -> str:
+    readers = [name for name in variants("maxpipe.data.sources") if name not in SOURCES_WITHOUT_PATH]
+    return f"set {prefix}text (or {', '.join(name for name in readers if name != 'text')}), or leave the path out"
+
+
 @step("data.mixture", "data.path")
 def mixture(c: Config) -> None:
     key, problems = "data.mixture", []
@@ -72,15 +87,27 @@ def mixture(c: Config) -> None:
             problems.append(
                 f"entry {number}: source {source!r} is not one of {', '.join(sources)}{nearest(str(source), sources)}"
             )
+        if entry.get("path") and source in SOURCES_WITHOUT_PATH:
+            problems.append(f"entry {number}: source {source} reads no path: {_reader('source: ')}")
         if not isinstance(entry.get("path", ""), str):
             problems.append(f"entry {number}: the path is a number; quote it if that is its name")
         weight = entry.get("weight")
         if isinstance(weight, str) or weight is None or weight <= 0:
             problems.append(f"entry {number} needs a weight above 0; got {weight!r}")
+    problems = problems or _small_shares([entry["weight"] for entry in c.data.mixture])
     if c.data.mixture and c.data.path:
         problems.append("data.path has no effect beside it; put the path into an entry, or empty one of the two keys")
     if problems:
         raise ConfigError(*(Problem(key, problem) for problem in problems))
+
+
+def _small_shares(weights: list[float]) -> list[str]:
+    total = math.fsum(weights)
+    return [
+        f"entry {number}: weight {weight} is {weight / total:.2g} of all; the least share is {LEAST_SHARE}"
+        for number, weight in enumerate(weights, 1)
+        if weight / total < LEAST_SHARE
+    ]
 
 
 @step("checkpoint.resume")
@@ -207,6 +234,7 @@ CHECKS = (
     grouped_heads,
     rope_scaling,
     tokenizer,
+    path_without_reader,
     mixture,
     resume,
     keep_every,

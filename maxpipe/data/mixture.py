@@ -11,12 +11,13 @@ from itertools import accumulate
 import numpy as np
 from grain.experimental import index_shuffle
 
+from maxpipe.config.checks import LEAST_SHARE
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents, Split, open_documents
 from maxpipe.data.order import DocumentOrder, Order
 
-ROUND = 1000  # weights count to three digits
+ROUND = round(1 / LEAST_SHARE)
 
 
 def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:

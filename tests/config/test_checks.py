@@ -40,6 +40,8 @@ def test_a_run_name_is_no_path(problems, name):
         (("checkpoint.keep_best=1", "checkpoint.every=0"), "checkpoint.keep_best", "give checkpoint.every, which is 0"),
         (("checkpoint.keep_best=1", "eval.every=30"), "checkpoint.keep_best", "make one of them a multiple"),
         (("data.tokenizer=bytes",), "data.tokenizer", "did you mean byte?"),
+        (("data.path=a.txt",), "data.path", "data.source=python_stdlib reads no path: set data.source=text (or "),
+        (("data.path=a.txt", "data.source=synthetic"), "data.path", "data.source=synthetic reads no path"),
         (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: the axis splits the experts"),
         (("mesh.ici.context=-1",), "mesh.ici.context", "attention over a split sequence"),
         (("mesh.dcn.expert=2",), "mesh.dcn.expert", "must be 1"),

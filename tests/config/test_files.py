@@ -85,6 +85,7 @@ def test_bad_words(base, word, expected):
 def test_words_keep_what_yaml_would_change(base):
     words = [
         "run_name=007",
+        "data.source=text",
         "data.path=/data/[a-c]*.txt",
         "compile.cache_dir='off'",
         "data.tokenizer=a=b.json",

@@ -1,5 +1,6 @@
 """Configs written to disk can be read back; sources and automatic decisions are shown."""
 
+import pytest
 import yaml
 
 from maxpipe.config import Config, load, notes, print_config, resolve, to_yaml
@@ -9,6 +10,7 @@ ODD = [
     "run_name=007",
     "pipeline.skip_idle=false",
     "compile.cache_dir=off",
+    "data.source=text",
     "data.path=a: #b'",
     "checkpoint.resume=12",
     "pipeline.layers_per_stage=[5,3]",
@@ -68,6 +70,30 @@ def test_notes_name_the_numbers_that_an_optimizer_has_no_use_for(base):
     assert named("adafactor") == ["optimizer.beta1", "optimizer.beta2", "optimizer.eps"]
     assert named("sgd") == ["optimizer.beta2", "optimizer.eps"]
     assert named("adamw") == named("muon") == []
+
+
+@pytest.mark.parametrize(
+    ("switch", "key", "value"),
+    [
+        ("optimizer.schedule=constant", "optimizer.final_fraction", 0.5),
+        ("optimizer.schedule=constant", "optimizer.stable_fraction", 0.5),
+        ("optimizer.schedule=linear", "optimizer.stable_fraction", 0.5),
+        ("optimizer.spike_window=0", "optimizer.spike_deviations", 4),
+        ("eval.every=0", "eval.batches", 8),
+        ("checkpoint.every=0", "checkpoint.keep", 5),
+    ],
+)
+def test_notes_name_what_another_key_switches_off(base, switch, key, value):
+    line = f"{key} has no effect with {switch}"
+    assert line in notes(resolve(load(base, [switch, f"{key}={value}"]), 4))
+    assert line not in notes(resolve(load(base, [switch]), 4))
+    on = ["optimizer.schedule=wsd", "optimizer.spike_window=100"]
+    assert notes(resolve(load(base, [*on, f"{key}={value}"]), 4)) == []
+
+
+def test_checkpoints_by_the_clock_are_kept_as_many(base):
+    words = ["checkpoint.every=0", "checkpoint.every_minutes=5", "checkpoint.keep=5"]
+    assert notes(resolve(load(base, words), 4)) == []
 
 
 def test_a_topology_is_said_to_be_for_another_command(base):

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.config.checks import SOURCES_WITHOUT_PATH
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import open_documents, split_documents
+from maxpipe.data.sources import SOURCES
 
 
 def _documents(count: int) -> list[str]:
@@ -51,3 +53,12 @@ def test_no_documents(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
     with pytest.raises(ConfigError, match=r"data\.path: there is no document in .*blank\.jsonl"):
         open_documents(DataConfig(source="jsonl", path=str(tmp_path / "blank.jsonl")), "train")
+
+
+@pytest.mark.parametrize("source", SOURCES.names())
+def test_the_sources_that_read_no_path_are_known(source: str) -> None:
+    if source in SOURCES_WITHOUT_PATH:
+        assert len(open_documents(DataConfig(source=source), "train"))
+    else:
+        with pytest.raises(ConfigError, match=r"^data\.path: this data\.source needs a file"):
+            open_documents(DataConfig(source=source), "train")

@@ -119,6 +119,8 @@ def test_problems_name_the_entry(config, tmp_path):
         ("[{source: text, weight: 0}]", "entry 1 needs a weight above 0; got 0.0"),
         ("[{source: text}]", "entry 1 needs a weight above 0; got None"),
         ("[{source: text, weight: lots}]", "entry 1 needs a weight above 0; got 'lots'"),
+        ("[{source: text, weight: 1}, {source: jsonl, weight: 2000}]", "entry 1: weight 1.* is 0.0005 of all"),
+        ("[{source: synthetic, path: a, weight: 1}]", "entry 1: source synthetic reads no path: set source: text"),
         ("[{source: text, wait: 1, weight: 1}]", "entry 1 has no 'wait', only source, path, weight"),
         ("[{source: text, path: 7, weight: 1}]", "entry 1: the path is a number; quote it"),
         ("[text]", r"expected a list such as \[\{source: jsonl, .* got 'text' in it"),
