@@ -30,11 +30,15 @@ def example(**features):
     return delimited(1, entries)
 
 
-def open_source(tmp_path, *records):
-    writer = ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
+def write(path, *records):
+    writer = ArrayRecordWriter(str(path), "group_size:1")
     for record in records:
         writer.write(record)
     writer.close()
+
+
+def open_source(tmp_path, *records):
+    write(tmp_path / "a.array_record", *records)
     return SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))
 
 
@@ -49,13 +53,26 @@ def test_texts_in_any_order(tmp_path):
     "record", [example(content=b"a"), b"plain text", example(text=b"abc")[:-2], example(text=b"\xff")]
 )
 def test_other_records_are_named(tmp_path, record):
+    write(tmp_path / "0.array_record", *[example(text=b"fine")] * 3)
     documents = open_source(tmp_path, example(text=b"fine"), record)
-    assert documents[0] == "fine"
-    with pytest.raises(ConfigError, match=r"^data\.path: record 1 is no tf\.train\.Example with"):
-        documents[1]
+    assert documents[3] == "fine"
+    with pytest.raises(ConfigError, match=r"^data\.path: .*/a\.array_record: record 1 is no tf\.train\.Example with"):
+        documents[4]
+
+
+def test_damaged_records_are_named(tmp_path):
+    path = tmp_path / "a.array_record"
+    write(path, example(text=b"fine"))
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1  # in the first chunk, after the headers of the file
+    path.write_bytes(content)
+    documents = SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"^data\.path: .*/a\.array_record: record 0 is no .*mismatch"):
+        documents[0]
 
 
 def test_other_files(tmp_path):
-    (tmp_path / "a.array_record").write_text("no records")
-    with pytest.raises(ConfigError, match=r"^data\.path: cannot be read as ArrayRecord"):
+    write(tmp_path / "a.array_record", example(text=b"fine"))
+    (tmp_path / "b.array_record").write_text("no records")
+    with pytest.raises(ConfigError, match=r"^data\.path: .*/b\.array_record cannot be read as ArrayRecord"):
         SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))
