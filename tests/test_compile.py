@@ -52,6 +52,7 @@ def test_simulated_devices(tmp_path, schedule):
     assert report["flops"] > report["model_flops"] > 0
     assert report["memory"]["temp_bytes"] > 0
     assert report["memory"]["capacity_bytes"] is None
+    assert report["fits"] is None
     axes = {(c["kind"], axis) for c in report["collectives"] for axis in c["axes"].split(",")}
     assert {("collective-permute", "stage"), ("all-gather", "fsdp")} <= axes
     assert "verdict" in text

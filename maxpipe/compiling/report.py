@@ -69,6 +69,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
+        """False if the step is known not to fit."""
         return self.capacity is None or self.needed <= self.capacity
 
     def as_json(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class Report:
         return {
             "device_kind": self.device_kind, "num_devices": self.num_devices, "num_slices": self.num_slices,
             "mesh": self.mesh, "engine": self.engine, "schedule": self.schedule, "bubble": self.bubble,
-            "fits": self.fits, "memory": memory, "flops": self.flops, "model_flops": self.model_flops,
+            "fits": None if self.capacity is None else self.fits, "memory": memory, "flops": self.flops, "model_flops": self.model_flops,
             "collectives": [asdict(c) for c in self.collectives], "bounds": bounds,
             "compile_seconds": self.compile_seconds, "knobs": [asdict(k) for k in self.knobs],
         }  # fmt: skip

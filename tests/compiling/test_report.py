@@ -63,6 +63,13 @@ def test_json_has_every_number():
     assert data["collectives"][0]["axes"] == "fsdp"
 
 
+def test_whether_a_step_fits_is_unknown_where_the_memory_is():
+    found = report(capacity=None)
+    assert found.as_json()["fits"] is None
+    assert found.fits
+    assert "their memory is not known" in found.lines()[-1]
+
+
 def test_a_step_that_does_not_fit_says_by_how_much_and_what_would_help():
     found = report(97 * GIB, knobs=[Knob("a=1", 3.0 * GIB), Knob("b=2", 1.0 * GIB)])
     text = "\n".join(found.lines())
