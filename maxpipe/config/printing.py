@@ -10,12 +10,22 @@ from maxpipe.config.devices import STEPS, unknown_axes
 from maxpipe.config.layout import num_stages
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import OPTIONS, get
-from maxpipe.config.sections import Config, OptimizerConfig
+from maxpipe.config.sections import Config
 from maxpipe.config.steps import run_steps
 
 _SOURCE_COLUMN = 44
-# Keys of `optimizer.*` that some optimizers have no use for.
-UNUSED = {"adafactor": ("beta1", "beta2", "eps"), "lion": ("eps",), "sgd": ("beta2", "eps")}
+# Keys that nothing reads where another key has this value.
+UNUSED: dict[tuple[str, str | int], tuple[str, ...]] = {
+    ("optimizer.name", "adafactor"): ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
+    ("optimizer.name", "lion"): ("optimizer.eps",),
+    ("optimizer.name", "sgd"): ("optimizer.beta2", "optimizer.eps"),
+    ("optimizer.schedule", "constant"): ("optimizer.stable_fraction", "optimizer.final_fraction"),
+    ("optimizer.schedule", "cosine"): ("optimizer.stable_fraction",),
+    ("optimizer.schedule", "inverse_sqrt"): ("optimizer.stable_fraction",),
+    ("optimizer.schedule", "linear"): ("optimizer.stable_fraction",),
+    ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
+    ("eval.every", 0): ("eval.batches",),
+}
 
 
 def to_yaml(config: Config) -> str:
@@ -117,10 +127,9 @@ def _without_effect(c: Config) -> list[str]:
                 f"num_microbatches={microbatches} a fetch has no time within a repeat; "
                 f"{least + stages} or more need two"
             )
-    defaults = OptimizerConfig()
-    for name in UNUSED.get(c.optimizer.name, ()):
-        if getattr(c.optimizer, name) != getattr(defaults, name):
-            lines.append(f"optimizer.{name} has no effect: {c.optimizer.name} has no use for it")
+    for (switch, value), keys in UNUSED.items():
+        if get(c, switch) == value:
+            lines += [f"{key} has no effect with {switch}={value}" for key in keys if _is_set(c, key)]
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if c.compile.topology:
@@ -128,9 +137,16 @@ def _without_effect(c: Config) -> list[str]:
         if c.compile.num_slices > 1:
             asked += f" compile.num_slices={c.compile.num_slices}"
         lines.append(f"{asked}: for maxpipe.compile only; a run takes the devices that there are")
-    if not (c.checkpoint.every or c.checkpoint.every_minutes) and c.checkpoint.resume in ("auto", "must"):
-        lines.append("checkpoint.every=0: this run cannot be resumed")
+    if not (c.checkpoint.every or c.checkpoint.every_minutes):
+        if c.checkpoint.resume in ("auto", "must"):
+            lines.append("checkpoint.every=0: this run cannot be resumed")
+        if _is_set(c, "checkpoint.keep"):
+            lines.append("checkpoint.keep has no effect with checkpoint.every=0")
     return lines
+
+
+def _is_set(c: Config, key: str) -> bool:
+    return get(c, key) != OPTIONS[key].default
 
 
 def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
