@@ -6,6 +6,7 @@ from maxpipe.config.maxtext import KEYS
 from maxpipe.config.schema import OPTIONS, SECTIONS
 
 _CUTOFF = 0.6
+_TYPO = 0.9  # nearer to a MaxText name than this, no key of ours is meant
 
 
 def unknown_key(key: str, is_section: bool = False) -> str:
@@ -15,6 +16,8 @@ def unknown_key(key: str, is_section: bool = False) -> str:
         if not ours:
             return f"MaxText's {key} has no counterpart: {differs}"
         return f"MaxText's {key} is called {ours} here" + (f" ({differs})" if differs else "")
+    if theirs := difflib.get_close_matches(key, KEYS, n=1, cutoff=_TYPO):
+        return f"unknown key; {unknown_key(theirs[0])}"
     found = nearest_keys(key, is_section)
     if found:
         return f"unknown key; did you mean {' or '.join(found)}?"

@@ -58,6 +58,17 @@ def test_maxtext_names_are_translated(base, key, ours):
         load(base, [f"{key}=2"])
 
 
+@pytest.mark.parametrize(
+    ("key", "theirs", "ours"),
+    [
+        ("ici_fsdp_paralelism", "ici_fsdp_parallelism", "mesh.ici.fsdp"),
+        ("ici_pipeline_paralelism", "ici_pipeline_parallelism", "mesh.ici.stage"),
+    ],
+)
+def test_mistyped_maxtext_names_are_translated(key, theirs, ours):
+    assert unknown_key(key).startswith(f"unknown key; MaxText's {theirs} is called {ours} here")
+
+
 def test_a_maxtext_key_without_counterpart_says_why():
     assert unknown_key("param_scan_axis").startswith(
         "MaxText's param_scan_axis has no counterpart: checkpoints"
