@@ -85,7 +85,8 @@ class Report:
         return {
             "device_kind": self.device_kind, "num_devices": self.num_devices, "num_slices": self.num_slices,
             "mesh": self.mesh, "engine": self.engine, "schedule": self.schedule, "bubble": self.bubble,
-            "fits": None if self.capacity is None else self.fits, "memory": memory, "flops": self.flops, "model_flops": self.model_flops,
+            "fits": None if self.capacity is None else self.fits, "memory": memory,
+            "flops": self.flops, "model_flops": self.model_flops,
             "collectives": [asdict(c) for c in self.collectives], "bounds": bounds,
             "compile_seconds": self.compile_seconds, "knobs": [asdict(k) for k in self.knobs],
         }  # fmt: skip
