@@ -1,7 +1,7 @@
 """`python -m maxpipe.generate RUN_DIR --prompt TEXT`: a trained model goes on writing where the prompt ends.
 
 Reads a checkpoint of any run, however it was laid out. Exit codes: 0; 1 if the checkpoint cannot be loaded; 2 if the
-command line is wrong.
+command line is wrong; 130 after Ctrl-C.
 """
 
 import argparse
@@ -12,11 +12,12 @@ from pathlib import Path
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
-from maxpipe.config import ConfigError, Problem
+from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.load import from_record
 from maxpipe.data.text_stream import TextStream
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.training.signals import INTERRUPTED
 
 DONE, NOT_LOADED = 0, 1
 
@@ -25,10 +26,19 @@ DONE, NOT_LOADED = 0, 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     flags = _parser().parse_args(argv)
+    try:
+        return _continue(flags)
+    except KeyboardInterrupt:
+        _show("\n")
+        return INTERRUPTED
+
+
+def _continue(flags: argparse.Namespace) -> int:
     directory = find_step(flags.run_dir, flags.step)
     try:
         config = from_record(read_record(directory).meta["config"])
-        tokenizer = find_tokenizer(flags.tokenizer or config.data.tokenizer, config.model.vocab_size)
+        tokenizer = find_tokenizer(flags.tokenizer, config)
+        check_tokens(flags.stop_token, config.model.vocab_size)
         prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
         # A wrong command line must not wait for these imports.
         from maxpipe.generation import generate, load_parameters
@@ -70,21 +80,32 @@ def find_step(run_dir: Path, step: int | None) -> Path:
     return step_path(directory, steps[-1] if step is None else step)
 
 
-def find_tokenizer(name_or_path: str, vocab_size: int) -> Tokenizer:
-    """The tokenizer of a run.
+def find_tokenizer(given: str | None, config: Config) -> Tokenizer:
+    """The tokenizer that --tokenizer names, that of the run if `given` is None.
 
     Raises:
-      ConfigError: it is not there any more, or has ids that a model of `vocab_size` does not know.
+      ConfigError: it is not there, or not any more, or has ids that the model does not know.
     """
+    name_or_path = config.data.tokenizer if given is None else given
     try:
         tokenizer = load_tokenizer(name_or_path)
     except ConfigError as error:
+        if given is not None:
+            raise ConfigError(*(Problem("--tokenizer", problem.message) for problem in error.problems)) from error
         moved = Problem("--tokenizer", "names the tokenizer of the run if it lies elsewhere by now")
         raise ConfigError(*error.problems, moved) from error
-    if tokenizer.vocab_size > vocab_size:
-        message = f"{name_or_path} has {tokenizer.vocab_size} ids, the model {vocab_size}: it was trained with another"
+    known = config.model.vocab_size
+    if tokenizer.vocab_size > known:
+        message = f"{name_or_path} has {tokenizer.vocab_size} ids, the model {known}: it was trained with another"
         raise ConfigError(Problem("--tokenizer", message))
     return tokenizer
+
+
+def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ConfigError for ids of --stop-token that the model cannot draw."""
+    if outside := [str(token) for token in ids if token >= vocab_size]:
+        message = f"the model has no token {', '.join(outside)}; its ids are below {vocab_size}"
+        raise ConfigError(Problem("--stop-token", message))
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
@@ -125,19 +146,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=_number(float, 1e-6, 1), default=1.0, metavar="P",
         help="draw from the likeliest tokens that have this probability together; 1 = all, the default")  # fmt: skip
     add("--seed", type=_number(int, 0), default=0, metavar="N", help="of the draws; default %(default)s")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end after this text; may be repeated")
+    add("--stop", type=_text, action="append", default=[], metavar="TEXT", help="end after this text; may be repeated")
     add("--stop-token", type=_number(int, 0), action="append", default=[], metavar="ID",
         help="end before this token, as before the end of document; may be repeated")  # fmt: skip
     return parser
 
 
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, which every text contains")
+    return text
+
+
 def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[str], float]:
-    """An argparse type: a number within bounds."""
+    """An argparse type: a finite number within bounds."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:
+        if not least <= value <= most or value == float("inf"):
             bounds = f"at least {least:g}" + (f" and at most {most:g}" if most < float("inf") else "")
+            bounds += " and finite" if value == float("inf") else ""
             raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")
         return value
 

@@ -9,6 +9,7 @@ from training_process import command
 from maxpipe import generate as cli
 from maxpipe import generation, train
 from maxpipe.checkpoint.record import read_record
+from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
 from maxpipe.model.program import ModelProgram
 from maxpipe.model.sampling import Sampling
@@ -82,13 +83,26 @@ def test_the_end_of_document_ends_the_text(run_dir, capsys, monkeypatch):
     assert call(capsys, run_dir)[:2] == (0, "def a\n")
 
 
+def test_ctrl_c_ends_the_text_and_the_command(run_dir, capsys, monkeypatch):
+    def tokens(*arguments, **options):
+        yield ord("a")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "generate", tokens)
+    assert call(capsys, run_dir) == (130, "def a\n", "")
+
+
 @pytest.mark.parametrize(
     ("words", "prompt", "message"),
     [
         ((), "", "--prompt: is empty"),
         ((), "x" * LENGTH, f"--prompt: has {LENGTH + 1} tokens, and the model has learned {LENGTH} positions"),
         (("--step=7",), "a", "--step: 7 is not saved in"),
-        (("--tokenizer=/nowhere/tokenizer.json",), "a", "--tokenizer: names the tokenizer of the run if"),
+        (("--tokenizer=/nowhere/tokenizer.json",), "a", "--tokenizer: '/nowhere/tokenizer.json' is neither"),
+        (("--stop=",), "a", "argument --stop: is empty"),
+        (("--stop-token=1000",), "a", "--stop-token: the model has no token 1000; its ids are below"),
+        (("--temperature=inf",), "a", "argument --temperature: must be at least 0 and finite; got inf"),
+        (("--temperature=nan",), "a", "argument --temperature: must be at least 0; got nan"),
         (("--top-p=2",), "a", "argument --top-p: must be at least 1e-06 and at most 1; got 2"),
         (("--max-tokens=many",), "a", "argument --max-tokens: invalid whole number value: 'many'"),
     ],
@@ -98,6 +112,14 @@ def test_bad_input_ends_with_2_and_says_why(run_dir, capsys, words, prompt, mess
     code, out, error = call(capsys, run_dir, *words, prompt=prompt)
     assert (code, out) == (2, "")
     assert message in error
+
+
+def test_a_wrong_tokenizer_is_one_problem_and_one_that_moved_has_a_remedy(capsys, run_dir):
+    assert "1 problem found" in call(capsys, run_dir, "--tokenizer=/nowhere/tokenizer.json")[2]
+    config = from_record(read_record(cli.find_step(run_dir, None)).meta["config"])
+    with pytest.raises(ConfigError) as error:
+        cli.find_tokenizer(None, replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"}))
+    assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]
 
 
 def test_no_checkpoint(tmp_path, capsys):
