@@ -122,7 +122,7 @@ class Checkpointer:
             self._latest = step
             self._retention.note(step, meta)
             self._interval.restart()
-            with self._failures():
+            with self._failures(may_be_committed=False):
                 self._start(step, arrays, record)
         return True
 
@@ -270,11 +270,15 @@ class Checkpointer:
         )
 
     @contextlib.contextmanager
-    def _failures(self) -> Iterator[None]:
+    def _failures(self, may_be_committed: bool = True) -> Iterator[None]:
+        """Makes a `CheckpointSaveError` of any error, but for one met after the commit, while deleting older steps.
+
+        Before the save has begun a step of this number is one that it was to replace: `may_be_committed` is false.
+        """
         try:
             yield
         except Exception as error:
-            if self._latest in self.steps():
+            if may_be_committed and self._latest in self.steps():
                 self._say(f"checkpoint {self._latest} is saved, but older ones could not be deleted: {error}")
                 return
             where = self._directory if self._latest is None else step_path(self._directory, self._latest)

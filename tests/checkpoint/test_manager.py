@@ -219,6 +219,22 @@ def test_goes_back_to_a_given_step_and_sets_aside_what_lies_ahead(checkpointer, 
     assert "30.abandoned" in said[1]
 
 
+def test_a_step_that_cannot_be_set_aside_is_a_failed_save(checkpointer, directory, said, samples, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not yours")
+
+    samples.save(checkpointer, 10, 20)
+    checkpointer.restore(samples.abstract(samples.state(10)), step=10)
+    monkeypatch.setattr("maxpipe.checkpoint.manager.set_aside", refuse)
+    with pytest.raises(CheckpointSaveError, match="checkpoints/20 failed: PermissionError: not yours"):
+        samples.save(checkpointer, 20)
+    assert said == []
+    monkeypatch.undo()
+    samples.save(checkpointer, 20)
+    checkpointer.wait()
+    assert [entry.path.name for entry in step_directories(directory)] == ["10", "20", "20.abandoned"]
+
+
 def test_restoring_from_nothing_is_an_error(checkpointer, samples):
     with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
         checkpointer.restore(samples.abstract(samples.state(1)))
