@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(Problem("compile.topology", f"name the devices to compile for, such as {example}"))
     if loaded.config.compile.load:
         raise ConfigError(Problem("compile.load", "is for maxpipe.train; here compile.save=FILE stores the step"))
+    _check_files(loaded.config.compile.save, {"--json": arguments.flags.json, "--hlo": arguments.flags.hlo})
     # A wrong configuration must not wait for these imports.
     from maxpipe.compiling.topology import devices_of
     from maxpipe.mesh import build_mesh
@@ -62,6 +63,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--hlo", metavar="FILE", help="write the optimized, scheduled HLO (empty if it does not fit)")
+
+
+def _check_files(save: str, reports: dict[str, str | None]) -> None:
+    """Raises ConfigError for files that the compilation, which may take long, would end without.
+
+    Args:
+      save: file that is replaced.
+      reports: files that are written in place, such as /dev/stdout, by flag.
+    """
+    problems = []
+    for key, file in {"compile.save": save, **reports}.items():
+        if file and (reason := _obstacle(Path(file), is_replaced=key == "compile.save")):
+            problems.append(Problem(key, f"cannot write {file}: {reason}"))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _obstacle(path: Path, *, is_replaced: bool) -> str:
+    """Why a file cannot be written; empty if it can."""
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if path.exists() and not path.is_file() and (is_replaced or path.is_dir()):
+        return "it is no regular file"
+    touched = path.parent if is_replaced or not path.exists() else path
+    return "" if os.access(touched, os.W_OK) else f"no permission to write to {touched}"
 
 
 def _write(flag: str, file: str | None, text: str) -> None:

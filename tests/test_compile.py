@@ -82,6 +82,28 @@ def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["missing/file", "occupied/file", "directory"])
+def test_files_that_cannot_be_written_are_refused_before_compiling(tmp_path, capsys, monkeypatch, place):
+    (tmp_path / "occupied").touch()
+    (tmp_path / "directory").mkdir()
+    monkeypatch.setitem(sys.modules, "maxpipe.compiling.topology", None)  # an import of it fails
+    file = tmp_path / place
+    words = ["compile.topology=cpu", f"compile.save={file}", f"--json={file}", f"--hlo={file}"]
+    with pytest.raises(SystemExit) as exit_info:
+        command.main([str(ROOT / BASE), *words])
+    assert exit_info.value.code == 2
+    error = capsys.readouterr().err
+    assert [f"{key}: cannot write {file}: " in error for key in ("compile.save", "--json", "--hlo")] == [True] * 3
+    assert "3 problems found" in error
+
+
+def test_a_directory_without_permission_is_refused_before_compiling(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(SystemExit):
+        command.main([str(ROOT / BASE), "compile.topology=cpu", f"compile.save={tmp_path / 'step.bin'}"])
+    assert f"no permission to write to {tmp_path}" in capsys.readouterr().err
+
+
 def test_without_libtpu_the_extra_is_named():
     code = (
         "import importlib.util as u, sys; find = u.find_spec;"

@@ -7,6 +7,8 @@ load only files whose origin you trust.
 
 import hashlib
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -58,7 +60,7 @@ def check_can_be_stored(mesh: Mesh) -> None:
 
 
 def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) -> int:
-    """Stores a compiled step; returns the bytes written.
+    """Stores a compiled step, whole or not at all; returns the bytes written.
 
     Raises:
       ConfigError: the file cannot be written.
@@ -71,7 +73,11 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
         "sha256": hashlib.sha256(payload).hexdigest(),
     }
     try:
-        return Path(file).write_bytes(MAGIC + json.dumps(header).encode() + b"\n" + payload)
+        with tempfile.TemporaryDirectory(dir=Path(file).parent) as scratch:
+            partial = Path(scratch, "partial")
+            count = partial.write_bytes(MAGIC + json.dumps(header).encode() + b"\n" + payload)
+            os.replace(partial, file)
+            return count
     except OSError as error:
         raise ConfigError(Problem(SAVE, f"cannot write {file}: {error.strerror}")) from None
 

@@ -1,5 +1,8 @@
 """Train steps in files: the same results as compiled here, and a refusal with the reason where they do not fit."""
 
+import errno
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
@@ -94,6 +97,20 @@ def test_files_that_cannot_be_used(config, file, tmp_path):
             read(str(path))
     with pytest.raises(ConfigError, match=r"compile\.save: cannot write"):
         write(str(tmp_path / "no" / "directory"), _Compiled, config, make_mesh(config))
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(config, mesh, tmp_path, monkeypatch):
+    file = tmp_path / "step.bin"
+    file.write_bytes(b"old")
+
+    def full(path, content):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"compile\.save: cannot write .*No space left"):
+        write(str(file), _Compiled, config, mesh)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 class _Compiled:
