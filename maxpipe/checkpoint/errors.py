@@ -10,6 +10,10 @@ class CheckpointDamaged(RuntimeError):
     """A committed checkpoint cannot be read, or what was read is not what was saved."""
 
 
+class CheckpointUnreadable(RuntimeError):
+    """A checkpoint that may well be sound cannot be read here: a newer version wrote it, or permission is missing."""
+
+
 class CheckpointSaveError(RuntimeError):
     """A save failed; one in the background is heard of at the next step, and at the latest at the end."""
 

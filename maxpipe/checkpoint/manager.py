@@ -14,7 +14,7 @@ import numpy as np
 from maxpipe.checkpoint import processes
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
 from maxpipe.checkpoint.digest import digests
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.interval import Interval
 from maxpipe.checkpoint.leaves import ITERATOR, named_leaves, saveable
 from maxpipe.checkpoint.reader import Restored, read_step
@@ -142,6 +142,7 @@ class Checkpointer:
           CheckpointMismatch: names, shapes or dtypes differ (`checkpoint.convert_dtype` allows other floating dtypes);
             lists each. Older steps are not tried.
           CheckpointDamaged: `step`, or every committed step, is damaged; nothing is renamed.
+          CheckpointUnreadable: a step that may be sound cannot be read here; older steps are not tried.
           FileNotFoundError: there is no committed step.
         """
         self._release()
@@ -226,7 +227,10 @@ class Checkpointer:
 
     def _read(self, step: int, abstract_state: Any, optional: Collection[str]) -> Restored:
         directory, convert = step_path(self._directory, step), self._settings.convert_dtype
-        restored = read_step(directory, abstract_state, optional, convert_dtype=convert)
+        try:
+            restored = read_step(directory, abstract_state, optional, convert_dtype=convert)
+        except CheckpointUnreadable as error:
+            raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
         if restored.converted:
             what = f"{restored.converted} arrays of checkpoint {step} were converted to the dtypes of this run"
             self._say(f"{what} (checkpoint.convert_dtype)")

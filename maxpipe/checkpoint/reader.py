@@ -11,7 +11,7 @@ import numpy as np
 
 from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.digest import digests
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.leaves import ITERATOR, differences, named_leaves, nbytes
 from maxpipe.checkpoint.processes import agree
 from maxpipe.checkpoint.record import Leaf, Record, read_record
@@ -57,6 +57,7 @@ def read_step(
     Raises:
       CheckpointMismatch: the checkpoint is sound but its arrays are not those of `abstract_state`.
       CheckpointDamaged: it cannot be read, or what was read is not what was saved.
+      CheckpointUnreadable: it may be sound, but not be read by this version or this process.
     """
     record = _read_record_everywhere(directory)
     wanted = named_leaves(abstract_state)
@@ -88,7 +89,7 @@ def read_parameters(directory: Path, abstract_params: Any) -> Any:
       abstract_params: like `TrainState.params` in the layout on disk; leaves as for `read_step`.
 
     Raises:
-      CheckpointMismatch, CheckpointDamaged: as `read_step`.
+      CheckpointMismatch, CheckpointDamaged, CheckpointUnreadable: as `read_step`.
     """
     record = _read_record_everywhere(directory)
     wanted = named_leaves({PARAMS: abstract_params})
@@ -106,7 +107,7 @@ def verify_step(directory: Path) -> Record:
     """Reads a whole step through host memory, about `BATCH_BYTES` at a time, and checks every digest.
 
     Raises:
-      CheckpointDamaged: as `read_step`.
+      CheckpointDamaged, CheckpointUnreadable: as `read_step`.
     """
     record = read_record(directory)
     for names in _batches(record.leaves):
@@ -121,7 +122,7 @@ def read_arrays(
 
     Raises:
       CheckpointDamaged: as `read_step`.
-      ValueError, OSError: this machine is at fault (permissions, memory) and the checkpoint may be sound.
+      CheckpointUnreadable: this machine is at fault (permissions, memory) and the checkpoint may be sound.
     """
     arrays: dict[str, Any] = {}
     failure: Exception | None = None
@@ -136,9 +137,8 @@ def read_arrays(
     if not agree(failure is None):
         if failure is None:
             raise CheckpointDamaged("arrays cannot be read by another process")
-        if _is_own_trouble(failure):
-            raise failure
-        raise CheckpointDamaged(f"arrays cannot be read: {_brief(failure)}") from failure
+        kind = CheckpointUnreadable if _is_own_trouble(failure) else CheckpointDamaged
+        raise kind(f"arrays cannot be read: {_brief(failure)}") from failure
     changed = [name for name, digest in digests(arrays).items() if digest != leaves[name].digest]
     if not agree(not changed):
         raise CheckpointDamaged(f"digest of {_some(changed) or 'an array of another process'} does not match")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 
 FORMAT = 1
 ITEM = "meta"
@@ -68,13 +68,15 @@ class Record:
 
         Raises:
           CheckpointDamaged: the checksum does not match.
+          CheckpointUnreadable: it was written in a format that this version does not know.
         """
         content = dict(data)
         if content.pop("checksum", None) != _checksum(content):
             raise CheckpointDamaged("checksum of the record does not match")
         if content["format"] != FORMAT:
-            raise ValueError(
-                f"checkpoint format {content['format']} is not known to this version (knows {FORMAT})"
+            raise CheckpointUnreadable(
+                f"checkpoint format {content['format']} is not known to this version (knows {FORMAT}); "
+                "read it with the version of maxpipe that wrote it, or a newer one"
             )
         leaves = {
             name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
@@ -93,14 +95,13 @@ def read_record(step_directory: Path) -> Record:
 
     Raises:
       CheckpointDamaged: it is missing, unreadable, changed, or belongs to another step.
-      ValueError: it was written in a format that this version does not know.
-      PermissionError: the file may not be read.
+      CheckpointUnreadable: it was written in a format that this version does not know, or may not be read.
     """
     try:
         data = json.loads(record_file(step_directory).read_bytes())
         checked = isinstance(data, dict)
-    except PermissionError:
-        raise
+    except PermissionError as error:
+        raise CheckpointUnreadable(f"record cannot be read: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"record cannot be read: {error}") from error
     if not checked:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import step_path
 from maxpipe.config.sections import CheckpointConfig
@@ -55,7 +55,7 @@ class Retention:
         if step not in self._losses:
             try:
                 self._losses[step] = _loss(read_record(step_path(self._directory, step)).meta)
-            except (CheckpointDamaged, OSError, ValueError):
+            except (CheckpointDamaged, CheckpointUnreadable, ValueError):
                 self._losses[step] = math.nan  # whatever it is, it is not known to be good
         return self._losses[step]
 

@@ -10,14 +10,19 @@ from contextlib import contextmanager, suppress
 
 import jax
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointSaveError
+from maxpipe.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointSaveError,
+    CheckpointUnreadable,
+)
 from maxpipe.checkpoint.processes import coordinator
 from maxpipe.config.cli import CONFIG_ERROR, print_problems
 from maxpipe.config.errors import ConfigError
 
 FAILED = 1
 # Their messages say all that a user can act on.
-EXPLAINED = (CheckpointDamaged, CheckpointMismatch, CheckpointSaveError)
+EXPLAINED = (CheckpointDamaged, CheckpointMismatch, CheckpointSaveError, CheckpointUnreadable)
 
 _REASON = "maxpipe/config_error"  # in the store of the coordination service: why the run ends
 _LOOK_SECONDS = 1.0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint import reader
-from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.steps import step_directories
 from maxpipe.config import CheckpointConfig
@@ -197,27 +197,27 @@ def test_a_damaged_step_asked_for_by_number_is_an_error(copied, checkpointer, sa
 
 
 @pytest.mark.parametrize(
-    "trouble",
+    ("trouble", "raised"),
     [
-        PermissionError("not yours"),
-        ValueError("RESOURCE_EXHAUSTED: too much"),
-        MemoryError(),
-        TypeError("bug"),
+        (PermissionError("not yours"), CheckpointUnreadable),
+        (ValueError("RESOURCE_EXHAUSTED: too much"), CheckpointUnreadable),
+        (MemoryError(), MemoryError),
+        (TypeError("bug"), TypeError),
     ],
 )
-def test_trouble_of_this_machine_is_not_damage(copied, checkpointer, samples, monkeypatch, trouble):
+def test_trouble_of_this_machine_is_not_damage(copied, checkpointer, samples, monkeypatch, trouble, raised):
     def fail(*_):
         raise trouble
 
     monkeypatch.setattr(reader, "load", fail)
-    with pytest.raises(type(trouble)):
+    with pytest.raises(raised):
         checkpointer.restore(samples.abstract(samples.state(20)))
     assert checkpointer.steps() == [10, 20]
 
 
 def test_a_record_of_an_unknown_format_is_refused_not_damaged(copied, checkpointer, samples, monkeypatch):
     monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 2)
-    with pytest.raises(ValueError, match="format 1 is not known to this version"):
+    with pytest.raises(CheckpointUnreadable, match="checkpoints/20: checkpoint format 1 is not known to this version"):
         checkpointer.restore(samples.abstract(samples.state(20)))
     assert checkpointer.steps() == [10, 20]
 
