@@ -20,14 +20,16 @@ def split_backwards(computations: Mapping[Name, Computation]) -> dict[Name, Comp
 def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     """Splits a B by dependency: I is everything that the values for other stages depend on, W everything else.
 
-    The first chunk has no stage before it. Its last equation is the end of the way back, such as the gradient of an
-    embedding, and what that one reads takes the place of the input gradient.
+    The first chunk has no stage before it. Its last equation that is not cheap is the end of the way back, such as the
+    gradient of an embedding before casts and layout constraints, and what that one reads takes the place of the input
+    gradient.
     """
-    ends: Iterable[Atom] = backward.writes
-    if not ends and backward.equations:
-        ends = backward.equations[-1].invars
-    first = _ancestors(backward.equations, ends)
     again = _anywhere(backward)
+    ends: Iterable[Atom] = backward.writes
+    if not ends:
+        last = next((eqn for eqn in reversed(backward.equations) if not is_cheap(eqn)), None)
+        ends = [v for v in last.invars if isinstance(v, Literal) or v not in again] if last else ()
+    first = _ancestors(backward.equations, ends)
     done = {v for eqn in first for v in eqn.outvars} - again
 
     def is_late(atom: Atom) -> bool:
