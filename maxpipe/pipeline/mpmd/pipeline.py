@@ -59,7 +59,7 @@ class MpmdPipeline:
         self.needs_key = parts.program.needs_key
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
         self.training = self._train_program({n: jax.ShapeDtypeStruct(batch_shape, d) for n, d in dtypes.items()})
-        self._evaluations: dict[Any, StagedProgram] = {}
+        self._evaluations: dict[tuple[int, ...], StagedProgram] = {}
         self._add = jax.jit(jnp.add, donate_argnums=0)
 
     def copies(self, params: Sequence[Params]) -> list[Named]:
@@ -106,10 +106,10 @@ class MpmdPipeline:
         weight = _total(batch["weights"])
         batch = _padded(batch, self._row_multiple)
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-        rows = batch["tokens"].shape[0]
-        if rows not in self._evaluations:
-            self._evaluations[rows] = self._evaluation_program(shapes)
-        sums = self._evaluations[rows].run(self._all(params, copies), batch, [None] * len(self._meshes))
+        shape = batch["tokens"].shape
+        if shape not in self._evaluations:
+            self._evaluations[shape] = self._evaluation_program(shapes)
+        sums = self._evaluations[shape].run(self._all(params, copies), batch, [None] * len(self._meshes))
         return {"cross_entropy": sums[self.loss_stage][LOSS], "weight": weight}
 
     def _train_program(self, batch: Any) -> StagedProgram:

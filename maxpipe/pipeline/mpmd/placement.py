@@ -43,7 +43,7 @@ def place_equations(flat: Any, cut: Segments) -> Placement:
     needed = dict(cut.marked)  # the earliest computation that needs a variable
     for eqn, segment in reversed(cut.equations):
         users = [needed[v] for v in eqn.outvars if v in needed]
-        movable = cut.tied.isdisjoint(eqn.outvars) or anywhere.issuperset(eqn.outvars)
+        movable = cut.bound.isdisjoint(eqn.outvars) or anywhere.issuperset(eqn.outvars)
         at = min(users, default=segment) if movable else segment
         for v in eqn.invars:
             if not isinstance(v, Literal):

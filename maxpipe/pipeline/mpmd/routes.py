@@ -5,7 +5,7 @@ the activation, so that it is there when the schedule lets the later stage start
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jax.extend.core import Var
 
@@ -22,7 +22,7 @@ class Routes:
     """
 
     sends: dict[Name, list[Var]]
-    uses: list[dict[Var, set[Name]]] = field(default_factory=list)
+    uses: list[dict[Var, set[Name]]]
 
     def last_reads(self, stage: int, name: Name) -> set[Var]:
         """Values on a stage that surely nothing needs after computation `name` has run."""

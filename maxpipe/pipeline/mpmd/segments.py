@@ -18,7 +18,7 @@ class Segments:
       equations: (equation, index into `names`) in the order of the program.
       outputs: of the program.
       num_chunks: G, one for every mark of the forward.
-      tied: variables that depend on what a mark let through, and so on the work of a stage.
+      bound: variables that depend on what a mark let through, and so on the work of a stage.
       marked: for variables that a mark let through, the computation that ends there.
     """
 
@@ -26,7 +26,7 @@ class Segments:
     equations: list[tuple[JaxprEqn, int]]
     outputs: list[Atom]
     num_chunks: int
-    tied: set[Var]
+    bound: set[Var]
     marked: dict[Var, int]
 
 
@@ -56,7 +56,7 @@ def segments(flat: Any) -> Segments:
     if BACKWARD in phases:
         names += [Name("B", c) for c in reversed(range(count))]
     renamed: dict[Any, Atom] = {}
-    tied: set[Var] = set()
+    bound: set[Var] = set()
     marked: dict[Var, int] = {}
 
     def resolve(atom: Atom) -> Atom:
@@ -66,8 +66,8 @@ def segments(flat: Any) -> Segments:
     for eqn in flat.jaxpr.eqns:
         inputs = [resolve(v) for v in eqn.invars]
         at = passed if passed < count else passed - 1
-        if eqn.primitive is mark_p or any(v in tied for v in eqn.invars if not isinstance(v, Literal)):
-            tied.update(eqn.outvars)
+        if eqn.primitive is mark_p or any(v in bound for v in eqn.invars if not isinstance(v, Literal)):
+            bound.update(eqn.outvars)
         if eqn.primitive is mark_p:
             for v in inputs:
                 if not isinstance(v, Literal):
@@ -76,4 +76,4 @@ def segments(flat: Any) -> Segments:
             renamed.update(zip(eqn.outvars, inputs, strict=True))
             continue
         equations.append((eqn.replace(invars=inputs), at))
-    return Segments(names, equations, [resolve(v) for v in flat.jaxpr.outvars], count, tied, marked)
+    return Segments(names, equations, [resolve(v) for v in flat.jaxpr.outvars], count, bound, marked)

@@ -132,12 +132,13 @@ class TestInterleaved:
             waiting = slots.activations.peak[stage] + slots.gradients.peak[stage]
             assert peak[stage] <= most[stage] <= peak[stage] + waiting
 
-    def test_evaluates_batches_of_any_size(self, mpmd):
+    def test_evaluates_batches_of_any_size_and_length(self, mpmd):
         config = tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": ROWS})
         sequential = PipelineUnderTest(dataclasses.replace(config, model=self.config.model))
-        for rows in (ROWS, 10):
+        for rows, length in ((ROWS, 8), (10, 8), (10, 4)):
+            batch = {name: x[:, :length] for name, x in make_batch(rows).items()}
             found = mpmd.pipeline.evaluate(
-                [stage.params for stage in mpmd.state.stages], mpmd.state.copies, mpmd.place(make_batch(rows))
+                [stage.params for stage in mpmd.state.stages], mpmd.state.copies, mpmd.place(batch)
             )
-            expected = sequential.evaluate(make_batch(rows))
+            expected = sequential.evaluate(batch)
             assert {n: float(x) for n, x in found.items()} == pytest.approx(expected, rel=1e-5)
