@@ -1,12 +1,14 @@
 """Looks at checkpoints: `python -m maxpipe.checkpoint ls|verify|show DIR`.
 
 DIR is a run directory or its `checkpoints`. Nothing is written and no accelerator is touched.
-Exit codes: 0; 1 if `verify` or `show` met damage; 2 if there is nothing to look at.
+Exit codes: 0; 1 if `verify` or `show` met damage; 2 if there is nothing to look at; 3 if there was no damage, but
+something cannot be read here, since a newer version wrote it or permission is missing.
 """
 
 import argparse
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -14,17 +16,26 @@ from pathlib import Path
 
 import yaml
 
-from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_directories, step_path
 
 DAMAGE = 1
 NOTHING = 2
+UNREADABLE = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand and returns the exit code."""
     options = _parser().parse_args(arguments)
+    try:
+        return _look(options)
+    except PermissionError as error:
+        print(error, file=sys.stderr)
+        return UNREADABLE
+
+
+def _look(options: argparse.Namespace) -> int:
     inner = options.dir / "checkpoints"
     directory = inner if inner.is_dir() else options.dir
     if not directory.is_dir():
@@ -65,12 +76,19 @@ def verify(directory: Path, steps: list[int]) -> int:
 
     code = 0
     for step in steps:
+        path = step_path(directory, step)
         try:
-            record = verify_step(step_path(directory, step))
-            print(f"{step}: sound, {len(record.leaves)} arrays", flush=True)
+            verdict = f"sound, {len(verify_step(path).leaves)} arrays"
+        except CheckpointUnreadable as error:
+            verdict = f"UNREADABLE: {error}"
+            code = code or UNREADABLE
         except CheckpointDamaged as error:
-            print(f"{step}: DAMAGED: {error}", flush=True)
-            code = DAMAGE
+            if path.is_dir():
+                verdict = f"DAMAGED: {error}"
+                code = DAMAGE
+            else:
+                verdict = "gone: a running training has just deleted it"
+        print(f"{step}: {verdict}", flush=True)
     return code
 
 
@@ -81,6 +99,9 @@ def show(directory: Path, step: int) -> int:
     except CheckpointDamaged as error:
         print(f"{step}: DAMAGED: {error}", file=sys.stderr)
         return DAMAGE
+    except CheckpointUnreadable as error:
+        print(f"{step}: UNREADABLE: {error}", file=sys.stderr)
+        return UNREADABLE
     print(yaml.safe_dump({"step": record.step, **record.meta}, sort_keys=False, default_flow_style=None))
     rows = [("array", "dtype", "shape", "elements", "digest")]
     for name, leaf in record.leaves.items():
@@ -95,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("ls", "list steps: state, size, time"),
-        ("verify", "read every committed step and compare digests; exit code 1 if one is damaged"),
+        ("verify", "read every committed step and compare digests; exit code 1 if one is damaged, 3 if unreadable"),
         ("show", "configuration, versions and arrays of one step"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -125,4 +146,5 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show DIR | head` ends like any other filter
     sys.exit(main())

@@ -1,9 +1,13 @@
+import json
+import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from maxpipe.checkpoint.__main__ import main
+from maxpipe.checkpoint.record import read_record, record_file
 
 
 @pytest.fixture
@@ -64,6 +68,66 @@ def test_show_of_a_damaged_record(run, capsys):
     (run / "checkpoints" / "20" / "meta" / "metadata").write_text("{}")
     assert main(["show", str(run)]) == 1
     assert "20: DAMAGED: checksum" in capsys.readouterr().err
+
+
+def test_a_newer_format_is_told_from_damage_and_the_other_steps_are_verified(run, capsys, monkeypatch):
+    oldest = run / "checkpoints" / "10"
+    record = read_record(oldest)
+    with monkeypatch.context() as newer:
+        newer.setattr("maxpipe.checkpoint.record.FORMAT", 2)
+        record_file(oldest).write_text(json.dumps(record.to_json()))
+    assert main(["verify", str(run)]) == 3
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("10: UNREADABLE: checkpoint format 2 is not known to this version (knows 1)")
+    assert second == "20: sound, 7 arrays"
+    assert main(["show", str(run), "--step", "10"]) == 3
+    assert capsys.readouterr().err == first + "\n"
+    record_file(run / "checkpoints" / "20").write_text("{}")
+    assert main(["verify", str(run)]) == 1
+
+
+def test_a_step_that_may_not_be_read(run, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)  # modes do not stop root
+    assert main(["verify", str(run)]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": record cannot be read")[0] for line in lines] == ["10: UNREADABLE", "20: UNREADABLE"]
+    assert main(["show", str(run)]) == 3
+    assert "Permission denied" in capsys.readouterr().err
+
+
+def test_a_directory_that_may_not_be_read(run, capsys, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pathlib.Path.iterdir", refuse)
+    assert main(["ls", str(run)]) == 3
+    assert capsys.readouterr().err == f"[Errno 13] Permission denied: '{run / 'checkpoints'}'\n"
+
+
+def test_verify_skips_a_step_deleted_meanwhile(run, capsys, monkeypatch):
+    from maxpipe.checkpoint import reader
+
+    def verify_after_retention(path):
+        shutil.rmtree(run / "checkpoints" / "10", ignore_errors=True)
+        return verify(path)
+
+    verify = reader.verify_step
+    monkeypatch.setattr(reader, "verify_step", verify_after_retention)
+    assert main(["verify", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["10: gone: a running training has just deleted it", "20: sound, 7 arrays"]
+
+
+def test_a_reader_that_stops_early_is_no_error(run):
+    command = [sys.executable, "-m", "maxpipe.checkpoint", "show", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(
