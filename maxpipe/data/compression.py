@@ -1,8 +1,8 @@
 """Compressed files by their endings, unpacked once."""
 
 import gzip
-import shutil
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -17,36 +17,41 @@ def unpacked(path: str, cache_dir: str) -> str:
     """The path of an uncompressed file: `path` itself unless it ends with `GZIP` or `ZSTD`.
 
     Raises:
-      ConfigError: the file is damaged, or zstandard is not installed.
+      ConfigError: the file cannot be read or is damaged, or zstandard is not installed.
     """
     if not path.endswith((GZIP, ZSTD)):
         return path
-    write = _write_from_gzip if path.endswith(GZIP) else _write_from_zstd
-    ending = Path(path).with_suffix("").suffix
-    return local_copy(path, version_of(path), ending, cache_dir, lambda target: write(path, target))
+    pieces = _from_gzip if path.endswith(GZIP) else _from_zstd
+
+    def write(target: Path) -> None:
+        with target.open("wb") as out:
+            out.writelines(pieces(path))
+
+    return local_copy(path, version_of(path), Path(path).with_suffix("").suffix, cache_dir, write)
 
 
-def _write_from_gzip(path: str, target: Path) -> None:
+def _from_gzip(path: str) -> Iterator[bytes]:
     try:
-        with gzip.open(path, "rb") as packed, target.open("wb") as out:
-            shutil.copyfileobj(packed, out, PIECE)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        with gzip.open(path, "rb") as packed:
+            while piece := packed.read(PIECE):
+                yield piece
+    except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, str(error)) from error
 
 
-def _write_from_zstd(path: str, target: Path) -> None:
+def _from_zstd(path: str) -> Iterator[bytes]:
     with optional("zstandard", "data", "data.path"):
         import zstandard
     frame = None
     try:
-        with open(path, "rb") as packed, target.open("wb") as out:
+        with open(path, "rb") as packed:
             while piece := packed.read(PIECE):
                 # A file that was written in parts has several frames, one after the other.
                 while piece:
                     frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    out.write(frame.decompress(piece))
+                    yield frame.decompress(piece)
                     piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    except zstandard.ZstdError as error:
+    except (OSError, zstandard.ZstdError) as error:
         raise _damaged(path, str(error)) from error
     if frame is not None:
         raise _damaged(path, "it ends in the middle of a frame")

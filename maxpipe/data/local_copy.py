@@ -20,7 +20,7 @@ def local_copy(origin: str, version: object, suffix: str, cache_dir: str, write:
       version: changes when the content does, such as size and time.
       suffix: ending of the copy's name.
       cache_dir: `data.cache_dir`.
-      write: makes the copy at a path.
+      write: makes the copy at a path; an OSError of its own is one of writing.
 
     Raises:
       ConfigError: there is no place for it.

@@ -3,6 +3,7 @@
 Rows read documents in any order, one at a time, which no object store is made for.
 """
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,12 @@ def fetch(path: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
 
             store = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
         files = sorted(_expand(store, path, suffixes))
-        return [_copy(store, file, cache_dir) for file in files]
+        return [_copy(store, file, cache_dir, credentials) for file in files]
     except ConfigError:
         raise
     # Every store has errors of its own, from the network's to "no such bucket".
     except Exception as error:
-        message = f"{path} cannot be read: {type(error).__name__}: {error}; credentials come from {credentials}"
-        raise ConfigError(Problem("data.path", message)) from error
+        raise _unreadable(path, error, credentials) from error
 
 
 def _expand(store: Any, path: str, suffixes: Sequence[str]) -> list[str]:
@@ -66,6 +66,19 @@ def _expand(store: Any, path: str, suffixes: Sequence[str]) -> list[str]:
     return [name for name in store.find(path) if name.endswith(tuple(suffixes))]
 
 
-def _copy(store: Any, file: str, cache_dir: str) -> str:
-    suffixes = "".join(Path(file).suffixes[-2:])
-    return local_copy(file, store.ukey(file), suffixes, cache_dir, lambda target: store.get_file(file, str(target)))
+def _copy(store: Any, file: str, cache_dir: str, credentials: str) -> str:
+    def write(target: Path) -> None:
+        try:
+            store.get_file(file, str(target))
+        except OSError as error:
+            # Only the place of the copy can be full; for all else the store is to blame, as the place is a fresh one.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise _unreadable(file, error, credentials) from error
+
+    return local_copy(file, store.ukey(file), "".join(Path(file).suffixes[-2:]), cache_dir, write)
+
+
+def _unreadable(path: str, error: Exception, credentials: str) -> ConfigError:
+    message = f"{path} cannot be read: {type(error).__name__}: {error}; credentials come from {credentials}"
+    return ConfigError(Problem("data.path", message))

@@ -55,6 +55,14 @@ def test_damaged_files_are_named_and_leave_nothing_behind(tmp_path, ending, dama
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_file_that_cannot_be_read_is_not_the_fault_of_the_cache(tmp_path, ending):
+    path = tmp_path / f"a.jsonl{ending}"
+    path.mkdir()  # unreadable also to those who may read everything
+    with pytest.raises(ConfigError, match=rf"^data\.path: {path} cannot be unpacked: .*Is a directory"):
+        unpacked(str(path), str(tmp_path / "cache"))
+
+
 def test_a_cache_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"text"))
     (tmp_path / "file").write_text("in the way")

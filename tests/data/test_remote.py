@@ -1,5 +1,6 @@
 """Object stores: an S3 server on this machine, and what happens without a key to it."""
 
+import errno
 import gzip
 import sys
 import time
@@ -13,7 +14,7 @@ from maxpipe.data.loader import make_loader
 
 server_module = pytest.importorskip("moto.server", reason="needs the extra `test`: moto[server]")
 boto3 = pytest.importorskip("boto3")
-pytest.importorskip("s3fs", reason="needs the extra `s3`")
+s3fs = pytest.importorskip("s3fs", reason="needs the extra `s3`")
 
 OBJECTS = {
     "corpus/b.jsonl": b'{"text": "second"}\n',
@@ -93,6 +94,22 @@ def test_the_loader_reads_what_lies_there(bucket, tmp_path):
 def test_nothing_there(bucket, tmp_path, path):
     with pytest.raises(ConfigError, match=r"^data\.path: "):
         find_files(path, (".jsonl",), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError("Forbidden"), r"^data\.path: .*b\.jsonl cannot be read: PermissionError.*AWS_ACCESS_KEY_ID"),
+        (OSError(errno.ENOSPC, "No space left"), r"^data\.cache_dir: cannot keep a copy of .*b\.jsonl.*No space left"),
+    ],
+)
+def test_a_copy_that_fails_blames_the_store_or_the_cache(bucket, monkeypatch, tmp_path, error, message):
+    async def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_get_file", fail)
+    with pytest.raises(ConfigError, match=message):
+        find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
 def test_without_credentials_the_variables_are_named_in_seconds(without_keys, tmp_path):

@@ -4,6 +4,8 @@ A row of a parquet file cannot be read without the thousands around it, so each 
 uncompressed Arrow file of that column alone, which is memory-mapped; see `data.cache_dir`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,31 +57,59 @@ def _as_arrow(path: str, cache_dir: str) -> str:
     pyarrow = _pyarrow()
 
     def write(target: Path) -> None:
-        try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                column = _column(path, file.schema_arrow)
-                with pyarrow.OSFile(str(target), "wb") as out:
-                    schema = pyarrow.schema([file.schema_arrow.field(column)])
-                    with pyarrow.ipc.new_file(out, schema) as writer:
-                        for batch in file.iter_batches(columns=[column]):
-                            writer.write_batch(batch)
-        except pyarrow.ArrowException as error:
-            raise ConfigError(Problem("data.path", f"{path} is no parquet file: {error}")) from error
+        with _reading(path):
+            file = pyarrow.parquet.ParquetFile(path)
+        field = _field(path, file.schema_arrow)
+        schema = pyarrow.schema([field])
+        with pyarrow.OSFile(str(target), "wb") as out, pyarrow.ipc.new_file(out, schema) as writer:
+            for column in _columns(path, file, field):
+                writer.write_batch(pyarrow.record_batch([column], schema=schema))
 
     return local_copy(path, version_of(path), ".arrow", cache_dir, write)
 
 
-def _column(path: str, schema: Any) -> str:
-    types = _pyarrow().types
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    try:
+        yield
+    except _pyarrow().ArrowException as error:
+        raise ConfigError(Problem("data.path", f"{path} is no parquet file: {error}")) from error
+    except OSError as error:  # also of damaged pages
+        raise ConfigError(Problem("data.path", f"{path} cannot be read: {error}")) from error
+
+
+def _field(path: str, schema: Any) -> Any:
+    """Name and type, no longer encoded by a dictionary, of the column that holds documents."""
+    pyarrow = _pyarrow()
+    types = pyarrow.types
     for name in COLUMNS:
         if name in schema.names:
-            kind = schema.field(name).type
-            is_text = types.is_string(kind) or types.is_large_string(kind)
-            if is_text or (types.is_list(kind) and types.is_integer(kind.value_type)):
-                return name
-            raise ConfigError(Problem("data.path", f"{path}: column {name!r} holds {kind}, not text or token ids"))
+            stored = schema.field(name).type
+            kind = stored.value_type if types.is_dictionary(stored) else stored
+            is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+            if types.is_string(kind) or types.is_large_string(kind) or (is_list and types.is_integer(kind.value_type)):
+                return pyarrow.field(name, kind)
+            message = f"{path}: column {name!r} holds {stored}, not text (strings) or token ids (lists of integers)"
+            raise ConfigError(Problem("data.path", message))
     message = f'{path} has the columns {", ".join(schema.names)}; it needs "text" or "tokens"'
     raise ConfigError(Problem("data.path", message))
+
+
+def _columns(path: str, file: Any, field: Any) -> Iterator[Any]:
+    """The column of each batch of rows.
+
+    Raises:
+      ConfigError: the file is damaged, or a list of token ids has a null in it.
+    """
+    first = 0
+    with _reading(path), file:
+        for batch in file.iter_batches(columns=[field.name]):
+            column = batch.column(0).cast(field.type)
+            if _pyarrow().types.is_nested(field.type) and column.flatten().null_count:
+                row = first + next(i for i, ids in enumerate(column.to_pylist()) if ids and None in ids)
+                raise ConfigError(Problem("data.path", f"{path}: row {row}: a null among the token ids"))
+            first += len(column)
+            yield column
 
 
 def _pyarrow() -> Any:
@@ -93,7 +123,8 @@ def build(config: DataConfig) -> ArrowRows:
     """The rows of the files of `data.path` (in a directory: *.parquet), files in sorted order.
 
     Raises:
-      ConfigError: there is no file, one has no such column or is no parquet file, or pyarrow is not installed.
+      ConfigError: there is no file, one is no parquet file, has no such column or a null among its token ids, or
+        pyarrow is not installed.
     """
     files = require_content(find_files(config.path, (".parquet",), config.cache_dir))
     return ArrowRows([_as_arrow(path, config.cache_dir) for path in files])

@@ -21,7 +21,7 @@ def open_source(tmp_path):
     return SOURCES.get("parquet")(config)
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
 def test_texts_of_all_files_and_row_groups(tmp_path, kind):
     for name, texts in (("a.parquet", TEXTS), ("b.parquet", TEXTS[::-1])):
         table = pa.table({"id": range(6), "text": pa.array(texts, kind)})
@@ -30,12 +30,21 @@ def test_texts_of_all_files_and_row_groups(tmp_path, kind):
     assert [documents[i] for i in range(len(documents))] == TEXTS + TEXTS[::-1]
 
 
-def test_token_ids(tmp_path):
+@pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.large_list(pa.int64())])
+def test_token_ids(tmp_path, kind):
     rows = [[1, 2, 3], [], [7] * 100]
-    pq.write_table(pa.table({"tokens": pa.array(rows, pa.list_(pa.uint16()))}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
     documents = open_source(tmp_path)
     for i, row in enumerate(rows):
         np.testing.assert_array_equal(documents[i], row)
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 2)])
+def test_a_null_among_token_ids_is_named(tmp_path, kind):
+    rows = [[1, 2]] * 70_000 + [None, [3, None]]  # more than one batch
+    pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r"^data\.path: .*a\.parquet: row 70001: a null among the token ids"):
+        open_source(tmp_path)
 
 
 def test_a_row_without_a_value_is_empty(tmp_path):
@@ -47,7 +56,7 @@ def test_a_row_without_a_value_is_empty(tmp_path):
     ("columns", "message"),
     [
         ({"content": ["a"], "id": [1]}, 'has the columns content, id; it needs "text" or "tokens"'),
-        ({"text": [1.5]}, "column 'text' holds double, not text or token ids"),
+        ({"text": [1.5]}, "column 'text' holds double, not text (strings) or token ids (lists of integers)"),
     ],
 )
 def test_files_without_documents(tmp_path, columns, message):
@@ -60,6 +69,16 @@ def test_files_without_documents(tmp_path, columns, message):
 def test_other_files(tmp_path):
     (tmp_path / "a.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet is no parquet file"):
+        open_source(tmp_path)
+
+
+def test_damaged_pages_are_not_the_fault_of_the_cache(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": TEXTS}), path, compression="zstd")
+    content = bytearray(path.read_bytes())
+    content[4:60] = bytes(56)  # the header of the first page
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^data\.path: .*a\.parquet "):
         open_source(tmp_path)
 
 
