@@ -5,6 +5,7 @@ configuration or the data is wrong.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,15 +18,18 @@ from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
 PROG = "python -m maxpipe.data show"
+DESCRIPTION = "Prints rows of data as a run would see them, and measures the loader. No model is built."
 
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] != ["show"]:
+    if words[:1] == ["show"]:
+        words = words[1:]
+    elif words[:1] not in (["--help"], ["-h"]):
         raise ConfigError(Problem("", f"the one thing to do is: {PROG} CONFIG.yml key=value ..."))
-    arguments = parse_args(words[1:], prog=PROG, description=__doc__.splitlines()[2], add_flags=_add_flags)
+    arguments = parse_args(words, prog=PROG, description=DESCRIPTION, add_flags=_add_flags)
     show(arguments.loaded.config, arguments.flags.rows, arguments.flags.seconds)
     return 0
 
@@ -81,8 +85,24 @@ def _workers(config: Config) -> str:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows to print; default %(default)s")
-    parser.add_argument("--seconds", type=float, default=2.0, metavar="S", help="how long to measure; default 2")
+    parser.add_argument("--rows", type=_rows, default=3, metavar="N", help="rows to print; default %(default)s")
+    parser.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help="how long to measure; default 2")
+
+
+def _rows(word: str) -> int:
+    if not (word.isascii() and word.isdigit() and int(word) >= 1):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1; got {word!r}")
+    return int(word)
+
+
+def _seconds(word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds; got {word!r}")
+    return seconds
 
 
 if __name__ == "__main__":

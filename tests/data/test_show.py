@@ -36,3 +36,24 @@ def test_bad_input_ends_with_2(words, capsys):
         main(words)
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("config error: ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["show", "--help"]])
+def test_help(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: python -m maxpipe.data show ")
+    assert "and measures the loader. No model is built." in " ".join(said.split())
+
+
+@pytest.mark.parametrize("flag", ["--rows=0", "--rows=few", "--seconds=nan", "--seconds=inf", "--seconds=-1"])
+def test_flags_that_mean_nothing_are_named(flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["show", "configs/base.yml", flag])
+    assert end.value.code == 2
+    name, value = flag.split("=")
+    error = capsys.readouterr().err
+    assert f"argument {name}: expected a " in error
+    assert f"got '{value}'" in error
