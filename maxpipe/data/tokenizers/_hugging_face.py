@@ -32,7 +32,7 @@ class HuggingFaceTokenizer:
         file = Path(path).expanduser()
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
-            raise _problem(f"{path!r} is neither 'byte' nor the path of a tokenizer.json")
+            raise _problem(f"{path!r} is neither 'byte' nor the path of a tokenizer.json or of a SentencePiece .model")
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         # The library raises bare Exception for whatever it cannot parse.
