@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     slices = loaded.config.compile.num_slices
     config = resolve(loaded, len(devices), slices)
     if config.pipeline.engine == "mpmd":
-        message = "mpmd has no train step in one program; pipeline.schedule=lockstep_1f1b has one, and the same bubble"
+        message = "mpmd has no train step in one program; pipeline.schedule=lockstep_1f1b has one, and 1f1b's bubble"
         raise ConfigError(Problem("pipeline.engine", message))
     mesh = build_mesh(config, devices)
 
