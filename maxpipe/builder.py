@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.resume import choose
 from maxpipe.checkpoint.run_directory import RunDirectory
+from maxpipe.config.engine_options import looped_layers, one_process
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
@@ -123,12 +124,11 @@ def build_mpmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
     """Programs per stage; arguments as for `build_engine`.
 
     Raises:
-      ConfigError: there are several processes.
+      ConfigError: there are several processes, or the schedule splits the backward of layers in a loop.
     """
-    if jax.process_count() > 1:
-        message = f"mpmd drives all devices from one process, and there are {jax.process_count()}"
-        remedy = "start one, or use pipeline.schedule=lockstep_1f1b with engine=auto, which has the same bubble as 1f1b"
-        raise ConfigError(Problem("pipeline.engine", f"{message}; {remedy}"))
+    one_process(config, jax.process_count())
+    if config.pipeline.scan_layers_per_stage and parts.table is not None and "W" in parts.table.kinds:
+        raise ConfigError(looped_layers(config.pipeline.schedule))
     meshes = stage_meshes(mesh)
     pipeline = MpmdPipeline(parts, meshes, (config.data.global_batch_size, config.data.sequence_length))
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)

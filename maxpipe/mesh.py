@@ -13,8 +13,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, PartitionSpec
 
+from maxpipe.config.devices import STEPS, unknown_axes
+from maxpipe.config.engine_options import one_process
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.steps import run_steps
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI launch.
 CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
@@ -24,9 +27,11 @@ def start_jax(config: Config) -> None:
     """Configures JAX before its first use: simulated devices, several processes, the compilation cache.
 
     Raises:
-      ConfigError: the environment's description of the processes is incomplete, or they cannot share the
-        simulated devices evenly.
+      ConfigError: the environment's description of the processes is incomplete, they cannot share the simulated
+        devices evenly, or there are several for an engine that has one.
     """
+    # Whoever waits for peers first would say it only when all of them have come.
+    one_process(run_steps(STEPS, config, unknown_axes(config))[0], announced_processes())
     if config.mesh.simulated_devices:
         devices = simulated_share(config.mesh.simulated_devices)
         jax.config.update("jax_num_cpu_devices", devices)
@@ -75,13 +80,17 @@ def simulated_share(devices: int) -> int:
     Raises:
       ConfigError: they do not divide over the processes.
     """
-    env = os.environ
-    several = "JAX_COORDINATOR_ADDRESS" in env
-    processes = int(env.get("JAX_NUM_PROCESSES", "1")) if several else _num_slurm_tasks()
+    processes = announced_processes()
     if devices % processes:
         message = f"{devices} do not divide over {processes} processes; take a multiple of {processes}"
         raise ConfigError(Problem("mesh.simulated_devices", message))
     return devices // processes
+
+
+def announced_processes() -> int:
+    """Processes that the environment names; 1 where JAX finds them out by itself."""
+    several = "JAX_COORDINATOR_ADDRESS" in os.environ
+    return int(os.environ.get("JAX_NUM_PROCESSES", "1")) if several else _num_slurm_tasks()
 
 
 def start_processes(heartbeat_timeout: int) -> None:

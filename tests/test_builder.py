@@ -70,11 +70,20 @@ def test_a_table_from_a_file_that_the_scheduled_engine_cannot_run_runs_on_the_mp
     assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
 
 
+def test_a_table_from_a_file_that_splits_backwards_needs_layers_that_are_not_in_a_loop(tmp_path):
+    values = PIPELINE | {"pipeline.schedule": "zb_h1", "pipeline.num_repeats": 1}
+    (tmp_path / "mine.csv").write_text(to_csv(build_table(tiny(**values))))
+    values |= {"pipeline.schedule": str(tmp_path / "mine.csv"), "pipeline.engine": "mpmd"}
+    config = tiny(**values, **{"pipeline.scan_layers_per_stage": True})
+    with pytest.raises(ConfigError, match=r"pipeline\.scan_layers_per_stage: true hides the layers in a loop"):
+        build_engine(config, make_mesh(config))
+
+
 def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
-    config = tiny(**PIPELINE, **{"pipeline.schedule": "1f1b"})
+    config = tiny(**PIPELINE, **{"pipeline.schedule": "zb_h1"})
     mesh = make_mesh(config)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"pipeline\.engine: mpmd drives all devices from one process.*lockstep_1f1b"):
+    with pytest.raises(ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*--compare zb_h1 lock"):
         build_engine(config, mesh)
 
 

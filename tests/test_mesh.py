@@ -16,6 +16,7 @@ from maxpipe.mesh import (
     rows_of_this_process,
     simulated_share,
     start_compile_cache,
+    start_jax,
     start_processes,
     start_threads,
 )
@@ -164,6 +165,15 @@ class TestStartOfProcesses:
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
         with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES"):
             start_processes(30)
+        assert started == []
+
+    def test_an_engine_of_one_process_is_refused_before_the_others_are_waited_for(self, started, monkeypatch):
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
+        monkeypatch.setenv("JAX_PROCESS_ID", "3")
+        config = replace(Config(), **{"pipeline.schedule": "1f1b", "mesh.ici.stage": 2})
+        with pytest.raises(ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*, and there are 4"):
+            start_jax(config)
         assert started == []
 
     @pytest.mark.parametrize(

@@ -55,12 +55,17 @@ def offloading(c: Config) -> None:
         raise ConfigError(*(Problem(key, message) for key in offloaded))
 
 
-@step("pipeline.engine", "pipeline.fsdp_gather", "pipeline.num_repeats")
-def gathers(c: Config) -> None:
-    """Forward and backward of a 1F1B tick are in different repeats, each with its own gathered weights."""
+@step("pipeline.engine", "pipeline.fsdp_gather")
+def gathers_of_units(c: Config) -> None:
+    """A unit of the MPMD engine keeps nothing for the next one of its chunk."""
     if c.pipeline.engine == "mpmd" and c.pipeline.fsdp_gather != "per_iteration":
         message = f"{c.pipeline.fsdp_gather} is not for the mpmd engine: every unit is a program that gathers anew"
         raise ConfigError(Problem("pipeline.fsdp_gather", f"{message}; use per_iteration"))
+
+
+@step("pipeline.engine", "pipeline.fsdp_gather", "pipeline.num_repeats")
+def gathers(c: Config) -> None:
+    """Forward and backward of a 1F1B tick are in different repeats, each with its own gathered weights."""
     if c.pipeline.engine != "scheduled" or c.pipeline.fsdp_gather != "per_repeat":
         return
     repeats = c.pipeline.num_repeats
@@ -98,8 +103,7 @@ def separate_programs(c: Config) -> None:
     p = c.pipeline
     problems = []
     if p.engine == "mpmd" and p.scan_layers_per_stage and p.schedule in SPLIT_BACKWARD:
-        message = f"true hides the layers in a loop, whose backward {p.schedule} cannot split; use false"
-        problems.append(Problem("pipeline.scan_layers_per_stage", message))
+        problems.append(looped_layers(p.schedule))
     if p.engine == "mpmd" and p.delay_activation_forwarding:
         message = "true is for engines with ticks; transfers of the mpmd engine run beside the units anyway; use false"
         problems.append(Problem("pipeline.delay_activation_forwarding", message))
@@ -110,4 +114,27 @@ def separate_programs(c: Config) -> None:
         raise ConfigError(*problems)
 
 
-STEPS = (scheduled_only, remat, offloading, gathers, loops, separate_programs)
+def looped_layers(schedule: str) -> Problem:
+    """That a schedule splits backwards and layers are in a loop; what a CSV file has is known when it is read."""
+    message = f"true hides the layers in a loop, whose backward {schedule} cannot split; use false"
+    return Problem("pipeline.scan_layers_per_stage", message)
+
+
+def one_process(c: Config, num_processes: int) -> None:
+    """The MPMD engine's driver dispatches to all devices; no step, since processes are not configured.
+
+    Args:
+      c: with `pipeline.engine` derived.
+      num_processes: that take part.
+
+    Raises:
+      ConfigError: there are several for the MPMD engine.
+    """
+    if c.pipeline.engine == "mpmd" and num_processes > 1:
+        message = f"mpmd drives all devices from one process, and there are {num_processes}"
+        remedy = "start one, or use pipeline.schedule=lockstep_1f1b with engine=auto"
+        compare = f"python -m maxpipe.schedule --compare {c.pipeline.schedule} lockstep_1f1b"
+        raise ConfigError(Problem("pipeline.engine", f"{message}; {remedy} (`{compare}` shows both bubbles)"))
+
+
+STEPS = (scheduled_only, remat, offloading, gathers_of_units, gathers, loops, separate_programs)

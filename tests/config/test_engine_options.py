@@ -66,6 +66,11 @@ def test_refused(values, key, says):
     assert says in problems[key]
 
 
+def test_gathers_of_the_mpmd_engine_are_refused_beside_wrong_repeats():
+    wrong = MPMD | {"pipeline.fsdp_gather": "once", "pipeline.num_repeats": 3}
+    assert list(refusal(**wrong)) == ["pipeline.num_repeats", "pipeline.fsdp_gather"]
+
+
 # What MaxText 0.2.5 accepts and then builds another model from, or fails on while tracing.
 
 
