@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     slices = loaded.config.compile.num_slices
     config = resolve(loaded, len(devices), slices)
     if config.pipeline.engine == "mpmd":
-        message = "mpmd has no train step in one program; pipeline.schedule=lockstep_1f1b has one, and 1f1b's bubble"
-        raise ConfigError(Problem("pipeline.engine", message))
+        remedy = "use pipeline.schedule=lockstep_1f1b, which has one and no more bubble than 1f1b"
+        raise ConfigError(Problem("pipeline.engine", f"mpmd has no train step in one program; {remedy}"))
     mesh = build_mesh(config, devices)
 
     from maxpipe.compiling.analysis import analyse

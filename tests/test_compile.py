@@ -73,7 +73,7 @@ def test_no_parameter_is_made(tmp_path):
         (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
         (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
         (["compile.topology=cpu", "pipeline.schedule=zb_v"], "pipeline.engine: mpmd has no train step in one program"),
-        (["compile.topology=cpu", "pipeline.schedule=zb_h1", "pipeline.num_repeats=1"], "1f1b's bubble"),
+        (["compile.topology=cpu", "pipeline.schedule=zb_h1", "pipeline.num_repeats=1"], "no more bubble than 1f1b"),
     ],
 )
 def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
