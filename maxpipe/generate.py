@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem
@@ -45,7 +45,7 @@ def _continue(flags: argparse.Namespace) -> int:
         from maxpipe.model.sampling import Sampling
 
         params = load_parameters(directory, config)
-    except (CheckpointDamaged, CheckpointMismatch) as error:
+    except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
         print(f"error: {directory}: {error}", file=sys.stderr)
         return NOT_LOADED
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)

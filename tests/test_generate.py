@@ -130,6 +130,13 @@ def test_no_checkpoint(tmp_path, capsys):
     assert "there is no directory" in error
 
 
+def test_a_checkpoint_of_a_newer_version_ends_with_1(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 0)
+    code, out, error = call(capsys, run_dir)
+    assert (code, out) == (1, "")
+    assert "checkpoint format 1 is not known to this version" in error
+
+
 def test_a_damaged_checkpoint_ends_with_1(tmp_path, run_dir, capsys):
     import shutil
 
