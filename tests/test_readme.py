@@ -45,6 +45,7 @@ MORE_WORDS = {"maxpipe.data": ["--seconds=0.05"], "maxpipe.generate": ["--max-to
 SCRIPTS = {
     "scripts/local.sh": ["bash", "scripts/local.sh", "--dry-run", "2", "configs/base.yml"],
     "scripts/tpu_vm.sh": ["bash", "scripts/tpu_vm.sh", "create", "name", "--zone", "z", "--type", "v5p-8", "--dry-run"],
+    "scripts/compare_maxtext.py": [sys.executable, "scripts/compare_maxtext.py", "--help"],  # needs MaxText
     "sbatch": ["bash", "-n", "scripts/slurm.sbatch"],
 }
 # Installing, testing and drawing are other programs' affair.
@@ -85,10 +86,10 @@ def test_command(command, place, capfd):
     assert [word for word in words if re.match(r"(configs|scripts|docs)/", word) and not (place / word).exists()] == []
     if words[:2] == ["python", "-m"]:
         run_module(words[2], words[3:])
+    elif script := next((word for word in words[:2] if word in SCRIPTS), None):
+        run(*SCRIPTS[script])
     elif words[0] == "python":
         run(sys.executable, *words[1:])
-    elif words[0] in SCRIPTS:
-        run(*SCRIPTS[words[0]])
     else:
         assert words[0] in OTHERS, f"say in this file how to run: {command}"
 
