@@ -39,7 +39,7 @@ KEYS = (*SIZES, *SWITCHES, *UNIT_COSTS, *OTHER_COSTS)
 
 KEYS_HELP = """\
 keys:
-  stages, microbatches, repeats    sizes (4, 8, 1; a CSV file has its own)
+  stages, microbatches, repeats    sizes (4, 8, 1; V schedules have 2 repeats, a CSV file has its own sizes)
   delay_activation_forwarding      true: transfers take a tick of their own (false)
   overlap_slots                    true: a tick of slack between the last stage's F and B (false)
   forward, backward                time of a whole stage, all its chunks, for one microbatch (1, 2);
@@ -50,8 +50,9 @@ keys:
   collectives                      fraction of forward and backward that is collectives (0)
   activation_bytes                 size of one transfer (1)
 
-With several schedules, or --compare, those with one chunk per stage run with repeats=1 and options that a
-schedule does not have are left out. Peaks count chunks; --compare counts whole stages instead.
+With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules (zb_v, v_half,
+v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left out. Peaks count
+chunks; --compare counts whole stages instead.
 """
 
 
@@ -154,11 +155,13 @@ def run_schedule(name: str, request: Request, lenient: bool) -> Simulation:
     sizes, switches = {**SIZES, **request.sizes}, request.switches
     if is_csv(name):
         sizes = {**dict(zip(SIZES, csv_sizes(name), strict=True)), **request.sizes}
-    elif lenient:
+    else:
         schedule = SCHEDULES.get(name)
-        sizes["repeats"] = schedule.repeats_for(sizes["repeats"])
-        has = {"delay_activation_forwarding": schedule.delayable, "overlap_slots": schedule.slots_overlap}
-        switches = frozenset(switch for switch in switches if has[switch])
+        if lenient or "repeats" not in request.sizes:
+            sizes["repeats"] = schedule.repeats_for(sizes["repeats"])
+        if lenient:
+            has = {"delay_activation_forwarding": schedule.delayable, "overlap_slots": schedule.slots_overlap}
+            switches = frozenset(switch for switch in switches if has[switch])
     table = load_schedule(
         name,
         *sizes.values(),

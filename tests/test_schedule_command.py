@@ -22,6 +22,13 @@ def test_prints_the_table_with_bubble_and_peak(capsys):
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "dualpipe_v"])
+def test_v_schedules_need_no_repeats(capsys, name):
+    text = output(capsys, name, "stages=4", "microbatches=8")
+    assert text == output(capsys, name, "stages=4", "microbatches=8", "repeats=2")
+    assert main([name, "repeats=1"]) == 2
+
+
 def test_colours_a_terminal(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
