@@ -1,7 +1,7 @@
-"""Cutting layers into chunks of equal cost, the embedding and the head counted.
+"""Cutting layers into chunks of equal cost, the head counted.
 
-Costs are FLOPs of the model in closed form: what XLA's cost analysis of a compiled layer adds to them, norms and
-softmax, is below a per cent at real widths.
+Costs are FLOPs of the model in closed form; the embedding, a lookup, has none. What XLA's cost analysis of a compiled
+layer adds to them, norms and softmax, is below a per cent at real widths.
 """
 
 from collections.abc import Sequence

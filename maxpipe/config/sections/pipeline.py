@@ -44,7 +44,8 @@ class PipelineConfig:
     )
     layers_per_stage: list[int] = option(  # noqa: RUF009
         [],
-        "uneven chunks: layers of each chunk in model order; overrides the two keys above; auto = equal cost (mpmd)",
+        "uneven chunks: layers of each chunk in model order; overrides the two keys above; auto = equal cost (mpmd), "
+        "num_repeats chunks per stage (-1 = 1)",
         derived=True,
     )
     parallel_layers: int = option(
