@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from maxpipe.config.balance import balanced, layer_costs
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.proposals import distance, divisors, multiples_around
-from maxpipe.config.schema import get
+from maxpipe.config.schema import OPTIONS, get
 from maxpipe.config.sections import Config
 from maxpipe.config.steps import Updates, step
 from maxpipe.config.values import AUTO
@@ -28,12 +28,37 @@ FIXED_REPEATS = {
     "gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_h2": 1, "zb_v": 2, "v_half": 2, "v_min": 2, "dualpipe_v": 2,
 }  # fmt: skip
 
+# What the sequential engine does not read.
+_OF_PIPELINES = (
+    "schedule", "num_repeats", "num_layers_per_stage", "layers_per_stage", "parallel_layers", "outside_layers",
+    "delay_activation_forwarding", "overlap_slots", "skip_idle", "fsdp_gather", "scan_iterations", "scan_repeats",
+    "scan_layers_per_stage", "remat_iterations", "remat_layers",
+)  # fmt: skip
+
 _SPLIT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
 
 
 def num_stages(c: Config) -> int:
     """Pipeline stages over all slices."""
     return c.mesh.ici.stage * c.mesh.dcn.stage
+
+
+def ignored_options(asked: Config, resolved: Config) -> list[str]:
+    """A line for `notes` if options of pipelines were given and there is no pipeline.
+
+    Args:
+      asked: before derivation, when what was not given has its default.
+      resolved: what became of it.
+    """
+    given = [
+        f"pipeline.{name}={value}"
+        for name in _OF_PIPELINES
+        if (value := getattr(asked.pipeline, name)) != OPTIONS[f"pipeline.{name}"].default
+    ]
+    if resolved.pipeline.engine != "sequential" or not given:
+        return []
+    verb = "has" if len(given) == 1 else "have"
+    return [f"{', '.join(given)} {verb} no effect: there is one stage; mesh.ici.stage=2 or more makes a pipeline"]
 
 
 @step("pipeline.engine", "pipeline.schedule", *STAGES, writes=("pipeline.engine",))

@@ -7,7 +7,7 @@ import yaml
 
 from maxpipe.config.batches import data_shards
 from maxpipe.config.devices import STEPS, unknown_axes
-from maxpipe.config.layout import num_stages
+from maxpipe.config.layout import ignored_options, num_stages
 from maxpipe.config.load import Loaded
 from maxpipe.config.schema import OPTIONS, get
 from maxpipe.config.sections import Config
@@ -55,7 +55,7 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
 
     Args:
       resolved: from `resolve`.
-      loaded: what it was resolved from; without it derived values are not listed.
+      loaded: what it was resolved from; without it neither derived values nor ignored pipeline options are listed.
     """
     before = loaded.config if isinstance(loaded, Loaded) else loaded
     lines = []
@@ -64,6 +64,7 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
         lines = [
             f"{key}={get(resolved, key)}: {reason}" for key in changed if (reason := _reason(resolved, key))
         ]
+        lines += ignored_options(before, resolved)
     return [*lines, *_outside(resolved), *_without_effect(resolved)]
 
 

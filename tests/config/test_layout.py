@@ -4,6 +4,7 @@ from fnmatch import fnmatch
 
 import pytest
 
+from maxpipe.config import load, notes, resolve
 from maxpipe.config.layout import ENGINE_SCHEDULES
 from maxpipe.config.schema import variants
 
@@ -25,6 +26,19 @@ SEQUENTIAL = ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
 )
 def test_auto_picks_the_engine(resolved, words, engine):
     assert resolved(*words).pipeline.engine == engine
+
+
+def test_options_of_a_pipeline_that_there_is_not_are_named(base):
+    words = ("pipeline.schedule=1f1b", "pipeline.num_repeats=7", "pipeline.delay_activation_forwarding=true")
+
+    def lines(*words):
+        loaded = load(base, words)
+        return [line for line in notes(resolve(loaded, 4), loaded) if "there is one stage; mesh.ici.stage" in line]
+
+    (line,) = lines(*SEQUENTIAL, *words)
+    named = "pipeline.schedule=1f1b, pipeline.num_repeats=7, pipeline.delay_activation_forwarding=True have no effect"
+    assert line.startswith(named)
+    assert lines(*SEQUENTIAL) == lines(words[0]) == []
 
 
 def test_a_csv_schedule_runs_on_the_scheduled_engine(resolved, problems, tmp_path):
