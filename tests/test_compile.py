@@ -23,6 +23,8 @@ PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
 # The slice that each preset's comment names, by its number of chips.
 SLICES = {4: "v5p:2x2x1", 8: "v5p:2x2x2", 64: "v5p:4x4x4", 768: "v5p:8x8x12"}
 BASE = "configs/base.yml"
+# As many as the tests' own process has, which may have started JAX already.
+EIGHT_DEVICES = ["compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
 
 tpu_aot = [
     pytest.mark.tpu_aot,
@@ -72,8 +74,8 @@ def test_no_parameter_is_made(tmp_path):
         (["compile.topology=tpu"], "neither cpu nor a chip and its grid"),
         (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
         (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
-        (["compile.topology=cpu", "pipeline.schedule=zb_v"], "pipeline.engine: mpmd has no train step in one program"),
-        (["compile.topology=cpu", "pipeline.schedule=zb_h1", "pipeline.num_repeats=1"], "no more bubble than 1f1b"),
+        ([*EIGHT_DEVICES, "pipeline.schedule=zb_v"], "pipeline.engine: mpmd has no train step in one program"),
+        ([*EIGHT_DEVICES, "pipeline.schedule=zb_h1", "pipeline.num_repeats=1"], "no more bubble than 1f1b"),
     ],
 )
 def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
