@@ -11,7 +11,7 @@ from pathlib import Path
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.record import read_record
-from maxpipe.checkpoint.steps import committed_steps, step_path
+from maxpipe.checkpoint.steps import checkpoints_of, committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.load import from_record
@@ -68,8 +68,7 @@ def find_step(run_dir: Path, step: int | None) -> Path:
     Raises:
       ConfigError: there is none.
     """
-    inner = run_dir / "checkpoints"
-    directory = inner if inner.is_dir() else run_dir
+    directory = checkpoints_of(run_dir)
     if not directory.is_dir():
         raise ConfigError(Problem("RUN_DIR", f"there is no directory {run_dir}; runs lie in output_dir/run_name"))
     steps = committed_steps(directory)

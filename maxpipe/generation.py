@@ -22,7 +22,7 @@ def load_parameters(step_directory: Path, config: Config) -> Params:
     """The parameters of a checkpoint in the compute dtype, laid over the tensor axis of all local devices.
 
     Raises:
-      CheckpointDamaged, CheckpointMismatch: see `maxpipe.checkpoint.reader`.
+      CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
     shape = [-1 if axis == "tensor" else 1 for axis in MESH_AXES]
     mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()).reshape(shape), MESH_AXES)

@@ -38,9 +38,7 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
     return name
 
 
-def build_attention(
-    config: Config, rules: AxisRules, platform: str, say: Callable[[str], None]
-) -> AttentionFn:  # fmt: skip
+def build_attention(config: Config, rules: AxisRules, platform: str, say: Callable[[str], None]) -> AttentionFn:
     """The attention function of a resolved configuration on the mesh of `rules`, whose devices are of `platform`."""
     name = choose_kernel(config, platform, say)
     kernel = KERNELS.get(name).build(config.model, config.data.sequence_length)

@@ -95,11 +95,20 @@ def prefixed(prefix: str, size: Values) -> dict[str, Values]:
     return {f"{prefix}/{name}": values | size for name, values in ENGINES.items()}
 
 
+def tiled() -> dict[str, Values]:
+    """A vocabulary whose logits are most of the memory: all at once, and in 16 tiles."""
+    size = SMALL | {"model.vocab_size": 128256, "model.embed_dim": 64, "model.head_dim": 16, "model.mlp_dim": 256}
+    size |= {"data.global_batch_size": 16, "model.num_layers": 8}
+    cases = prefixed("V128k", size)
+    return cases | {f"{name}/tiled": values | {"model.logit_tiles": 16} for name, values in cases.items()}
+
+
 GROUPS: dict[str, dict[str, Values]] = {
     "engines": {name: SMALL | values for name, values in ENGINES.items()},
     "variants": {name: SMALL | values for name, values in variants().items()},
     "microbatches": {name: SMALL | values for name, values in more_microbatches().items()},
     "vocabulary": prefixed("V32k", SMALL | {"model.vocab_size": 32768}),
+    "tiles": tiled(),
     "bfloat16": prefixed("bf16", SMALL | {"model.dtype": "bfloat16"}),
     "tiny": prefixed("tiny", TINY),
 }

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from compare_maxtext import cpu_seconds
+from process_time import cpu_seconds
 
 Row = dict[str, Any]
 

@@ -29,6 +29,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from process_time import cpu_seconds
+
 ROOT = Path(__file__).resolve().parents[1]
 MAXTEXT = "0.2.5"
 DEVICES = 8
@@ -190,12 +194,6 @@ def train(trainer: str, command: Sequence[str], steps: int) -> Run:
         raise Failed(f"{' '.join(command)}\nended with {process.returncode}:\n{''.join(output[-30:])}")
     differences = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends)]
     return Run(ends[0][0], [cpu for _, cpu in differences], [wall for wall, _ in differences], usage.ru_maxrss * 1024)
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process up to now."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def compare_training(

@@ -18,7 +18,7 @@ import yaml
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import read_record
-from maxpipe.checkpoint.steps import committed_steps, step_directories, step_path
+from maxpipe.checkpoint.steps import checkpoints_of, committed_steps, step_directories, step_path
 
 DAMAGE = 1
 NOTHING = 2
@@ -36,8 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _look(options: argparse.Namespace) -> int:
-    inner = options.dir / "checkpoints"
-    directory = inner if inner.is_dir() else options.dir
+    directory = checkpoints_of(options.dir)
     if not directory.is_dir():
         return _nothing(f"{directory} is not a directory")
     if not step_directories(directory):

@@ -55,7 +55,7 @@ class Retention:
         if step not in self._losses:
             try:
                 self._losses[step] = _loss(read_record(step_path(self._directory, step)).meta)
-            except (CheckpointDamaged, CheckpointUnreadable, ValueError):
+            except (CheckpointDamaged, CheckpointUnreadable):
                 self._losses[step] = math.nan  # whatever it is, it is not known to be good
         return self._losses[step]
 

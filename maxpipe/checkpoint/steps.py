@@ -28,6 +28,12 @@ class StepDirectory:
     path: Path
 
 
+def checkpoints_of(path: Path) -> Path:
+    """The directory that holds the steps of a run, from that of the run or itself."""
+    inner = path / "checkpoints"
+    return inner if inner.is_dir() else path
+
+
 def step_path(directory: Path, step: int) -> Path:
     """Where the committed checkpoint of `step` lies."""
     return directory / str(step)

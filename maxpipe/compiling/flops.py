@@ -10,6 +10,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
+
 BranchRuns = Callable[[float], float]
 
 
@@ -37,7 +39,7 @@ def _equation(eqn: Any, runs: float, branch_runs: BranchRuns) -> float:
         return runs * _kernel(params)
     if name == "cond":
         times = branch_runs(runs)
-        return max(_count(_open(branch), times, branch_runs) for branch in params["branches"])
+        return max(_count(open_jaxpr(branch), times, branch_runs) for branch in params["branches"])
     devices = 1
     if name == "scan":
         runs *= params["length"]
@@ -45,7 +47,7 @@ def _equation(eqn: Any, runs: float, branch_runs: BranchRuns) -> float:
         # Shapes inside are those of one device, over the axes that the program names itself. Devices are no runs:
         # `branch_runs` is told how often one device gets to a conditional.
         devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return devices * sum(_count(inner, runs, branch_runs) for inner in _inner(params))
+    return devices * sum(_count(inner, runs, branch_runs) for inner in map(open_jaxpr, inner_jaxprs(eqn)))
 
 
 def _kernel(params: Any) -> float:
@@ -53,13 +55,4 @@ def _kernel(params: Any) -> float:
     if estimate is not None:
         return float(estimate.flops)
     grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
-    return grid * _count(_open(params["jaxpr"]), 1.0, lambda runs: runs)
-
-
-def _inner(params: Any) -> list[Jaxpr]:
-    values = [v for value in params.values() for v in (value if isinstance(value, (tuple, list)) else (value,))]
-    return [_open(value) for value in values if isinstance(value, (ClosedJaxpr, Jaxpr))]
-
-
-def _open(jaxpr: Any) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+    return grid * _count(open_jaxpr(params["jaxpr"]), 1.0, lambda runs: runs)

@@ -109,13 +109,14 @@ _tiled.defvjp(_forward, _backward)
 
 def _cut(tiles: int, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
     """x [..., N, D], targets and weights [..., N] -> [tiles, ..., P(, D)]; tokens beyond N have weight 0."""
+    axis = targets.ndim - 1
+    tiles = min(tiles, targets.shape[axis])
 
     def cut(a: jax.Array, axis: int) -> jax.Array:
         missing = -a.shape[axis] % tiles
         a = jnp.pad(a, [(0, missing if i == axis else 0) for i in range(a.ndim)])
         return jnp.moveaxis(a.reshape(*a.shape[:axis], tiles, -1, *a.shape[axis + 1 :]), axis, 0)
 
-    axis = targets.ndim - 1
     return cut(x, axis), cut(targets, axis), cut(weights, axis)
 
 

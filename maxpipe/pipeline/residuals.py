@@ -14,6 +14,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.interpreters import partial_eval as pe
 
+from maxpipe.pipeline.jaxprs import open_jaxpr
+
 Arrays = list[jax.Array]
 
 
@@ -93,12 +95,12 @@ def _outputs(eqn: Any, inputs: list[bool]) -> list[bool]:
     if name == "cond":
         if inputs[0]:
             return [True] * len(eqn.outvars)
-        branches = [dependence(_open(branch), inputs[1:]) for branch in eqn.params["branches"]]
+        branches = [dependence(open_jaxpr(branch), inputs[1:]) for branch in eqn.params["branches"]]
         return [any(column) for column in zip(*branches, strict=True)]
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         # A reduction's jaxpr is no call: it sees its own results.
         if key in eqn.params and name not in ("reduce", "reduce_window"):
-            inner = _open(eqn.params[key])
+            inner = open_jaxpr(eqn.params[key])
             if len(inner.invars) == len(inputs) and len(inner.outvars) == len(eqn.outvars):
                 return dependence(inner, inputs)
     return [True] * len(eqn.outvars)
@@ -109,7 +111,7 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 
 def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
-    body = _open(eqn.params["jaxpr"])
+    body = open_jaxpr(eqn.params["jaxpr"])
     # Constants, carries, scanned arrays; these have a dimension more outside. JAX 0.12 names no counts.
     num_carry = sum(_shape(o) == _shape(i) for o, i in zip(eqn.outvars, body.outvars, strict=True))
     num_scanned = sum(_shape(o) != _shape(i) for o, i in zip(eqn.invars, body.invars, strict=True))
@@ -122,10 +124,6 @@ def _scan(eqn: Any, inputs: list[bool]) -> list[bool]:
         if grown == carry:
             return [*carry, *outputs[num_carry:]]
         carry = grown
-
-
-def _open(jaxpr: Any) -> Jaxpr:
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
 def _select(jaxpr: ClosedJaxpr, outputs: Sequence[int]) -> Callable[[Sequence[Any]], Arrays]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.model import parameters
@@ -16,11 +17,12 @@ from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.contract import Batch, Metrics
 from maxpipe.pipeline.mpmd.pipeline import MpmdPipeline
 from maxpipe.pipeline.mpmd.staged import Named
+from maxpipe.pipeline.mpmd.stages import named
 from maxpipe.sharding import AxisRules
 from maxpipe.training.engine import canonical_sharding, like_parameter, to_host
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.spikes import History
-from maxpipe.training.state import TrainState, map_by_parameter, new_state
+from maxpipe.training.state import TrainState, map_by_parameter, new_state, step_key
 from maxpipe.training.step import judge_step
 
 _CHUNK = re.compile(r"\['chunks'\]\[(\d+)\]")
@@ -42,10 +44,6 @@ class StageState:
     key: jax.Array
     params: Params
     opt_state: Any
-
-    def step_key(self) -> jax.Array:
-        """PRNG key of the next step."""
-        return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.step)
 
 
 @jax.tree_util.register_dataclass
@@ -93,8 +91,8 @@ class MpmdEngine:
             map_by_parameter(partial(like_parameter, whole), abstract, params, None)
             for abstract, params, whole in zip(self._abstract, pipeline.abstract, self._whole, strict=True)
         ]
-        self._step_key = jax.jit(StageState.step_key)
-        self._squares = jax.jit(_sum_of_squares)
+        self._step_key = jax.jit(step_key)
+        self._squares = jax.jit(partial(optax.tree.norm, squared=True))
         self._judge = jax.jit(partial(judge_step, self._optimizer))
         self._update = [
             jax.jit(partial(_update, optimizer), out_shardings=shardings, donate_argnums=0)
@@ -110,7 +108,7 @@ class MpmdEngine:
         return self._state(stages, jnp.zeros((), jnp.int32), self._optimizer.spike_filter.init())
 
     def step(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
-        keys = [self._step_key(stage) if self.pipeline.needs_key else None for stage in state.stages]
+        keys = [self._step_key(stage.key, stage.step) if self.pipeline.needs_key else None for stage in state.stages]
         params = [stage.params for stage in state.stages]
         loss, gradients = self.pipeline.loss_and_gradients(params, state.copies, batch, keys)
         end = self.pipeline.loss_stage
@@ -130,7 +128,7 @@ class MpmdEngine:
 
     def to_canonical(self, state: MpmdState) -> TrainState:
         """The state as on disk, moved to the host leaf by leaf."""
-        live = [_by_name(part) for part in (*state.stages, replace(state, stages=(), copies=()))]
+        live = [named(part) for part in (*state.stages, replace(state, stages=(), copies=()))]
 
         def convert(path: Any, leaf: Any) -> Any:
             name = jax.tree_util.keystr(path)
@@ -143,7 +141,7 @@ class MpmdEngine:
 
     def from_canonical(self, state: TrainState) -> MpmdState:
         """The live state from what a checkpoint held."""
-        leaves = _by_name(state)
+        leaves = named(state)
 
         def convert(path: Any, sharding: NamedSharding) -> jax.Array:
             name = jax.tree_util.keystr(path)
@@ -208,11 +206,3 @@ def _update(
 ) -> StageState:
     params, opt_state = optimizer.update(stage.params, gradients, stage.opt_state, stage.step, norm, accept)
     return StageState(stage.step + 1, stage.key, params, opt_state)
-
-
-def _sum_of_squares(tree: Params) -> jax.Array:
-    return sum((jnp.sum(jnp.square(g)) for g in jax.tree.leaves(tree)), jnp.zeros(()))
-
-
-def _by_name(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -35,7 +35,12 @@ class TrainState:
 
     def step_key(self) -> jax.Array:
         """PRNG key of the next step."""
-        return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.step)
+        return step_key(self.key, self.step)
+
+
+def step_key(key: jax.Array, step: jax.Array) -> jax.Array:
+    """PRNG key of the step after `step` finished ones, from the key data of the run."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key), step)
 
 
 def new_state(params: Params, opt_state: Any, key: jax.Array, history: History | None = None) -> TrainState:

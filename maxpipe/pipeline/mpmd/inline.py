@@ -1,11 +1,12 @@
 """Flat programs: nested calls opened, so that marks and equations of interest are on one level."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 from maxpipe.pipeline.mpmd.marks import mark_p
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -29,7 +30,7 @@ def inline(program: ClosedJaxpr, *, checkpoints: bool = False) -> ClosedJaxpr:
 
     flat = jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals))
     for eqn in flat.jaxpr.eqns:
-        if any(_has_mark(inner) for inner in inner_programs(eqn)):
+        if any(_has_mark(inner) for inner in inner_jaxprs(eqn)):
             raise ValueError(
                 f"a stage mark lies inside {eqn.primitive.name}, which runs as a whole on one stage; "
                 f"call mark_stage_boundary outside of it"
@@ -37,21 +38,14 @@ def inline(program: ClosedJaxpr, *, checkpoints: bool = False) -> ClosedJaxpr:
     return flat
 
 
-def inner_programs(eqn: Any) -> Iterator[Any]:
-    """Jaxprs among an equation's parameters."""
-    for parameter in jax.tree.leaves(list(eqn.params.values())):
-        if hasattr(parameter, "eqns"):
-            yield parameter
-
-
 def _has_mark(jaxpr: Any) -> bool:
     return any(
-        eqn.primitive is mark_p or any(_has_mark(inner) for inner in inner_programs(eqn)) for eqn in jaxpr.eqns
+        eqn.primitive is mark_p or any(_has_mark(inner) for inner in inner_jaxprs(eqn)) for eqn in jaxpr.eqns
     )
 
 
 def _evaluate(program: Any, args: Sequence[Any], opened: Sequence[str]) -> list[Any]:
-    jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    jaxpr = open_jaxpr(program)
     consts = program.consts if isinstance(program, ClosedJaxpr) else ()
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
@@ -61,7 +55,7 @@ def _evaluate(program: Any, args: Sequence[Any], opened: Sequence[str]) -> list[
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
         if eqn.primitive.name in opened:
-            outputs = _evaluate(next(inner_programs(eqn)), inputs, opened)
+            outputs = _evaluate(next(inner_jaxprs(eqn)), inputs, opened)
         else:
             with eqn.ctx.manager:
                 outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))

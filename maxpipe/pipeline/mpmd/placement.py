@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from maxpipe.pipeline.mpmd.inline import inner_programs
+from maxpipe.pipeline.jaxprs import inner_jaxprs
 from maxpipe.pipeline.mpmd.segments import Segments
 
 _EXPENSIVE = (
@@ -68,6 +68,6 @@ def _pull_back(cut: Segments, home: dict[Var, int], anywhere: set[Var]) -> None:
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation costs little more than reading its operands."""
     name = eqn.primitive.name
-    if name.startswith(("scatter", "cum", "reduce_window")) or eqn.effects or any(inner_programs(eqn)):
+    if name.startswith(("scatter", "cum", "reduce_window")) or eqn.effects or any(inner_jaxprs(eqn)):
         return False
     return name not in _EXPENSIVE

@@ -15,7 +15,7 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.contract import Batch
 from maxpipe.pipeline.mpmd.runner import Observer, Runner, Sums
 from maxpipe.pipeline.mpmd.slicing import slice_program
-from maxpipe.pipeline.mpmd.stages import local_view, paths
+from maxpipe.pipeline.mpmd.stages import local_view, named, paths
 from maxpipe.pipeline.schedules._table import Table
 
 Named = Mapping[str, jax.Array]
@@ -55,7 +55,7 @@ class StagedProgram:
         self.program = slice_program(traced, split_backward="W" in table.kinds)
         arguments = paths({"params": params, "micro": micro, "scales": scales, "key": key})
         self._names = dict(zip(self.program.inputs, arguments, strict=True))
-        self._micro = dict(zip(paths({"micro": micro}), jax.tree.leaves(micro), strict=True))
+        self._micro = named({"micro": micro})
         self._sums = [x.shape for x in jax.tree.leaves(shapes)]
         sum_shardings = [{i: NamedSharding(mesh, s) for i, s in enumerate(output_specs)} for mesh in meshes]
         varying = [v for v, name in self._names.items() if name in self._micro]
@@ -94,18 +94,14 @@ class StagedProgram:
 
         def prepare(batch: Batch, key: jax.Array | None) -> Any:
             scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
-            scalars = _named({"scales": scales, "key": key})
-            micro = [_named({"micro": m}) for m in self._microbatches(batch)]
+            scalars = named({"scales": scales, "key": key})
+            micro = [named({"micro": m}) for m in self._microbatches(batch)]
             zeros = {i: jnp.zeros(self._sums[i], jnp.float32) for i in outputs}
             return _only(scalars, needs), [_only(m, needs) for m in micro], zeros
 
         rows = {n: NamedSharding(mesh, PartitionSpec(*self._batch_spec[: x.ndim])) for n, x in self._micro.items()}
         shardings = None, [_only(rows, needs)] * self._num_microbatches, {i: sum_shardings[i] for i in outputs}
         return jax.jit(prepare, out_shardings=shardings)
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    return dict(zip(paths(tree), jax.tree.leaves(tree), strict=True))
 
 
 def _only(named: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

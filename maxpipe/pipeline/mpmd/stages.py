@@ -26,6 +26,11 @@ def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, [shards[d] for d in mesh.devices.flat])
 
 
+def named(tree: Any) -> dict[str, Any]:
+    """Leaves by path."""
+    return dict(zip(paths(tree), jax.tree.leaves(tree), strict=True))
+
+
 def paths(tree: Any) -> list[str]:
     """Path of every leaf, such as "['params']['head']['kernel']"."""
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

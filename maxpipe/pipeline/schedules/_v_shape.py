@@ -1,19 +1,54 @@
-"""Schedules of two chunks per stage in V placement, from a building block that is repeated for every microbatch.
+"""Schedules of two chunks per stage in V placement: stage s holds chunks s and 2S - 1 - s.
 
-The building block (Qi et al., arXiv:2405.15362) says when one microbatch passes a stage: F down through the first
-chunks, F back through the second ones, I down again, and I back. Blocks follow each other every six units of time, in
-which a stage does two F, two I and two W; so the time from a chunk's F to the end of its backward, divided by six, is
-the number of microbatches in flight there.
+Some of them follow from a building block that is repeated for every microbatch. The building block (Qi et al.,
+arXiv:2405.15362) says when one microbatch passes a stage: F down through the first chunks, F back through the second
+ones, I down again, and I back. Blocks follow each other every six units of time, in which a stage does two F, two I
+and two W; so the time from a chunk's F to the end of its backward, divided by six, is the number of microbatches in
+flight there.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
 from maxpipe.pipeline.schedules._order import RawUnit, dependency, place
+from maxpipe.pipeline.schedules._schedule import Schedule
 from maxpipe.pipeline.schedules._table import Table
 
 PERIOD = 6
 PASSES = (("F", 0), ("F", 1), ("I", 0), ("I", 1))  # kind, and whether it runs back through the stages
+
+
+class VSchedule(Schedule):
+    """Base class; subclasses say the table."""
+
+    engines = ("mpmd",)
+    fixed_repeats = 2
+
+    @classmethod
+    def _build(
+        cls, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
+    ) -> Table:
+        return cls._table(num_stages, num_microbatches)
+
+    @classmethod
+    @abstractmethod
+    def _table(cls, num_stages: int, num_microbatches: int) -> Table:
+        """The table for sizes that were checked."""
+
+
+def without_missing(
+    name: str, order: Callable[[int, int, int], Iterable[RawUnit]], num_stages: int, num_microbatches: int, least: int
+) -> Table:
+    """The table of an order that is known for `least` microbatches and more.
+
+    Args:
+      order: (stage, number of stages, number of microbatches) -> the stage's units. With fewer than `least`
+        microbatches the order is that of `least`, without the ones that are missing.
+    """
+    orders = [order(s, num_stages, max(num_microbatches, least)) for s in range(num_stages)]
+    kept = [[unit for unit in stage if unit[1] < num_microbatches] for stage in orders]
+    return place(name, num_stages, num_microbatches, 2, kept, placement="v")
 
 
 def repeated_block(

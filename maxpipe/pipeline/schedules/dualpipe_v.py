@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._order import RawUnit, place
-from maxpipe.pipeline.schedules._schedule import Schedule
+from maxpipe.pipeline.schedules._order import RawUnit
 from maxpipe.pipeline.schedules._table import Table
+from maxpipe.pipeline.schedules._v_shape import VSchedule, without_missing
 
 
 @SCHEDULES.register()
-class DualPipeV(Schedule):
+class DualPipeV(VSchedule):
     """DeepSeek's DualPipe (arXiv:2412.19437) cut in half, after Sea AI Lab; two chunks per stage in V placement.
 
     Backwards are whole in the steady state and split at the ends. With M >= 2S, times of a chunk, and F and B of a
@@ -21,16 +21,9 @@ class DualPipeV(Schedule):
     With fewer microbatches the order is that of 2S without the ones that are missing.
     """
 
-    engines = ("mpmd",)
-    fixed_repeats = 2
-
     @classmethod
-    def _build(
-        cls, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
-    ) -> Table:
-        orders = [_order(s, num_stages, max(num_microbatches, 2 * num_stages)) for s in range(num_stages)]
-        kept = [[unit for unit in order if unit[1] < num_microbatches] for order in orders]
-        return place(cls.name(), num_stages, num_microbatches, 2, kept, placement="v")
+    def _table(cls, num_stages: int, num_microbatches: int) -> Table:
+        return without_missing(cls.name(), _order, num_stages, num_microbatches, 2 * num_stages)
 
 
 def _order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[RawUnit]:

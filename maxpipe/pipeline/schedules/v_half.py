@@ -1,13 +1,12 @@
 """V-Half: split backward, half of 1F1B's memory, half of its bubble."""
 
 from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._schedule import Schedule
 from maxpipe.pipeline.schedules._table import Table
-from maxpipe.pipeline.schedules._v_shape import repeated_block
+from maxpipe.pipeline.schedules._v_shape import VSchedule, repeated_block
 
 
 @SCHEDULES.register()
-class VHalf(Schedule):
+class VHalf(VSchedule):
     """Pipeline parallelism with controllable memory, Qi et al., arXiv:2405.15362; two chunks per stage in V placement.
 
     With F, I and W of a chunk all equal and M >= 2S
@@ -16,12 +15,7 @@ class VHalf(Schedule):
         in flight  S + 1 chunks for odd S, S + 2 for even: half of 1F1B's and one microbatch
     """
 
-    engines = ("mpmd",)
-    fixed_repeats = 2
-
     @classmethod
-    def _build(
-        cls, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
-    ) -> Table:
+    def _table(cls, num_stages: int, num_microbatches: int) -> Table:
         in_flight = num_stages + (1 if num_stages % 2 else 2)
         return repeated_block(cls.name(), num_stages, num_microbatches, (2, 1, 2, 1), in_flight)

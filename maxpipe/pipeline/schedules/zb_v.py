@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from itertools import count
 
 from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._order import RawUnit, place
-from maxpipe.pipeline.schedules._schedule import Schedule
+from maxpipe.pipeline.schedules._order import RawUnit
 from maxpipe.pipeline.schedules._table import Table
+from maxpipe.pipeline.schedules._v_shape import VSchedule, without_missing
 
 
 @SCHEDULES.register()
-class ZBV(Schedule):
+class ZBV(VSchedule):
     """Zero bubble, V schedule; Qi et al., arXiv:2401.10241 section 6; two chunks per stage in V placement.
 
     With F, I and W of a chunk all equal and M >= 2S - 1
@@ -21,16 +21,9 @@ class ZBV(Schedule):
     With fewer microbatches the order is that of 2S - 1 without the ones that are missing.
     """
 
-    engines = ("mpmd",)
-    fixed_repeats = 2
-
     @classmethod
-    def _build(
-        cls, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
-    ) -> Table:
-        orders = [_order(s, num_stages, max(num_microbatches, 2 * num_stages - 1)) for s in range(num_stages)]
-        kept = [[unit for unit in order if unit[1] < num_microbatches] for order in orders]
-        return place(cls.name(), num_stages, num_microbatches, 2, kept, placement="v")
+    def _table(cls, num_stages: int, num_microbatches: int) -> Table:
+        return without_missing(cls.name(), _order, num_stages, num_microbatches, 2 * num_stages - 1)
 
 
 def _order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[RawUnit]:
