@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+import maxpipe
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.resume import choose
 from maxpipe.checkpoint.run_directory import RunDirectory
@@ -48,7 +49,7 @@ PIPELINES: dict[str, Callable[[Parts], Pipeline]] = {
     "scheduled": ScheduledPipeline,
 }
 
-VERSIONED = ("maxpipe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def build_layout(config: Config) -> StageLayout:
@@ -186,7 +187,7 @@ def build_run(
         config, engine, state, step, loader, place, place_eval, checkpointer,
         recorder=build_recorder(config, mesh, directory, step),
         profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
-        meta={"config": asdict(config), "versions": {name: metadata.version(name) for name in VERSIONED}},
+        meta={"config": asdict(config), "versions": _versions()},
         supervision=supervision or Supervision(), eval_loader=eval_loader,
     )  # fmt: skip
 
@@ -201,6 +202,11 @@ def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: in
         peak_flops=chip.peak_flops[config.model.dtype] * mesh.size if chip else None,
         is_main=jax.process_index() == 0,
     )  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    # The package speaks for itself: run from a checkout, it need not be installed.
+    return {"maxpipe": maxpipe.__version__} | {name: metadata.version(name) for name in DEPENDENCIES}
 
 
 def _continue(loader: Loader, config: Config, place: BatchPlacer, position: Any) -> Loader:

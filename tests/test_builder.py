@@ -1,9 +1,13 @@
 """Layouts, schedules and runs from configurations."""
 
+from importlib import metadata
+
 import jax
 import pytest
 from engines import make_mesh, tiny
 
+import maxpipe
+from maxpipe import builder
 from maxpipe.builder import PIPELINES, build_engine, build_layout, build_parts, build_table
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.pipeline import ENGINES
@@ -92,3 +96,13 @@ def test_decisions_are_said():
     config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
     build_engine(config, make_mesh(config), say=said.append)
     assert any("'kv_heads' of size 2 stays whole" in line for line in said)
+
+
+def test_a_run_from_a_checkout_that_is_not_installed_records_its_version(monkeypatch):
+    def installed(name):
+        if name == "maxpipe":
+            raise metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(builder.metadata, "version", installed)
+    assert builder._versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(builder.DEPENDENCIES, "1.2.3")
