@@ -16,10 +16,14 @@ from maxpipe.pipeline.schedules._table import IDLE, Table
 
 PerStage = float | Sequence[float]
 
+_KEYS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in any one unit; those of units are per chunk and microbatch, one number or one for each stage.
+    """Times in any one unit; those of units are per chunk and microbatch.
+
+    One number, one for each stage, or one for each global chunk (which are the same where repeats are 1).
 
     Attributes:
       forward, backward, input_gradient, weight_gradient: time of an F, B, I, W.
@@ -46,13 +50,23 @@ class Costs:
         Raises:
           ValueError: there are not as many numbers as stages, or one is negative.
         """
-        key = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}[kind]
+        key = _KEYS[kind]
         cost = np.asarray(getattr(self, key), float)
         if cost.shape not in ((), (num_stages,)):
             raise ValueError(f"{key}={cost.tolist()}: give one number, or one per stage ({num_stages})")
         if (cost < 0).any():
             raise ValueError(f"{key}={cost.tolist()}: must not be negative")
         return np.broadcast_to(cost, num_stages)
+
+    def of_chunks(self, kind: str, table: Table) -> np.ndarray:
+        """Time of a unit of a kind of each global chunk, float [G].
+
+        Raises:
+          ValueError: there are neither as many numbers as stages nor as chunks, or one is negative.
+        """
+        if np.shape(getattr(self, _KEYS[kind])) == (table.num_chunks,):
+            return self.of(kind, table.num_chunks)
+        return self.of(kind, table.num_stages)[table.stage_of_chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,12 +139,13 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
             raise ValueError(f"{key}={getattr(costs, key)}: must not be negative")
     if not 0 <= costs.collectives <= 1:
         raise ValueError(f"collectives={costs.collectives}: must be a fraction from 0 to 1")
-    duration = {kind: costs.of(kind, table.num_stages) for kind in table.kinds}
+    duration = {kind: costs.of_chunks(kind, table) for kind in table.kinds}
     run = _run_lockstep if table.lockstep else _run_free
     start, end, head_start, head_end, makespan = run(table, duration, costs)
     work = np.zeros(table.num_stages)
     for kind in table.kinds:
-        work += duration[kind] * (table.microbatch[kind] != IDLE).sum(axis=0)
+        spent = duration[kind] * (table.ticks[kind] >= 0).sum(axis=0)
+        work += np.bincount(table.stage_of_chunk, spent, table.num_stages)
     if table.lockstep:
         work += costs.head * table.num_microbatches / table.num_stages
     else:
@@ -184,8 +199,7 @@ def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs
             # Where slots overlap, B is the last thing in its tick and starts before F has ended.
             offset = np.minimum(offset, begin + total - slot["B"])
         start[kind] = _at(table.ticks[kind], offset)
-        ends = np.where(table.microbatch[kind] != IDLE, duration[kind], 0.0)
-        end[kind] = start[kind] + _at(table.ticks[kind], ends, table.stage_of_chunk)
+        end[kind] = start[kind] + duration[kind]
         offset = offset + slot[kind]
         if kind == "F":
             head_start = offset[head_tick]
@@ -195,10 +209,9 @@ def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs
     return start, end, head_start, head_start + costs.head / table.num_stages, makespan
 
 
-def _at(ticks: np.ndarray, values: np.ndarray, stage: np.ndarray | None = None) -> np.ndarray:
-    """Looks up `values` [N] or [N, S] at the ticks [M, G]; NaN where there is no unit."""
-    found = values[ticks] if stage is None else values[ticks, stage]
-    return np.where(ticks >= 0, found, np.nan)
+def _at(ticks: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Looks up `values` [N] at the ticks [M, G]; NaN where there is no unit."""
+    return np.where(ticks >= 0, values[ticks], np.nan)
 
 
 def _run_free(table: Table, duration: Mapping[str, np.ndarray], costs: Costs) -> Times:
@@ -217,7 +230,7 @@ def _run_free(table: Table, duration: Mapping[str, np.ndarray], costs: Costs) ->
         chunk = table.global_chunk(chunk, stage)
         at = microbatch * table.num_chunks + chunk
         unit[tick, stage] = offset[kind] + at
-        length[tick, stage] = duration[kind][stage]
+        length[tick, stage] = duration[kind][chunk]
         if kind == "F":
             length[tick, stage] += np.where(chunk == last, costs.head, 0.0)
             needs[tick, stage] = np.where(chunk > 0, at - 1, -1)

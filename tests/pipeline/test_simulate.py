@@ -28,10 +28,11 @@ def build(name, S, M, V=1, **options):
     communication=COST, head=COST, data=st.data(),
 )  # fmt: skip
 def test_free_running_units_start_as_soon_as_they_can(name, S, M, V, communication, head, data):
-    per_stage = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=S, max_size=S)
-    costs = Costs(*(data.draw(per_stage) for _ in range(4)), communication=communication, head=head)
     table = build(name, S, M, V)
-    run = simulate(table, costs)
+    count = data.draw(st.sampled_from([S, table.num_chunks]), label="times of stages or of chunks")
+    one_each = st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=count, max_size=count)
+    times = {kind: data.draw(one_each) for kind in "FBIW"}
+    run = simulate(table, Costs(*times.values(), communication=communication, head=head))
     order = sorted(
         (tick, stage, kind, m, int(table.global_chunk(c, stage)))
         for kind in table.kinds
@@ -44,11 +45,12 @@ def test_free_running_units_start_as_soon_as_they_can(name, S, M, V, communicati
         far = needs is not None and table.stage_of_chunk[needs[2]] != stage
         begin = max(free[stage], ended[needs] + far * communication if needs else 0.0)
         assert run.start[kind][m, g] == pytest.approx(begin)
-        assert run.end[kind][m, g] == pytest.approx(begin + costs.of(kind, S)[stage])
+        assert run.end[kind][m, g] == pytest.approx(begin + times[kind][stage if count == S else g])
         free[stage] = ended[kind, m, g] = run.end[kind][m, g] + head * (
             kind == "F" and g == table.num_chunks - 1
         )
     assert run.makespan == pytest.approx(max(free))
+    assert run.work.sum() == pytest.approx(sum(np.nansum(run.end[k] - run.start[k]) for k in table.kinds) + M * head)
 
 
 @given(name=st.sampled_from(SCHEDULES.names()), S=st.integers(1, 4), M=st.integers(1, 9), V=st.integers(1, 3))
