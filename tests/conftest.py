@@ -1,7 +1,9 @@
-"""Runs JAX on eight simulated CPU devices."""
+"""Runs JAX on eight simulated CPU devices, and an S3 server for the tests that ask for it."""
 
 import os
 from importlib.metadata import version
+
+import pytest
 
 # What XLA and LLVM do to make kernels quick takes most of the time of tests and has no part in what they compare.
 QUICK_COMPILE = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
@@ -15,3 +17,32 @@ os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILE))
 os.environ.setdefault("NPROC", "64")  # see `maxpipe.mesh.start_threads`
 # A program over several CPU devices that comes out of a cache can hang (see `maxpipe.mesh.start_compile_cache`).
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The address of a running server."""
+    module = pytest.importorskip("moto.server", reason="needs the extra `test`: moto[server]")
+    pytest.importorskip("s3fs", reason="needs the extra `s3`")
+    running = module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def without_s3_keys(monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch, without_s3_keys):
+    """A client of the server, whose address and keys are in the environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    return pytest.importorskip("boto3").client("s3", region_name="us-east-1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.local_copy import local_copy, version_of
-from maxpipe.data.optional import optional
+from maxpipe.optional import optional
 
 GZIP, ZSTD = ".gz", ".zst"
 PIECE = 1 << 20

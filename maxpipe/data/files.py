@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.remote import fetch, is_remote
+from maxpipe.data.remote import fetch
+from maxpipe.object_store import is_remote
 
 # Elements looked at together: keeps the temporary of a scan small beside the file.
 BLOCK = 1 << 24

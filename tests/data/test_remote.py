@@ -12,8 +12,6 @@ from maxpipe.config import Config, ConfigError, replace
 from maxpipe.data.files import find_files
 from maxpipe.data.loader import make_loader
 
-server_module = pytest.importorskip("moto.server", reason="needs the extra `test`: moto[server]")
-boto3 = pytest.importorskip("boto3")
 s3fs = pytest.importorskip("s3fs", reason="needs the extra `s3`")
 
 OBJECTS = {
@@ -24,35 +22,13 @@ OBJECTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The address of a running server."""
-    running = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    running.start()
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
-
-
 @pytest.fixture
-def without_keys(monkeypatch, tmp_path):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-
-
-@pytest.fixture
-def bucket(server, monkeypatch, without_keys):
+def bucket(s3):
     """A client of a bucket `maxpipe` with `OBJECTS`."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", server)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    client = boto3.client("s3", region_name="us-east-1")
-    client.create_bucket(Bucket="maxpipe")
+    s3.create_bucket(Bucket="maxpipe")
     for name, content in OBJECTS.items():
-        client.put_object(Bucket="maxpipe", Key=name, Body=content)
-    return client
+        s3.put_object(Bucket="maxpipe", Key=name, Body=content)
+    return s3
 
 
 @pytest.mark.parametrize(
@@ -112,7 +88,7 @@ def test_a_copy_that_fails_blames_the_store_or_the_cache(bucket, monkeypatch, tm
         find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
-def test_without_credentials_the_variables_are_named_in_seconds(without_keys, tmp_path):
+def test_without_credentials_the_variables_are_named_in_seconds(without_s3_keys, tmp_path):
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
         find_files("s3://maxpipe/corpus", cache_dir=str(tmp_path))

@@ -5,9 +5,9 @@ from typing import Any
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import find_files, require_content
-from maxpipe.data.optional import optional
 from maxpipe.data.sources import SOURCES
 from maxpipe.data.tf_example import bytes_feature
+from maxpipe.optional import optional
 
 
 class ArrayRecords:

@@ -16,8 +16,8 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_files, require_content
 from maxpipe.data.local_copy import local_copy, version_of
-from maxpipe.data.optional import optional
 from maxpipe.data.sources import SOURCES
+from maxpipe.optional import optional
 
 COLUMNS = ("text", "tokens")
 

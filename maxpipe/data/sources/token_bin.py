@@ -15,9 +15,9 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_all, find_files, require_content
-from maxpipe.data.remote import is_remote
 from maxpipe.data.sources import SOURCES
 from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.object_store import is_remote
 
 INDEX_SUFFIX = ".idx.npy"
 

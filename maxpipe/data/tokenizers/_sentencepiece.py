@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.optional import optional
+from maxpipe.optional import optional
 
 
 class SentencePieceTokenizer:

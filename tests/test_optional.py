@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.optional import optional
+from maxpipe.optional import optional
 
 
 def message_of(library: str) -> str:

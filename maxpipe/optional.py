@@ -1,4 +1,4 @@
-"""Libraries that only some data needs."""
+"""Libraries that only some runs need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
