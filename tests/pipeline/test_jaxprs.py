@@ -1,9 +1,10 @@
-"""Programs inside traced programs."""
+"""Looking into traced programs, and taking them apart."""
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
+from maxpipe.pipeline.jaxprs import CALLS, CHECKPOINTS, ancestors, inline, inner_jaxprs, is_cheap, open_jaxpr, part
 
 
 def test_branches_of_a_conditional_are_found() -> None:
@@ -22,3 +23,32 @@ def test_a_closed_program_is_opened_and_an_open_one_is_itself() -> None:
     closed = jax.make_jaxpr(jnp.sin)(1.0)
     assert open_jaxpr(closed) is closed.jaxpr
     assert open_jaxpr(closed.jaxpr) is closed.jaxpr
+
+
+def names(equations) -> list[str]:
+    return [eqn.primitive.name for eqn in equations]
+
+
+@pytest.mark.parametrize(("calls", "closed"), [(CALLS, ["remat2"]), (CALLS + CHECKPOINTS, [])])
+def test_calls_are_opened_however_deep_and_others_stay(calls, closed) -> None:
+    inner = jax.checkpoint(jax.jit(jnp.sin))
+    flat = inline(jax.make_jaxpr(jax.jit(lambda x: jnp.cos(inner(x))))(1.0), calls)
+    assert names(flat.jaxpr.eqns) == [*(closed or ["sin"]), "cos"]
+    assert jax.core.eval_jaxpr(flat.jaxpr, flat.consts, 2.0) == [jnp.cos(jnp.sin(2.0))]
+
+
+def test_ancestors_of_one_output_are_a_program() -> None:
+    jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(jnp.cos(x)), jnp.exp(x)))(1.0).jaxpr
+    found = ancestors(jaxpr.eqns, jaxpr.outvars[:1])
+    assert names(found) == ["cos", "sin"]
+    smaller = part(jaxpr, jaxpr.invars, found, jaxpr.outvars[:1])
+    assert jax.core.eval_jaxpr(smaller, (), 2.0) == [jnp.sin(jnp.cos(2.0))]
+
+
+def test_products_calls_and_effects_are_not_cheap() -> None:
+    def f(x):
+        jax.debug.callback(lambda _: None, x)
+        return jax.jit(jnp.sin)(x @ x) + jnp.cumsum(x, axis=0)
+
+    equations = jax.make_jaxpr(f)(jnp.ones((2, 2))).jaxpr.eqns
+    assert [eqn.primitive.name for eqn in equations if is_cheap(eqn)] == ["add"]

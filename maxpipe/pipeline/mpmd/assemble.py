@@ -5,8 +5,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from maxpipe.pipeline.jaxprs import Atom
 from maxpipe.pipeline.mpmd.placement import Placement
-from maxpipe.pipeline.mpmd.program import Atom, Computation, Name
+from maxpipe.pipeline.mpmd.program import Computation, Name
 from maxpipe.pipeline.mpmd.segments import Segments
 
 

@@ -9,15 +9,10 @@ Gradients of such code are computed where the gradients that they are made of ar
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal, Var
 
-from maxpipe.pipeline.jaxprs import inner_jaxprs
+from maxpipe.pipeline.jaxprs import is_cheap
 from maxpipe.pipeline.mpmd.segments import Segments
-
-_EXPENSIVE = (
-    "dot_general", "ragged_dot", "conv_general_dilated", "gather", "sort", "top_k", "approx_top_k", "pure_callback",
-    "ffi_call",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,11 +58,3 @@ def _pull_back(cut: Segments, home: dict[Var, int], anywhere: set[Var]) -> None:
         homes = {home[v] for v in eqn.invars if not isinstance(v, Literal) and v not in anywhere}
         if segment >= cut.num_chunks and homes and min(homes) >= cut.num_chunks and is_cheap(eqn):
             home.update((v, max(homes)) for v in eqn.outvars)
-
-
-def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation costs little more than reading its operands."""
-    name = eqn.primitive.name
-    if name.startswith(("scatter", "cum", "reduce_window")) or eqn.effects or any(inner_jaxprs(eqn)):
-        return False
-    return name not in _EXPENSIVE

@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
-Atom = Var | Literal
+from maxpipe.pipeline.jaxprs import Atom, part
 
 
 class Name(NamedTuple):
@@ -92,7 +92,7 @@ class SlicedProgram:
         constants = [v for v in self.constants if v in used(computation)]
         parts = {i: list(atoms) for i, atoms in computation.outputs.items()}
         results, tree = jax.tree.flatten((list(computation.writes), parts))
-        jaxpr = _with(self.flat.jaxpr, [*constants, *inputs], computation.equations, results)
+        jaxpr = part(self.flat.jaxpr, [*constants, *inputs], computation.equations, results)
         values = [self.constants[v] for v in constants]
 
         def run(*args: jax.Array) -> Any:
@@ -111,10 +111,3 @@ def used(computation: Computation) -> set[Var]:
     atoms = [v for eqn in computation.equations for v in eqn.invars]
     atoms += [*computation.writes, *(v for part in computation.outputs.values() for v in part)]
     return {v for v in atoms if not isinstance(v, Literal)}
-
-
-def _with(jaxpr: Jaxpr, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> Jaxpr:
-    return jaxpr.replace(
-        constvars=[], invars=list(inputs), eqns=list(equations), outvars=list(outputs),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip

@@ -5,8 +5,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from maxpipe.pipeline.jaxprs import Atom
 from maxpipe.pipeline.mpmd.marks import BACKWARD, FORWARD, mark_p
-from maxpipe.pipeline.mpmd.program import Atom, Name
+from maxpipe.pipeline.mpmd.program import Name
 
 
 @dataclass(frozen=True)

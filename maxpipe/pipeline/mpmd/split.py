@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from maxpipe.pipeline.mpmd.placement import is_cheap
-from maxpipe.pipeline.mpmd.program import Atom, Computation, Name
+from maxpipe.pipeline.jaxprs import Atom, ancestors, is_cheap, read_by, variables
+from maxpipe.pipeline.mpmd.program import Computation, Name
 
 
 def split_backwards(computations: Mapping[Name, Computation]) -> dict[Name, Computation]:
@@ -29,15 +29,15 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     if not ends:
         last = next((eqn for eqn in reversed(backward.equations) if not is_cheap(eqn)), None)
         ends = [v for v in last.invars if isinstance(v, Literal) or v not in again] if last else ()
-    first = _ancestors(backward.equations, ends)
+    first = ancestors(backward.equations, ends)
     done = {v for eqn in first for v in eqn.outvars} - again
 
     def is_late(atom: Atom) -> bool:
         return isinstance(atom, Literal) or atom not in done
 
     late = [atom for atoms in backward.outputs.values() for atom in atoms if is_late(atom)]
-    second = _ancestors([eqn for eqn in backward.equations if done.isdisjoint(eqn.outvars)], late)
-    kept = [v for v in _read(second, late) if v in done]
+    second = ancestors([eqn for eqn in backward.equations if done.isdisjoint(eqn.outvars)], late)
+    kept = [v for v in read_by(second, late) if v in done]
 
     def half(kind: str, equations: Sequence[JaxprEqn], extra: Sequence[Var], writes: Iterable[Var]) -> Computation:
         parts = {
@@ -45,7 +45,7 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
             for i, atoms in backward.outputs.items()
         }
         parts = {i: atoms for i, atoms in parts.items() if atoms}
-        read = _read(equations, (atom for atoms in parts.values() for atom in atoms))
+        read = read_by(equations, (atom for atoms in parts.values() for atom in atoms))
         return Computation(
             Name(kind, backward.name.chunk), tuple(equations),
             (*(v for v in backward.reads if v in read), *extra),
@@ -56,33 +56,10 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     return half("I", first, (), writes), half("W", second, kept, ())
 
 
-def _ancestors(equations: Sequence[JaxprEqn], ends: Iterable[Atom]) -> list[JaxprEqn]:
-    """The equations that the ends depend on, in order."""
-    needed, found = _variables(ends), []
-    for eqn in reversed(equations):
-        if any(v in needed for v in eqn.outvars):
-            found.append(eqn)
-            needed |= _variables(eqn.invars)
-    return found[::-1]
-
-
 def _anywhere(computation: Computation) -> set[Var]:
     """Variables that cost less to compute twice than to keep: cheap ones that depend on no other computation."""
     bound = set(computation.reads)
     for eqn in computation.equations:
-        if not is_cheap(eqn) or any(v in bound for v in _variables(eqn.invars)):
+        if not is_cheap(eqn) or any(v in bound for v in variables(eqn.invars)):
             bound.update(eqn.outvars)
     return {v for eqn in computation.equations for v in eqn.outvars} - bound
-
-
-def _read(equations: Iterable[JaxprEqn], others: Iterable[Atom]) -> dict[Var, None]:
-    """Variables that equations and others name, each once, in order."""
-    return dict.fromkeys([*(v for eqn in equations for v in _in_order(eqn.invars)), *_in_order(others)])
-
-
-def _in_order(atoms: Iterable[Atom]) -> list[Var]:
-    return [v for v in atoms if not isinstance(v, Literal)]
-
-
-def _variables(atoms: Iterable[Atom]) -> dict[Var, None]:
-    return dict.fromkeys(_in_order(atoms))

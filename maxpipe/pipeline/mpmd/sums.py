@@ -6,8 +6,9 @@ microbatch.
 
 from jax.extend.core import JaxprEqn, Literal
 
+from maxpipe.pipeline.jaxprs import Atom
 from maxpipe.pipeline.mpmd.placement import Placement
-from maxpipe.pipeline.mpmd.program import Atom, shape_of
+from maxpipe.pipeline.mpmd.program import shape_of
 from maxpipe.pipeline.mpmd.segments import Segments
 
 _SUMS = ("add_any", "add")
