@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.estimate import Memory, axis_size, layer_widths, microbatch_tokens
+from maxpipe.compiling.estimate import Memory
 from maxpipe.config.sections import Config
+from maxpipe.pipeline.footprint import axis_size, layer_widths, microbatch_tokens
 from maxpipe.telemetry.chips import Chip
 from maxpipe.telemetry.flops import parameter_count
 

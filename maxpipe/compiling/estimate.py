@@ -3,22 +3,23 @@
 Letters: S stages, V repeats, M microbatches, D embed.
 """
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from maxpipe.builder import build_layout, build_table
-from maxpipe.config.batches import data_shards
 from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
-from maxpipe.pipeline.remat import MATMULS, REMAT
+from maxpipe.pipeline.footprint import (
+    NORMS_AND_ADDITIONS,
+    axis_size,
+    itemsize,
+    kept_width,
+    layer_widths,
+    logits_bytes,
+    microbatch_tokens,
+    optimizer_bytes,
+)
 from maxpipe.pipeline.schedules._plan import lockstep_plan
 from maxpipe.telemetry.flops import parameter_count
-
-# Moments per parameter, float32, by optimizer; others are counted like adamw.
-_MOMENTS = {"sgd": 1}
-_NORMS_AND_ADDITIONS = 6  # arrays of width D that a layer makes beside its matrix products
 
 
 @dataclass(frozen=True)
@@ -35,48 +36,25 @@ class Memory:
         return self.parameters + self.optimizer + self.gradients + self.activations
 
 
-def axis_size(config: Config, axis: str) -> int:
-    """Size of a mesh axis over all slices."""
-    return getattr(config.mesh.ici, axis) * getattr(config.mesh.dcn, axis)
-
-
 def estimate(config: Config) -> Memory:
     """Memory of one device for a resolved configuration."""
     fsdp, tensor, stages = (axis_size(config, axis) for axis in ("fsdp", "tensor", "stage"))
     count = parameter_count(config.model)
     shards = fsdp * tensor * stages
     whole = fsdp if config.pipeline.fsdp_gather != "per_iteration" and config.pipeline.engine != "sequential" else 1
-    gathered = _bytes(config.model.dtype) * count / shards * whole if whole > 1 else 0.0
+    gathered = itemsize(config.model.dtype) * count / shards * whole if whole > 1 else 0.0
     return Memory(
-        parameters=_bytes(config.model.param_dtype) * count / shards + gathered,
-        optimizer=4.0 * _MOMENTS.get(config.optimizer.name, 2) * count / shards,
+        parameters=itemsize(config.model.param_dtype) * count / shards + gathered,
+        optimizer=optimizer_bytes(config) * count / shards,
         gradients=4.0 * count / shards * whole,
         activations=_activations(config),
     )
 
 
-def microbatch_tokens(config: Config) -> float:
-    """Tokens of a microbatch on one device."""
-    rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
-    return rows * config.data.sequence_length / axis_size(config, "context")
-
-
-def layer_widths(config: Config) -> dict[str, float]:
-    """Width on one device of each tensor of a layer that a rematerialisation policy can name."""
-    model, tensor = config.model, axis_size(config, "tensor")
-    query, key = model.num_query_heads * model.head_dim / tensor, model.num_kv_heads * model.head_dim / tensor
-    widths = {"query_proj": query, "key_proj": key, "value_proj": key, "context": query, "out_proj": model.embed_dim}
-    return widths | {"mlp_gate": model.mlp_dim / tensor, "mlp_up": model.mlp_dim / tensor, "mlp_down": model.embed_dim}
-
-
 def _activations(config: Config) -> float:
     model, pipeline = config.model, config.pipeline
     widths, layers = layer_widths(config), build_layout(config).layers_per_stage
-    kept = REMAT.get(pipeline.remat_policy)(pipeline)
-    names = MATMULS if kept.everything else kept.device
-    per_layer = sum(widths.get(name, 0.0) for name in names)
-    if kept.everything:
-        per_layer += _NORMS_AND_ADDITIONS * model.embed_dim
+    per_layer = kept_width(config)
     chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer
     if pipeline.engine == "sequential":
         stored = layers * (model.embed_dim + per_layer)
@@ -91,17 +69,8 @@ def _activations(config: Config) -> float:
         # The conveyor of inputs and outputs, and its gradient.
         stored = iterations * unit + 2 * microbatches / stages * chunk_input
     # One layer at a time is computed again; its tensors and their gradients are there together.
-    working = 2 * (sum(widths.values()) + _NORMS_AND_ADDITIONS * model.embed_dim)
+    working = 2 * (sum(widths.values()) + NORMS_AND_ADDITIONS * model.embed_dim)
     tokens = microbatch_tokens(config)
-    return tokens * _bytes(model.dtype) * (stored + working) + _logits(config, tokens)
-
-
-def _logits(config: Config, tokens: float) -> float:
-    """Logits and their gradient, float32, of the tokens that a device takes through the head at a time."""
-    share = num_stages(config) if config.pipeline.engine == "scheduled" else 1
-    tile = math.ceil(tokens / share / config.model.logit_tiles)
-    return 2 * 4.0 * tile * config.model.vocab_size / axis_size(config, "tensor")
-
-
-def _bytes(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    # The scheduled engine deals the tokens out to all stages.
+    share = num_stages(config) if pipeline.engine == "scheduled" else 1
+    return tokens * itemsize(model.dtype) * (stored + working) + logits_bytes(config, tokens / share)

@@ -1,0 +1,60 @@
+"""Sizes of a decoder's tensors on one device, from shapes and the default sharding rules alone."""
+
+import math
+
+import numpy as np
+
+from maxpipe.config.batches import data_shards
+from maxpipe.config.sections import Config
+from maxpipe.pipeline.remat import MATMULS, REMAT
+
+NORMS_AND_ADDITIONS = 6  # arrays of width `embed_dim` that a layer makes beside its matrix products
+# Moments per parameter, float32, by optimizer; others are counted like adamw.
+_MOMENTS = {"sgd": 1}
+
+
+def axis_size(config: Config, axis: str) -> int:
+    """Size of a mesh axis over all slices."""
+    return getattr(config.mesh.ici, axis) * getattr(config.mesh.dcn, axis)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def optimizer_bytes(config: Config) -> float:
+    """Optimizer state per parameter."""
+    return 4.0 * _MOMENTS.get(config.optimizer.name, 2)
+
+
+def microbatch_tokens(config: Config) -> float:
+    """Tokens of a microbatch on one device."""
+    rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
+    return rows * config.data.sequence_length / axis_size(config, "context")
+
+
+def layer_widths(config: Config) -> dict[str, float]:
+    """Width on one device of each tensor of a layer that a rematerialisation policy can name."""
+    model, tensor = config.model, axis_size(config, "tensor")
+    query, key = model.num_query_heads * model.head_dim / tensor, model.num_kv_heads * model.head_dim / tensor
+    widths = {"query_proj": query, "key_proj": key, "value_proj": key, "context": query, "out_proj": model.embed_dim}
+    return widths | {"mlp_gate": model.mlp_dim / tensor, "mlp_up": model.mlp_dim / tensor, "mlp_down": model.embed_dim}
+
+
+def kept_width(config: Config) -> float:
+    """Width on one device of what a layer keeps from forward to backward, beside the input of its chunk."""
+    widths, pipeline = layer_widths(config), config.pipeline
+    kept = REMAT.get(pipeline.remat_policy)(pipeline)
+    by_layer = not pipeline.remat_iterations and pipeline.engine != "sequential"
+    everything = kept.everything or (by_layer and not pipeline.remat_layers)
+    width = sum(widths.get(name, 0.0) for name in (MATMULS if everything else kept.device))
+    if everything:
+        return width + NORMS_AND_ADDITIONS * config.model.embed_dim
+    return width + (config.model.embed_dim if by_layer else 0)  # each layer's input
+
+
+def logits_bytes(config: Config, tokens: float) -> float:
+    """Logits and their gradient, float32, of the tokens that a device takes through the head at a time."""
+    tile = math.ceil(tokens / config.model.logit_tiles)
+    return 2 * 4.0 * tile * config.model.vocab_size / axis_size(config, "tensor")
