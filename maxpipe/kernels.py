@@ -4,12 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.sections import Config
+from maxpipe.context_parallel import AXIS, over_context, parts
 from maxpipe.model.attention import AttentionFn
 from maxpipe.model.kernels import KERNELS
-from maxpipe.sharding import AxisRules, only
+from maxpipe.sharding import AxisRules
 
 PREFERRED = {"tpu": "splash"}
 EVERYWHERE = "dot_product"
@@ -21,17 +24,18 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
     Raises:
       ConfigError: the kernel asked for does not run on this backend or with these sizes.
     """
-    asked, length = config.model.attention, config.data.sequence_length
+    asked, num_parts = config.model.attention, config.mesh.ici.context * config.mesh.dcn.context
+    sizes = config.model, config.data.sequence_length, num_parts
     if asked != "auto":
         kernel = KERNELS.get(asked)
-        reason = kernel.unfit(config.model, length)
+        reason = kernel.unfit(*sizes)
         if platform not in kernel.platforms:
             reason = f"it runs on {' and '.join(kernel.platforms)}, not on {platform}"
         if reason:
             raise ConfigError(Problem("model.attention", f"{asked} cannot be used: {reason}; use auto or {EVERYWHERE}"))
         return asked
     name = PREFERRED.get(platform, EVERYWHERE)
-    if reason := KERNELS.get(name).unfit(config.model, length):
+    if reason := KERNELS.get(name).unfit(*sizes):
         say(f"model.attention={EVERYWHERE}: {name} cannot be used, {reason}")
         return EVERYWHERE
     say(f"model.attention={name}: the kernel for {platform}")
@@ -41,30 +45,32 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
 def build_attention(config: Config, rules: AxisRules, platform: str, say: Callable[[str], None]) -> AttentionFn:
     """The attention function of a resolved configuration on the mesh of `rules`, whose devices are of `platform`."""
     name = choose_kernel(config, platform, say)
-    kernel = KERNELS.get(name).build(config.model, config.data.sequence_length)
-    return kernel if name == EVERYWHERE else per_device(kernel, rules)
+    kernel, length, count = KERNELS.get(name), config.data.sequence_length, rules.mesh.shape[AXIS]
+    if count > 1:
+        return per_device(over_context(kernel.build_parts(config.model, parts(length, count))), rules)
+    attention = kernel.build(config.model, length)
+    return attention if name == EVERYWHERE else per_device(attention, rules)
 
 
-def per_device(kernel: AttentionFn, rules: AxisRules) -> AttentionFn:
-    """Runs `kernel` on each device's own sequences and heads: the partitioner cannot split a kernel.
+def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
+    """Runs `attention` on each device's own part: the partitioner can split neither a kernel nor a manual collective.
 
     Inside a program that is already manual over some axes only the others are left to split.
     """
+    length = "activation_length" if rules.mesh.shape[AXIS] > 1 else None
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        context = jax.sharding.get_abstract_mesh()
-        manual = set() if context.empty else set(context.manual_axes)
-        free = {axis for axis in rules.mesh.axis_names if axis not in manual}
-        mesh: Any = context if manual else rules.mesh
-
-        def spec(*axes: str | None) -> Any:
-            return only(rules.spec(axes), free)
-
-        query, key = (spec("activation_batch", None, heads, None) for heads in ("heads", "kv_heads"))
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        here = jax.sharding.get_abstract_mesh()
+        manual = set(here.manual_axes)
+        mesh: Any = here if manual else rules.mesh
+        query = rules.spec_here(("activation_batch", length, "heads", None), q.shape)
+        if query != rules.spec_here(("activation_batch", length, "kv_heads", None), k.shape):
+            # More devices than key heads: a device needs those of its own query heads.
+            k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         split = jax.shard_map(
-            kernel, mesh=mesh, axis_names=free, check_vma=False,
-            in_specs=(query, key, key, spec("activation_batch", None)), out_specs=query,
+            attention, mesh=mesh, axis_names={axis for axis in rules.mesh.axis_names if axis not in manual},
+            check_vma=False, in_specs=(query, query, query, PartitionSpec(*query[:2])), out_specs=query,
         )  # fmt: skip
         return split(q, k, v, segment_ids)
 
-    return attention
+    return run

@@ -47,6 +47,10 @@ class AxisRules:
         """
         return self._spec(axes, shape, ())
 
+    def spec_here(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+        """`spec` over the mesh axes that are not manual where this is called; `shape` is a device's part over those."""
+        return self._spec(axes, shape, jax.sharding.get_abstract_mesh().manual_axes)
+
     def _spec(
         self, axes: Sequence[str | None], shape: Sequence[int] | None, manual: Collection[str]
     ) -> PartitionSpec:
@@ -74,8 +78,7 @@ class AxisRules:
         Inside a `jax.shard_map` that is manual over some mesh axes, `x` is a device's part over those, and the others
         are asked for.
         """
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        return self.lay_out(x, self._spec(axes, x.shape, manual), axes)
+        return self.lay_out(x, self.spec_here(axes, x.shape), axes)
 
     def lay_out(self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]) -> jax.Array:
         """Asks the partitioner to lay `x` out by `spec`; its logical axes are for those who watch."""

@@ -5,7 +5,7 @@ import os
 import re
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.proposals import divisors
+from maxpipe.config.proposals import divisors, multiples_around
 from maxpipe.config.schema import variants
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.steps import step
@@ -190,15 +190,11 @@ def logical_axis_rules(c: Config) -> None:
 
 @step()
 def unsupported_axes(c: Config) -> None:
-    reasons = {
-        "expert": "the axis splits the experts of a mixture, and no decoder block has any yet",
-        "context": "attention over a split sequence is not there yet",
-    }
+    reason = "the axis splits the experts of a mixture, and no decoder block has any yet"
     problems = [
-        Problem(f"mesh.{level}.{axis}", f"must be 1: {reason}")
+        Problem(f"mesh.{level}.expert", f"must be 1: {reason}")
         for level, sizes in (("ici", c.mesh.ici), ("dcn", c.mesh.dcn))
-        for axis, reason in reasons.items()
-        if getattr(sizes, axis) != 1
+        if sizes.expert != 1
     ]
     if problems:
         raise ConfigError(*problems)
@@ -213,6 +209,25 @@ def schedule(c: Config) -> None:
         return
     names = variants("maxpipe.pipeline.schedules")
     if name not in names:
+@step("mesh.ici.context", "mesh.dcn.context", "data.sequence_length")
+def context_chunks(c: Config) -> None:
+    """Every device along the axis has two chunks of a sequence."""
+    length, context = c.data.sequence_length, c.mesh.ici.context * c.mesh.dcn.context
+    if context > 1 and length % (2 * context):
+        near = multiples_around(length, 2 * context)
+        message = f"{length} is not divisible by 2 x mesh.*.context = {2 * context}; nearest legal: {near}"
+        raise ConfigError(Problem("data.sequence_length", message))
+
+
+@step("mesh.ici.context", "mesh.dcn.context", "sharding.logical_axis_rules")
+def context_rule(c: Config) -> None:
+    """What is gathered and summed over the axis is that of parts of a sequence."""
+    given = dict(c.sharding.logical_axis_rules).get("activation_length", [])
+    if c.mesh.ici.context * c.mesh.dcn.context > 1 and given != ["context"]:
+        message = f"mesh.*.context splits sequences over the axis, but activation_length lies over {given}"
+        raise ConfigError(Problem("sharding.logical_axis_rules", f"{message}; use [activation_length, [context]]"))
+
+
         message = f"{name!r} is neither a CSV file nor one of {', '.join(names)}{nearest(name, names)}"
         raise ConfigError(Problem("pipeline.schedule", message))
 
@@ -246,3 +261,5 @@ CHECKS = (
     schedule,
     topology,
 )
+    context_chunks,
+    context_rule,

@@ -27,6 +27,15 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids:
     return jax.nn.dot_product_attention(q, k, v, mask=same_segment, is_causal=True)
 
 
+def attention_of_queries(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """`dot_product_attention` of some queries only: those of `tokens`, int32 [P]; q and result are [B,P,H,C]."""
+    same_segment = segment_ids[:, tokens][:, None, :, None] == segment_ids[:, None, None, :]
+    not_later = tokens[:, None] >= jnp.arange(k.shape[1])
+    return jax.nn.dot_product_attention(q, k, v, mask=same_segment & not_later)
+
+
 class Attention(nnx.Module):
     """Projections, optional per-head normalisation, rotation, attention, output projection."""
 

@@ -108,20 +108,23 @@ _tiled.defvjp(_forward, _backward)
 
 
 def _cut(tiles: int, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
-    """x [..., N, D], targets and weights [..., N] -> [tiles, ..., P(, D)]; tokens beyond N have weight 0."""
+    """x [..., N, D], targets and weights [..., N] -> [tiles, ..., P(, D)]; tokens beyond N have weight 0.
+
+    A tile takes every tiles-th token, so that none leaves its device where tokens are split.
+    """
     axis = targets.ndim - 1
     tiles = min(tiles, targets.shape[axis])
 
     def cut(a: jax.Array, axis: int) -> jax.Array:
         missing = -a.shape[axis] % tiles
         a = jnp.pad(a, [(0, missing if i == axis else 0) for i in range(a.ndim)])
-        return jnp.moveaxis(a.reshape(*a.shape[:axis], tiles, -1, *a.shape[axis + 1 :]), axis, 0)
+        return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, tiles, *a.shape[axis + 1 :]), axis + 1, 0)
 
     return cut(x, axis), cut(targets, axis), cut(weights, axis)
 
 
 def _joined(tiled: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """[tiles, ..., P, D] -> [..., N, D]."""
-    joined = jnp.moveaxis(tiled, 0, -3)
+    joined = jnp.moveaxis(tiled, 0, -2)
     joined = joined.reshape(*shape[:-2], -1, shape[-1])
     return lax.slice_in_dim(joined, 0, shape[-2], axis=joined.ndim - 2)

@@ -19,7 +19,7 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
 from maxpipe.pipeline.conveyor import Conveyor, State
-from maxpipe.pipeline.manual import BATCH_AXES, Gather
+from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
 from maxpipe.pipeline.outside import OutsideLayers
 from maxpipe.pipeline.remat import Kept
 from maxpipe.pipeline.remat._apply import Remat, checkpoint
@@ -46,6 +46,7 @@ class CircularPipeline:
         self._rules = parts.rules
         self._config = parts.config
         self._layout = parts.layout
+        self._context = parts.context
         self._bubble_fill = bubble_fill
         self.to_canonical = parts.layout.to_canonical
         self.from_canonical = parts.layout.from_canonical
@@ -63,10 +64,10 @@ class CircularPipeline:
         """Gradients that are added up on each device must be of rows that no other device has."""
         mesh_axes = self._rules.spec(("activation_batch",))[0] or ()
         given = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes)
-        wanted = [axis for axis in BATCH_AXES if self._rules.mesh.shape[axis] > 1]
+        wanted = [axis for axis in ROW_AXES if self._rules.mesh.shape[axis] > 1]
         if given != set(wanted):
-            text = f"pipeline.fsdp_gather={self._config.fsdp_gather} needs rows over all of {', '.join(BATCH_AXES)}"
-            raise ConfigError(Problem(KEY, f"{text}; use [activation_batch, [{', '.join(BATCH_AXES)}]]"))
+            text = f"pipeline.fsdp_gather={self._config.fsdp_gather} needs rows over all of {', '.join(ROW_AXES)}"
+            raise ConfigError(Problem(KEY, f"{text}; use [activation_batch, [{', '.join(ROW_AXES)}]]"))
 
     def _prepare(self, layer: Params) -> Params:
         return self.weights.gather_layer(self._program.cast(layer)) if self._gathers_in_iteration else layer
@@ -97,7 +98,7 @@ class CircularPipeline:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(loss sum, cross-entropy sum, auxiliary loss sum) of a global batch in M microbatches."""
         S, V = self._layout.num_stages, self._layout.num_repeats
-        micro = microbatches.split(microbatches.with_sequence_index(batch), M)
+        micro = microbatches.split(microbatches.prepared(batch, self._context), M)
         outer = self.weights.gather_outer(self._program.cast({n: params[n] for n in ("embed", "head")}))
         conveyor = Conveyor(S, V, M, self._delay, self._constrain, self._bubble_fill)
         tokens_SKBT = self._over_stages(micro["tokens"][conveyor.start])
@@ -153,7 +154,7 @@ class CircularPipeline:
             return over_stages(weights, index, x, side, key)
 
         gather = RepeatGather(
-            stages, rest, conveyor, map_specs(self._gather, self._program.specs["layers"]), self._batch_shardings(),
+            stages, rest, conveyor, map_specs(self._gather, self._program.specs["layers"]), self._batch_shardings(side),
             self._rules.mesh, once=self._config.fsdp_gather == "once",
             scan_iterations=self._config.scan_iterations, scan_repeats=self._config.scan_repeats,
         )  # fmt: skip
@@ -164,14 +165,16 @@ class CircularPipeline:
         at_rest = self._rules.spec(spec.axes, spec.shape)
         return Gather(without(at_rest, ("stage",)), spec.dtype, self._program.config.dtype)
 
-    def _batch_shardings(self) -> Sharding:
+    def _batch_shardings(self, side: Batch) -> Sharding:
         def batch_part(axes: Any, shape: Any = None) -> Any:
             return only(self._rules.spec(axes, shape), BATCH_AXES)
 
         shape = self._layout.shape
         specs = self._program.specs["layers"]
         layers = map_specs(lambda s: batch_part(self.layer_axes + s.axes, shape + s.shape), specs)
-        return Sharding(layers, batch_part((None, None, "activation_batch")), batch_part((None, "activation_batch")))
+        axes = (None, "activation_batch", "activation_length")
+        sides = {name: batch_part(axes[: x.ndim]) for name, x in side.items()}
+        return Sharding(layers, batch_part((None, *axes)), sides)
 
     def _choose_and_apply(
         self, layers: Params, index: jax.Array, repeat: jax.Array, x: jax.Array, side: Batch, key: jax.Array | None

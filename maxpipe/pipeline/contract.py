@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from maxpipe import context_parallel
 from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
@@ -39,6 +40,11 @@ class Parts:
     @property
     def mesh(self) -> Mesh:
         return self.rules.mesh
+
+    @property
+    def context(self) -> int:
+        """Devices over which sequences are split."""
+        return self.mesh.shape[context_parallel.AXIS]
 
 
 class Pipeline(Protocol):

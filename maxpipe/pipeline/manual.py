@@ -9,12 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from maxpipe.context_parallel import AXIS
 from maxpipe.model.parameters import Params
 from maxpipe.sharding import only
 
+ROW_AXES = ("data", "fsdp")
+BATCH_AXES = (*ROW_AXES, AXIS)  # axes along which each device has its own tokens
 # Axes over which the scheduled engine's program is written by hand; the partitioner has the others.
-MANUAL_AXES = ("stage", "data", "fsdp")
-BATCH_AXES = ("data", "fsdp")
+MANUAL_AXES = ("stage", *BATCH_AXES)
 
 Array2Array = Callable[[jax.Array], jax.Array]
 

@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.pipeline.contract import Parts
-from maxpipe.pipeline.manual import BATCH_AXES, manual_part
+from maxpipe.pipeline.manual import ROW_AXES, manual_part
 from maxpipe.sharding import KEY
 
 
@@ -16,7 +16,7 @@ def check_rules(parts: Parts) -> None:
     Raises:
       ConfigError: names every rule that does not fit, and one that does.
     """
-    rules, several = parts.rules, [axis for axis in BATCH_AXES if parts.mesh.shape[axis] > 1]
+    rules, several = parts.rules, [axis for axis in ROW_AXES if parts.mesh.shape[axis] > 1]
     problems = []
     if (rows := _axes(rules.spec(("activation_batch",)))) != set(several):
         text = f"the scheduled engine splits rows over {_names(several)}, but activation_batch lays them"

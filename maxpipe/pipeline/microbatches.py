@@ -2,15 +2,29 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxpipe.context_parallel import in_places
 
 Batch = dict[str, jax.Array]
 ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # [B, T] each
 SIDE = ("positions", "segment_ids", "sequence_index")
 
 
-def with_sequence_index(batch: Batch) -> Batch:
-    """Adds sequence_index int32 [B], the index in the global batch, from which dropout masks are drawn."""
+def prepared(batch: Batch, context: int) -> Batch:
+    """A global batch as the layers take it.
+
+    Tokens are in their places on the devices along mesh axis `context`, and sequence_index int32 [B] is added, the
+    index in the global batch, from which dropout masks are drawn.
+    """
+    if context > 1:
+        batch = {name: in_places(x, context) for name, x in batch.items()}
     return batch | {"sequence_index": jnp.arange(batch["tokens"].shape[0], dtype=jnp.int32)}
+
+
+def specs(spec: PartitionSpec) -> dict[str, PartitionSpec]:
+    """Layouts of a prepared batch, from that of a [B, T] array."""
+    return dict.fromkeys(ARRAYS, spec) | {"sequence_index": PartitionSpec(*spec[:1])}
 
 
 def split(batch: Batch, num_microbatches: int) -> Batch:

@@ -39,12 +39,12 @@ class Sharding(NamedTuple):
     Attributes:
       layers: tree of those of live layer parameters [V, S, L, ...].
       io: of the conveyor [S, K, B, T, D].
-      side: of side inputs [M, B, ...].
+      side: tree of those of side inputs [M, B, ...].
     """
 
     layers: Any
     io: PartitionSpec
-    side: PartitionSpec
+    side: Any
 
 
 class RepeatGather:

@@ -3,10 +3,10 @@
 1F1B-class schedules interleave forward and backward of different microbatches, so that activations in flight do not
 grow with the number of microbatches. Autodiff of a forward loop cannot express that; here the backward is written out:
 a tick runs an F slot, the head, and a B slot on residuals that wait in ring buffers as large as the table's own peak.
-The program is manual over stage, data and fsdp, and left to the partitioner over the other axes.
+The program is manual over stage, data, fsdp and context, and left to the partitioner over the other axes.
 
 Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of a microbatch on one data shard, T
-sequence, D embed.
+tokens of each on one device, D embed.
 """
 
 from typing import Any
@@ -76,7 +76,7 @@ class ScheduledPipeline:
         return self._layout.layer_index
 
     def loss_and_gradients(self, params: Params, batch: Batch, key: jax.Array) -> tuple[Metrics, Params]:
-        batch = microbatches.with_sequence_index(batch)
+        batch = microbatches.prepared(batch, self._parts.context)
         scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
         key_data = jax.random.key_data(key) if self._program.needs_key else None
         run = self._manual(self._train, (PartitionSpec(), self._param_specs()), num_replicated=2)
@@ -86,14 +86,15 @@ class ScheduledPipeline:
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
         weight = jnp.sum(batch["weights"])
         shards = self._parts.rules.size("activation_batch")
-        batch = microbatches.with_sequence_index(microbatches.pad_rows(batch, shards * self._num_microbatches))
+        batch = microbatches.pad_rows(batch, shards * self._num_microbatches)
+        batch = microbatches.prepared(batch, self._parts.context)
         run = self._manual(self._evaluate, PartitionSpec(), num_replicated=0)
         return {"cross_entropy": run(batch, params), "weight": weight}
 
     def _manual(self, f: Any, out_specs: Any, num_replicated: int) -> Any:
         """`f(batch, params, *replicated)` as a program that is manual over `MANUAL_AXES`."""
         rules = self._parts.rules
-        batch = manual_part(rules.spec(("activation_batch",)))
+        batch = microbatches.specs(manual_part(rules.spec(("activation_batch", "activation_length"))))
         # Replication is not tracked: jax#40823 loses sums where a conditional's predicate varies over devices.
         return jax.shard_map(
             f, mesh=rules.mesh, axis_names=set(MANUAL_AXES), check_vma=False,

@@ -25,6 +25,7 @@ class SequentialPipeline:
         self._program = parts.program
         self._rules = parts.rules
         self._num_microbatches = parts.config.num_microbatches
+        self._context = parts.context
         self.weights = Weights(parts.rules, parts.program.specs, self.layer_axes, (parts.layout.num_layers,))
         layer_fn = layer_function(parts.program, self._prepare, padded=False)
         self._layer_fn = checkpoint(layer_fn, REMAT.get(parts.config.remat_policy)(parts.config))
@@ -43,7 +44,7 @@ class SequentialPipeline:
         return np.arange(self._num_layers, dtype=np.int32)
 
     def loss_and_gradients(self, params: Params, batch: Batch, key: jax.Array) -> tuple[Metrics, Params]:
-        batch = microbatches.with_sequence_index(batch)
+        batch = microbatches.prepared(batch, self._context)
         weight = microbatches.weight_sum(batch)
         num_sequences = batch["tokens"].shape[0]
 
@@ -64,7 +65,7 @@ class SequentialPipeline:
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
         batch = microbatches.pad_rows(batch, self._num_microbatches * self._rules.size("activation_batch"))
-        batch = microbatches.with_sequence_index(batch)
+        batch = microbatches.prepared(batch, self._context)
 
         def accumulate(total: jax.Array, micro: Batch) -> tuple[jax.Array, None]:
             return total + self._forward(params, micro, None)[1], None

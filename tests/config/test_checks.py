@@ -43,7 +43,16 @@ def test_a_run_name_is_no_path(problems, name):
         (("data.path=a.txt",), "data.path", "data.source=python_stdlib reads no path: set data.source=text (or "),
         (("data.path=a.txt", "data.source=synthetic"), "data.path", "data.source=synthetic reads no path"),
         (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: the axis splits the experts"),
-        (("mesh.ici.context=-1",), "mesh.ici.context", "attention over a split sequence"),
+        (
+            ("mesh.ici.context=2", "mesh.dcn.context=3", "data.sequence_length=100"),
+            "data.sequence_length",
+            "100 is not divisible by 2 x mesh.*.context = 12; nearest legal: 96 or 108",
+        ),
+        (
+            ("mesh.ici.context=2", "sharding.logical_axis_rules=[[activation_length, [context, tensor]]]"),
+            "sharding.logical_axis_rules",
+            "activation_length lies over ['context', 'tensor']; use [activation_length, [context]]",
+        ),
         (("mesh.dcn.expert=2",), "mesh.dcn.expert", "must be 1"),
         (
             ("model.rope_scaling.factor=8", "model.rope_scaling.low_freq_factor=4"),

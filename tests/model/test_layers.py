@@ -41,11 +41,18 @@ def test_gated_mlp_by_hand():
 
 @pytest.fixture
 def dropped():
-    """dropped(rows) -> dropout of these rows of a global batch of ones, [rows, 50, 20]."""
+    """dropped(rows) -> dropout of these tokens of these rows of a global batch of ones, [rows, tokens, 20].
 
-    def _dropped(rows, key=0, rate=0.25):
-        x = jnp.ones((len(rows), 50, 20))
-        return np.asarray(dropout(x, rate, jax.random.key(key), jnp.asarray(rows, jnp.int32)))
+    Rows have two segments, of 30 and 20 tokens.
+    """
+
+    def _dropped(rows, key=0, rate=0.25, tokens=range(50)):
+        tokens = np.array(tokens)
+        x = jnp.ones((len(rows), len(tokens), 20))
+        of_tokens = {"segment_ids": 1 + (tokens >= 30), "positions": np.where(tokens < 30, tokens, tokens - 30)}
+        side = {name: jnp.asarray(np.tile(a, (len(rows), 1)), jnp.int32) for name, a in of_tokens.items()}
+        side["sequence_index"] = jnp.asarray(rows, jnp.int32)
+        return np.asarray(dropout(x, rate, jax.random.key(key), side))
 
     return _dropped
 
@@ -62,12 +69,20 @@ def test_dropout_of_a_row_does_not_depend_on_the_rows_beside_it(dropped):
         np.testing.assert_array_equal(dropped(rows), whole[rows])
 
 
-def test_dropout_differs_by_row_and_by_key(dropped):
+def test_dropout_of_a_token_does_not_depend_on_the_tokens_beside_it(dropped):
+    whole = dropped(range(2))
+    for tokens in ([0], range(25, 35), [49, 3, 30]):
+        np.testing.assert_array_equal(dropped(range(2), tokens=tokens), whole[:, tokens])
+
+
+def test_dropout_differs_by_row_by_token_and_by_key(dropped):
     whole = dropped(range(3))
     assert (whole[0] != whole[1]).any()
+    assert len(np.unique(whole.reshape(-1, 20), axis=0)) > 140  # of 150 tokens
     assert (whole[0] != dropped(range(3), key=1)[0]).any()
 
 
 def test_dropout_keeps_the_dtype():
-    x = jnp.ones((1, 2, 3), jnp.bfloat16)
-    assert dropout(x, 0.5, jax.random.key(0), jnp.zeros(1, jnp.int32)).dtype == jnp.bfloat16
+    x, tokens = jnp.ones((1, 2, 3), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
+    side = {"sequence_index": jnp.zeros(1, jnp.int32), "segment_ids": tokens, "positions": tokens}
+    assert dropout(x, 0.5, jax.random.key(0), side).dtype == jnp.bfloat16

@@ -11,14 +11,14 @@ from maxpipe.pipeline.ends import Embedding, Head
 from maxpipe.pipeline.manual import MANUAL_AXES, manual_part, psum
 
 P = PartitionSpec
-BATCH = P(("data", "fsdp"))
-VOCAB, D, T = 11, 8, 3
+BATCH = P(("data", "fsdp"), "context")
+VOCAB, D, T = 11, 8, 4
 
 
-def make_mesh(stage=1, data=1, fsdp=1, tensor=1):
-    sizes = stage, data, fsdp, tensor
+def make_mesh(stage=1, data=1, fsdp=1, context=1, tensor=1):
+    sizes = stage, data, fsdp, context, tensor
     devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("stage", "data", "fsdp", "tensor"))
+    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor"))
 
 
 def manual(mesh, f, in_specs, out_specs):
@@ -35,14 +35,15 @@ def random(*shape, seed=0):
 MESH = {"stage": 2, "data": 2, "fsdp": 2}
 COLUMNS = [
     None, "stage", "fsdp", "data", ("stage", "fsdp"), ("fsdp", "stage"), ("data", "fsdp"), ("fsdp", "data"),
-    ("stage", "data", "fsdp"), ("data", "stage", "fsdp"),
+    ("stage", "data", "fsdp"), ("data", "stage", "fsdp"), "context", ("context", "stage"), ("fsdp", "context"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
 def test_embedding_lookup_and_gradient(columns):
     """On every stage the same activations, and of the gradient only what stage 0 hands in."""
-    mesh, spec, rows = make_mesh(**MESH), P(None, columns), 8
+    axes = {"stage": 2, "fsdp": 2, "context": 2} if "context" in str(columns) else MESH
+    mesh, spec, rows = make_mesh(**axes), P(None, columns), 8
     embedding = Embedding(spec, jnp.float32)
     table, gradient = random(VOCAB, D), random(rows, T, D, seed=1)
     tokens = np.random.default_rng(2).integers(0, VOCAB, (rows, T)).astype(np.int32)
@@ -54,7 +55,7 @@ def test_embedding_lookup_and_gradient(columns):
         total = psum(total, tuple(axis for axis in MANUAL_AXES if axis not in spread))
         return embedding.lookup(table, tokens)[None], total
 
-    lookup, total = manual(mesh, run, (spec, BATCH, BATCH), (P("stage", ("data", "fsdp")), spec))(
+    lookup, total = manual(mesh, run, (spec, BATCH, BATCH), (P("stage", *BATCH), spec))(
         table, tokens, gradient
     )
     expected = np.zeros_like(table)
@@ -69,7 +70,7 @@ def test_embedding_with_rows_over_an_automatic_axis():
     mesh = make_mesh(stage=2, fsdp=2, tensor=2)
     spec = P("tensor", ("stage", "fsdp"))
     embedding = Embedding(spec, jnp.bfloat16)
-    table, tokens = random(12, D), np.arange(12, dtype=np.int32).reshape(4, T)
+    table, tokens = random(16, D), np.arange(16, dtype=np.int32).reshape(4, T)
 
     def run(table, tokens, gradient):
         return embedding.lookup(table, tokens), embedding.add_gradient(jnp.zeros_like(table), tokens, gradient)

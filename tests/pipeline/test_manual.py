@@ -17,10 +17,10 @@ from maxpipe.pipeline.scheduled import ScheduledPipeline
 P = PartitionSpec
 
 
-def make_axes(stage=1, data=1, fsdp=1, tensor=1):
-    sizes = stage, data, fsdp, tensor
+def make_axes(stage=1, data=1, fsdp=1, context=1, tensor=1):
+    sizes = stage, data, fsdp, context, tensor
     devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("stage", "data", "fsdp", "tensor"))
+    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor"))
 
 
 def run(f, in_specs, out_specs, **sizes):

@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import make_batch
+from jax.sharding import PartitionSpec as P
 
 from maxpipe.pipeline import microbatches
 
@@ -12,7 +13,7 @@ def device_batch(rows):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_microbatch_m_takes_rows_m_and_every_further_count(count):
-    batch = microbatches.with_sequence_index(device_batch(12))
+    batch = microbatches.prepared(device_batch(12), context=1)
     parts = microbatches.split(batch, count)
     for name, x in batch.items():
         for m in range(count):
@@ -21,7 +22,7 @@ def test_microbatch_m_takes_rows_m_and_every_further_count(count):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_columns_are_the_microbatches(count):
-    batch = microbatches.with_sequence_index(device_batch(12))
+    batch = microbatches.prepared(device_batch(12), context=1)
     parts, columns = microbatches.split(batch, count), microbatches.columns(batch, count)
     for m in range(count):
         column = microbatches.column(columns, jnp.int32(m))
@@ -38,9 +39,17 @@ def test_every_microbatch_has_rows_of_every_data_shard():
 
 
 def test_sequence_index_counts_rows_of_the_global_batch():
-    index = microbatches.with_sequence_index(device_batch(8))["sequence_index"]
+    index = microbatches.prepared(device_batch(8), context=1)["sequence_index"]
     assert index.dtype == jnp.int32
     np.testing.assert_array_equal(index, np.arange(8))
+
+
+def test_prepared_tokens_are_in_their_places_all_arrays_alike():
+    batch = device_batch(4)
+    prepared = microbatches.prepared(batch, context=2)
+    for name, x in batch.items():
+        np.testing.assert_array_equal(prepared[name], x[:, [0, 1, 6, 7, 2, 3, 4, 5]])
+    assert prepared.keys() == microbatches.specs(P("fsdp", "context")).keys()
 
 
 @pytest.mark.parametrize(("rows", "multiple", "padded"), [(8, 4, 8), (9, 4, 12), (3, 8, 8)])
@@ -60,5 +69,5 @@ def test_weight_sum_of_a_batch_without_weights_can_be_divided_by():
 
 
 def test_side_inputs_leave_out_what_no_layer_may_see():
-    batch = microbatches.with_sequence_index(device_batch(4))
+    batch = microbatches.prepared(device_batch(4), context=1)
     assert set(microbatches.side_inputs(batch)) == {"positions", "segment_ids", "sequence_index"}

@@ -48,4 +48,4 @@ class LlamaBlock(nnx.Module):
     def _drop(self, x: jax.Array, key: jax.Array | None, sublayer: int, side: dict[str, Any]) -> jax.Array:
         if key is None or not self.rate:
             return x
-        return dropout(x, self.rate, jax.random.fold_in(key, sublayer), side["sequence_index"])
+        return dropout(x, self.rate, jax.random.fold_in(key, sublayer), side)

@@ -1,7 +1,12 @@
 """Attention by two matrix products with the whole [T, T] matrix between them; runs on every backend."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.attention import AttentionFn, dot_product_attention
+from maxpipe.context_parallel import PartAttention
+from maxpipe.model.attention import AttentionFn, attention_of_queries, dot_product_attention
 from maxpipe.model.kernels import KERNELS
 
 
@@ -12,9 +17,16 @@ class DotProduct:
     platforms = ("cpu", "gpu", "tpu")
 
     @staticmethod
-    def unfit(config: ModelConfig, sequence_length: int) -> str:
+    def unfit(config: ModelConfig, sequence_length: int, num_parts: int) -> str:
         return ""
 
     @staticmethod
     def build(config: ModelConfig, sequence_length: int) -> AttentionFn:
         return dot_product_attention
+
+    @staticmethod
+    def build_parts(config: ModelConfig, parts: np.ndarray) -> PartAttention:
+        def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array) -> jax.Array:
+            return attention_of_queries(q, k, v, segment_ids, jnp.asarray(parts)[part])
+
+        return attention

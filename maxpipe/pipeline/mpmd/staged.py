@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.context_parallel import AXIS
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.contract import Batch
 from maxpipe.pipeline.mpmd.runner import Observer, Runner, Sums
@@ -44,6 +45,7 @@ class StagedProgram:
         batch_spec: PartitionSpec, output_specs: Sequence[PartitionSpec], needs_key: bool,
     ):  # fmt: skip
         self._num_microbatches = table.num_microbatches
+        self._context = meshes[0].shape[AXIS]
         self._meshes = meshes
         self._batch_spec = batch_spec
         scales = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
@@ -85,7 +87,7 @@ class StagedProgram:
         return self.runner.run(fixed, varying, sums, observe)
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
-        split = microbatches.split(microbatches.with_sequence_index(batch), self._num_microbatches)
+        split = microbatches.split(microbatches.prepared(batch, self._context), self._num_microbatches)
         return [{name: x[m] for name, x in split.items()} for m in range(self._num_microbatches)]
 
     def _prepare_stage(self, stage: int, sum_shardings: Mapping[int, NamedSharding]) -> Callable[..., Any]:
