@@ -200,3 +200,22 @@ class TestTpu:
         done = run(BASE, "compile.topology=v5p:3x3x3")
         assert done.returncode == 2
         assert "libtpu has no topology v5p:3x3x3" in done.stderr
+
+    @pytest.mark.parametrize(("microbatches", "sets"), [(8, 2), (4, 3)])
+    def test_weights_of_two_repeats_are_gathered_and_of_three_where_there_is_no_time_between(
+        self, tmp_path, microbatches, sets
+    ):
+        width, hidden = 1024, 4096
+        words = (
+            "compile.topology=v5p:2x2x2", "mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_repeats=2",
+            "model.num_layers=8", f"model.embed_dim={width}", f"model.mlp_dim={hidden}", "model.num_query_heads=8",
+            "model.num_kv_heads=8", "model.vocab_size=1024", "model.dtype=float32", "data.sequence_length=128",
+            f"pipeline.num_microbatches={microbatches}", f"data.global_batch_size={2 * microbatches}",
+        )  # fmt: skip
+        temp = {}
+        for gather in ("per_iteration", "per_repeat"):
+            words_of_gather = ("pipeline.schedule=circular", f"pipeline.fsdp_gather={gather}")
+            report, _ = report_of(tmp_path, BASE, *words, *words_of_gather)
+            temp[gather] = report["memory"]["temp_bytes"]
+        one_set = 4 * (4 * width * width + 3 * width * hidden)  # a layer on each stage
+        assert 0 < temp["per_repeat"] - temp["per_iteration"] <= sets * one_set
