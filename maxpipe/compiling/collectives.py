@@ -1,5 +1,6 @@
 """Which collectives a compiled step runs: kind, mesh axis, how often, how many bytes."""
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_NAMED = rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{((?:'\w+',?)+)\}}"
 BESIDE = "async_collective_fusion"  # TPU computations that hold a part of a collective and what it runs beside
 
 
@@ -123,15 +126,28 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
     """Partitions that exchange data with each other; source and target for permutes."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.rest):
         return [[int(n) for n in p.split(",")] for p in re.findall(r"\{?(\d+,\d+)\}?", pairs[1])]
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", instruction.rest):
-        shape, source, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        assert shape is not None
-        assert source is not None
-        ids = np.arange(int(np.prod(source))).reshape(source)
-        return (ids.transpose(order) if order else ids).reshape(shape).tolist()
+    if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", instruction.rest):
+        return _iota(iota[2], iota[3]).reshape(_numbers(iota[1])).tolist()
+    if named := re.search(_NAMED, instruction.rest):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        inside, names = re.findall(r"\w+", named[4]), list(sizes)
+        ids = _iota(named[2], named[3]) if named[2] else np.arange(num_devices)
+        outside_first = sorted(names, key=lambda name: inside.index(name) if name in inside else -1)
+        ids = ids.reshape([*sizes.values()]).transpose([names.index(name) for name in outside_first])
+        return ids.reshape(-1, math.prod(sizes[name] for name in inside)).tolist()
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.rest):
         return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", listed[1])]
     return [list(range(num_devices))]
+
+
+def _iota(sizes: str, order: str | None) -> np.ndarray:
+    """0, 1, ... in an array of `sizes`, whose axes are then put in `order`."""
+    ids = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
+    return ids.transpose(_numbers(order)) if order else ids
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
 
 
 def axes_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
