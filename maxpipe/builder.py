@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import maxpipe
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.resume import choose
 from maxpipe.checkpoint.run_directory import RunDirectory
 from maxpipe.config.engine_options import looped_layers, one_process
@@ -140,11 +141,12 @@ def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunD
     """The run's directory and checkpoints, not yet written to.
 
     Raises:
-      ConfigError: the directory belongs to another configuration.
+      ConfigError: the directory belongs to another configuration, or its mirror cannot be read.
     """
-    directory = RunDirectory(config)
+    mirror = open_mirror(config)
+    directory = RunDirectory(config, mirror)
     directory.claim(config, write=False)
-    return directory, Checkpointer(directory.checkpoints, config.checkpoint, say=say)
+    return directory, Checkpointer(directory.checkpoints, config.checkpoint, mirror=mirror, say=say)
 
 
 def build_run(
@@ -163,16 +165,18 @@ def build_run(
       directory, checkpointer: from `open_run_directory`.
       say: prints a line.
       supervision: of this process; inert if None.
+    if jax.process_index() == 0:
+        directory.publish(config)
 
     Raises:
-      ConfigError: data or run directory do not fit the configuration; nothing has been written then.
+      ConfigError: data, run directory or mirror do not fit the configuration; nothing has been written then.
     """
     engine = build_engine(config, mesh, say=say)
     place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, engine.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
-    resume_from = choose(config.checkpoint.resume, checkpointer.steps(), directory.checkpoints)
+    resume_from = choose(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
     directory.claim(config)
     state, step = None, 0
     if resume_from is None:

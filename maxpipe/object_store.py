@@ -23,30 +23,41 @@ def is_remote(path: str) -> bool:
     return "://" in path
 
 
-@contextmanager
-def object_store(url: str, key: str, deed: str = "read") -> Iterator[Any]:
-    """Yields the fsspec file system that a URL belongs to; every error inside becomes one that a user can mend.
+def open_store(url: str, key: str) -> Any:
+    """The fsspec file system that a URL belongs to; nothing is asked of the store yet.
 
     Args:
       url: such as `s3://bucket/corpus`.
       key: what names it, such as `data.path`.
-      deed: what is done with it inside, a past participle.
 
     Raises:
-      ConfigError: no library speaks the protocol, the store lets nobody in, or does not answer.
+      ConfigError: no library speaks the protocol, or it is not installed.
     """
     protocol = url.partition("://")[0]
     if protocol not in STORES:
         known = ", ".join(f"{name}://" for name in STORES)
         raise ConfigError(Problem(key, f"{url}: there is no {protocol}:// here; it may be {known}"))
     library, options, _ = STORES[protocol]
-    try:
-        with optional(library, protocol, key):
-            import fsspec
+    with optional(library, protocol, key):
+        import fsspec
 
-            # What others write must be seen, so that neither instances nor listings are kept.
-            store = fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
-        yield store
+        # What others write must be seen, so that neither instances nor listings are kept.
+        return fsspec.filesystem(protocol, skip_instance_cache=True, use_listings_cache=False, **options)
+
+
+@contextmanager
+def explained(url: str, key: str, deed: str = "read") -> Iterator[None]:
+    """Makes every error inside one that a user can mend.
+
+    Args:
+      url, key: as for `open_store`.
+      deed: what is done with the URL inside, a past participle.
+
+    Raises:
+      ConfigError: the store lets nobody in, or does not answer.
+    """
+    try:
+        yield
     except ConfigError:
         raise
     # Every store has errors of its own, from the network's to "no such bucket".
@@ -55,7 +66,7 @@ def object_store(url: str, key: str, deed: str = "read") -> Iterator[Any]:
 
 
 def unusable(url: str, error: Exception, key: str, deed: str = "read") -> ConfigError:
-    """What to say of an error of a store; arguments as for `object_store`."""
+    """What to say of an error of a store; arguments as for `explained`."""
     credentials = STORES[url.partition("://")[0]][2]
     message = f"{url} cannot be {deed}: {type(error).__name__}: {error}; credentials come from {credentials}"
     return ConfigError(Problem(key, message))

@@ -67,7 +67,8 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
     directory, checkpointer = open_run_directory(config, say)
     newest = max(checkpointer.steps(), default=0)
     if newest >= config.steps and config.checkpoint.resume in ("auto", "must"):
-        say(f"{directory.root} is finished: it holds step {newest} of steps={config.steps}; nothing to do")
+        checkpointer.close()  # the mirror may lack what an earlier process could not copy
+        say(f"{directory.root} is finished: step {newest} of steps={config.steps} is saved; nothing to do")
         return DONE
     decisions = advice(mesh.devices.flat[0].platform, os.environ)
     if config.compile.cache_dir not in ("", "off") and not jax.config.values["jax_enable_compilation_cache"]:

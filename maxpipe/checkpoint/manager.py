@@ -17,10 +17,12 @@ from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.interval import Interval
 from maxpipe.checkpoint.leaves import ITERATOR, named_leaves, saveable
+from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.checkpoint.mirroring import Mirroring
 from maxpipe.checkpoint.reader import Restored, read_step
 from maxpipe.checkpoint.record import FILE as RECORD_FILE
 from maxpipe.checkpoint.record import ITEM as RECORD
-from maxpipe.checkpoint.record import Leaf, Record
+from maxpipe.checkpoint.record import Leaf, Record, read_record
 from maxpipe.checkpoint.retention import Retention
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, committed_steps, set_aside, step_path
 from maxpipe.config.sections import CheckpointConfig
@@ -34,11 +36,13 @@ class Checkpointer:
 
     A step is one commit: state, data position, the caller's meta and a digest of every array appear together
     under `<directory>/<step>/` or not at all. The directory must be a local or shared file system with atomic
-    renames.
+    renames. With a mirror every committed step is copied there in the background, and steps that are only there are
+    as good as those in the directory: they are fetched to be restored.
 
     Args:
       directory: holds the step directories; made by the first save.
       settings: `checkpoint.*`. A step that is not to be kept is deleted only after a newer one has been committed.
+      mirror: of the directory.
       say: where warnings go; called in process 0 only.
       clock: seconds, never going back.
     """
@@ -48,17 +52,20 @@ class Checkpointer:
         directory: Path,
         settings: CheckpointConfig,
         *,
+        mirror: Mirror | None = None,
         say: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._directory = Path(directory).absolute()
         self._settings = settings
-        self._retention = Retention(self._directory, settings)
+        self._mirror = mirror
+        self._retention = Retention(settings, self._record_of)
+        self._mirroring = Mirroring(self._directory, mirror, self._retention) if mirror else None
         self._interval = Interval(60 * settings.every_minutes, clock)
         self._report = say or (lambda message: print(message, file=sys.stderr))
         self._grace = settings.grace_seconds
         self._save_began = 0.0
-        self._save_seconds: float | None = None  # of the last committed save, until it has been looked at
+        self._save_seconds: float | None = None  # until the last save was safe everywhere, and nobody has looked
         self._orbax: ocp.CheckpointManager | None = None
         self._is_saving = False  # or has been, and nobody has looked what came of it
         self._latest: int | None = None  # step last saved or restored here, perhaps not committed yet
@@ -69,16 +76,24 @@ class Checkpointer:
         With several processes all of them ask once after every step.
 
         Raises:
-          CheckpointSaveError: the last save has failed in the background.
+          CheckpointSaveError: the last save, or its copy to the mirror, has failed in the background.
         """
         if self._orbax is not None and self._is_saving and not self._orbax.is_saving_in_progress():
-            self.wait()
+            self._wait_for_commit()
+        if self._mirroring is None or not self._mirroring.is_running:
+            self._wait_for_mirror()
         every, is_late = self._settings.every, self._interval.is_over()
         return step > 0 and step != self._latest and (is_late or (every > 0 and step % every == 0))
 
+    @property
+    def place(self) -> str:
+        """Where the steps are, in words."""
+        return f"{self._directory} and {self._mirror.url}" if self._mirror else str(self._directory)
+
     def steps(self) -> list[int]:
-        """Committed steps in ascending order."""
-        return committed_steps(self._directory)
+        """Committed steps in ascending order, those that are only in the mirror included."""
+        mirrored = self._mirror.steps() if self._mirror else []
+        return sorted({*committed_steps(self._directory), *mirrored})
 
     def save(
         self,
@@ -87,7 +102,9 @@ class Checkpointer:
         iterator: np.ndarray | jax.Array,
         meta: dict[str, Any],
     ) -> bool:
-        """Starts saving in the background, unless the step was just saved or restored; waits for an earlier save.
+        """Starts saving in the background, unless the step was just saved or restored.
+
+        Waits for an earlier save, and for its copy to the mirror.
 
         On return nothing refers to the arrays any more: they may be donated or overwritten. Until the commit
         one copy of this process's shards is kept in host memory.
@@ -130,7 +147,8 @@ class Checkpointer:
         """Reads and verifies a committed step.
 
         Without `step`, the newest step that is sound; damaged newer ones are reported and, once an older one
-        has been loaded, set aside as `<step>.damaged`. With `step`, that one or nothing.
+        has been loaded, set aside as `<step>.damaged`. With `step`, that one or nothing. Where the directory's copy of
+        a step is missing or damaged, the mirror's takes its place.
 
         Args:
           abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s,
@@ -157,24 +175,39 @@ class Checkpointer:
         return restored
 
     def wait(self) -> None:
-        """Returns when nothing is being saved any more.
+        """Returns when nothing is being saved or copied to the mirror any more.
 
         Raises:
           CheckpointSaveError: the save failed; reported once.
         """
-        if self._orbax is not None:
-            self._is_saving = False
-            with self._failures():
-                self._orbax.wait_until_finished()
-            self._compare_with_grace()
+        self._wait_for_commit()
+        self._wait_for_mirror()
 
     def close(self) -> None:
-        """Waits for a running save and lets go of threads.
+        """Waits for a running save and lets go of threads; copies to the mirror what earlier processes could not.
 
         Raises:
           CheckpointSaveError: the save failed and that has not been reported yet.
         """
         self._release()
+        if self._mirroring is not None:
+            self._mirroring.start(self._saved)
+            self._wait_for_mirror()
+
+    def _wait_for_commit(self) -> None:
+        """Then the mirror has something to copy."""
+        if self._orbax is None or not self._is_saving:
+            return
+        self._is_saving = False
+        with self._failures():
+            self._orbax.wait_until_finished()
+        if self._mirroring is not None:
+            self._mirroring.start(self._saved)
+
+    def _wait_for_mirror(self) -> None:
+        if self._mirroring is not None and (warning := self._mirroring.wait()):
+            self._say(warning)
+        self._compare_with_grace()
 
     def _start(self, step: int, arrays: dict[str, Any], record: dict[str, Any]) -> None:
         import orbax.checkpoint as ocp  # a second or more to import: paid at the first save
@@ -190,7 +223,7 @@ class Checkpointer:
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=self._retention,
                     cleanup_tmp_directories=True,
-                    async_options=ocp.AsyncOptions(post_finalization_callback=self._committed),
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self._written),
                     # Damage in an old step's metadata must not prevent a new save.
                     lightweight_initialize=True,
                 ),
@@ -202,9 +235,18 @@ class Checkpointer:
     def _abandon_from(self, step: int) -> None:
         """Sets aside steps that a run which went back before them is about to write anew."""
         for newer in [s for s in self.steps() if s >= step] if jax.process_index() == 0 else []:
-            aside = set_aside(self._directory, newer, ABANDONED)
+            aside = self._set_aside(newer, ABANDONED)
             self._say(f"checkpoint {newer} lies ahead of this run and was set aside as {aside}")
         processes.barrier("maxpipe_abandon")
+
+    def _set_aside(self, step: int, state: str) -> str:
+        """Sets a step aside wherever it is, for process 0; says as what."""
+        places = []
+        if step in committed_steps(self._directory):
+            places.append(str(set_aside(self._directory, step, state)))
+        if self._mirror and step in self._mirror.steps():
+            places.append(self._mirror.set_aside(step, state))
+        return " and ".join(places)
 
     def _restore_newest_sound(self, abstract_state: Any, optional: Collection[str]) -> Restored:
         damage: dict[int, str] = {}
@@ -218,17 +260,18 @@ class Checkpointer:
             self._set_damaged_aside(damage, restored.step)
             return restored
         if not damage:
-            raise FileNotFoundError(f"no committed checkpoint in {self._directory}")
+            raise FileNotFoundError(f"no committed checkpoint in {self.place}")
         found = "\n".join(f"  step {step}: {reason}" for step, reason in damage.items())
         raise CheckpointDamaged(
-            f"none of the checkpoints in {self._directory} can be loaded:\n{found}\n"
+            f"none of the checkpoints in {self.place} can be loaded:\n{found}\n"
             "Put back a copy of that directory; to start from scratch delete it or choose another run_name."
         )
 
     def _read(self, step: int, abstract_state: Any, optional: Collection[str]) -> Restored:
         directory, convert = step_path(self._directory, step), self._settings.convert_dtype
+        read = functools.partial(read_step, directory, abstract_state, optional, convert_dtype=convert)
         try:
-            restored = read_step(directory, abstract_state, optional, convert_dtype=convert)
+            restored = read() if self._mirroring is None else self._mirroring.read(step, read, self._say)
         except CheckpointUnreadable as error:
             raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
         if restored.converted:
@@ -247,7 +290,7 @@ class Checkpointer:
             return
         if jax.process_index() == 0:
             for step in damage:
-                set_aside(self._directory, step, DAMAGED)
+                self._set_aside(step, DAMAGED)
         processes.barrier("maxpipe_damaged")
         steps = ", ".join(map(str, damage))
         self._say(f"going on from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: {steps}")
@@ -255,13 +298,24 @@ class Checkpointer:
     def _release(self) -> None:
         orbax, self._orbax = self._orbax, None
         if orbax is not None:
+            self._is_saving = False
             with self._failures():
                 orbax.close()
-            self._compare_with_grace()
+        self._wait_for_mirror()
 
-    def _committed(self) -> None:
-        """Called by the thread that commits."""
-        self._save_seconds = time.monotonic() - self._save_began
+    def _written(self) -> None:
+        """Called by the thread that is about to commit."""
+        if self._mirroring is None:
+            self._saved()
+
+    def _saved(self) -> None:
+        if self._save_began:  # what is copied to the mirror may be of an earlier process
+            self._save_seconds = time.monotonic() - self._save_began
+
+    def _record_of(self, step: int) -> Record:
+        if self._mirror and step not in committed_steps(self._directory):
+            return self._mirror.record(step)
+        return read_record(step_path(self._directory, step))
 
     def _compare_with_grace(self) -> None:
         seconds, self._save_seconds = self._save_seconds, None
@@ -282,7 +336,7 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            if may_be_committed and self._latest in self.steps():
+            if may_be_committed and self._latest in committed_steps(self._directory):
                 self._say(f"checkpoint {self._latest} is saved, but older ones could not be deleted: {error}")
                 return
             where = self._directory if self._latest is None else step_path(self._directory, self._latest)

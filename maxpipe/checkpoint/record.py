@@ -98,16 +98,28 @@ def read_record(step_directory: Path) -> Record:
       CheckpointUnreadable: it was written in a format that this version does not know, or may not be read.
     """
     try:
-        data = json.loads(record_file(step_directory).read_bytes())
-        checked = isinstance(data, dict)
+        data = record_file(step_directory).read_bytes()
     except PermissionError as error:
         raise CheckpointUnreadable(f"record cannot be read: {error}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
         raise CheckpointDamaged(f"record cannot be read: {error}") from error
-    if not checked:
+    return parse_record(data, step_directory.name.partition(".")[0])
+
+
+def parse_record(data: bytes, step: str) -> Record:
+    """The record of a step from the bytes of its file.
+
+    Raises:
+      CheckpointDamaged, CheckpointUnreadable: as `read_record`.
+    """
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"record cannot be read: {error}") from error
+    if not isinstance(content, dict):
         raise CheckpointDamaged("record is not a JSON object")
-    record = Record.from_json(data)
-    if str(record.step) != step_directory.name.partition(".")[0]:
+    record = Record.from_json(content)
+    if str(record.step) != step:
         raise CheckpointDamaged(f"record says step {record.step}")
     return record
 

@@ -1,14 +1,13 @@
 """`checkpoint.resume`: which step a run continues from."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
 
 KEY = "checkpoint.resume"
 
 
-def choose(resume: str, steps: Sequence[int], directory: Path | None = None) -> int | None:
+def choose(resume: str, steps: Sequence[int], place: str = "") -> int | None:
     """The step to continue from, or None to start from initial values.
 
     `auto` takes the newest step if there is one, `must` insists on one, a number takes exactly that step.
@@ -18,12 +17,12 @@ def choose(resume: str, steps: Sequence[int], directory: Path | None = None) -> 
     Args:
       resume: value of `checkpoint.resume`.
       steps: committed steps in any order.
-      directory: where they lie; named in messages.
+      place: where they lie; named in messages.
 
     Raises:
       ConfigError: the value is not one of these, or `steps` does not allow it; names `checkpoint.resume`.
     """
-    where = f" in {directory}" if directory else ""
+    where = f" in {place}" if place else ""
     there = f"committed steps{where}: {', '.join(map(str, sorted(steps))) or 'none'}"
     if resume == "auto":
         return max(steps, default=None)

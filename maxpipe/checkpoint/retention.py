@@ -1,13 +1,11 @@
 """`checkpoint.{keep,keep_every,keep_best}`: which committed steps are kept when a newer one is committed."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.record import read_record
-from maxpipe.checkpoint.steps import step_path
+from maxpipe.checkpoint.record import Record
 from maxpipe.config.sections import CheckpointConfig
 
 EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the very state that it holds, or null
@@ -20,13 +18,13 @@ class Retention:
     that step is committed. Steps set aside are not committed, so that they neither count nor are deleted.
 
     Args:
-      directory: holds the step directories.
       settings: `checkpoint.*`.
+      record_of: the record of a committed step; raises as `read_record`.
     """
 
-    def __init__(self, directory: Path, settings: CheckpointConfig):
-        self._directory = directory
+    def __init__(self, settings: CheckpointConfig, record_of: Callable[[int], Record]):
         self._settings = settings
+        self._record_of = record_of
         self._losses: dict[int, float] = {}
 
     def note(self, step: int, meta: dict[str, Any]) -> None:
@@ -54,7 +52,7 @@ class Retention:
     def _loss(self, step: int) -> float:
         if step not in self._losses:
             try:
-                self._losses[step] = _loss(read_record(step_path(self._directory, step)).meta)
+                self._losses[step] = _loss(self._record_of(step).meta)
             except (CheckpointDamaged, CheckpointUnreadable):
                 self._losses[step] = math.nan  # whatever it is, it is not known to be good
         return self._losses[step]

@@ -3,15 +3,20 @@
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import KEY as MIRROR
+from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.schema import OPTIONS, get
+from maxpipe.object_store import explained
 
 # Whatever decides what a saved state means; everything else may change from one start to the next.
 IDENTITY = (
@@ -32,6 +37,10 @@ DTYPES = ("model.dtype", "model.param_dtype")  # of the identity, unless checkpo
 class RunDirectory:
     """Paths below `<output_dir>/<run_name>`.
 
+    Args:
+      config: names them.
+      mirror: of the checkpoints; who has lost the directory still owns what is there.
+
     Attributes:
       root: the directory itself.
       checkpoints: one directory per committed step.
@@ -40,7 +49,8 @@ class RunDirectory:
       config_file: `config.yml`, the resolved configuration of the latest start.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, mirror: Mirror | None = None):
+        self._mirror = mirror
         self.root = Path(config.output_dir) / config.run_name
         self.checkpoints = self.root / "checkpoints"
         self.tensorboard = self.root / "tensorboard"
@@ -50,8 +60,8 @@ class RunDirectory:
     def claim(self, config: Config, *, write: bool = True) -> None:
         """Makes the directory and writes `config.yml`, unless its checkpoints are of another configuration.
 
-        A directory without a committed checkpoint belongs to nobody. With several processes all of them call
-        this and one of them writes.
+        A directory without a committed checkpoint, and without a mirror that holds one, belongs to nobody. With several
+        processes all of them call this and one of them writes.
 
         Args:
           config: the resolved configuration.
@@ -62,11 +72,10 @@ class RunDirectory:
             differs), or the directory cannot be written to; nothing is written.
         """
         steps = committed_steps(self.checkpoints)
-        owner = next(self._recorded_configs(steps), None) if steps else None
+        place = str(self.checkpoints) if steps or self._mirror is None else self._mirror.url
+        owner = next(self._recorded_configs(steps) if steps else self._mirrored_configs(), None)
         if owner is not None and (differences := _differences(config, owner)):
-            raise ConfigError(
-                *(self._conflict(key, *pair) for key, pair in differences.items()), self._advice()
-            )
+            raise ConfigError(*(_conflict(place, key, *pair) for key, pair in differences.items()), self._advice(place))
         if not write:
             return
         try:
@@ -76,16 +85,23 @@ class RunDirectory:
             message = f"cannot write to {self.root}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
 
-    def _conflict(self, key: str, ours: Any, theirs: Any) -> Problem:
-        remedy = "; checkpoint.convert_dtype=true goes on all the same" if key in DTYPES else ""
-        message = f"is {ours!r}, but the checkpoints in {self.checkpoints} were made with {theirs!r}{remedy}"
-        return Problem(key, message)
+    def publish(self, config: Config) -> None:
+        """Writes `config.yml` to the mirror: whether it can be written to shows now, not after hours at the first save.
 
-    def _advice(self) -> Problem:
+        Raises:
+          ConfigError: it cannot be.
+        """
+        if self._mirror is None:
+            return
+        with explained(self._mirror.url, MIRROR, "written to"):
+            self._mirror.write_config(to_yaml(config))
+
+    def _advice(self, place: str) -> Problem:
+        both = f" and {self._mirror.url}" if self._mirror else ""
         return Problem(
             "run_name",
-            f"{self.root} belongs to another configuration: choose another run_name or restore its values. "
-            "checkpoint.resume=never is not enough: to use this name again, delete the directory",
+            f"{place} belongs to another configuration: choose another run_name or restore its values. "
+            f"checkpoint.resume=never is not enough: to use this name again, delete {self.root}{both}",
         )
 
     def _recorded_configs(self, steps: list[int]) -> Iterator[Mapping[str, Any]]:
@@ -104,6 +120,20 @@ class RunDirectory:
                 continue
             if isinstance(saved, Mapping):
                 yield saved
+
+    def _mirrored_configs(self) -> Iterator[Mapping[str, Any]]:
+        """Readable configurations of mirrored checkpoints, newest first."""
+        if self._mirror is None:
+            return
+        with explained(self._mirror.url, MIRROR):
+            for step in reversed(self._mirror.steps()):
+                with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError):
+                    yield self._mirror.record(step).meta["config"]
+
+
+def _conflict(place: str, key: str, ours: Any, theirs: Any) -> Problem:
+    remedy = "; checkpoint.convert_dtype=true goes on all the same" if key in DTYPES else ""
+    return Problem(key, f"is {ours!r}, but the checkpoints in {place} were made with {theirs!r}{remedy}")
 
 
 def _differences(config: Config, owner: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -31,7 +31,8 @@ def local_directories(c: Config) -> None:
     remote = [(key, path) for key, path in directories.items() if "://" in path]
     if remote:
         why = "is not a directory: renames must be atomic there, so give a local or shared file system, such as NFS"
-        raise ConfigError(*(Problem(key, f"{path!r} {why}") for key, path in remote))
+        mirror = {"output_dir": "; checkpoint.mirror keeps a copy of every checkpoint in an object store"}
+        raise ConfigError(*(Problem(key, f"{path!r} {why}{mirror.get(key, '')}") for key, path in remote))
 
 
 @step("model.num_query_heads", "model.num_kv_heads")
@@ -117,6 +118,14 @@ def resume(c: Config) -> None:
     if value not in words and not (value.isascii() and value.isdigit()):
         message = f"{value!r} is not one of auto, never, must or the number of a step{nearest(value, words)}"
         raise ConfigError(Problem("checkpoint.resume", message))
+
+
+@step("checkpoint.mirror")
+def mirror(c: Config) -> None:
+    url = c.checkpoint.mirror
+    if url and not re.fullmatch(r"(s3|gs)://[^/]+(/.*)?", url):
+        message = f"{url!r} is not a place in an object store, such as s3://bucket/runs or gs://bucket/runs"
+        raise ConfigError(Problem("checkpoint.mirror", message))
 
 
 @step("checkpoint.every", "checkpoint.keep_every")
@@ -252,6 +261,7 @@ CHECKS = (
     path_without_reader,
     mixture,
     resume,
+    mirror,
     keep_every,
     keep_best,
     spike_window,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxpipe.data.local_copy import local_copy
-from maxpipe.object_store import object_store, unusable
+from maxpipe.object_store import explained, open_store, unusable
 
 KEY = "data.path"
 
@@ -26,7 +26,8 @@ def fetch(path: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
       ConfigError: no library speaks the protocol, the store lets nobody in, or does not answer.
     """
     protocol = path.partition("://")[0]
-    with object_store(path, KEY) as store:
+    with explained(path, KEY):
+        store = open_store(path, KEY)
         return [_copy(store, f"{protocol}://{name}", cache_dir) for name in sorted(_expand(store, path, suffixes))]
 
 

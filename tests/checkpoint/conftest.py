@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.config import CheckpointConfig
+from maxpipe.object_store import open_store
 
 
 class Samples:
@@ -88,3 +92,44 @@ def checkpointer(directory, said):
     made = Checkpointer(directory, CheckpointConfig(every=10, keep=3), say=said.append)
     yield made
     made.close()
+
+
+@pytest.fixture
+def mirror_url(s3):
+    """Where a run's steps go in a bucket of its own."""
+    bucket = f"bucket-{len(s3.list_buckets()['Buckets'])}"
+    s3.create_bucket(Bucket=bucket)
+    return f"s3://{bucket}/runs/base/checkpoints"
+
+
+@pytest.fixture
+def objects(s3, mirror_url):
+    """objects() -> names of all objects below `mirror_url`, sorted."""
+    bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
+
+    def names():
+        found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix).get("Contents", [])
+        return [item["Key"].removeprefix(f"{prefix}/") for item in found]
+
+    return names
+
+
+@functools.cache
+def store():
+    """One for all tests, as it takes longer to make than to use."""
+    return open_store("s3://", "checkpoint.mirror")
+
+
+@pytest.fixture
+def start(directory, mirror_url, said):
+    """start(**settings) -> a checkpointer with a mirror, as a new process would make it; closed at the end."""
+    made = []
+
+    def _start(**settings):
+        settings = CheckpointConfig(**{"every": 10, "keep": 3} | settings)
+        made.append(Checkpointer(directory, settings, mirror=Mirror(mirror_url, store()), say=said.append))
+        return made[-1]
+
+    yield _start
+    for checkpointer in made:
+        checkpointer.close()

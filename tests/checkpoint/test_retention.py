@@ -29,8 +29,8 @@ LOSSES = {10: 5.0, 20: 3.0, 30: 4.0, 40: None, 50: 3.0, 60: 9.0}
         ({"keep": 2, "keep_every": 30, "keep_best": 2}, [20, 30, 50, 60]),
     ],
 )
-def test_what_is_kept(tmp_path, settings, kept):
-    retention = Retention(tmp_path, CheckpointConfig(**settings))
+def test_what_is_kept(settings, kept):
+    retention = Retention(CheckpointConfig(**settings), record_of=LOSSES.get)
     for step, loss in LOSSES.items():
         retention.note(step, {EVAL_LOSS: loss})
     assert sorted(retention.kept(list(LOSSES))) == kept
@@ -83,8 +83,8 @@ def test_an_unreadable_record_is_no_best_step_and_no_obstacle(save, directory):
     assert save({40: 4.0}, keep=1, keep_best=1) == [20, 40]
 
 
-def test_the_loss_is_not_a_number(tmp_path):
-    retention = Retention(tmp_path, CheckpointConfig(keep=1, keep_best=1))
+def test_the_loss_is_not_a_number():
+    retention = Retention(CheckpointConfig(keep=1, keep_best=1), record_of=LOSSES.get)
     for step, loss in ((1, math.nan), (2, 3.0), (3, None)):
         retention.note(step, {EVAL_LOSS: loss})
     assert retention.kept([1, 2, 3]) == {2, 3}

@@ -48,6 +48,11 @@ class CheckpointConfig:
     keep: int = option(3, "newest checkpoints kept", minimum=1)
     keep_every: int = option(0, "keep for good every checkpoint whose step is a multiple of this; 0 = none", minimum=0)
     keep_best: int = option(0, "keep so many checkpoints of the lowest evaluation loss as well", minimum=0)
+    mirror: str = option(
+        "",
+        "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint; a run that has lost its directory "
+        "goes on from there; empty = none",
+    )
     resume: str = option("auto", "auto, never, must, or the number of the step to continue from")
     convert_dtype: bool = option(
         False, "continue with parameters or optimizer state of another floating dtype than was saved"

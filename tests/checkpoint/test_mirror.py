@@ -1,0 +1,300 @@
+"""Checkpoints in an object store, on an S3 server on this machine."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.checkpoint.steps import step_directories
+
+SAVER = Path(__file__).with_name("save_to_mirror.py")
+
+
+@pytest.fixture
+def damage(s3, mirror_url, objects):
+    """damage(step, change): replaces the largest object of a step by change(its bytes)."""
+    bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
+
+    def _damage(step, change):
+        keys = [f"{prefix}/{name}" for name in objects() if name.startswith(f"{step}/")]
+        contents = {key: s3.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+        largest = max(contents, key=lambda key: len(contents[key]))
+        changed = change(contents[largest])
+        if changed is None:
+            s3.delete_object(Bucket=bucket, Key=largest)
+        else:
+            s3.put_object(Bucket=bucket, Key=largest, Body=changed)
+
+    return _damage
+
+
+def flip(content):
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+DAMAGE = {"bit flipped": flip, "truncated": lambda content: content[:-1], "deleted": lambda content: None}
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_run_that_lost_its_directory_goes_on_from_the_mirror(start, directory, said, samples, objects):
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    assert {name for name in objects() if "/" not in name} == {"10.json", "20.json"}
+    shutil.rmtree(directory)
+    checkpointer = start()
+    assert checkpointer.steps() == [10, 20]
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
+    assert names(directory) == ["20"]
+    assert not checkpointer.due(20)
+    samples.save(checkpointer, 30)
+    checkpointer.close()
+    assert names(directory) == ["20", "30"]
+    assert start().steps() == [10, 20, 30]
+    assert len(said) == 1
+    assert said[0].startswith("fetching checkpoint 20 from s3://")
+
+
+def test_a_step_asked_for_by_number_is_fetched(start, directory, samples):
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    shutil.rmtree(directory)
+    samples.assert_restored(start().restore(samples.abstract(samples.state(10)), step=10), 10)
+
+
+def test_objects_lie_as_the_files_do(start, directory, samples, objects):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    checkpointer.close()
+    files = [path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()]
+    assert sorted(objects()) == sorted([*files, "10.json"])
+
+
+@pytest.mark.parametrize("change", DAMAGE.values(), ids=DAMAGE.keys())
+def test_falls_back_from_a_damaged_copy(start, directory, said, samples, objects, damage, change):
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    shutil.rmtree(directory)
+    damage(20, change)
+    checkpointer = start()
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
+    assert any("20" in line and "is damaged" in line for line in said)
+    assert start().steps() == [10]
+    assert "20.damaged.json" in objects()
+    samples.save(checkpointer, 20)
+    checkpointer.close()
+    assert "20.damaged.json" not in objects()
+    shutil.rmtree(directory)
+    samples.assert_restored(start().restore(samples.abstract(samples.state(20))), 20)
+
+
+def test_a_sound_copy_takes_the_place_of_a_damaged_directory(start, directory, said, samples):
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    shutil.rmtree(directory / "20" / "arrays")
+    samples.assert_restored(start().restore(samples.abstract(samples.state(20))), 20)
+    assert names(directory) == ["10", "20", "20.damaged"]
+    assert ["is damaged" in said[0], said[1].startswith("fetching checkpoint 20")] == [True, True]
+
+
+def test_nothing_is_set_aside_when_all_is_damaged(start, directory, samples, damage, objects):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    checkpointer.close()
+    shutil.rmtree(directory)
+    damage(10, DAMAGE["truncated"])
+    with pytest.raises(CheckpointDamaged, match=r"none of the checkpoints in .* and s3://(.|\n)*is missing or has not"):
+        start().restore(samples.abstract(samples.state(10)))
+    assert "10.json" in objects()
+
+
+def test_going_back_sets_aside_what_lies_ahead_in_the_mirror_too(start, directory, samples, said, objects):
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20, 30)
+    checkpointer.close()
+    shutil.rmtree(directory)
+    checkpointer = start()
+    checkpointer.restore(samples.abstract(samples.state(10)), step=10)
+    samples.save(checkpointer, 15)
+    checkpointer.close()
+    assert start().steps() == [10, 15]
+    assert {"20.abandoned.json", "30.abandoned.json"} <= set(objects())
+    assert "20.abandoned.json" in said[1]
+
+
+def test_the_mirror_keeps_what_the_directory_would(start, directory, samples):
+    checkpointer = start(keep=2)
+    samples.save(checkpointer, 10, 20, 30)
+    checkpointer.close()
+    assert start().steps() == [20, 30]
+    shutil.rmtree(directory)
+    checkpointer = start(keep=2)
+    checkpointer.restore(samples.abstract(samples.state(30)))
+    samples.save(checkpointer, 40)
+    checkpointer.close()
+    assert start().steps() == [30, 40]
+
+
+def test_the_best_are_known_by_what_the_mirror_says(start, directory, samples):
+    checkpointer = start(keep=1, keep_best=1)
+    for step, loss in ((10, 1.0), (20, 3.0)):
+        checkpointer.save(step, samples.state(step), samples.iterator(step), {"eval_loss": loss})
+    checkpointer.close()
+    shutil.rmtree(directory)
+    checkpointer = start(keep=1, keep_best=1)
+    checkpointer.restore(samples.abstract(samples.state(20)))
+    checkpointer.save(30, samples.state(30), samples.iterator(30), {"eval_loss": 2.0})
+    checkpointer.close()
+    assert start().steps() == [10, 30]
+
+
+def fail(*_, **__):
+    raise ConnectionError("the store is gone")
+
+
+@pytest.mark.parametrize("surfaces", ["step", "save", "wait", "close", "restore"])
+def test_a_failed_copy_surfaces_once_and_is_made_up_for(start, samples, monkeypatch, surfaces):
+    checkpointer = start()
+    monkeypatch.setattr(Mirror, "upload", fail)
+    samples.save(checkpointer, 10)
+    action = {
+        "step": lambda: [checkpointer.due(11) for _ in waiting()],
+        "save": lambda: samples.save(checkpointer, 20),
+        "wait": checkpointer.wait,
+        "close": checkpointer.close,
+        "restore": lambda: checkpointer.restore(samples.abstract(samples.state(10))),
+    }[surfaces]
+    while surfaces == "restore" and checkpointer._is_saving:
+        checkpointer.due(11)
+    with pytest.raises(CheckpointSaveError, match=r"copying checkpoints to s3://.* failed: ConnectionError: the store"):
+        action()
+    checkpointer.close()  # does not try the same again
+
+
+def waiting():
+    """Steps for as long as a copy may take."""
+    for _ in range(1000):
+        yield
+        time.sleep(0.01)
+
+
+def test_what_could_not_be_copied_is_copied_by_the_next_process(start, samples, monkeypatch):
+    checkpointer = start()
+    with monkeypatch.context() as broken:
+        broken.setattr(Mirror, "upload", fail)
+        samples.save(checkpointer, 10)
+        with pytest.raises(CheckpointSaveError):
+            checkpointer.close()
+    assert start().steps() == [10]  # in the directory
+    start().close()
+    assert start()._mirror.steps() == [10]
+
+
+def test_steps_that_cannot_be_deleted_are_no_failed_save(start, samples, monkeypatch, said):
+    checkpointer = start(keep=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Mirror, "delete", fail)
+        samples.save(checkpointer, 10, 20)
+        checkpointer.close()
+    (warning,) = said
+    assert "older checkpoints in s3://" in warning
+    assert "could not be deleted: ConnectionError: the store is gone" in warning
+    samples.save(checkpointer, 30)
+    checkpointer.close()
+    assert start()._mirror.steps() == [30]
+
+
+def test_a_store_that_fails_while_fetching_says_nothing_about_the_checkpoint(start, directory, samples, monkeypatch):
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    shutil.rmtree(directory)
+    monkeypatch.setattr(Mirror, "download", fail)
+    with pytest.raises(CheckpointUnreadable, match="cannot be fetched: ConnectionError: the store is gone"):
+        start().restore(samples.abstract(samples.state(20)))
+    assert start().steps() == [10, 20]
+
+
+def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(start, samples, monkeypatch):
+    checkpointer, release, upload = start(keep=1), threading.Event(), Mirror.upload
+
+    def slow(self, step, directory):
+        assert release.wait(60)
+        upload(self, step, directory)
+
+    monkeypatch.setattr(Mirror, "upload", slow)
+    samples.save(checkpointer, 10)
+    while checkpointer._is_saving:
+        assert not checkpointer.due(11)
+    assert not checkpointer.due(12)
+    threading.Timer(0.1, release.set).start()
+    samples.save(checkpointer, 20)
+    assert release.is_set()
+    checkpointer.close()
+    assert start()._mirror.steps() == [20]
+
+
+def test_killed_while_copying_leaves_the_step_before(mirror_url, start, directory, samples, objects):
+    process = subprocess.Popen([sys.executable, SAVER, directory, mirror_url], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "half of 20\n"
+    finally:
+        process.kill()
+        process.communicate()
+    assert any(name.startswith("20/") for name in objects())
+    assert names(directory) == ["10", "20"]
+    assert "20.json" not in objects()
+    shutil.rmtree(directory)
+    checkpointer = start()
+    restored = checkpointer.restore(samples.abstract({"x": samples.iterator(10)}))
+    assert (restored.step, restored.state["x"].tolist()) == (10, samples.iterator(10).tolist())
+    checkpointer.save(30, {"x": samples.iterator(30)}, samples.iterator(30), {})
+    checkpointer.close()
+    assert start().steps() == [10, 30]
+    assert not any(name.startswith("20/") for name in objects())  # what was left has been cleared
+
+
+def test_what_a_killed_fetch_leaves_is_no_checkpoint_and_is_cleared(start, directory, samples):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    checkpointer.close()
+    (directory / "10").rename(directory / "10.orbax-checkpoint-tmp-fetched")
+    assert [entry.state for entry in step_directories(directory)] == ["unfinished"]
+    checkpointer = start()
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
+    assert names(directory) == ["10"]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"files": {"../../x": 1}}', b'{"files": {"/x": 1}}'])
+def test_a_commit_that_makes_no_sense_is_damage(start, directory, samples, s3, mirror_url, content):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    checkpointer.close()
+    shutil.rmtree(directory)
+    bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
+    s3.put_object(Bucket=bucket, Key=f"{prefix}/10.json", Body=content)
+    with pytest.raises(CheckpointDamaged, match=r"10\.json"):
+        start().restore(samples.abstract(samples.state(10)))
+
+
+def test_the_commit_says_names_and_sizes(start, samples, s3, mirror_url, directory):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    checkpointer.close()
+    bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
+    commit = json.loads(s3.get_object(Bucket=bucket, Key=f"{prefix}/10.json")["Body"].read())
+    assert commit["files"]["meta/metadata"] == (directory / "10" / "meta" / "metadata").stat().st_size
