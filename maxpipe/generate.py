@@ -7,11 +7,10 @@ command line is wrong; 130 after Ctrl-C.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
-from maxpipe.checkpoint.record import read_record
-from maxpipe.checkpoint.steps import checkpoints_of, committed_steps, step_path
+from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.checkpoint.places import Directory, place_of
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.load import from_record
@@ -34,9 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _continue(flags: argparse.Namespace) -> int:
-    directory = find_step(flags.run_dir, flags.step)
+    place = place_of(flags.run_dir, "RUN_DIR")
+    step = find_step(place, flags.step)
     try:
-        config = from_record(read_record(directory).meta["config"])
+        config = from_record(place.record(step).meta["config"])
         tokenizer = find_tokenizer(flags.tokenizer, config)
         check_tokens(flags.stop_token, config.model.vocab_size)
         prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
@@ -44,9 +44,10 @@ def _continue(flags: argparse.Namespace) -> int:
         from maxpipe.generation import generate, load_parameters
         from maxpipe.model.sampling import Sampling
 
-        params = load_parameters(directory, config)
+        with place.local_copy(step) as directory:
+            params = load_parameters(directory, config)
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(f"error: {directory}: {error}", file=sys.stderr)
+        print(f"error: {place}/{step}: {error}", file=sys.stderr)
         return NOT_LOADED
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
     ends = {tokenizer.eos_id, *flags.stop_token}
@@ -62,21 +63,18 @@ def _continue(flags: argparse.Namespace) -> int:
     return DONE
 
 
-def find_step(run_dir: Path, step: int | None) -> Path:
-    """The directory of a committed step of a run, the newest if `step` is None.
+def find_step(place: Directory | Mirror, step: int | None) -> int:
+    """The number of a committed step, the newest if `step` is None.
 
     Raises:
       ConfigError: there is none.
     """
-    directory = checkpoints_of(run_dir)
-    if not directory.is_dir():
-        raise ConfigError(Problem("RUN_DIR", f"there is no directory {run_dir}; runs lie in output_dir/run_name"))
-    steps = committed_steps(directory)
+    steps = place.steps()
     if not steps:
-        raise ConfigError(Problem("RUN_DIR", f"{run_dir} holds no checkpoint; train with checkpoint.every above 0"))
+        raise ConfigError(Problem("RUN_DIR", f"{place} holds no checkpoint; train with checkpoint.every above 0"))
     if step is not None and step not in steps:
-        raise ConfigError(Problem("--step", f"{step} is not saved in {run_dir}; there are {steps}"))
-    return step_path(directory, steps[-1] if step is None else step)
+        raise ConfigError(Problem("--step", f"{step} is not saved in {place}; there are {steps}"))
+    return steps[-1] if step is None else step
 
 
 def find_tokenizer(given: str | None, config: Config) -> Tokenizer:
@@ -133,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     description = "Continue a text with a trained model."
     parser = argparse.ArgumentParser(prog="python -m maxpipe.generate", description=description, allow_abbrev=False)
     add = parser.add_argument
-    add("run_dir", type=Path, metavar="RUN_DIR", help="run directory, or its checkpoints")
+    add("run_dir", metavar="RUN_DIR", help="run directory, or its checkpoints; s3:// and gs:// as well")
     add("--prompt", required=True, metavar="TEXT", help="the text to go on from")
     add("--max-tokens", type=_number(int, 1), default=200, metavar="N", help="tokens at most; default %(default)s")
     add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")

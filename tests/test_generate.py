@@ -37,7 +37,7 @@ def call(capsys, run_dir, *words, prompt="def "):
 
 
 def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
-    step = cli.find_step(run_dir, None)
+    step = run_dir / "checkpoints" / "1"
     config = from_record(read_record(step).meta["config"])
     params = generation.load_parameters(step, config)
     prompt = [100, 101, 102]
@@ -116,7 +116,7 @@ def test_bad_input_ends_with_2_and_says_why(run_dir, capsys, words, prompt, mess
 
 def test_a_wrong_tokenizer_is_one_problem_and_one_that_moved_has_a_remedy(capsys, run_dir):
     assert "1 problem found" in call(capsys, run_dir, "--tokenizer=/nowhere/tokenizer.json")[2]
-    config = from_record(read_record(cli.find_step(run_dir, None)).meta["config"])
+    config = from_record(read_record(run_dir / "checkpoints" / "1").meta["config"])
     with pytest.raises(ConfigError) as error:
         cli.find_tokenizer(None, replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"}))
     assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]

@@ -1,6 +1,8 @@
 """Looks at checkpoints: `python -m maxpipe.checkpoint ls|verify|show DIR`.
 
-DIR is a run directory or its `checkpoints`. Nothing is written and no accelerator is touched.
+DIR is a run directory or its `checkpoints`; in an object store, `s3://bucket/runs/base`, the one below
+`checkpoint.mirror`. Nothing is written, but for copies that `verify` makes of mirrored steps in the directory for
+temporary files, one at a time. No accelerator is touched.
 Exit codes: 0; 1 if `verify` or `show` met damage; 2 if there is nothing to look at; 3 if there was no damage, but
 something cannot be read here, since a newer version wrote it or permission is missing.
 """
@@ -10,16 +12,18 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import yaml
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.record import read_record
-from maxpipe.checkpoint.steps import checkpoints_of, committed_steps, step_directories, step_path
+from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.checkpoint.places import Directory, place_of
+from maxpipe.config.cli import print_problems
+from maxpipe.config.errors import ConfigError
+from maxpipe.object_store import explained, is_remote
 
+KEY = "DIR"
 DAMAGE = 1
 NOTHING = 2
 UNREADABLE = 3
@@ -29,60 +33,60 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs one subcommand and returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        return _look(options)
+        if not is_remote(options.dir):
+            return _look(options)
+        with explained(options.dir, KEY):
+            return _look(options)
     except PermissionError as error:
         print(error, file=sys.stderr)
         return UNREADABLE
+    except ConfigError as error:
+        print_problems(error)
+        return NOTHING
 
 
 def _look(options: argparse.Namespace) -> int:
-    directory = checkpoints_of(options.dir)
-    if not directory.is_dir():
-        return _nothing(f"{directory} is not a directory")
-    if not step_directories(directory):
-        return _nothing(f"{directory} holds no checkpoints")
+    place = place_of(options.dir, KEY)
+    if not place.entries():
+        return _nothing(f"{place} holds no checkpoints")
     if options.command == "ls":
-        return list_steps(directory)
-    steps = committed_steps(directory)
+        return list_steps(place)
+    steps = place.steps()
     step = getattr(options, "step", None)
     if step is not None and step not in steps:
-        return _nothing(f"step {step} is not committed in {directory}; there are {steps}")
+        return _nothing(f"step {step} is not committed in {place}; there are {steps}")
     if not steps:
-        return _nothing(f"{directory} holds no committed checkpoint")
+        return _nothing(f"{place} holds no committed checkpoint")
     if options.command == "verify":
-        return verify(directory, steps)
-    return show(directory, steps[-1] if step is None else step)
+        return verify(place, lambda: place_of(options.dir, KEY).steps())
+    return show(place, steps[-1] if step is None else step)
 
 
-def list_steps(directory: Path) -> int:
-    """Prints step, state, size and time of every step directory."""
+def list_steps(place: Directory | Mirror) -> int:
+    """Prints step, state, size and time of every step."""
     rows = [("step", "state", "size", "written", "name")]
-    for entry in step_directories(directory):
-        try:
-            size = sum(path.stat().st_size for path in entry.path.rglob("*") if path.is_file())
-            written = datetime.fromtimestamp(entry.path.stat().st_mtime).isoformat(" ", "seconds")
-        except FileNotFoundError:
-            continue  # a running training has just committed or deleted it
-        rows.append((str(entry.step), entry.state, _size_text(size), written, entry.path.name))
+    for entry, size, time in place.sizes_and_times():
+        written = f"{time:%Y-%m-%d %H:%M:%S}" if time else "-"
+        rows.append((str(entry.step), entry.state, _size_text(size), written, entry.name))
     print(_table(rows))
     return 0
 
 
-def verify(directory: Path, steps: list[int]) -> int:
+def verify(place: Directory | Mirror, steps_now: Callable[[], list[int]]) -> int:
     """Reads every committed step, compares all digests, and prints a verdict for each."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from maxpipe.checkpoint.reader import verify_step
 
     code = 0
-    for step in steps:
-        path = step_path(directory, step)
+    for step in place.steps():
         try:
-            verdict = f"sound, {len(verify_step(path).leaves)} arrays"
+            with place.local_copy(step) as path:
+                verdict = f"sound, {len(verify_step(path).leaves)} arrays"
         except CheckpointUnreadable as error:
             verdict = f"UNREADABLE: {error}"
             code = code or UNREADABLE
         except CheckpointDamaged as error:
-            if path.is_dir():
+            if step in steps_now():
                 verdict = f"DAMAGED: {error}"
                 code = DAMAGE
             else:
@@ -91,10 +95,10 @@ def verify(directory: Path, steps: list[int]) -> int:
     return code
 
 
-def show(directory: Path, step: int) -> int:
+def show(place: Directory | Mirror, step: int) -> int:
     """Prints what a step says about itself: the caller's meta as YAML, then a table of its arrays."""
     try:
-        record = read_record(step_path(directory, step))
+        record = place.record(step)
     except CheckpointDamaged as error:
         print(f"{step}: DAMAGED: {error}", file=sys.stderr)
         return DAMAGE
@@ -119,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         ("show", "configuration, versions and arrays of one step"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("dir", type=Path, metavar="DIR", help="run directory, or its checkpoints")
+        command.add_argument("dir", metavar=KEY, help="run directory, or its checkpoints; s3:// and gs:// as well")
         if name == "show":
             command.add_argument("--step", type=int, help="default: the newest")
     return parser

@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_record
 from maxpipe.checkpoint.steps import ABANDONED, COMMITTED, DAMAGED, UNFINISHED
 from maxpipe.config import Config
@@ -33,7 +34,7 @@ class MirroredStep:
     Attributes:
       step: its number.
       state: as of a `StepDirectory`; unfinished without a commit of any kind.
-      name: of the commit, or of the directory if there is none.
+      name: the commit's, or the directory's if there is none.
     """
 
     step: int
@@ -57,6 +58,9 @@ class Mirror:
         self._store = store
         self._names = self._list()  # replaced, never changed: other threads may be reading it
 
+    def __str__(self) -> str:
+        return self.url
+
     def entries(self) -> list[MirroredStep]:
         """Every step in whatever state, by step, then name."""
         commits = [(name, match) for name in self._names if (match := _COMMIT.fullmatch(name))]
@@ -70,11 +74,12 @@ class Mirror:
         """Committed steps in ascending order."""
         return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
-    def size_and_time(self, entry: MirroredStep) -> tuple[int, Any]:
-        """Bytes of a step, and the `datetime` of its commit; 0 and None without one."""
-        if entry.state == UNFINISHED:
-            return 0, None
-        return sum(self._files(entry.name).values()), self._store.modified(self._path(entry.name))
+    def sizes_and_times(self) -> Iterator[tuple[MirroredStep, int, datetime | None]]:
+        """Every step with its bytes, and when it was committed."""
+        for entry in self.entries():
+            size = sum(info["size"] for info in self._store.find(self._path(str(entry.step)), detail=True).values())
+            time = None if entry.state == UNFINISHED else self._store.modified(self._path(entry.name)).astimezone()
+            yield entry, size, time
 
     def record(self, step: int) -> Record:
         """The record of a committed step.
@@ -122,10 +127,21 @@ class Mirror:
 
     @contextlib.contextmanager
     def local_copy(self, step: int) -> Iterator[Path]:
-        """A copy of a committed step in the directory for temporary files, deleted at the end; raises as `download`."""
+        """A copy of a committed step in the directory for temporary files, deleted at the end.
+
+        Raises:
+          CheckpointDamaged: as `download`.
+          CheckpointUnreadable: the store, or the directory, does not let it be copied.
+        """
         with TemporaryDirectory(prefix="maxpipe-") as scratch:
             copy = Path(scratch, str(step))
-            self.download(step, copy)
+            try:
+                self.download(step, copy)
+            except CheckpointDamaged:
+                raise
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                raise CheckpointUnreadable(f"{self.url}/{step} cannot be copied to {scratch}: {why}") from error
             yield copy
 
     def set_aside(self, step: int, state: str) -> str:

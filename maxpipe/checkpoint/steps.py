@@ -27,6 +27,11 @@ class StepDirectory:
     state: str
     path: Path
 
+    @property
+    def name(self) -> str:
+        """As it is listed."""
+        return self.path.name
+
 
 def checkpoints_of(path: Path) -> Path:
     """The directory that holds the steps of a run, from that of the run or itself."""

@@ -133,7 +133,7 @@ def test_a_reader_that_stops_early_is_no_error(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["ls", "nowhere"], "nowhere is not a directory"),
+        (["ls", "nowhere"], "there is no directory nowhere"),
         (["verify", "."], "holds no checkpoints"),
         (["show", "leftover"], "holds no committed checkpoint"),
         (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.checkpoint.__main__ import main
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.steps import step_directories
@@ -298,3 +299,48 @@ def test_the_commit_says_names_and_sizes(start, samples, s3, mirror_url, directo
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
     commit = json.loads(s3.get_object(Bucket=bucket, Key=f"{prefix}/10.json")["Body"].read())
     assert commit["files"]["meta/metadata"] == (directory / "10" / "meta" / "metadata").stat().st_size
+
+
+@pytest.fixture
+def mirrored(start, directory, samples, mirror_url):
+    """URL of a run directory whose steps 10 and 20 are in the store only, and one that is set aside."""
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20, 30)
+    checkpointer.close()
+    checkpointer._mirror.set_aside(30, "damaged")
+    shutil.rmtree(directory)
+    return mirror_url.removesuffix("/checkpoints")
+
+
+@pytest.mark.parametrize("inner", ["", "/", "/checkpoints"])
+def test_ls(mirrored, capsys, inner):
+    assert main(["ls", mirrored + inner]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[1], row[-1]) for row in rows[1:]] == [
+        ("10", "committed", "10.json"),
+        ("20", "committed", "20.json"),
+        ("30", "damaged", "30.damaged.json"),
+    ]
+    assert float(rows[1][2]) > 30
+    assert rows[1][3] == "KiB"
+
+
+def test_verify_and_show(mirrored, capsys, damage):
+    damage(10, flip)
+    assert main(["verify", mirrored]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("10: DAMAGED: ")
+    assert second == "20: sound, 7 arrays"
+    assert main(["show", mirrored, "--step", "10"]) == 0
+    assert capsys.readouterr().out.startswith("step: 10\n")
+
+
+def test_an_empty_place(s3, mirror_url, capsys):
+    assert main(["ls", mirror_url]) == 2
+    assert f"{mirror_url} holds no checkpoints" in capsys.readouterr().err
+
+
+def test_the_command_names_missing_keys(without_s3_keys, capsys):
+    assert main(["verify", "s3://bucket/runs/base"]) == 2
+    assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in (error := capsys.readouterr().err)
+    assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
