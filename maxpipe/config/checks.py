@@ -209,15 +209,6 @@ def unsupported_axes(c: Config) -> None:
         raise ConfigError(*problems)
 
 
-@step("pipeline.schedule")
-def schedule(c: Config) -> None:
-    name = c.pipeline.schedule
-    if name.endswith(".csv"):
-        if not os.path.isfile(name):
-            raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
-        return
-    names = variants("maxpipe.pipeline.schedules")
-    if name not in names:
 @step("mesh.ici.context", "mesh.dcn.context", "data.sequence_length")
 def context_chunks(c: Config) -> None:
     """Every device along the axis has two chunks of a sequence."""
@@ -237,6 +228,15 @@ def context_rule(c: Config) -> None:
         raise ConfigError(Problem("sharding.logical_axis_rules", f"{message}; use [activation_length, [context]]"))
 
 
+@step("pipeline.schedule")
+def schedule(c: Config) -> None:
+    name = c.pipeline.schedule
+    if name.endswith(".csv"):
+        if not os.path.isfile(name):
+            raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
+        return
+    names = variants("maxpipe.pipeline.schedules")
+    if name not in names:
         message = f"{name!r} is neither a CSV file nor one of {', '.join(names)}{nearest(name, names)}"
         raise ConfigError(Problem("pipeline.schedule", message))
 
@@ -268,8 +268,8 @@ CHECKS = (
     profile_steps,
     logical_axis_rules,
     unsupported_axes,
+    context_chunks,
+    context_rule,
     schedule,
     topology,
 )
-    context_chunks,
-    context_rule,
