@@ -18,6 +18,7 @@ from maxpipe.config.engine_options import looped_layers, one_process
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
+from maxpipe.config.values import AUTO
 from maxpipe.data.loader import Loader, make_loader
 from maxpipe.kernels import build_attention
 from maxpipe.model.program import ModelProgram
@@ -27,8 +28,8 @@ from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.mpmd.pipeline import MpmdPipeline
 from maxpipe.pipeline.mpmd.stages import stage_meshes
 from maxpipe.pipeline.scheduled import ScheduledPipeline
-from maxpipe.pipeline.schedules._load import load_schedule
-from maxpipe.pipeline.schedules._table import ScheduleError, Table
+from maxpipe.pipeline.schedules._load import build_table
+from maxpipe.pipeline.schedules._table import ScheduleError
 from maxpipe.pipeline.sequential import SequentialPipeline
 from maxpipe.sharding import AxisRules
 from maxpipe.telemetry.chips import chip_for
@@ -54,7 +55,8 @@ DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "
 
 
 def build_layout(config: Config) -> StageLayout:
-    """Which layer lives on which stage, from a resolved configuration."""
+    """Which layer lives on which stage, from a resolved configuration whose stages are chosen."""
+    assert config.pipeline.layers_per_stage != AUTO, "stages are not chosen; see pipeline.auto_stages"
     pipeline, stages = config.pipeline, num_stages(config)
     if pipeline.engine == "sequential":
         return StageLayout.even(1, 1, config.model.num_layers)
@@ -64,19 +66,6 @@ def build_layout(config: Config) -> StageLayout:
         num_outside=config.model.num_layers - pipeline.parallel_layers,
         outside_first=pipeline.outside_layers == "before",
         placement=build_table(config).placement if pipeline.engine == "mpmd" else "loop",
-    )  # fmt: skip
-
-
-def build_table(config: Config) -> Table:
-    """The schedule's table for a resolved configuration with a pipeline.
-
-    Raises:
-      ScheduleError: a CSV file is wrong or of other sizes, or the schedule does not have an option asked for.
-    """
-    pipeline = config.pipeline
-    return load_schedule(
-        pipeline.schedule, num_stages(config), pipeline.num_microbatches, pipeline.num_repeats,
-        forwarding_delay=2 if pipeline.delay_activation_forwarding else 1, slack=int(pipeline.overlap_slots),
     )  # fmt: skip
 
 

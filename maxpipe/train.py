@@ -57,6 +57,8 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
     import jax
 
     from maxpipe.builder import build_run, open_run_directory
+    from maxpipe.pipeline.auto_stages.plan import choose_stages
+    from maxpipe.telemetry.chips import chip_for
     from maxpipe.training.loop import DONE, closing, train
     from maxpipe.training.report import report
 
@@ -64,13 +66,16 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
         if jax.process_index() == 0:
             print(text, flush=True)
 
+    device = mesh.devices.flat[0]
+    chip = chip_for(device.device_kind)
+    decisions = advice(device.platform, os.environ)
+    config = choose_stages(config, chip.hbm_bytes if chip else None, decisions.append)
     directory, checkpointer = open_run_directory(config, say)
     newest = max(checkpointer.steps(), default=0)
     if newest >= config.steps and config.checkpoint.resume in ("auto", "must"):
         checkpointer.close()  # the mirror may lack what an earlier process could not copy
         say(f"{directory.root} is finished: step {newest} of steps={config.steps} is saved; nothing to do")
         return DONE
-    decisions = advice(mesh.devices.flat[0].platform, os.environ)
     if config.compile.cache_dir not in ("", "off") and not jax.config.values["jax_enable_compilation_cache"]:
         decisions.append("compile.cache_dir=off: programs over several CPU devices cannot be stored")
     started = time.perf_counter()

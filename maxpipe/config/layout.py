@@ -3,7 +3,6 @@
 import math
 from fnmatch import fnmatch
 
-from maxpipe.config.balance import balanced, layer_costs
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.proposals import distance, divisors, multiples_around
 from maxpipe.config.schema import OPTIONS, get
@@ -32,7 +31,7 @@ FIXED_REPEATS = {
 _OF_PIPELINES = (
     "schedule", "num_repeats", "num_layers_per_stage", "layers_per_stage", "parallel_layers", "outside_layers",
     "delay_activation_forwarding", "overlap_slots", "skip_idle", "fsdp_gather", "scan_iterations", "scan_repeats",
-    "scan_layers_per_stage", "remat_iterations", "remat_layers",
+    "scan_layers_per_stage", "remat_iterations", "remat_layers", "memory_limit_gib",
 )  # fmt: skip
 
 _SPLIT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
@@ -127,7 +126,7 @@ def layers(c: Config) -> Updates:
     if c.pipeline.engine == "sequential":
         return _layout(1, c.model.num_layers, [])
     if c.pipeline.layers_per_stage == AUTO:
-        return _balanced_layers(c)
+        return _automatic_layers(c)
     if c.pipeline.layers_per_stage:
         return _uneven_layers(c)
     stages, total = num_stages(c), c.pipeline.parallel_layers
@@ -178,8 +177,8 @@ def _uneven_layers(c: Config) -> Updates:
     raise ConfigError(Problem("pipeline.layers_per_stage", message))
 
 
-def _balanced_layers(c: Config) -> Updates:
-    """Chunks of equal cost: the fewer layers in the last one, the larger the head is."""
+def _automatic_layers(c: Config) -> Updates:
+    """The number of chunks; how many layers each gets is decided in `pipeline.auto_stages`, with the table at hand."""
     key, total, stages = "pipeline.layers_per_stage", c.model.num_layers, num_stages(c)
     if c.pipeline.engine != "mpmd":
         message = f"auto is for the mpmd engine; on the {c.pipeline.engine} engine all stages share the head's work"
@@ -188,10 +187,7 @@ def _balanced_layers(c: Config) -> Updates:
     if total < stages * repeats:
         message = f"{total} layers are too few for {stages} stages x {repeats} repeats"
         raise ConfigError(Problem("model.num_layers", message))
-    recomputes = c.pipeline.remat_policy == "full"
-    costs = layer_costs(c.model, c.data.sequence_length, recomputes=recomputes)
-    sizes = balanced(costs, stages * repeats, last=1.0)
-    return _layout(repeats, max(sizes), sizes)
+    return _layout(repeats, -1, AUTO)
 
 
 def _chunks(count: int) -> str:

@@ -62,6 +62,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
 def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> Config:
     """Fills every -1 and checks what depends on the number of devices.
 
+    `pipeline.layers_per_stage: auto` stays; `pipeline.auto_stages.plan.choose_stages` decides it.
+
     Args:
       loaded: from `load`, or a config made in code.
       num_devices: devices over all slices and processes.

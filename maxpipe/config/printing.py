@@ -12,6 +12,7 @@ from maxpipe.config.load import Loaded
 from maxpipe.config.schema import OPTIONS, get
 from maxpipe.config.sections import Config
 from maxpipe.config.steps import run_steps
+from maxpipe.config.values import AUTO
 
 _SOURCE_COLUMN = 44
 # Keys that nothing reads where another key has this value.
@@ -44,7 +45,7 @@ def print_config(loaded: Loaded) -> str:
         source = loaded.sources[key]
         if get(known, key) != get(loaded.config, key):
             source = "derived"
-        elif OPTIONS[key].rule.derived and get(known, key) == -1:
+        elif OPTIONS[key].rule.derived and get(known, key) in (-1, AUTO):
             source += "; derived at start"
         text.append(f"{line:<{_SOURCE_COLUMN}}  # {source}")
     return "\n".join(text) + "\n"
@@ -65,6 +66,8 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
             f"{key}={get(resolved, key)}: {reason}" for key in changed if (reason := _reason(resolved, key))
         ]
         lines += ignored_options(before, resolved)
+        if before.pipeline.memory_limit_gib and before.pipeline.layers_per_stage != AUTO and num_stages(resolved) > 1:
+            lines.append("pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto")
     return [*lines, *_outside(resolved), *_without_effect(resolved)]
 
 
@@ -96,7 +99,6 @@ def _reason(c: Config, key: str) -> str:
         if c.pipeline.layers_per_stage:
             pipeline["pipeline.num_repeats"] = "the length of pipeline.layers_per_stage over the stages"
             pipeline["pipeline.num_layers_per_stage"] = "the largest entry of pipeline.layers_per_stage"
-            pipeline["pipeline.layers_per_stage"] = "chunks of equal cost, the head counted"
     if key.startswith("mesh."):
         return "the devices that the other axes leave"
     return pipeline.get(key, _REASONS.get(key, ""))
@@ -166,7 +168,8 @@ def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
             for item in value:
                 yield f"{indent}- {_flow(item)}", None
         else:
-            yield f"{indent}{name}: {_flow(value)}", key
+            is_auto = OPTIONS[key].rule.derived and value == AUTO
+            yield f"{indent}{name}: {'auto' if is_auto else _flow(value)}", key
 
 
 def _flow(value: Any) -> str:

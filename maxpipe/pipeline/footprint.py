@@ -43,15 +43,20 @@ def layer_widths(config: Config) -> dict[str, float]:
 
 
 def kept_width(config: Config) -> float:
-    """Width on one device of what a layer keeps from forward to backward, beside the input of its chunk."""
+    """Width on one device of what a layer keeps from forward to backward, beside the input of its chunk.
+
+    Probabilities of attention are not counted: kernels for accelerators never have them all.
+    """
     widths, pipeline = layer_widths(config), config.pipeline
     kept = REMAT.get(pipeline.remat_policy)(pipeline)
     by_layer = not pipeline.remat_iterations and pipeline.engine != "sequential"
-    everything = kept.everything or (by_layer and not pipeline.remat_layers)
-    width = sum(widths.get(name, 0.0) for name in (MATMULS if everything else kept.device))
-    if everything:
-        return width + NORMS_AND_ADDITIONS * config.model.embed_dim
-    return width + (config.model.embed_dim if by_layer else 0)  # each layer's input
+    if kept.everything or (by_layer and not pipeline.remat_layers):
+        # Norms are float32. As wide as the gate are its activation function, two parts of that one's derivative and the
+        # product with `mlp_up`.
+        norms = NORMS_AND_ADDITIONS * config.model.embed_dim * 4 / itemsize(config.model.dtype)
+        return sum(widths[name] for name in MATMULS) + 4 * widths["mlp_gate"] + norms
+    layer_input = config.model.embed_dim if by_layer else 0
+    return layer_input + sum(widths.get(name, 0.0) for name in kept.device)
 
 
 def logits_bytes(config: Config, tokens: float) -> float:

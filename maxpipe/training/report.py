@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from maxpipe.builder import build_layout, build_table
 from maxpipe.config.sections import Config, DataConfig
+from maxpipe.pipeline.auto_stages.plan import predict
 from maxpipe.pipeline.simulate import simulate
 from maxpipe.telemetry.flops import parameter_count
 from maxpipe.telemetry.summary import RunSummary, start_summary
@@ -42,7 +43,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         stage_layers=[[i for chunk in layout.stage_layers(s) for i in chunk] for s in stages],
         schedule=f"{config.pipeline.schedule} on the {config.pipeline.engine} engine" if pipelined else "sequential",
         num_microbatches=config.pipeline.num_microbatches,
-        bubble=simulate(build_table(config)).bubble_fraction if pipelined else 0.0,
+        bubble=_bubble(config) if pipelined else 0.0,
         data=f"{describe_sources(data)}, {data.tokenizer} tokens, "
         f"{data.global_batch_size} x {data.sequence_length} = {tokens} a step",
         steps=config.steps,
@@ -50,6 +51,13 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         decisions=decisions,
     )
     return start_summary(summary)
+
+
+def _bubble(config: Config) -> float:
+    """Of equal chunks; on the MPMD engine, where one stage has the head, of what the stages hold."""
+    if config.pipeline.engine != "mpmd":
+        return simulate(build_table(config)).bubble_fraction
+    return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
 
 
 def describe_sources(data: DataConfig) -> str:

@@ -4,7 +4,7 @@ from fnmatch import fnmatch
 
 import pytest
 
-from maxpipe.config import load, notes, resolve
+from maxpipe.config import load, notes, print_config, resolve, values
 from maxpipe.config.layout import ENGINE_SCHEDULES
 from maxpipe.config.schema import variants
 
@@ -105,17 +105,29 @@ AUTO = "pipeline.layers_per_stage=auto"
 
 
 @pytest.mark.parametrize(
-    ("words", "sizes"),
+    ("words", "repeats"),
     [
-        (("pipeline.schedule=1f1b", "model.vocab_size=1k"), [4, 4]),
-        (("pipeline.schedule=1f1b", "model.vocab_size=4k", "model.num_layers=7"), [5, 2]),
-        (("pipeline.schedule=zb_v", "model.vocab_size=4k"), [3, 2, 2, 1]),
+        (("pipeline.schedule=1f1b",), 1),
+        (("pipeline.schedule=interleaved_1f1b", "pipeline.num_repeats=2"), 2),
+        (("pipeline.schedule=zb_v",), 2),
     ],
 )
-def test_chunks_of_equal_cost(resolved, words, sizes):
-    config = resolved(AUTO, "model.mlp_dim=256", *words)
-    assert config.pipeline.layers_per_stage == sizes
-    assert config.pipeline.num_repeats == len(sizes) // 2
+def test_automatic_stages_are_left_to_whoever_has_the_table(base, resolved, words, repeats):
+    pipeline = resolved(AUTO, *words).pipeline
+    assert (pipeline.layers_per_stage, pipeline.num_repeats) == (values.AUTO, repeats)
+    assert "  layers_per_stage: auto " in print_config(load(base, [AUTO, *words]))
+
+
+def test_automatic_stages_need_a_layer_for_every_chunk(problems):
+    found = problems(AUTO, "pipeline.schedule=zb_v", "model.num_layers=3")
+    assert found == {"model.num_layers": "3 layers are too few for 2 stages x 2 repeats"}
+
+
+def test_a_memory_limit_is_for_automatic_stages(base):
+    line = "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
+    for words, expected in (((), True), ((AUTO,), False)):
+        loaded = load(base, ["pipeline.schedule=1f1b", "pipeline.memory_limit_gib=16", *words])
+        assert (line in notes(resolve(loaded, 4), loaded)) is expected
 
 
 def test_only_the_mpmd_engine_balances_chunks(problems):

@@ -12,7 +12,7 @@ from maxpipe.config.sections.training import CheckpointConfig, CompileConfig, Op
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. Frozen; after `maxpipe.config.resolve` no key is left at -1."""
+    """A whole run. Frozen; after `maxpipe.config.resolve` no key is left at -1, save those of automatic stages."""
 
     run_name: str = option("base", "name of the run's directory: letters, digits, '.', '_' and '-'")
     output_dir: str = option("runs", "directory that holds run directories")

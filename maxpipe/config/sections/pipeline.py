@@ -44,9 +44,12 @@ class PipelineConfig:
     )
     layers_per_stage: list[int] = option(  # noqa: RUF009
         [],
-        "uneven chunks: layers of each chunk in model order; overrides the two keys above; auto = equal cost (mpmd), "
-        "num_repeats chunks per stage (-1 = 1)",
+        "uneven chunks: layers of each chunk in model order; overrides the two keys above; auto = the slowest stage "
+        "takes least (mpmd), num_repeats chunks per stage (-1 = 1)",
         derived=True,
+    )
+    memory_limit_gib: float = option(
+        0, "with layers_per_stage auto: what a device may hold, by estimate; 0 = the chip's memory, if known", minimum=0
     )
     parallel_layers: int = option(
         -1, "layers in the pipeline; the others run with stages as data parallelism; -1 = all", minimum=1, derived=True

@@ -1,7 +1,9 @@
-"""A schedule by name or by file."""
+"""A schedule by name, by file or as configured."""
 
 from functools import partial
 
+from maxpipe.config.layout import num_stages
+from maxpipe.config.sections import Config
 from maxpipe.pipeline.schedules import SCHEDULES
 from maxpipe.pipeline.schedules._csv import load_csv
 from maxpipe.pipeline.schedules._table import Table
@@ -35,3 +37,16 @@ def load_schedule(
     """
     build = partial(load_csv, schedule) if is_csv(schedule) else SCHEDULES.get(schedule).build
     return build(num_stages, num_microbatches, num_repeats, forwarding_delay=forwarding_delay, slack=slack)
+
+
+def build_table(config: Config) -> Table:
+    """The schedule's table for a resolved configuration with a pipeline.
+
+    Raises:
+      ScheduleError: a CSV file is wrong or of other sizes, or the schedule does not have an option asked for.
+    """
+    pipeline = config.pipeline
+    return load_schedule(
+        pipeline.schedule, num_stages(config), pipeline.num_microbatches, pipeline.num_repeats,
+        forwarding_delay=2 if pipeline.delay_activation_forwarding else 1, slack=int(pipeline.overlap_slots),
+    )  # fmt: skip

@@ -1,0 +1,230 @@
+"""Choosing how many layers each stage gets under a memory limit, and predicting what a choice costs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from maxpipe.config.batches import data_shards
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.schema import update
+from maxpipe.config.sections import Config
+from maxpipe.config.steps import Updates
+from maxpipe.config.values import AUTO
+from maxpipe.pipeline.auto_stages.costs import Work, work
+from maxpipe.pipeline.auto_stages.cut import chunk_sizes, least_worst
+from maxpipe.pipeline.auto_stages.memory import StageMemory
+from maxpipe.pipeline.schedules._load import build_table
+from maxpipe.pipeline.schedules._table import ScheduleError, Table
+from maxpipe.pipeline.simulate import Simulation, simulate
+
+GIB = 2**30
+KEY = "pipeline.layers_per_stage"
+LIMIT_KEY = "pipeline.memory_limit_gib"
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What stages with given numbers of layers cost.
+
+    Attributes:
+      sizes: layers of each chunk, in model order.
+      work: time of a layer and of the head.
+      run: the schedule with these stages, in units of the forward of one layer.
+      memory: float [S], bytes on one device of each stage, from shapes; for the MPMD engine.
+    """
+
+    sizes: list[int]
+    work: Work
+    run: Simulation
+    memory: np.ndarray
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers of each stage."""
+        stages = self.run.table.stage_of_chunk
+        return np.bincount(stages, self.sizes).astype(int).tolist()
+
+    @property
+    def slowest(self) -> float:
+        """Time of the slowest stage for one microbatch, all its chunks, forward and backward."""
+        return float(self.run.work.max()) / self.run.table.num_microbatches
+
+
+def predict(config: Config, sizes: Sequence[int]) -> Prediction:
+    """Simulates chunks of so many layers.
+
+    Args:
+      config: resolved; what it says about the numbers of layers is not looked at.
+      sizes: layers of each chunk, in model order.
+
+    Raises:
+      ScheduleError: the schedule cannot be built.
+    """
+    table, times = build_table(config), work(config)
+    memory = StageMemory(config, table)
+    return Prediction(
+        list(sizes), times, simulate(table, times.costs(sizes, table)),
+        np.array([memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]),
+    )  # fmt: skip
+
+
+def uniform_sizes(config: Config) -> list[int] | None:
+    """Chunks of one size, or None where the layers do not divide."""
+    chunks = build_table(config).num_chunks
+    size, rest = divmod(config.pipeline.parallel_layers, chunks)
+    return None if rest else [size] * chunks
+
+
+def plan_stages(config: Config, limit: float) -> Prediction:
+    """The stages of which the slowest takes least; uniform ones where the simulator finds those no slower.
+
+    Args:
+      config: resolved, `pipeline.layers_per_stage` still auto.
+      limit: bytes that a device may use; infinite if unknown.
+
+    Raises:
+      ConfigError: no choice fits the limit; the message says by how much, and what would help.
+      ScheduleError: the schedule cannot be built.
+    """
+    table, times = build_table(config), work(config)
+    memory = StageMemory(config, table)
+    head_stage = int(table.stage_of_chunk[-1])
+
+    def time(stage: int, sizes: list[int]) -> float:
+        return times.layer * sum(sizes) + (times.head if stage == head_stage else 0.0)
+
+    sizes = _deal(config, table, lambda s, sizes: time(s, sizes) if memory.bytes(s, sizes) <= limit else inf)
+    if sizes is None:
+        raise _does_not_fit(config, limit)
+    found = [predict(config, sizes)]
+    if uniform := uniform_sizes(config):
+        found.insert(0, predict(config, uniform))
+    # Chunks of a stage take turns with those of others, which balanced stages alone do not make fast.
+    return min((f for f in found if (f.memory <= limit).all()), key=lambda f: round(f.run.makespan, 9))
+
+
+def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str], None]) -> Config:
+    """The configuration with `pipeline.layers_per_stage` decided if it is auto.
+
+    Args:
+      config: resolved.
+      chip_bytes: memory of a device; None if unknown.
+      say: told of the decision and its reason.
+
+    Raises:
+      ConfigError: nothing fits, or the schedule cannot be built.
+    """
+    if config.pipeline.layers_per_stage != AUTO:
+        return config
+    limit = memory_limit(config, chip_bytes)
+    try:
+        chosen, uniform = plan_stages(config, limit), uniform_sizes(config)
+    except ScheduleError as error:
+        raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
+    for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
+        say(line)
+    return with_sizes(config, chosen.sizes)
+
+
+def with_sizes(config: Config, sizes: list[int]) -> Config:
+    """The configuration with chunks of these numbers of layers."""
+    return update(config, {KEY: sizes, "pipeline.num_layers_per_stage": max(sizes)})
+
+
+def memory_limit(config: Config, chip_bytes: float | None) -> float:
+    """Bytes that `pipeline.memory_limit_gib` allows on a device, infinite if neither it nor the chip's are known."""
+    return GIB * config.pipeline.memory_limit_gib or chip_bytes or inf
+
+
+def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
+    return [size for size, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
+
+
+def _deal(config: Config, table: Table, cost: Callable[[int, list[int]], float]) -> list[int] | None:
+    """Sizes of all chunks by `least_worst`; `cost` is of a stage and the sizes of its chunks."""
+    total, times = config.pipeline.parallel_layers, work(config)
+    head_stage = table.stage_of_chunk[-1]
+
+    def chunks(stage: int, layers: int) -> list[int]:
+        return chunk_sizes(layers, table.num_repeats, times.head / times.layer if stage == head_stage else 0.0)
+
+    costs = [
+        [cost(s, chunks(s, n)) if n >= table.num_repeats else inf for n in range(total + 1)]
+        for s in range(table.num_stages)
+    ]
+    layers = least_worst(costs, total)
+    if layers is None:
+        return None
+    sizes = [0] * table.num_chunks
+    for stage, count in enumerate(layers):
+        for chunk, size in enumerate(chunks(stage, count)):
+            sizes[int(table.global_chunk(chunk, stage))] = size
+    return sizes
+
+
+def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> Iterator[str]:
+    """What was chosen and why, two lines."""
+    run, times = chosen.run, chosen.work
+    against = ""
+    if uniform:
+        against = f", {uniform.slowest:.4g} with uniform stages, whose step takes {_longer(uniform, chosen)}"
+        if (uniform.memory > limit).any():
+            against += " and does not fit"
+    unit = "the forward of a layer being 1"
+    sizes = str(chosen.sizes).replace(" ", "")
+    yield f"{KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} a microbatch, {unit}{against}"
+    of = "" if limit == inf else f" of {limit / GIB:.3g}"
+    backward = [f"{(times.layer - 1) * n:.4g}" for n in chosen.layers]
+    yield (
+        f"predicted by stage: F {' '.join(map(str, chosen.layers))}, B {' '.join(backward)}, head {times.head:.3g}; "
+        f"bubble {run.bubble_fraction:.1%}; {' '.join(f'{b / GIB:.3g}' for b in chosen.memory)}{of} GiB a device"
+    )
+
+
+def _longer(other: Prediction, chosen: Prediction) -> str:
+    extra = other.run.makespan / chosen.run.makespan - 1
+    return f"{100 * extra:.1f} % longer" if round(extra, 3) else "as long"
+
+
+def _does_not_fit(config: Config, limit: float) -> ConfigError:
+    table = build_table(config)
+    memory = StageMemory(config, table)
+    sizes = _deal(config, table, memory.bytes)
+    assert sizes is not None, "too few layers for the chunks"
+    needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
+    worst = int(np.argmax(needed))
+    source = LIMIT_KEY if config.pipeline.memory_limit_gib else "the chip's memory"
+    message = (
+        f"no choice of stages fits {limit / GIB:.3g} GiB a device ({source}): with {str(sizes).replace(' ', '')} stage "
+        f"{worst} needs {needed[worst] / GIB:.3g} GiB by estimate, {(needed[worst] - limit) / GIB:.3g} GiB too much"
+    )
+    found = [_words(changes) for changes in _alternatives(config) if _fits(update(config, changes), limit)]
+    more = "more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage"
+    return ConfigError(Problem(KEY, f"{message}; what would help: {'; '.join([*found, more])}"))
+
+
+def _words(changes: Updates) -> str:
+    """As on a command line."""
+    return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
+
+
+def _fits(config: Config, limit: float) -> bool:
+    table = build_table(config)
+    memory = StageMemory(config, table)
+    return _deal(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf) is not None
+
+
+def _alternatives(c: Config) -> Iterator[Updates]:
+    """Legal changes that may save memory."""
+    if c.pipeline.remat_policy != "full":
+        yield {"pipeline.remat_policy": "full"}
+    elif not c.pipeline.remat_layers:
+        yield {"pipeline.remat_layers": True}
+    twice = 2 * c.pipeline.num_microbatches
+    if c.data.global_batch_size % (twice * data_shards(c)) == 0:
+        yield {"pipeline.num_microbatches": twice}
+    yield {"model.logit_tiles": 8 * c.model.logit_tiles}
+    if c.pipeline.schedule != "1f1b":
+        yield {"pipeline.schedule": "1f1b", "pipeline.num_repeats": 1}

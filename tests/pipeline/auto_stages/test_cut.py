@@ -1,0 +1,58 @@
+"""Dealing layers out: as good as the best of all choices."""
+
+from itertools import combinations
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxpipe.pipeline.auto_stages.cut import chunk_sizes, least_worst
+
+
+def choices(total, stages):
+    """All numbers of layers, 0 included, that add up."""
+    for bars in combinations(range(total + stages - 1), stages - 1):
+        ends = [*bars, total + stages - 1]
+        yield [end - begin - 1 for begin, end in zip([-1, *ends], ends, strict=False)]
+
+
+def spread(costs, layers):
+    """(largest cost, sum of squares) of a choice."""
+    mine = [costs[s][n] for s, n in enumerate(layers)]
+    return max(mine), sum(cost**2 for cost in mine)
+
+
+@given(total=st.integers(0, 7), stages=st.integers(1, 4), data=st.data())
+def test_no_other_choice_is_better(total, stages, data):
+    cost = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, inf])
+    row = st.lists(cost, min_size=total + 1, max_size=total + 1)
+    costs = [data.draw(row) for _ in range(stages)]
+    best = min((*spread(costs, layers), [-n for n in layers]) for layers in choices(total, stages))
+    found = least_worst(costs, total)
+    if best[0] == inf:
+        assert found is None
+    else:
+        assert (*spread(costs, found), [-n for n in found]) == best
+
+
+def linear(beside, total):
+    """A layer costs 1, a stage its own beside; none is empty."""
+    return [[inf, *(n + extra for n in range(1, total + 1))] for extra in beside]
+
+
+def test_a_head_of_two_layers_takes_two_layers_from_the_last_stage():
+    assert least_worst(linear([0, 0, 0, 2], 10), 10) == [3, 3, 3, 1]
+
+
+def test_where_the_worst_stage_is_given_the_others_are_even():
+    assert least_worst(linear([0, 0, 0, 4], 8), 8) == [3, 2, 2, 1]
+    assert least_worst(linear([0, 0, 9], 6), 6) == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunks", "last", "sizes"),
+    [(5, 2, 0.0, [3, 2]), (6, 2, 2.0, [4, 2]), (4, 3, 9.0, [2, 1, 1]), (3, 3, 0.0, [1, 1, 1])],
+)
+def test_chunks_of_a_stage_are_even(layers, chunks, last, sizes):
+    assert chunk_sizes(layers, chunks, last) == sizes
