@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import CheckpointConfig
@@ -13,7 +14,7 @@ from maxpipe.config import CheckpointConfig
 MEMBER = Path(__file__).with_name("two_processes.py")
 
 
-def test_two_processes_save_restore_and_fall_back_together(directory):
+def run_both(*arguments):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
@@ -21,7 +22,7 @@ def test_two_processes_save_restore_and_fall_back_together(directory):
     command = [sys.executable, MEMBER, address]
     members = [
         subprocess.Popen(
-            [*command, str(index), directory],
+            [*command, str(index), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -36,7 +37,16 @@ def test_two_processes_save_restore_and_fall_back_together(directory):
             member.kill()
     assert [member.returncode for member in members] == [0, 0], "\n".join(outputs)
     assert all("done" in output for output in outputs)
+
+
+def test_two_processes_save_restore_and_fall_back_together(directory):
+    run_both(directory)
     target = {name: jax.ShapeDtypeStruct((8, 6), np.float32) for name in ("split", "copied", "host")}
     alone = Checkpointer(directory, CheckpointConfig(every=1, keep=2)).restore(target)
     assert alone.step == 2
     assert alone.iterator.tolist() == (np.arange(12).reshape(4, 3) + 2 * 2**40).tolist()
+
+
+@pytest.mark.grid
+def test_two_processes_go_on_from_a_mirror(directory, mirror_url):
+    run_both(directory, mirror_url)

@@ -1,6 +1,10 @@
-"""One of two processes that save, restore and fall back together. Used by test_two_processes.py."""
+"""One of two processes that save, restore and fall back together. Used by test_two_processes.py.
+
+Arguments: address, index, directory, and perhaps the URL of a mirror, which then is what they try.
+"""
 
 import itertools
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,14 +15,22 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(ADDRESS, num_processes=2, process_id=INDEX)
 
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 from maxpipe.checkpoint import processes, reader  # noqa: E402
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
+from maxpipe.checkpoint.mirror import Mirror, open_url  # noqa: E402
 from maxpipe.config import CheckpointConfig  # noqa: E402
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
+TARGET = {
+    "split": jax.ShapeDtypeStruct((8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("b", None))),
+    "copied": jax.ShapeDtypeStruct((8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec(None, "a"))),
+    "host": jax.ShapeDtypeStruct((8, 6), np.float32),
+}
 
 
 def place(array, *spec):
@@ -81,6 +93,47 @@ def forget_old_posts():
     assert len(posts) == 2 + 3, posts  # of 13, the first two were beyond reach when the limit was set
 
 
+def lose(directory):
+    multihost_utils.sync_global_devices("saved")
+    if INDEX == 0:
+        shutil.rmtree(directory)
+    multihost_utils.sync_global_devices("lost")
+
+
+def go_on_from_the_mirror(url):
+    def start(directory=DIRECTORY):
+        return Checkpointer(directory, CheckpointConfig(keep=2), mirror=open_url(url, "checkpoint.mirror"))
+
+    checkpointer = start()
+    for step in (1, 2, 3):
+        save(checkpointer, step)
+    checkpointer.close()
+    lose(DIRECTORY)
+    checkpointer = start()
+    assert checkpointer.steps() == [2, 3]
+    check(checkpointer.restore(TARGET), 3)
+    save(checkpointer, 4)
+    checkpointer.close()
+    lose(DIRECTORY)
+    download = Mirror.download
+    Mirror.download = fail_for_the_newest(download)
+    check(start().restore(TARGET), 3)
+    Mirror.download = download
+    lose(DIRECTORY)
+    with pytest.raises(CheckpointUnreadable, match="have to share the file system"):
+        start(DIRECTORY if INDEX == 0 else DIRECTORY / "elsewhere").restore(TARGET)
+    print("done")
+
+
+def fail_for_the_newest(download):
+    def failing(mirror, step, directory):
+        if step == 4:
+            raise CheckpointDamaged("as if")
+        download(mirror, step, directory)
+
+    return failing
+
+
 def main():
     ask_the_clock_of_the_first()
     forget_old_posts()
@@ -88,32 +141,23 @@ def main():
     checkpointer = Checkpointer(DIRECTORY, CheckpointConfig(keep=2), say=said.append)
     for step in (1, 2, 3):
         save(checkpointer, step)
-    target = {
-        "split": jax.ShapeDtypeStruct(
-            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("b", None))
-        ),
-        "copied": jax.ShapeDtypeStruct(
-            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec(None, "a"))
-        ),
-        "host": jax.ShapeDtypeStruct((8, 6), np.float32),
-    }
-    check(checkpointer.restore(target), 3)
+    check(checkpointer.restore(TARGET), 3)
     assert checkpointer.steps() == [2, 3]
     if INDEX == 1:
         (DIRECTORY / "3" / "arrays" / "manifest.ocdbt").unlink()
     multihost_utils.sync_global_devices("damaged")
-    check(checkpointer.restore(target), 2)
+    check(checkpointer.restore(TARGET), 2)
     assert len(said) == (2 if INDEX == 0 else 0), said
     save(checkpointer, 3)
     checkpointer.close()
     assert checkpointer.steps() == [2, 3]
-    check(checkpointer.restore(target, step=3), 3)
+    check(checkpointer.restore(TARGET, step=3), 3)
     if INDEX == 1:
         fail_to_read(DIRECTORY / "3")
-    check(checkpointer.restore(target), 2)
+    check(checkpointer.restore(TARGET), 2)
     assert checkpointer.steps() == [2]
     print("done")
 
 
 if __name__ == "__main__":
-    main()
+    go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()

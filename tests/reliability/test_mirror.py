@@ -1,0 +1,120 @@
+"""Whole runs whose checkpoints are copied to an object store, on an S3 server on this machine."""
+
+import shutil
+import sys
+import time
+
+import pytest
+from runs import checkpoints, saved
+from training_process import command, run
+
+from maxpipe import generate, train
+from maxpipe.checkpoint.mirror import Mirror
+
+HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
+MIRROR = "checkpoint.mirror=s3://runs"
+STEPS = ("steps=4", "checkpoint.every=1", "data.source=python_stdlib")
+
+
+@pytest.fixture
+def bucket(s3):
+    s3.create_bucket(Bucket="runs")
+    yield s3
+    for item in s3.list_objects_v2(Bucket="runs").get("Contents", []):
+        s3.delete_object(Bucket="runs", Key=item["Key"])
+    s3.delete_bucket(Bucket="runs")
+
+
+def main(tmp_path, *words):
+    """The exit code."""
+    try:
+        return train.main(command(tmp_path, *HERE, *STEPS, *words))
+    except SystemExit as end:
+        return end.code
+
+
+def keys(s3):
+    return [item["Key"] for item in s3.list_objects_v2(Bucket="runs").get("Contents", [])]
+
+
+def test_a_run_that_lost_its_disk_ends_as_if_it_had_not(tmp_path, bucket, capsys):
+    assert main(tmp_path / "whole") == 0
+    code, output = run(tmp_path / "log", command(tmp_path / "lost", *HERE, *STEPS, MIRROR, "stop_after=2"))
+    assert code == 0, output
+    assert {"base/config.yml", "base/checkpoints/1.json", "base/checkpoints/2.json"} <= set(keys(bucket))
+    shutil.rmtree(tmp_path / "lost")
+    assert main(tmp_path / "lost", MIRROR, "seed=1") == 2
+    assert "seed: is 1, but the checkpoints in s3://runs/base/checkpoints were made with 0" in capsys.readouterr().err
+    assert not (tmp_path / "lost").exists()
+    assert main(tmp_path / "lost", MIRROR) == 0
+    assert "resumed after step 2" in capsys.readouterr().out
+    ours, theirs = (saved(tmp_path / name / "base", 4) for name in ("lost", "whole"))
+    assert {name: array.tobytes() for name, array in ours.items()} == {n: a.tobytes() for n, a in theirs.items()}
+    shutil.rmtree(tmp_path / "lost")
+    assert main(tmp_path / "lost", MIRROR) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert main(tmp_path / "lost", MIRROR, "checkpoint.resume=never") == 2
+    assert "and s3://runs/base/checkpoints: 2, 3, 4" in capsys.readouterr().err
+    assert generate.main(["s3://runs/base", "--prompt=def ", "--max-tokens=2"]) == 0
+    assert capsys.readouterr().out.startswith("def ")
+
+
+def test_a_store_that_fails_during_the_run_ends_it_with_1_and_the_next_start_makes_up_for_it(
+    tmp_path, bucket, capsys, monkeypatch
+):
+    def fail(*_):
+        raise ConnectionError("the store is gone")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Mirror, "upload", fail)
+        assert main(tmp_path, MIRROR, "checkpoint.every=4") == 1
+    error = capsys.readouterr().err
+    assert "error: copying checkpoints to s3://runs/base/checkpoints failed: ConnectionError" in error
+    assert "Traceback" not in error
+    assert checkpoints(tmp_path / "base") == [4]
+    assert main(tmp_path, MIRROR) == 0
+    assert "base/checkpoints/4.json" in keys(bucket)
+
+
+@pytest.fixture
+def quickly():
+    """A test that may not wait for what does not answer."""
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.usefixtures("quickly")
+class TestExitCode2:
+    def test_without_keys(self, tmp_path, without_s3_keys, capsys):
+        assert main(tmp_path, MIRROR) == 2
+        error = capsys.readouterr().err
+        assert "config error: checkpoint.mirror: s3://runs/base/checkpoints cannot be read" in error
+        assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
+        assert not (tmp_path / "base").exists()
+
+    def test_a_server_that_is_not_there(self, tmp_path, s3, monkeypatch, capsys):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        assert main(tmp_path, MIRROR) == 2
+        assert "checkpoint.mirror: s3://runs/base/checkpoints cannot be read" in capsys.readouterr().err
+
+    def test_a_bucket_that_is_not_there(self, tmp_path, s3, capsys):
+        assert main(tmp_path, MIRROR) == 2
+        assert "checkpoint.mirror: s3://runs/base/checkpoints cannot be written to" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("protocol", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])
+    def test_a_library_that_is_not_there(self, tmp_path, monkeypatch, capsys, protocol, library):
+        monkeypatch.delitem(pytest.importorskip("fsspec.registry")._registry, protocol, raising=False)
+        monkeypatch.setitem(sys.modules, library, None)
+        assert main(tmp_path, f"checkpoint.mirror={protocol}://runs") == 2
+        assert f"checkpoint.mirror: needs {library}, " in (error := capsys.readouterr().err)
+        assert f"pip install 'maxpipe[{protocol}]'" in error
+
+    @pytest.mark.parametrize("url", ["hdfs://runs", "/data", "s3://", "s3:/runs"])
+    def test_a_mirror_that_is_no_object_store(self, tmp_path, capsys, url):
+        assert main(tmp_path, f"checkpoint.mirror={url}") == 2
+        assert "is not a place in an object store, such as s3://bucket/runs" in capsys.readouterr().err
+
+    def test_an_output_dir_in_a_store_is_told_about_the_mirror(self, capsys):
+        assert main("s3://runs") == 2
+        assert "checkpoint.mirror keeps a copy of every checkpoint" in capsys.readouterr().err
