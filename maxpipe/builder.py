@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 import maxpipe
+from maxpipe.checkpoint import processes
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.resume import choose
@@ -154,11 +155,10 @@ def build_run(
       directory, checkpointer: from `open_run_directory`.
       say: prints a line.
       supervision: of this process; inert if None.
-    if jax.process_index() == 0:
-        directory.publish(config)
 
     Raises:
-      ConfigError: data, run directory or mirror do not fit the configuration; nothing has been written then.
+      ConfigError: data, run directory or mirror do not fit the configuration; nothing but `config.yml` has been
+        written then.
     """
     engine = build_engine(config, mesh, say=say)
     place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
@@ -167,6 +167,11 @@ def build_run(
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
     resume_from = choose(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
     directory.claim(config)
+    if not processes.share(directory.root):
+        message = f"not all processes see the same {directory.root}: give a file system that they share, such as NFS"
+        raise ConfigError(Problem("output_dir", message))
+    if jax.process_index() == 0:
+        directory.publish(config)
     state, step = None, 0
     if resume_from is None:
         state = engine.init(jax.random.key(config.seed))

@@ -1,6 +1,8 @@
 """Agreement between processes; with one process each of these is the identity."""
 
 import itertools
+import secrets
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +35,20 @@ def of_first_process(value: int) -> int:
     return value
 
 
+def share(directory: Path) -> bool:
+    """Whether all processes see the same directory, which exists and may be written to."""
+    if jax.process_count() == 1:
+        return True
+    number = secrets.randbits(31)
+    if jax.process_index() == 0:
+        _trace(directory, number).touch()
+    trace = _trace(directory, of_first_process(number))
+    is_seen_by_all = agree(trace.exists())
+    if jax.process_index() == 0:
+        trace.unlink()
+    return is_seen_by_all
+
+
 def barrier(name: str) -> None:
     """Returns when every process has come here."""
     if jax.process_count() > 1:
@@ -46,6 +62,10 @@ def coordinator() -> Any:
     from jax._src import distributed  # there is no public name for it
 
     return distributed.global_state.client
+
+
+def _trace(directory: Path, number: int) -> Path:
+    return directory / f".shared-{number}"
 
 
 def _post_key(number: int) -> str:

@@ -93,6 +93,15 @@ def forget_old_posts():
     assert len(posts) == 2 + 3, posts  # of 13, the first two were beyond reach when the limit was set
 
 
+def see_the_same_directory():
+    alone = DIRECTORY.parent / str(INDEX)
+    for directory in (DIRECTORY, alone):
+        directory.mkdir(exist_ok=True)
+    assert processes.share(DIRECTORY)
+    assert not processes.share(alone)
+    assert [*DIRECTORY.iterdir(), *alone.iterdir()] == []
+
+
 def lose(directory):
     multihost_utils.sync_global_devices("saved")
     if INDEX == 0:
@@ -137,6 +146,7 @@ def fail_for_the_newest(download):
 def main():
     ask_the_clock_of_the_first()
     forget_old_posts()
+    see_the_same_directory()
     said = []
     checkpointer = Checkpointer(DIRECTORY, CheckpointConfig(keep=2), say=said.append)
     for step in (1, 2, 3):

@@ -48,6 +48,13 @@ Loader.__next__ = next_batch
 sys.exit(train.main(sys.argv[1:]))
 """
 
+A_DISK_OF_ITS_OWN = """
+import os, sys
+from maxpipe import train
+
+sys.exit(train.main([word.replace("OWN", os.environ["JAX_PROCESS_ID"]) for word in sys.argv[1:]]))
+"""
+
 
 def train(tmp_path, processes, arguments, name):
     """A start of some processes that comes to its end."""
@@ -159,3 +166,11 @@ def test_members_are_killed_when_a_test_fails(tmp_path):
             process.wait_for("here")
         raise RuntimeError
     assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.grid
+def test_processes_that_do_not_share_output_dir_end_at_once_with_2(tmp_path):
+    with members(tmp_path, 2, command(tmp_path / "OWN", *ENDLESS), program=A_DISK_OF_ITS_OWN) as started:
+        codes, output = ends(started)
+    assert codes == [2, 2], output
+    assert "output_dir: not all processes see the same" in output
