@@ -4,6 +4,7 @@ python -m maxpipe.schedule lockstep_1f1b stages=4 microbatches=8 repeats=2
 python -m maxpipe.schedule my_schedule.csv --svg my_schedule.svg
 python -m maxpipe.schedule lockstep_1f1b circular zb_h2 stages=8 microbatches=32 --html compared.html
 python -m maxpipe.schedule --compare stages=8 microbatches=32 repeats=4 backward=2.2 comm=0.05
+python -m maxpipe.schedule CONFIG.yml pipeline.schedule=1f1b pipeline.layers_per_stage=auto
 """
 
 import argparse
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from maxpipe.config.cli import print_problems
+from maxpipe.config.errors import ConfigError
+from maxpipe.pipeline.auto_stages.drawing import draw
 from maxpipe.pipeline.render.chart import chart_svg
 from maxpipe.pipeline.render.comparison import comparison_text
 from maxpipe.pipeline.render.page import page_html
@@ -53,6 +57,10 @@ keys:
 With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules (zb_v, v_half,
 v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left out. Peaks count
 chunks; --compare counts whole stages instead.
+
+A configuration is drawn with the times that its stages would take by their FLOPs and what they would hold, beside
+uniform stages where there are such. All its keys can be given. Devices are those of compile.topology, else as many
+as the mesh names, where -1 is 1.
 """
 
 
@@ -216,7 +224,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="SCHEDULE | FILE.csv | key=value",
+        metavar="SCHEDULE | FILE.csv | CONFIG.yml | key=value",
         help=f"schedules: {', '.join(SCHEDULES.names())}",
     )
     parser.add_argument("--csv", metavar="FILE", help="write the table as CSV")
@@ -235,18 +243,40 @@ def _run(arguments: argparse.Namespace) -> None:
         if getattr(arguments, option) and several:
             raise UsageError(f"--{option}: name one schedule; it holds no more")
     runs = [run_schedule(name, request, several) for name in request.schedules]
+    _write_files(arguments, runs, _subtitle(request, runs))
+    if arguments.compare:
+        sys.stdout.write(comparison_text(runs))
+    elif not _files(arguments):
+        _show(runs)
+
+
+def _run_configured(arguments: argparse.Namespace) -> None:
+    if arguments.compare:
+        raise UsageError("--compare: is for schedules by name; a configuration is set beside uniform stages anyway")
+    drawing = draw(arguments.words[0], arguments.words[1:])
+    _write_files(arguments, drawing.runs, drawing.subtitle)
+    if not _files(arguments):
+        _show(drawing.runs[:1])
+        sys.stdout.write("\n" + drawing.text)
+
+
+def _files(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.csv or arguments.svg or arguments.html)
+
+
+def _write_files(arguments: argparse.Namespace, runs: Sequence[Simulation], subtitle: str) -> None:
     if arguments.csv:
         _write("--csv", arguments.csv, to_csv(runs[0].table))
     if arguments.svg:
         _write("--svg", arguments.svg, chart_svg(runs[0]))
     if arguments.html:
-        _write("--html", arguments.html, page_html(runs, _subtitle(request, runs)))
-    if arguments.compare:
-        sys.stdout.write(comparison_text(runs))
-    elif not (arguments.csv or arguments.svg or arguments.html):
-        width = shutil.get_terminal_size((120, 24)).columns
-        colour = wants_colour(sys.stdout)
-        sys.stdout.write("\n".join(render_terminal(run, colour=colour, width=width) for run in runs))
+        _write("--html", arguments.html, page_html(runs, subtitle))
+
+
+def _show(runs: Sequence[Simulation]) -> None:
+    width = shutil.get_terminal_size((120, 24)).columns
+    colour = wants_colour(sys.stdout)
+    sys.stdout.write("\n".join(render_terminal(run, colour=colour, width=width) for run in runs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -257,7 +287,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _arguments(argv)
     try:
-        _run(arguments)
+        is_config = arguments.words and arguments.words[0].endswith((".yml", ".yaml"))
+        run = _run_configured if is_config else _run
+        run(arguments)
+    except ConfigError as error:
+        print_problems(error)
+        return 2
     except ValueError as error:
         print(f"error: {_own_keys(str(error))}", file=sys.stderr)
         return 2

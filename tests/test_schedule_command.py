@@ -1,7 +1,9 @@
 import io
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
@@ -133,9 +135,93 @@ def test_a_file_for_other_sizes_says_both(capsys, tmp_path):
 
 
 def test_runs_as_a_module_without_importing_jax():
-    code = "import sys, maxpipe.schedule as s; s.main(['1f1b']); sys.exit('jax' in sys.modules)"
+    drawn = f"s.main(['1f1b']); s.main({[*LARGE_HEAD, 'pipeline.layers_per_stage=auto']})"
+    code = f"import sys, maxpipe.schedule as s; {drawn}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
     command = [sys.executable, "-m", "maxpipe.schedule", "nope"]
     wrong = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
+
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+LARGE_HEAD = (str(CONFIGS / "models" / "qwen3-0.6b.yml"), "pipeline.schedule=1f1b")
+
+
+def figure(text, name):
+    """The first number of a line."""
+    (line,) = re.findall(rf"^{name} +(.*)$", text, re.MULTILINE)
+    return float(line.split()[0])
+
+
+def test_a_configuration_is_drawn_with_automatic_stages_and_set_beside_uniform_ones(capsys):
+    text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto")
+    assert text.startswith("1f1b [16,12]: 2 stages, 8 microbatches, 1 repeat, 18 free-running ticks\n")
+    assert "  stage 0       16 layers: F 16, B 48, " in text
+    assert "  stage 1       12 layers: F 12, B 36, head 19.35, " in text
+    assert figure(text, "slowest stage") == pytest.approx(12 + 36 + 19.35, abs=0.01)
+    pattern = r"^uniform stages  14 layers each: makespan ([0-9.]+) \(\+9.3%\), bubble "
+    (uniform,) = re.findall(pattern, text, re.MULTILINE)
+    assert float(uniform) == pytest.approx(1.093 * figure(text, "makespan"), rel=1e-3)
+    alone = output(capsys, *LARGE_HEAD, "pipeline.num_repeats=1")
+    assert figure(alone, "makespan") == float(uniform)
+    assert "uniform stages" not in alone
+
+
+def test_manual_stages_are_drawn_with_their_own_times(capsys):
+    text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=[20,8]")
+    assert text.startswith("1f1b [20,8]: ")
+    assert figure(text, "slowest stage") == 80
+    assert figure(text, "makespan") > figure(output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto"), "makespan")
+    assert "none: 28 layers do not divide into 3 chunks" in output(
+        capsys, *LARGE_HEAD, "mesh.ici.stage=3", "pipeline.layers_per_stage=[10,10,8]", "data.global_batch_size=72"
+    )
+
+
+def test_stages_of_several_chunks_are_all_of_them(capsys):
+    for schedule, layers in (("interleaved_1f1b", "8 + 8"), ("zb_v", "8 + 4")):
+        text = output(capsys, LARGE_HEAD[0], f"pipeline.schedule={schedule}", "pipeline.layers_per_stage=auto")
+        assert text.startswith(f"{schedule} [8,8,8,4]: ")
+        assert f"  stage 0       {layers} layers: " in text
+    lockstep = output(capsys, str(CONFIGS / "base.yml"), "pipeline.layers_per_stage=[2,2]")
+    assert "  stage 1       2 layers: F 2, B 6, head 0.2679\n" in lockstep
+
+
+def test_the_memory_of_a_topology_limits_automatic_stages(capsys):
+    words = [str(CONFIGS / "models" / "llama3-8b.yml"), "pipeline.schedule=zb_v", "pipeline.layers_per_stage=auto"]
+    free, tight = output(capsys, *words), output(capsys, *words, "compile.topology=v5p:2x2x2")
+    assert free.startswith("zb_v [8,9,8,7]")
+    assert "limit           95 GiB a device\n" in tight
+    assert "GiB, which is too much\n" in tight
+    assert main([*words, "compile.topology=v5e:2x4"]) == 2
+    assert "no choice of stages fits 14.9 GiB a device (the chip's memory)" in capsys.readouterr().err
+
+
+def test_the_page_of_a_configuration_has_both_charts(capsys, tmp_path):
+    page = tmp_path / "stages.html"
+    assert output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)) == ""
+    charts = re.findall(r'<text class="title"[^>]*>([^<]*)</text>', page.read_text())
+    assert charts == ["1f1b [16,12]", "1f1b [14,14]"]
+    assert "28 layers; the forward of a layer takes 1" in page.read_text()
+    assert "<td>mpmd</td>" in page.read_text()
+    svg = tmp_path / "stages.svg"
+    output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto", "--svg", str(svg))
+    titles = [title.text for title in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == 2 * 2 * 8 + 8
+    # F of both stages, the head and B of the last one are before it.
+    (backward,) = (title for title in titles if title.startswith("0B0: "))
+    assert backward.endswith(f"stage 0, {16 + 12 + 19.35 + 36:.2f} to {16 + 12 + 19.35 + 36 + 48:.2f}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pipeline.layers_per_stage=[3,2]"], "config error: pipeline.layers_per_stage (command line): adds up to 5"),
+        (["mesh.ici.stage=1"], "config error: mesh.ici.stage: one stage has no schedule to draw"),
+        (["--compare"], "error: --compare: is for schedules by name"),
+        (["stages=4"], "config error: stages (command line): "),
+    ],
+)
+def test_bad_configurations_name_their_keys(capsys, words, message):
+    assert main([str(CONFIGS / "base.yml"), *words]) == 2
+    assert capsys.readouterr().err.startswith(message)

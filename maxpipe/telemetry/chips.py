@@ -71,6 +71,11 @@ _TPU_KINDS = {
 _OTHER_VARIANTS = ("PCIe", "NVL", "MIG", "40GB")
 
 
+def chip_of(topology: str) -> Chip | None:
+    """The chip of a value of `compile.topology`, such as v5p:4x4x4; None if it names none."""
+    return _BY_NAME.get(topology.partition(":")[0])
+
+
 def chip_for(device_kind: str) -> Chip | None:
     """The chip behind `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
 

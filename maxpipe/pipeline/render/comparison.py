@@ -23,7 +23,8 @@ def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for run in sorted(runs, key=lambda run: run.makespan):
         table = run.table
-        engines = () if table.source else SCHEDULES.get(table.name).engines
+        # What follows the name of a schedule says which stages it was drawn with.
+        engines = () if table.source else SCHEDULES.get(table.name.partition(" ")[0]).engines
         rows.append(
             (
                 table.name,
