@@ -101,7 +101,13 @@ class PipelineUnderTest:
         params = canonical_params(program)
         params["layers"] = jax.tree.map(self.pipeline.from_canonical, params["layers"])
         self.params = jax.device_put(params, shardings)
-        self._step, self._evaluate = jax.jit(self.pipeline.loss_and_gradients), jax.jit(self.pipeline.evaluate)
+        self._step: Any = jax.jit(self.pipeline.loss_and_gradients)
+        self._evaluate = jax.jit(self.pipeline.evaluate)
+
+    def compile(self, batch: dict[str, np.ndarray]) -> Any:
+        """The program that `train` runs on batches of these shapes from now on."""
+        self._step = self._step.lower(self.params, self._place(batch), jax.random.key(0)).compile()
+        return self._step
 
     def train(self, batch: dict[str, np.ndarray], key: int = 0) -> Result:
         metrics, gradients = self._step(self.params, self._place(batch), jax.random.key(key))

@@ -16,6 +16,9 @@ OPTIONS = (
     "pipeline.schedule=circular model.num_layers=6 pipeline.parallel_layers=4",
     "pipeline.schedule=circular mesh.ici.data=2",
     "pipeline.schedule=lockstep_1f1b mesh.ici.tensor=2",
+    "pipeline.schedule=circular mesh.ici.context=2",
+    "pipeline.schedule=lockstep_1f1b mesh.ici.context=2",
+    "mesh.ici.stage=1 mesh.ici.tensor=2 mesh.ici.context=2 model.logit_tiles=4",
 )
 
 # The rows that a scatter adds to, its indices and its updates lie over the mesh in different orders.

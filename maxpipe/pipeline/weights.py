@@ -11,7 +11,7 @@ from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.sharding import AxisRules, without
 
 # Mesh axes over which a parameter is spread to save memory; compute needs it whole over them.
-STORAGE_AXES = ("fsdp", "stage")
+STORAGE_AXES = ("fsdp", "stage", "context")
 
 
 class Weights:

@@ -34,7 +34,9 @@ class AxesConfig:
     fsdp: int = option(
         1, "devices over which parameters are sharded and batches split", minimum=1, derived=True
     )
-    context: int = option(1, "devices over which the sequence is split", minimum=1, derived=True)
+    context: int = option(
+        1, "devices over which sequences are split; each gathers the keys and values of all", minimum=1, derived=True
+    )
     tensor: int = option(1, "devices over which heads and MLP width are split", minimum=1, derived=True)
     expert: int = option(1, "devices over which experts are split", minimum=1, derived=True)
 
