@@ -15,7 +15,7 @@ from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.resume import choose
 from maxpipe.checkpoint.run_directory import RunDirectory
-from maxpipe.config.engine_options import looped_layers, one_process
+from maxpipe.config.engine_options import check_split_backwards, one_process
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
@@ -93,7 +93,7 @@ def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lam
       say: called with each automatic decision.
 
     Raises:
-      ConfigError: the schedule cannot be built, or does not run on this engine.
+      ConfigError: the schedule cannot be built, does not run on this engine, or does not go with other options.
     """
     try:
         parts = build_parts(config, mesh, say=say)
@@ -105,9 +105,14 @@ def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lam
 
 
 def build_spmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
-    """One program on all devices; arguments as for `build_engine`."""
+    """One program on all devices; arguments as for `build_engine`.
+
+    Raises:
+      ConfigError: the schedule splits backwards, and another option is in the way.
+    """
     specs = parts.program.specs
     pipeline = PIPELINES[config.pipeline.engine](parts)
+    _check_split_backwards(config, parts)
     engine = SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
     return StoredStep(engine, config, mesh) if config.compile.load else engine
 
@@ -116,15 +121,19 @@ def build_mpmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
     """Programs per stage; arguments as for `build_engine`.
 
     Raises:
-      ConfigError: there are several processes, or the schedule splits the backward of layers in a loop.
+      ConfigError: there are several processes, or the schedule splits backwards and another option is in the way.
     """
     one_process(config, jax.process_count())
-    if config.pipeline.scan_layers_per_stage and parts.table is not None and "W" in parts.table.kinds:
-        raise ConfigError(looped_layers(config.pipeline.schedule))
+    _check_split_backwards(config, parts)
     meshes = stage_meshes(mesh)
     pipeline = MpmdPipeline(parts, meshes, (config.data.global_batch_size, config.data.sequence_length))
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     return MpmdEngine(parts.program.specs, pipeline, meshes, rules, partial(Optimizer, config.optimizer))
+
+
+def _check_split_backwards(config: Config, parts: Parts) -> None:
+    if parts.table is not None and "W" in parts.table.kinds:
+        check_split_backwards(config)
 
 
 def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunDirectory, Checkpointer]:

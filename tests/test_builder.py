@@ -12,6 +12,7 @@ from maxpipe.builder import PIPELINES, build_engine, build_layout, build_parts, 
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.pipeline import ENGINES
 from maxpipe.pipeline.schedules._csv import to_csv
+from maxpipe.training.engine import SpmdEngine
 
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 
@@ -81,6 +82,17 @@ def test_a_table_from_a_file_that_splits_backwards_needs_layers_that_are_not_in_
     config = tiny(**values, **{"pipeline.scan_layers_per_stage": True})
     with pytest.raises(ConfigError, match=r"pipeline\.scan_layers_per_stage: true hides the layers in a loop"):
         build_engine(config, make_mesh(config))
+
+
+def test_a_table_from_a_file_that_splits_backwards_runs_on_the_scheduled_engine_if_that_pays(tmp_path):
+    values = PIPELINE | {"pipeline.schedule": "zb_h1", "pipeline.num_repeats": 1}
+    (tmp_path / "mine.csv").write_text(to_csv(build_table(tiny(**values))))
+    values |= {"pipeline.schedule": str(tmp_path / "mine.csv")}
+    config = tiny(**values)
+    with pytest.raises(ConfigError, match=r"pipeline\.remat_policy: full keeps no result .*; use minimal"):
+        build_engine(config, make_mesh(config))
+    config = tiny(**values, **{"pipeline.remat_policy": "minimal"})
+    assert isinstance(build_engine(config, make_mesh(config)), SpmdEngine)
 
 
 def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):

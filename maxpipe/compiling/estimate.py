@@ -17,6 +17,7 @@ from maxpipe.pipeline.footprint import (
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
+    stash_width,
 )
 from maxpipe.pipeline.schedules._plan import lockstep_plan
 from maxpipe.telemetry.flops import parameter_count
@@ -62,6 +63,8 @@ def _activations(config: Config) -> float:
         plan = lockstep_plan(build_table(config))
         slots = plan.num_activation_slots + plan.num_gradient_slots + 2
         stored = (plan.num_residual_slots + 1) * unit + slots * chunk_input
+        if plan.splits_backward:
+            stored += (plan.num_stash_slots + 1) * layers * stash_width(config)
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         stages, microbatches = num_stages(config), pipeline.num_microbatches

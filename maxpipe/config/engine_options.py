@@ -5,8 +5,8 @@ from maxpipe.config.schema import OPTIONS, get
 from maxpipe.config.sections import Config
 from maxpipe.config.steps import step
 
-# Schedules of the MPMD engine with units for input and weight gradients.
-SPLIT_BACKWARD = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v")
+# Schedules with units for input and weight gradients.
+SPLIT_BACKWARD = ("lockstep_zb", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v")
 
 _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
 
@@ -94,16 +94,11 @@ def loops(c: Config) -> None:
         raise ConfigError(*problems)
 
 
-@step(
-    "pipeline.engine", "pipeline.schedule", "pipeline.scan_layers_per_stage", "pipeline.delay_activation_forwarding",
-    "compile.load",
-)  # fmt: skip
+@step("pipeline.engine", "pipeline.delay_activation_forwarding", "compile.load")
 def separate_programs(c: Config) -> None:
-    """The MPMD engine splits a backward equation by equation, and its transfers run when there is something to move."""
+    """Transfers of the MPMD engine run when there is something to move, and there is no program of the whole step."""
     p = c.pipeline
     problems = []
-    if p.engine == "mpmd" and p.scan_layers_per_stage and p.schedule in SPLIT_BACKWARD:
-        problems.append(looped_layers(p.schedule))
     if p.engine == "mpmd" and p.delay_activation_forwarding:
         message = "true is for engines with ticks; transfers of the mpmd engine run beside the units anyway; use false"
         problems.append(Problem("pipeline.delay_activation_forwarding", message))
@@ -114,10 +109,44 @@ def separate_programs(c: Config) -> None:
         raise ConfigError(*problems)
 
 
-def looped_layers(schedule: str) -> Problem:
-    """That a schedule splits backwards and layers are in a loop; what a CSV file has is known when it is read."""
-    message = f"true hides the layers in a loop, whose backward {schedule} cannot split; use false"
-    return Problem("pipeline.scan_layers_per_stage", message)
+@step(
+    "pipeline.engine", "pipeline.schedule", "pipeline.scan_layers_per_stage", "pipeline.remat_policy",
+    "pipeline.remat_tensors", "pipeline.remat_iterations", "pipeline.remat_layers",
+)  # fmt: skip
+def split_backwards(c: Config) -> None:
+    """Schedules known by name; what a CSV file has is known when it is read."""
+    if c.pipeline.schedule in SPLIT_BACKWARD:
+        check_split_backwards(c)
+
+
+def check_split_backwards(c: Config) -> None:
+    """A backward is split equation by equation, and in lockstep a split that computes more is of no use.
+
+    Args:
+      c: with a schedule that has units for input and weight gradients, and `pipeline.engine` derived.
+
+    Raises:
+      ConfigError: layers are in a loop, or matrix products would be computed twice.
+    """
+    p = c.pipeline
+    problems = []
+    if p.scan_layers_per_stage and p.engine in ("mpmd", "scheduled"):
+        message = f"true hides the layers in a loop, whose backward {p.schedule} cannot split; use false"
+        problems.append(Problem("pipeline.scan_layers_per_stage", message))
+    keeps_nothing = p.remat_policy == "full" or (
+        p.remat_policy == "custom" and all(get(c, key) == "remat" for key in _REMAT_TENSORS)
+    )
+    if p.engine == "scheduled" and keeps_nothing and (p.remat_iterations or p.remat_layers):
+        message = (
+            f"{p.remat_policy} keeps no result of a matrix product; input gradients would compute them all again and "
+            f"stash them for {p.schedule}'s weight gradients, in more time and memory than the split saves"
+        )
+        remedy = "use minimal, save_out_proj, save_qkv_proj, save_dot_except_mlp, none or custom"
+        if p.remat_policy == "custom":
+            remedy = "give some pipeline.remat_tensors device"
+        problems.append(Problem("pipeline.remat_policy", f"{message}; {remedy}, or pipeline.schedule=lockstep_1f1b"))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def one_process(c: Config, num_processes: int) -> None:
@@ -137,4 +166,4 @@ def one_process(c: Config, num_processes: int) -> None:
         raise ConfigError(Problem("pipeline.engine", f"{message}; {remedy} (`{compare}` shows both bubbles)"))
 
 
-STEPS = (scheduled_only, remat, offloading, gathers_of_units, gathers, loops, separate_programs)
+STEPS = (scheduled_only, remat, offloading, gathers_of_units, gathers, loops, split_backwards, separate_programs)

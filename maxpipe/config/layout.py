@@ -15,7 +15,7 @@ STAGES = ("mesh.ici.stage", "mesh.dcn.stage")
 # Schedules each engine runs, by name or pattern. The first match is what engine=auto picks.
 ENGINE_SCHEDULES = {
     "circular": ("circular", "gpipe"),
-    "scheduled": ("lockstep_1f1b", "*.csv"),
+    "scheduled": ("lockstep_1f1b", "lockstep_zb", "*.csv"),
     "mpmd": (
         "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v", "gpipe",
         "*.csv",

@@ -6,7 +6,7 @@ import numpy as np
 
 from maxpipe.config.batches import data_shards
 from maxpipe.config.sections import Config
-from maxpipe.pipeline.remat import MATMULS, REMAT
+from maxpipe.pipeline.remat import MATMULS, QKV, REMAT
 
 NORMS_AND_ADDITIONS = 6  # arrays of width `embed_dim` that a layer makes beside its matrix products
 # Moments per parameter, float32, by optimizer; others are counted like adamw.
@@ -57,6 +57,20 @@ def kept_width(config: Config) -> float:
         return sum(widths[name] for name in MATMULS) + 4 * widths["mlp_gate"] + norms
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + sum(widths.get(name, 0.0) for name in kept.device)
+
+
+def stash_width(config: Config) -> float:
+    """Width on one device of what a layer's I leaves to its W on the scheduled engine.
+
+    That is the gradients of results of products and norms, those of a gate and what it multiplies being made of one,
+    and the inputs of products as far as they are results of products that are computed again.
+    """
+    widths, pipeline = layer_widths(config), config.pipeline
+    kept = REMAT.get(pipeline.remat_policy)(pipeline)
+    everything = kept.everything or not (pipeline.remat_iterations or pipeline.remat_layers)
+    found = (*QKV, *(MATMULS if everything else kept.device))
+    gradients = sum(widths.values()) - widths["context"] - widths["mlp_up"] + 2 * config.model.embed_dim
+    return gradients + sum(width for name, width in widths.items() if name not in found)
 
 
 def logits_bytes(config: Config, tokens: float) -> float:

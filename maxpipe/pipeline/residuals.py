@@ -29,6 +29,7 @@ class SplitVjp:
 
     Attributes:
       kept: shapes of what `forward` hands to `backward`: the residuals that depend on `x`, each once.
+      outputs: shapes of the outputs of f, and of their cotangents.
     """
 
     def __init__(self, f: Callable[[jax.Array, Any, Any], Any], x: Any, weights: Any, rest: Any):
@@ -40,9 +41,9 @@ class SplitVjp:
             return y, residuals
 
         jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(x, weights, rest)
-        self._outputs = jax.tree.structure(shapes[0])
+        self.outputs = shapes[0]
         self._vjp = found["vjp"]
-        num_outputs = self._num_outputs = len(jax.tree.leaves(shapes[0]))
+        num_outputs = len(jax.tree.leaves(self.outputs))
         depends = dependence(jaxpr.jaxpr, [True] + [False] * (len(jaxpr.jaxpr.invars) - 1))[num_outputs:]
         variables = jaxpr.jaxpr.outvars[num_outputs:]
         unique: dict[Any, int] = {}
@@ -60,8 +61,8 @@ class SplitVjp:
     def forward(self, x: jax.Array, weights: Any, rest: Any) -> tuple[Any, Arrays]:
         """(outputs of f, kept residuals)."""
         flat = self._forward([x, *jax.tree.leaves((weights, rest))])
-        count = self._num_outputs
-        return jax.tree.unflatten(self._outputs, flat[:count]), flat[count:]
+        outputs, structure = jax.tree.flatten(self.outputs)
+        return jax.tree.unflatten(structure, flat[: len(outputs)]), flat[len(outputs) :]
 
     def backward(self, kept: Sequence[jax.Array], weights: Any, rest: Any, cotangent: Any) -> tuple[jax.Array, Any]:
         """Gradients (for x, for the weights) of a cotangent of the outputs."""

@@ -1,8 +1,9 @@
-"""The scheduled engine: runs loop-placed tables with at most one F and one B per tick in one SPMD program.
+"""The scheduled engine: runs loop-placed tables with at most one F, B (or I) and W per tick in one SPMD program.
 
 1F1B-class schedules interleave forward and backward of different microbatches, so that activations in flight do not
 grow with the number of microbatches. Autodiff of a forward loop cannot express that; here the backward is written out:
-a tick runs an F slot, the head, and a B slot on residuals that wait in ring buffers as large as the table's own peak.
+a tick runs an F slot, the head, and a B slot on residuals that wait in ring buffers as large as the table's own peak;
+with split backwards the B slot leaves weight gradients, and a stash for them in ring buffers of its own, to a W slot.
 The program is manual over stage, data, fsdp and context, and left to the partitioner over the other axes.
 
 Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of a microbatch on one data shard, T
@@ -22,6 +23,7 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
 from maxpipe.pipeline.ends import Embedding, Head
+from maxpipe.pipeline.halved_vjp import HalvedVjp
 from maxpipe.pipeline.manual import (
     BATCH_AXES,
     MANUAL_AXES,
@@ -142,7 +144,8 @@ class ScheduledPipeline:
         key = None if key_data is None else jax.random.wrap_key_data(key_data)
         stage = self._stage_program(batch, params, scales, key)
         first = jnp.zeros((), jnp.int32)
-        split = SplitVjp(stage.chunk, self._activation(stage), *stage.inputs(first, first))
+        vjp = HalvedVjp if self.plan.splits_backward else SplitVjp
+        split = vjp(stage.chunk, self._activation(stage), *stage.inputs(first, first))
         carry = stage.run(self.plan, split, self._first_carry(stage, self.plan, split))
         loss = psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
         return loss, self._gradients(carry)
@@ -194,6 +197,7 @@ class ScheduledPipeline:
             activations=store(plan.num_activation_slots, x),
             gradients=store(plan.num_gradient_slots, x) if split else None,
             residuals=[store(plan.num_residual_slots, kept) for kept in split.kept] if split else [],
+            stash=[store(plan.num_stash_slots, s) for s in split.stash] if isinstance(split, HalvedVjp) else [],
             leaving_f=leaving,
             leaving_b=leaving if split else None,
             layers=zeros(stage.layers),

@@ -30,8 +30,8 @@ class Costs:
       communication: time of one transfer between neighbouring stages.
       head: time of loss and its gradient for one microbatch on one stage. Lockstep spreads it over all
         stages, inside the tick; free-running runs it on the last stage, behind the last chunk's F.
-      collectives: fraction of the time of F and B that is collectives within a stage. With `slack`, one
-        slot's collectives run during the other's computation.
+      collectives: fraction of the time of F and B (or I) that is collectives within a stage. With `slack`,
+        one slot's collectives run during the other's computation.
       activation_bytes: bytes of one transfer.
     """
 
@@ -81,6 +81,7 @@ class Simulation:
       work: float [S], time that each stage computes, its part of the head included.
       span: float [S], time from a stage's first unit to its last; lockstep: the makespan.
       peak_in_flight: int [S], most chunks whose F has started and whose B (or W) has not ended.
+      peak_stash: int [S], most chunks whose I has started and whose W has not ended.
       bytes_sent: float [S], activations and gradients sent to other stages.
     """
 
@@ -93,11 +94,13 @@ class Simulation:
     work: np.ndarray
     span: np.ndarray
     peak_in_flight: np.ndarray = field(init=False)
+    peak_stash: np.ndarray = field(init=False)
     bytes_sent: np.ndarray
 
     def __post_init__(self) -> None:
-        peaks = [int(self.in_flight(stage)[1].max()) for stage in range(self.table.num_stages)]
-        object.__setattr__(self, "peak_in_flight", np.array(peaks))
+        stages = range(self.table.num_stages)
+        for name, curve in (("peak_in_flight", self.in_flight), ("peak_stash", self.stash)):
+            object.__setattr__(self, name, np.array([int(curve(s)[1].max(initial=0)) for s in stages]))
 
     @property
     def bubble(self) -> float:
@@ -116,10 +119,17 @@ class Simulation:
 
     def in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """Times at which the number of chunks in flight on a stage changes, and the number from then on."""
+        ends = [self.end[kind] for kind in "BW" if kind in self.end]
+        return self._alive(stage, self.start["F"], np.fmax.reduce(ends) if ends else None)
+
+    def stash(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same for the chunks that are between their I and their W."""
+        return self._alive(stage, self.start.get("I"), self.end.get("W"))
+
+    def _alive(self, stage: int, start: np.ndarray | None, end: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         mine = self.table.stage_of_chunk == stage
-        begin = self.start["F"][:, mine].ravel()
-        ends = [self.end[kind][:, mine] for kind in "BW" if kind in self.end]
-        finish = np.fmax.reduce([e.ravel() for e in ends]) if ends else begin[:0]
+        begin, finish = (np.empty(0) if t is None else t[:, mine].ravel() for t in (start, end))
+        begin, finish = (t[~np.isnan(t)] for t in (begin, finish))
         times = np.concatenate([finish, begin])
         change = np.concatenate([np.full(len(finish), -1), np.ones(len(begin), int)])
         # What ends when another begins is not in flight with it; rounding must not reorder the two.
@@ -185,19 +195,21 @@ def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs
     head_tick = table.ticks["F"][:, -1]
     head = np.bincount(head_tick, minlength=table.num_ticks) * costs.head / table.num_stages
     total = sum(slot.values(), head)
-    if table.slack and "B" in table.kinds:
-        pair = slot["F"] + slot["B"]
+    backward = "I" if "I" in table.kinds else "B"
+    after = slot.get("W", 0.0)
+    if table.slack and backward in table.kinds:
+        pair = slot["F"] + slot[backward]
         shared = np.maximum(costs.collectives * pair, (1 - costs.collectives) * pair)
-        total -= pair - np.maximum.reduce([shared, slot["F"], slot["B"]])
+        total -= pair - np.maximum.reduce([shared, slot["F"], slot[backward]])
     transfer = np.where(sends, costs.communication, 0.0)
     length = np.maximum(total, transfer) if table.forwarding_delay > 1 else total + transfer
     begin = np.cumsum(length) - length
     start, end = {}, {}
     offset = begin.copy()
     for kind in table.kinds:
-        if kind == "B":
-            # Where slots overlap, B is the last thing in its tick and starts before F has ended.
-            offset = np.minimum(offset, begin + total - slot["B"])
+        if kind == backward:
+            # Where slots overlap, B is the last thing in its tick but W and starts before F has ended.
+            offset = np.minimum(offset, begin + total - after - slot[kind])
         start[kind] = _at(table.ticks[kind], offset)
         end[kind] = start[kind] + duration[kind]
         offset = offset + slot[kind]

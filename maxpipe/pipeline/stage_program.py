@@ -1,26 +1,25 @@
-"""What one stage does in one tick: F slot, head, B slot, transfers. Runs inside the manual program of `scheduled`.
+"""What one stage does in a tick: F slot, head, B slot, W slot, transfers; inside the manual program of `scheduled`.
 
 Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of a microbatch on one data shard, T
 sequence, D embed. A `row` is one tick of the plan as this stage sees it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.ends import Embedding, Head
+from maxpipe.pipeline.halved_vjp import HalvedVjp
 from maxpipe.pipeline.manual import ring
 from maxpipe.pipeline.residuals import SplitVjp
-from maxpipe.pipeline.schedules._plan import EnginePhase, LockstepPlan
-
-Row = dict[str, jax.Array]
+from maxpipe.pipeline.schedules._plan import LockstepPlan
+from maxpipe.pipeline.stage_rows import PhaseFacts, Row, stage_rows
 
 
 class Carry(NamedTuple):
@@ -29,6 +28,7 @@ class Carry(NamedTuple):
     Attributes:
       activations, gradients: arrived ones, [slots + 1, B, T, D]; the last slot is scratch for what nobody reads.
       residuals: for each kept residual [slots + 1, ...].
+      stash: with split backwards the same for each array between an input gradient and its weight gradients.
       leaving_f, leaving_b: with delayed forwarding what the next transfer takes along, [B, T, D]; else None.
       layers: float32 gradients [V, L, ...] of this stage's layers.
       head: float32 gradients of what the head takes; table: of the local columns of the embedding table.
@@ -38,6 +38,7 @@ class Carry(NamedTuple):
     activations: jax.Array
     gradients: jax.Array | None
     residuals: list[jax.Array]
+    stash: list[jax.Array]
     leaving_f: jax.Array | None
     leaving_b: jax.Array | None
     layers: Params
@@ -95,7 +96,14 @@ class StageProgram:
     aux_scale: jax.Array
 
     def run(self, plan: LockstepPlan, split: SplitVjp | None, carry: Carry) -> Carry:
-        """All ticks. `split` is the chunk's vjp, or None to run forward only and sum up the cross-entropy."""
+        """All ticks.
+
+        Args:
+          plan: what to do in them.
+          split: vjp of the chunk, a `HalvedVjp` if the plan splits backwards; None to run forward only and sum up the
+            cross-entropy.
+          carry: empty stores, zeros.
+        """
         rows = stage_rows(plan)
         for phase in plan.phases:
             facts = PhaseFacts.of(plan, phase)
@@ -107,11 +115,11 @@ class StageProgram:
             carry, _ = lax.scan(tick, carry, part)
         return carry
 
-    def _tick(self, facts: "PhaseFacts", split: SplitVjp | None, carry: Carry, row: Row) -> Carry:
+    def _tick(self, facts: PhaseFacts, split: SplitVjp | None, carry: Carry, row: Row) -> Carry:
         kept = None
         if facts.has_B and not facts.same_tick:
             # Read before F writes, so that neither slot waits for the other.
-            kept = self._read_residuals(carry, row)
+            kept = _read_all(carry.residuals, row["residual_slot_b"])
         y = dx = head_gradient = None
         if facts.has_F:
             carry, y = self._forward(facts, split, carry, row)
@@ -120,8 +128,11 @@ class StageProgram:
             carry, head_gradient = self._head(split is not None, carry, row, y)
         if facts.has_B:
             assert split is not None
-            kept = kept or self._read_residuals(carry, row)
+            kept = kept or _read_all(carry.residuals, row["residual_slot_b"])
             carry, dx = self._backward(facts, split, carry, row, kept, head_gradient)
+        if facts.has_W:
+            assert isinstance(split, HalvedVjp)
+            carry = self._weight_gradients(split, carry, row)
         if facts.stores_head_gradient:
             assert head_gradient is not None
             gradients = _write(carry.gradients, row["head_gradient_slot"], head_gradient)
@@ -129,7 +140,7 @@ class StageProgram:
         return self._transfer(facts, carry, row, y, dx)
 
     def _forward(
-        self, facts: "PhaseFacts", split: SplitVjp | None, carry: Carry, row: Row
+        self, facts: PhaseFacts, split: SplitVjp | None, carry: Carry, row: Row
     ) -> tuple[Carry, jax.Array]:
         """F slot: (carry with residuals written, output [B,T,D])."""
         x = _read(carry.activations, row["f_in_slot"])
@@ -142,8 +153,7 @@ class StageProgram:
             return (self.chunk(x, weights, rest), []) if split is None else split.forward(x, weights, rest)
 
         (y, aux), kept = self._unless_idle(row["f_active"], compute, x, weights, rest)
-        slot = row["residual_slot_f"]
-        residuals = [_write(store, slot, value) for store, value in zip(carry.residuals, kept, strict=True)]
+        residuals = _write_all(carry.residuals, row["residual_slot_f"], kept)
         aux = carry.aux + jnp.where(row["f_active"], aux, 0)
         return carry._replace(residuals=residuals, aux=aux), y
 
@@ -177,33 +187,37 @@ class StageProgram:
 
     def _backward(
         self,
-        facts: "PhaseFacts",
+        facts: PhaseFacts,
         split: SplitVjp,
         carry: Carry,
         row: Row,
         kept: list[jax.Array],
         head_gradient: jax.Array | None,
     ) -> tuple[Carry, jax.Array]:
-        """B slot: (carry with gradients added, gradient for the chunk's input [B,T,D])."""
+        """B slot: (carry with gradients added or what they need stashed, gradient for the chunk's input [B,T,D])."""
         assert carry.gradients is not None
         dy = _read(carry.gradients, row["b_in_slot"])
         if facts.head_in_tick:
             assert head_gradient is not None
             dy = jnp.where(row["b_from_head"], head_gradient, dy)
         weights, rest = self.inputs(row["b_chunk"], row["b_microbatch"])
-
-        def compute(kept: list[jax.Array], weights: Params, rest: Any, dy: jax.Array) -> Any:
-            return split.backward(kept, weights, rest, (dy, self.aux_scale))
-
-        dx, dw = self._unless_idle(row["b_active"], compute, kept, weights, rest, dy)
-
-        def accumulate(total: jax.Array, g: jax.Array) -> jax.Array:
-            return total.at[row["b_chunk"]].add(jnp.where(row["b_active"], g, 0).astype(total.dtype))
-
-        carry = carry._replace(layers=jax.tree.map(accumulate, carry.layers, dw))
+        arguments = kept, weights, rest, (dy, self.aux_scale)
+        if isinstance(split, HalvedVjp):
+            dx, stash = self._unless_idle(row["b_active"], split.input_gradient, *arguments)
+            carry = carry._replace(stash=_write_all(carry.stash, row["stash_slot_b"], stash))
+        else:
+            dx, dw = self._unless_idle(row["b_active"], split.backward, *arguments)
+            carry = _add_to_layers(carry, row["b_active"], row["b_chunk"], dw)
         if facts.embeds_backward:
             carry = carry._replace(table=self._embed_backward(carry, row, dx))
         return carry, dx
+
+    def _weight_gradients(self, split: HalvedVjp, carry: Carry, row: Row) -> Carry:
+        """W slot: carry with gradients added."""
+        kept, stash = _read_all(carry.residuals, row["residual_slot_w"]), _read_all(carry.stash, row["stash_slot_w"])
+        weights, rest = self.inputs(row["w_chunk"], row["w_microbatch"])
+        dw = self._unless_idle(row["w_active"], split.weight_gradients, kept, weights, rest, stash)
+        return _add_to_layers(carry, row["w_active"], row["w_chunk"], dw)
 
     def _embed_backward(self, carry: Carry, row: Row, dx: jax.Array) -> jax.Array:
         def active(total: jax.Array) -> jax.Array:
@@ -213,7 +227,7 @@ class StageProgram:
         return lax.cond(row["embed_b"] >= 0, active, lambda total: total, carry.table)
 
     def _transfer(
-        self, facts: "PhaseFacts", carry: Carry, row: Row, y: jax.Array | None, dx: jax.Array | None
+        self, facts: PhaseFacts, carry: Carry, row: Row, y: jax.Array | None, dx: jax.Array | None
     ) -> Carry:
         """Sends outputs to the neighbours and stores what arrives; unconditional, on all stages."""
         size, leaving_f, leaving_b = self.settings.num_stages, y, dx
@@ -241,9 +255,6 @@ class StageProgram:
     def _microbatch(self, index: jax.Array) -> dict[str, jax.Array]:
         return microbatches.column(self.batch, index)
 
-    def _read_residuals(self, carry: Carry, row: Row) -> list[jax.Array]:
-        return [_read(store, row["residual_slot_b"]) for store in carry.residuals]
-
     def _unless_idle(self, active: jax.Array, compute: Callable[..., Any], *args: Any) -> Any:
         if not self.settings.skip_idle:
             return compute(*args)
@@ -255,78 +266,27 @@ class StageProgram:
         return lax.cond(active, compute, idle, *args)
 
 
-@dataclass(frozen=True)
-class PhaseFacts:
-    """What can happen in a phase, known before compilation, so that nothing else is compiled.
-
-    Attributes:
-      has_F, has_head, has_B: slots in use.
-      embeds: some F reads the embedding; embeds_backward: some B ends there.
-      head_in_tick: some B takes the gradient that the head computes in the same tick.
-      stores_head_gradient: some head gradient is kept for a later tick.
-      same_tick: some B reads residuals that the F of its own tick writes.
-      activations_arrive, gradients_arrive: some transfer brings what will be read.
-    """
-
-    has_F: bool
-    has_head: bool
-    has_B: bool
-    embeds: bool
-    embeds_backward: bool
-    head_in_tick: bool
-    stores_head_gradient: bool
-    same_tick: bool
-    activations_arrive: bool
-    gradients_arrive: bool
-
-    @classmethod
-    def of(cls, plan: LockstepPlan, phase: EnginePhase) -> "PhaseFacts":
-        ticks = slice(phase.start, phase.stop)
-        f_active, b_active = plan.f_active[ticks], plan.b_active[ticks]
-        same = (plan.residual_slot_f[ticks] == plan.residual_slot_b[ticks]) & f_active & b_active
-        return cls(
-            phase.has_F, phase.has_head, phase.has_B,
-            embeds=bool((f_active & (plan.f_in_slot[ticks] < 0)).any()),
-            embeds_backward=bool((b_active[:, 0] & (plan.b_chunk[ticks, 0] == 0)).any()),
-            head_in_tick=bool((b_active & (plan.b_in_slot[ticks] < 0)).any()),
-            stores_head_gradient=bool((plan.head_gradient_slot[ticks] >= 0).any()),
-            same_tick=bool(same.any()),
-            activations_arrive=bool((plan.arrive_f_slot[ticks] >= 0).any()),
-            gradients_arrive=bool((plan.arrive_b_slot[ticks] >= 0).any()),
-        )  # fmt: skip
-
-
-def stage_rows(plan: LockstepPlan) -> Row:
-    """The plan as this stage sees it, arrays [ticks]; slots of -1 become the scratch slot."""
-    stage = lax.axis_index("stage")
-    stores = {
-        "f_in_slot": plan.num_activation_slots, "arrive_f_slot": plan.num_activation_slots,
-        "residual_slot_f": plan.num_residual_slots, "residual_slot_b": plan.num_residual_slots,
-        "b_in_slot": plan.num_gradient_slots, "arrive_b_slot": plan.num_gradient_slots,
-    }  # fmt: skip
-    columns = {name: np.where(getattr(plan, name) < 0, size, getattr(plan, name)) for name, size in stores.items()}
-    for name in ("f_microbatch", "f_chunk", "f_active", "b_microbatch", "b_chunk", "b_active"):
-        columns[name] = getattr(plan, name)
-    columns["f_embeds"] = plan.f_active & (plan.f_in_slot < 0)
-    columns["b_from_head"] = plan.b_active & (plan.b_in_slot < 0)
-    kept_by = np.full(plan.f_active.shape, plan.num_gradient_slots)
-    kept_by[:, -1] = np.where(plan.head_gradient_slot < 0, plan.num_gradient_slots, plan.head_gradient_slot)
-    columns["head_gradient_slot"] = kept_by
-    rows = {name: jnp.asarray(a)[:, stage] for name, a in columns.items()}
-    first_f = plan.f_active[:, 0] & (plan.f_in_slot[:, 0] < 0)
-    first_b = plan.b_active[:, 0] & (plan.b_chunk[:, 0] == 0)
-    rows["embed_f"] = jnp.asarray(np.where(first_f, plan.f_microbatch[:, 0], -1))
-    rows["embed_b"] = jnp.asarray(np.where(first_b, plan.b_microbatch[:, 0], -1))
-    rows["head_microbatch"] = jnp.asarray(plan.head_microbatch)
-    return rows
-
-
 def _read(store: jax.Array, slot: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(store, slot, keepdims=False)
 
 
 def _write(store: Any, slot: jax.Array, value: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(store, value, slot, 0)
+
+
+def _read_all(stores: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
+    return [_read(store, slot) for store in stores]
+
+
+def _write_all(stores: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
+    return [_write(store, slot, value) for store, value in zip(stores, values, strict=True)]
+
+
+def _add_to_layers(carry: Carry, active: jax.Array, chunk: jax.Array, gradients: Params) -> Carry:
+    def add(total: jax.Array, g: jax.Array) -> jax.Array:
+        return total.at[chunk].add(jnp.where(active, g, 0).astype(total.dtype))
+
+    return carry._replace(layers=jax.tree.map(add, carry.layers, gradients))
 
 
 def _add(total: jax.Array, g: jax.Array) -> jax.Array:

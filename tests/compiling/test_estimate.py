@@ -35,6 +35,18 @@ def test_activations_against_the_number_of_microbatches(schedule, grows):
     assert (activations(32) > 1.5 * activations(8)) is grows
 
 
+def test_split_backwards_are_priced_with_their_stash():
+    def activations(schedule, **values):
+        values = {"pipeline.schedule": schedule, "pipeline.remat_policy": "minimal"} | values
+        return estimate(config_of(**values, **{"pipeline.num_microbatches": 8})).activations
+
+    extra = activations("lockstep_zb") - activations("lockstep_1f1b")
+    delay = {"pipeline.delay_activation_forwarding": True}
+    delayed = activations("lockstep_zb", **delay) - activations("lockstep_1f1b", **delay)
+    # One slot for what is masked, and d(S-1)+1 for units.
+    assert delayed / extra == pytest.approx((1 + 7) / (1 + 4))
+
+
 def test_activations_against_the_policy():
     def activations(policy):
         return estimate(config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy})).activations

@@ -8,6 +8,7 @@ from maxpipe.config import ConfigError, notes
 CIRCULAR = {"pipeline.schedule": "circular", "mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 SCHEDULED = CIRCULAR | {"pipeline.schedule": "lockstep_1f1b"}
 MPMD = CIRCULAR | {"pipeline.schedule": "zb_h1"}
+SPLIT = CIRCULAR | {"pipeline.schedule": "lockstep_zb"}
 
 
 def refusal(**values):
@@ -54,6 +55,18 @@ def refusal(**values):
         (MPMD | {"pipeline.scan_iterations": False}, "pipeline.scan_iterations", "circular engine only"),
         (MPMD | {"pipeline.remat_policy": "minimal_offloaded"}, "pipeline.remat_policy", "use minimal"),
         (MPMD | {"pipeline.scan_layers_per_stage": True}, "pipeline.scan_layers_per_stage", "use false"),
+        (
+            SPLIT | {"pipeline.scan_layers_per_stage": True, "pipeline.remat_policy": "minimal"},
+            "pipeline.scan_layers_per_stage",
+            "use false",
+        ),
+        (SPLIT | {"pipeline.remat_policy": "full"}, "pipeline.remat_policy", "use minimal"),
+        (SPLIT | {"pipeline.remat_policy": "custom"}, "pipeline.remat_policy", "give some pipeline.remat_tensors"),
+        (
+            SPLIT | {"pipeline.remat_iterations": False, "pipeline.remat_layers": True},
+            "pipeline.remat_policy",
+            "lockstep_1f1b",
+        ),
         (MPMD | {"pipeline.delay_activation_forwarding": True}, "pipeline.delay_activation_forwarding", "use false"),
         (MPMD | {"compile.load": "step"}, "compile.load", "leave it empty"),
         (CIRCULAR | {"pipeline.outside_layers": "before"}, "pipeline.outside_layers", "parallel_layers"),
@@ -64,6 +77,20 @@ def test_refused(values, key, says):
     problems = refusal(**values)
     assert list(problems) == [key]
     assert says in problems[key]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        SPLIT | {"pipeline.remat_policy": "save_qkv_proj"},
+        SPLIT | {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "device"},
+        SPLIT | {"pipeline.remat_iterations": False},
+        MPMD | {"pipeline.remat_policy": "full"},
+    ],
+    ids=["save_qkv_proj", "custom", "no remat", "mpmd"],
+)
+def test_split_backwards_go_with(values):
+    assert tiny(**values).pipeline.engine in ("scheduled", "mpmd")
 
 
 def test_gathers_of_the_mpmd_engine_are_refused_beside_wrong_repeats():

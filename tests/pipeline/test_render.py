@@ -45,6 +45,13 @@ def test_plain_text_shows_every_unit_once_and_what_it_costs():
     assert "ticks           0-6 F, 7-18 F+B, 19-25 B" in text
 
 
+def test_plain_text_says_what_waits_for_weight_gradients():
+    text = render_terminal(run("lockstep_zb", 3, 6, 2), colour=False, width=200)
+    assert "peak stash      3 chunks (by stage: 1 2 3) between I and W" in text
+    assert "ticks           0-4 F, 5-6 F+I, 7-13 F+I+W, 14-18 I+W" in text
+    assert "stash" not in render_terminal(run("lockstep_1f1b", 3, 6, 2), colour=False, width=200)
+
+
 def test_coloured_text_is_the_same_table_with_chunks_as_shades():
     result = run("lockstep_1f1b", 2, 4, 2)
     text = render_terminal(result, colour=True, width=200)
@@ -97,8 +104,9 @@ def test_overlapping_slots_get_a_lane_each():
         return {float(box.get("height")) for box in boxes}
 
     slack = {"costs": Costs(collectives=0.25), "slack": 1}
-    (plain,), (half,) = heights(run("lockstep_1f1b", 2, 4)), heights(run("lockstep_1f1b", 2, 4, **slack))
-    assert half == plain / 2
+    for name in ("lockstep_1f1b", "lockstep_zb"):
+        (plain,), (half,) = heights(run(name, 2, 4)), heights(run(name, 2, 4, **slack))
+        assert half == plain / 2
 
 
 def test_the_head_is_drawn_on_every_lockstep_stage():

@@ -107,6 +107,22 @@ def test_a_free_running_table_from_a_file(tmp_path):
     check(small(**{"pipeline.schedule": str(path), "pipeline.num_repeats": 1}))
 
 
+def test_a_free_running_table_with_split_backwards_from_a_file(tmp_path):
+    """A weight gradient has a tick of its own, on every stage another number of ticks behind its input gradient."""
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(SCHEDULES.get("zb_h1").build(2, 6, 1)))
+    check(
+        small(
+            **{
+                "pipeline.schedule": str(path),
+                "pipeline.num_repeats": 1,
+                "pipeline.remat_policy": "minimal",
+                "mesh.ici.fsdp": 1,
+            }
+        )
+    )
+
+
 def test_a_table_by_hand(tmp_path):
     """Microbatches out of order, holes, and one backward before the other's forward."""
     path = tmp_path / "mine.csv"

@@ -7,6 +7,7 @@ from grids import COMMON, assert_equals_sequential, config_of, name_of
 from pairwise import covering_array, legal_pairs, sampled_product
 
 FACTORS = COMMON | {
+    "schedule": ("lockstep_1f1b",),
     # times stages; fractions are fewer microbatches than stages, and numbers that the stages do not divide
     "microbatches": (0.5, 1, 1.5, 2, 4),
     "mesh": ("", "fsdp", "tensor", "data fsdp", "fsdp tensor", "data fsdp tensor"),  # two devices each
@@ -17,8 +18,9 @@ FACTORS = COMMON | {
     "gather": ("per_iteration", "once"),
     "nan_idle": (False, True),
 }
+BOTH = FACTORS | {"schedule": ("lockstep_1f1b", "lockstep_zb")}
 # The full product is taken of these; in it the others vary.
-GRID = ("stages", "repeats", "layers", "microbatches", "mesh", "delay", "overlap", "skip_idle")
+GRID = ("schedule", "stages", "repeats", "layers", "microbatches", "mesh", "delay", "overlap", "skip_idle")
 # All that `is_legal` looks at.
 CONSTRAINED = ("stages", "repeats", "microbatches", "mesh", "uneven", "remat", "remat_of")
 
@@ -29,18 +31,39 @@ def is_legal(case):
         and case["stages"] * case["microbatches"] % 1 == 0
         and case["stages"] * case["repeats"] > case["uneven"]
         and not (case["remat"] == "none" and "layers" in case["remat_of"])
+        and not (case["schedule"] == "lockstep_zb" and (case["scan"] or (case["remat"] == "full" and case["remat_of"])))
     )
 
 
 def check(case):
     values = {
         "pipeline.engine": "scheduled",
-        "pipeline.schedule": "lockstep_1f1b",
+        "pipeline.schedule": case["schedule"],
         "pipeline.overlap_slots": case["overlap"],
         "pipeline.skip_idle": "true" if case["skip_idle"] else "false",
     }
     fill = math.nan if case["nan_idle"] else 0.0
     assert_equals_sequential(config_of(case, **values), case, idle_fill=fill)
+
+
+SPLIT = {name: values[0] for name, values in FACTORS.items()} | {
+    "schedule": "lockstep_zb",
+    "stages": 2,
+    "scan": False,
+    "remat": "minimal",
+    "nan_idle": True,
+}
+SPLIT_CASES = [
+    {"repeats": 2, "microbatches": 1.5, "tied": True, "mesh": "fsdp", "skip_idle": False},
+    {"layers": 2, "microbatches": 1, "mesh": "fsdp tensor", "gather": "once", "delay": True, "skip_idle": False},
+    {"stages": 4, "microbatches": 4, "remat": "none", "overlap": True},
+    {"repeats": 2, "microbatches": 2, "block": "balanced", "uneven": True, "remat_of": "layers", "packed": False},
+]
+
+
+@pytest.mark.parametrize("case", [SPLIT | case for case in SPLIT_CASES], ids=name_of)
+def test_split_backwards_equal_sequential(case):
+    check(case)
 
 
 PAIRWISE = covering_array(FACTORS, is_legal, CONSTRAINED)
@@ -52,7 +75,7 @@ def test_equals_sequential(case):
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("case", sampled_product(FACTORS, GRID, is_legal), ids=name_of)
+@pytest.mark.parametrize("case", sampled_product(BOTH, GRID, is_legal), ids=name_of)
 def test_equals_sequential_in_the_full_product(case):
     check(case)
 

@@ -11,6 +11,7 @@ from engines import make_mesh, tiny
 
 from maxpipe.builder import PIPELINES, build_parts
 from maxpipe.model.parameters import ParamSpec
+from maxpipe.pipeline.footprint import stash_width
 from maxpipe.pipeline.microbatches import ARRAYS
 from maxpipe.pipeline.simulate import simulate
 from maxpipe.pipeline.stage_program import StageProgram
@@ -120,6 +121,29 @@ def test_stores_do_not_grow_with_the_number_of_microbatches(schedule, monkeypatc
     assert carry(8) == carry(32)
 
 
+@pytest.mark.parametrize(("S", "V", "M", "delay"), [(2, 2, 8, False), (4, 1, 8, True), (4, 2, 16, False)])
+def test_stores_of_split_backwards_are_the_peaks_of_the_table(S, V, M, delay, monkeypatch):
+    """Residuals as for whole ones; in the stash d(S-1)+1 units, none of them larger than its residuals."""
+    values = {
+        "mesh.ici.stage": S,
+        "pipeline.num_repeats": V,
+        "pipeline.num_microbatches": M,
+        "pipeline.delay_activation_forwarding": delay,
+        "pipeline.remat_policy": "minimal",
+    }
+    split, whole = (
+        stores(scheduled(**values, **{"pipeline.schedule": name}), monkeypatch)
+        for name in ("lockstep_zb", "lockstep_1f1b")
+    )
+    config = scheduled(**values, **{"pipeline.schedule": "lockstep_zb"})
+    run = simulate(build_parts(config, make_mesh(config)).table)
+    assert {a.shape[0] for a in split.carry.residuals} == {run.peak_in_flight.max() + 1}
+    assert split.carry.residuals == whole.carry.residuals
+    assert {a.shape[0] for a in split.carry.stash} == {run.peak_stash.max() + 1} == {(delay + 1) * (S - 1) + 2}
+    assert num_bytes(split.carry.stash) / (run.peak_stash.max() + 1) <= num_bytes(split.kept)
+    assert whole.carry.stash == []
+
+
 POLICIES = ["full", "minimal", "save_qkv_proj", "save_dot_except_mlp", "none"]
 
 
@@ -165,6 +189,17 @@ def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, mo
         assert per_token > named["minimal"] * layers
 
 
+@pytest.mark.parametrize(("policy", "unknown"), [("minimal", 0), ("none", 0), ("save_qkv_proj", 0.1)])
+def test_what_input_gradients_stash_is_what_weight_gradients_cannot_make_for_little(policy, unknown, monkeypatch):
+    config = scheduled(
+        **{"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": policy, "pipeline.num_repeats": 2}
+    )
+    found = stores(config, monkeypatch)
+    one = [jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in found.carry.stash]
+    per_token = num_bytes(one) / (found.microbatch_rows * T) / 4
+    assert stash_width(config) * config.pipeline.num_layers_per_stage == pytest.approx(per_token, rel=unknown, abs=0)
+
+
 STAGES, LONG, ROWS, DATA = 4, 64, 2, 2  # ROWS of a microbatch on each of DATA shards
 ADDED = 24  # microbatches
 TOKEN_ARRAYS = ADDED * ROWS * LONG * 4 * 5  # tokens, targets, positions, segment ids, weights
@@ -203,6 +238,7 @@ def temp_bytes(engine, num_microbatches, **values):
         {"pipeline.skip_idle": "false", "pipeline.overlap_slots": True},
         {"pipeline.delay_activation_forwarding": True, "pipeline.fsdp_gather": "once"},
         {"pipeline.remat_policy": "none", "pipeline.scan_layers_per_stage": True},
+        {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
     ],
     ids=lambda values: "-".join(key.rpartition(".")[2] for key in values) or "default",
 )

@@ -72,7 +72,7 @@ def test_lockstep_pays_for_a_transfer_after_every_tick_but_the_last():
 
 
 def test_delayed_forwarding_hides_transfers_that_are_no_longer_than_a_slot():
-    for name in ("circular", "lockstep_1f1b"):
+    for name in ("circular", "lockstep_1f1b", "lockstep_zb"):
         table = build(name, 4, 8, 2, forwarding_delay=2)
         free = simulate(table, Costs(1, 2)).makespan
         assert simulate(table, Costs(1, 2, communication=1)).makespan == pytest.approx(free)
@@ -88,6 +88,15 @@ def test_slack_lets_collectives_run_beside_the_other_slot():
     assert plain.makespan == pytest.approx((M + S - 1) * (F + B))
     assert slack.makespan == pytest.approx((M + S - 1) * (F + B) - ticks_with_both * 0.25 * (F + B))
     assert all((slack.end[kind] <= slack.makespan + 1e-9).all() for kind in "FB")
+
+
+def test_slack_overlaps_the_input_gradient_and_leaves_the_weight_gradient_behind_it():
+    S, M, F, I, W = 4, 16, 1.0, 2.0, 1.5
+    run = simulate(build("lockstep_zb", S, M, slack=1), Costs(F, I + W, I, W, collectives=0.25))
+    ticks_with_both = M + S - 1 - S
+    assert run.makespan == pytest.approx(M * (F + I + W) + (S - 1) * (F + I) - ticks_with_both * 0.25 * (F + I))
+    assert (run.end["I"] <= run.start["W"] + 1e-9).all()
+    assert all((run.end[kind] <= run.makespan + 1e-9).all() for kind in "FIW")
 
 
 def test_the_slowest_stage_sets_the_tick():
@@ -147,7 +156,7 @@ def test_impossible_costs_are_refused(costs, message):
         simulate(build("gpipe", 2, 2), costs)
 
 
-@pytest.mark.parametrize("name", ["lockstep_1f1b", "interleaved_1f1b", "circular"])
+@pytest.mark.parametrize("name", ["lockstep_1f1b", "lockstep_zb", "interleaved_1f1b", "circular"])
 def test_a_large_table_is_quick(name):
     began = time.process_time()
     table = build(name, 16, 512, 4)

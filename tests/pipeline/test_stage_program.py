@@ -4,16 +4,10 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from engines import make_batch, make_mesh, tiny
 
 from maxpipe.builder import build_parts
 from maxpipe.pipeline.scheduled import ScheduledPipeline
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._plan import lockstep_plan
-from maxpipe.pipeline.schedules._table import forward_only
-from maxpipe.pipeline.stage_program import PhaseFacts
 
 
 def make_pipeline(**values):
@@ -84,6 +78,20 @@ def test_masked_slots_leave_conditionals_on_the_tick_alone():
     assert skipped == [2, 5, 2]
 
 
+def test_split_backwards_have_four_loops_and_no_product_twice():
+    """F; F and I; F, I and W; I and W. One layer per chunk: seven weights, and as many products in W."""
+    split = {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"}
+    forward, both, every, backward = train_phases(**{"pipeline.skip_idle": "false"} | split)
+    assert [p["ppermute"] for p in (forward, both, every, backward)] == [1, 2, 2, 1]
+    assert every["dot_general"] - both["dot_general"] == 7
+    whole = train_phases(**{"pipeline.skip_idle": "false"} | split | {"pipeline.schedule": "lockstep_1f1b"})
+    assert every["dot_general"] == whole[1]["dot_general"]
+    assert backward["dot_general"] == whole[2]["dot_general"]
+    skipped = train_phases(**{"pipeline.skip_idle": "true"} | split)
+    # No embedding and no gradient of it in the single tick of the second loop.
+    assert [p["cond"] for p in skipped] == [2, 3, 6, 3]
+
+
 def test_weights_are_gathered_in_the_slots_or_before_the_loops():
     per_iteration = train_phases(**{"pipeline.skip_idle": "false"})
     once = train_phases(**{"pipeline.skip_idle": "false", "pipeline.fsdp_gather": "once"})
@@ -97,45 +105,3 @@ def test_evaluation_has_one_direction():
     loops = [count(p) for p in phases(pipeline.evaluate, params, make_batch(16))]
     assert all(loop["ppermute"] == 1 for loop in loops)
     assert not any(loop["reduce_scatter"] for loop in loops)
-
-
-@pytest.mark.parametrize("delay", [1, 2])
-@pytest.mark.parametrize("slack", [0, 1])
-@pytest.mark.parametrize(("S", "V", "M"), [(1, 1, 1), (1, 2, 3), (2, 1, 1), (2, 2, 5), (4, 2, 16), (4, 1, 3)])
-def test_facts_of_phases(S, V, M, delay, slack):
-    """What a tick of the plan does, its phase knows of."""
-    table = SCHEDULES.get("lockstep_1f1b").build(S, M, V, forwarding_delay=delay, slack=slack)
-    plan = lockstep_plan(table)
-    for phase in plan.phases:
-        facts = PhaseFacts.of(plan, phase)
-        for t in range(phase.start, phase.stop):
-            first_f = plan.f_active[t, 0] and plan.f_chunk[t, 0] == 0
-            first_b = plan.b_active[t, 0] and plan.b_chunk[t, 0] == 0
-            assert facts.has_F or not plan.f_active[t].any()
-            assert facts.has_B or not plan.b_active[t].any()
-            assert facts.has_head or plan.head_microbatch[t] < 0
-            assert facts.embeds or not first_f
-            assert facts.embeds_backward or not first_b
-            assert facts.activations_arrive or (plan.arrive_f_slot[t] < 0).all()
-            assert facts.gradients_arrive or (plan.arrive_b_slot[t] < 0).all()
-            used_now = plan.head_used_at[t] == t and plan.head_microbatch[t] >= 0
-            assert facts.head_in_tick or not used_now
-            assert facts.stores_head_gradient or plan.head_gradient_slot[t] < 0
-    every = [PhaseFacts.of(plan, phase) for phase in plan.phases]
-    heads = np.flatnonzero(plan.head_microbatch >= 0)
-    waits = plan.head_used_at[heads] > heads
-    assert slack == 0 or waits.all()
-    assert any(f.stores_head_gradient for f in every) == waits.any()
-    assert any(f.head_in_tick for f in every) == (not waits.all())
-    assert any(f.same_tick for f in every) == (not waits.all())
-    assert any(f.activations_arrive for f in every) == (S * V > 1)
-
-
-def test_a_forward_plan_has_no_backward():
-    plan = lockstep_plan(forward_only(SCHEDULES.get("lockstep_1f1b").build(4, 8, 2)))
-    for phase in plan.phases:
-        facts = PhaseFacts.of(plan, phase)
-        needed = facts.has_B, facts.gradients_arrive, facts.stores_head_gradient, facts.head_in_tick
-        assert facts.has_F
-        assert not any(needed)
-    np.testing.assert_array_equal(plan.head_used_at, -1)

@@ -179,13 +179,14 @@ def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
 
 
 def _overlapping(run: Simulation) -> bool:
-    """Whether F and B of a tick run side by side, so that a stage needs two lanes."""
+    """Whether F and B (or I) of a tick run side by side, so that a stage needs two lanes."""
     table = run.table
-    if not (table.lockstep and "B" in table.kinds):
+    backward = "I" if "I" in table.kinds else "B"
+    if not (table.lockstep and backward in table.kinds):
         return False
-    both = (table.microbatch["F"] >= 0) & (table.microbatch["B"] >= 0)
+    both = (table.microbatch["F"] >= 0) & (table.microbatch[backward] >= 0)
     ends, starts = np.zeros(table.num_ticks), np.full(table.num_ticks, np.inf)
-    ends[table.ticks["F"]], starts[table.ticks["B"]] = run.end["F"], run.start["B"]
+    ends[table.ticks["F"]], starts[table.ticks[backward]] = run.end["F"], run.start[backward]
     return bool((ends > starts + 1e-9)[both.any(axis=1)].any())
 
 

@@ -104,12 +104,16 @@ def _legend(table: Table, colour: bool) -> list[str]:
 def _costs(run: Simulation) -> list[str]:
     """What the table costs, a line each; without colour, so that it can be searched."""
     table = run.table
-    peaks = " ".join(str(p) for p in run.peak_in_flight.tolist())
     chunks = "chunks" if table.num_repeats > 1 else "microbatches"
+
+    def peak(stages: np.ndarray) -> str:
+        return f"{int(stages.max())} {chunks} (by stage: {' '.join(str(p) for p in stages.tolist())})"
+
     text = [
         f"makespan        {run.makespan:g}",
         f"bubble          {run.bubble:g} ({run.bubble_fraction:.1%})",
-        f"peak in flight  {int(run.peak_in_flight.max())} {chunks} (by stage: {peaks})",
+        f"peak in flight  {peak(run.peak_in_flight)}",
+        *([f"peak stash      {peak(run.peak_stash)} between I and W"] if "W" in table.kinds else []),
         f"bytes sent      {run.bytes_sent.sum():g} (most by a stage: {np.max(run.bytes_sent):g})",
     ]
     if table.lockstep:

@@ -2,8 +2,8 @@
 
 No header; one row per stage; a cell such as `2F0` is global chunk, kind, microbatch; an empty cell is idle.
 In a free-running table a column is a tick. In a lockstep table a tick is two columns: F, then whichever of B
-and I there is. A file with nothing but F in its odd columns and B or I in its even columns is read as
-lockstep.
+and I there is; if the table has W units there is a third one for them. A file whose cells are all in the
+columns of their kind is read as lockstep.
 """
 
 import csv
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.pipeline.schedules._table import IDLE, ScheduleError, Table, stages_of_chunks
+from maxpipe.pipeline.schedules._table import IDLE, LOCKSTEP_COLUMN, ScheduleError, Table, stages_of_chunks
 from maxpipe.pipeline.schedules._validate import validate
 
 CELL = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -34,20 +34,14 @@ class Cell(NamedTuple):
 
 
 def to_csv(table: Table) -> str:
-    """The table as CSV text.
-
-    Raises:
-      ScheduleError: a lockstep table with W units, which the two columns of a tick cannot hold.
-    """
-    if table.lockstep and "W" in table.kinds:
-        raise ScheduleError(f"{table.name}: a lockstep tick with a W slot has no CSV notation")
-    width = 2 if table.lockstep else 1
+    """The table as CSV text."""
+    width = table.columns_per_tick
     rows = [[""] * (table.num_ticks * width) for _ in range(table.num_stages)]
     for kind in table.kinds:
         tick, stage, microbatch, chunk = (a.tolist() for a in table.units(kind))
         position = table.global_chunk(np.array(chunk, int), np.array(stage, int)).tolist()
         for t, s, m, g in zip(tick, stage, microbatch, position, strict=True):
-            rows[s][t * width + (table.lockstep and kind != "F")] = f"{g}{kind}{m}"
+            rows[s][t * width + (LOCKSTEP_COLUMN[kind] if table.lockstep else 0)] = f"{g}{kind}{m}"
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -91,15 +85,17 @@ def load_csv(
             f"{sizes[2]} repeats, but mesh.ici.stage={num_stages}, "
             f"pipeline.num_microbatches={num_microbatches} and pipeline.num_repeats={num_repeats}"
         )
-    lockstep = all(cell.kind in ("BI", "F")[cell.column % 2 == 0] for cell in cells)
-    shape = (1 + max(cell.column for cell in cells) // (2 if lockstep else 1), num_stages)
+    width = 3 if any(cell.kind == "W" for cell in cells) else 2
+    lockstep = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in cells)
+    width = width if lockstep else 1
+    shape = (1 + max(cell.column for cell in cells) // width, num_stages)
     kinds = {"F", *(cell.kind for cell in cells)}
     if kinds == {"F"}:
         kinds.add("B")
     microbatch = {kind: np.full(shape, IDLE, np.int32) for kind in kinds}
     chunk = {kind: np.full(shape, IDLE, np.int32) for kind in kinds}
     for cell in cells:
-        at = (cell.column // 2 if lockstep else cell.column, cell.row)
+        at = (cell.column // width, cell.row)
         microbatch[cell.kind][at] = cell.microbatch
         chunk[cell.kind][at] = cell.chunk // num_stages
     table = Table(

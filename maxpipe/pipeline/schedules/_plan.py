@@ -18,15 +18,17 @@ class EnginePhase(NamedTuple):
     has_F: bool
     has_head: bool
     has_B: bool
+    has_W: bool
 
 
 @dataclass(frozen=True, eq=False)
 class LockstepPlan:
     """What every stage does in every tick; lifetimes of slots are those of `_slots`.
 
-    A tick runs, in this order: the F slot, the head, the B slot, then the transfers. With forwarding delay d
-    the transfer of tick t carries the F (B) output of tick t - (d-1) to the next (previous) stage of the
-    ring, where it is written at the end of tick t and read from tick t + 1 on.
+    A tick runs, in this order: the F slot, the head, the B slot (for the I of a split backward), the W slot,
+    then the transfers. With forwarding delay d the transfer of tick t carries the F (B) output of tick t - (d-1)
+    to the next (previous) stage of the ring, where it is written at the end of tick t and read from tick
+    t + 1 on.
 
     int32 [N, S] unless said otherwise; N ticks, S stages. Slots are -1 where there is nothing to read or
     write; microbatches and chunks are 0 where the slot is idle, which is always a legal index.
@@ -40,13 +42,18 @@ class LockstepPlan:
       b_in_slot: gradient slot that B reads; -1 if it takes this tick's head gradient (or is idle).
       arrive_b_slot: gradient slot that this tick's transfer fills on this stage.
       residual_slot_b: residual slot that B reads.
+      stash_slot_b: stash slot that B writes if it is an I.
+      w_microbatch, w_chunk, w_active: unit of the W slot.
+      residual_slot_w, stash_slot_w: residual and stash slot that W reads.
       head_microbatch: int32 [N], microbatch whose last chunk runs its F in this tick, so that the head
         follows; -1 if none.
       head_used_at: int32 [N], tick of the B that uses the head's gradient; -1 if none.
       head_gradient_slot: int32 [N], gradient slot of the last stage that keeps the head's gradient from the
         end of this tick on; -1 if the B of this same tick takes it (or there is none).
-      num_activation_slots, num_gradient_slots, num_residual_slots: store sizes, without a scratch slot.
-      phases: in order, covering all ticks; at most five.
+      num_activation_slots, num_gradient_slots, num_residual_slots, num_stash_slots: store sizes, without a
+        scratch slot.
+      splits_backward: whether the B slot is one for I units.
+      phases: in order, covering all ticks; at most seven.
     """
 
     f_microbatch: np.ndarray
@@ -61,12 +68,20 @@ class LockstepPlan:
     b_in_slot: np.ndarray
     arrive_b_slot: np.ndarray
     residual_slot_b: np.ndarray
+    stash_slot_b: np.ndarray
+    w_microbatch: np.ndarray
+    w_chunk: np.ndarray
+    w_active: np.ndarray
+    residual_slot_w: np.ndarray
+    stash_slot_w: np.ndarray
     head_microbatch: np.ndarray
     head_used_at: np.ndarray
     head_gradient_slot: np.ndarray
     num_activation_slots: int
     num_gradient_slots: int
     num_residual_slots: int
+    num_stash_slots: int
+    splits_backward: bool
     phases: list[EnginePhase]
 
 
@@ -74,49 +89,55 @@ def lockstep_plan(table: Table) -> LockstepPlan:
     """Plans a valid table for the scheduled engine.
 
     Args:
-      table: loop placement, F and B units (or F alone, to evaluate).
+      table: loop placement; F and B units, or F, I and W units (or F alone, to evaluate).
 
     Raises:
-      ScheduleError: the table has split backwards or another placement.
+      ScheduleError: the table has both whole and split backwards, or another placement.
     """
     if table.placement != "loop":
         raise _cannot_run(table, f"it places chunks as {table.placement!r}, the engine's ring only as 'loop'")
-    if split := [k for k in table.kinds if k in "IW"]:
-        raise _cannot_run(table, f"it has {' and '.join(split)} units, the engine runs whole B units only")
+    if "B" in table.kinds and "I" in table.kinds:
+        raise _cannot_run(table, "it has both B and I units, and a slot of the engine runs either")
     stores = activation_slots(table)
     from_head = stores.gradients.global_chunk == table.num_chunks - 1
-    arrive_f, f_in = _mark(table, stores.activations, landing=1)
-    arrive_b, _ = _mark(table, stores.gradients, landing=1, only=~from_head)
-    _, b_in = _mark(table, stores.gradients, landing=1)
-    residual_f, residual_b = _mark(table, stores.residuals, landing=0)
     f_active, f_microbatch, f_chunk = _slot_units(table, "F")
-    b_active, b_microbatch, b_chunk = _slot_units(table, "B")
+    backward = "I" if "I" in table.kinds else "B"
+    b_active, b_microbatch, b_chunk = _slot_units(table, backward)
+    w_active, w_microbatch, w_chunk = _slot_units(table, "W")
     head_microbatch, head_used_at, head_gradient_slot = np.full((3, table.num_ticks), -1, np.int32)
     head_ticks = table.ticks["F"][:, -1]
     head_microbatch[head_ticks] = np.arange(table.num_microbatches)
-    if "B" in table.kinds:
-        head_used_at[head_ticks] = table.ticks["B"][:, -1]
+    if backward in table.kinds:
+        head_used_at[head_ticks] = table.ticks[backward][:, -1]
     head_gradient_slot[stores.gradients.first[from_head] - 1] = stores.gradients.slot[from_head]
     return LockstepPlan(
         f_microbatch,
         f_chunk,
         f_active,
-        f_in,
-        arrive_f,
-        residual_f,
+        _slots_at(table, stores.activations, stores.activations.last),
+        _slots_at(table, stores.activations, stores.activations.first - 1),
+        _slots_of(table, stores.residuals, "F"),
         b_microbatch,
         b_chunk,
         b_active,
-        b_in,
-        arrive_b,
-        residual_b,
+        _slots_at(table, stores.gradients, stores.gradients.last),
+        _slots_at(table, stores.gradients, np.where(from_head, -1, stores.gradients.first - 1)),
+        _slots_of(table, stores.residuals, backward),
+        _slots_of(table, stores.stash, "I"),
+        w_microbatch,
+        w_chunk,
+        w_active,
+        _slots_of(table, stores.residuals, "W"),
+        _slots_of(table, stores.stash, "W"),
         head_microbatch,
         head_used_at,
         head_gradient_slot,
         stores.activations.size,
         stores.gradients.size,
         stores.residuals.size,
-        _engine_phases(f_active, b_active, head_microbatch),
+        stores.stash.size,
+        backward == "I",
+        _engine_phases(f_active, b_active, w_active, head_microbatch),
     )
 
 
@@ -126,14 +147,18 @@ def _cannot_run(table: Table, why: str) -> ScheduleError:
     return ScheduleError(f"pipeline.schedule={name}: cannot run on the scheduled engine: {why}; {remedy}")
 
 
-def _mark(
-    table: Table, store: Store, landing: int, only: np.ndarray | slice = slice(None)
-) -> tuple[np.ndarray, np.ndarray]:
-    """Slots written and read, both int32 [N, S]; values land `landing` ticks before their lifetime starts."""
-    write, read = (np.full((table.num_ticks, table.num_stages), -1, np.int32) for _ in range(2))
-    write[store.first[only] - landing, store.stage[only]] = store.slot[only]
-    read[store.last[only], store.stage[only]] = store.slot[only]
-    return write, read
+def _slots_at(table: Table, store: Store, ticks: np.ndarray) -> np.ndarray:
+    """int32 [N, S]: where each of the store's values is, at its tick of `ticks`; -1 leaves it out."""
+    found, there = np.full((table.num_ticks, table.num_stages), -1, np.int32), ticks >= 0
+    found[ticks[there], store.stage[there]] = store.slot[there]
+    return found
+
+
+def _slots_of(table: Table, store: Store, kind: str) -> np.ndarray:
+    """int32 [N, S]: where the values of the units of a kind are, at the tick of each unit."""
+    if kind not in table.kinds:
+        return np.full((table.num_ticks, table.num_stages), -1, np.int32)
+    return _slots_at(table, store, table.ticks[kind][store.microbatch, store.global_chunk])
 
 
 def _slot_units(table: Table, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -144,21 +169,22 @@ def _slot_units(table: Table, kind: str) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _engine_phases(
-    f_active: np.ndarray, b_active: np.ndarray, head_microbatch: np.ndarray
+    f_active: np.ndarray, b_active: np.ndarray, w_active: np.ndarray, head_microbatch: np.ndarray
 ) -> list[EnginePhase]:
-    """Cuts where the first and last F and B of any stage run: few phases, so few loops to compile."""
-    runs = {}
-    for name, active in (("F", f_active.any(1)), ("B", b_active.any(1))):
-        ticks = np.flatnonzero(active)
-        runs[name] = (int(ticks[0]), int(ticks[-1]) + 1) if len(ticks) else (0, 0)
-    cuts = sorted({0, len(f_active), *runs["F"], *runs["B"]})
+    """Cuts where the first and last unit of each slot run on any stage: few phases, so few loops to compile."""
+    runs = []
+    for active in (f_active, b_active, w_active):
+        ticks = np.flatnonzero(active.any(axis=1))
+        runs.append(range(int(ticks[0]), int(ticks[-1]) + 1) if len(ticks) else range(0))
+    cuts = sorted({0, len(f_active), *(cut for run in runs for cut in (run.start, run.stop))})
     return [
         EnginePhase(
             start,
             stop,
-            runs["F"][0] <= start < runs["F"][1],
+            start in runs[0],
             bool((head_microbatch[start:stop] >= 0).any()),
-            runs["B"][0] <= start < runs["B"][1],
+            start in runs[1],
+            start in runs[2],
         )
         for start, stop in pairwise(cuts)
     ]

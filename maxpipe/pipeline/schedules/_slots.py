@@ -1,4 +1,4 @@
-"""Where a table keeps what is in flight: interval colouring of three stores.
+"""Where a table keeps what is in flight: interval colouring of four stores.
 
 A store is a number of equal slots on every stage. A value's lifetime is the inclusive range of ticks [first,
 last]; two values may share a slot if their lifetimes do not meet.
@@ -6,6 +6,7 @@ last]; two values may share a slot if their lifetimes do not meet.
     activations  written when the transfer lands, at the end of tick first - 1; read by the F at tick last
     gradients    the same for the B (or I) that reads it; those of the loss are written by the head, see below
     residuals    written by the F at tick first; read for the last time by the B (or W) at tick last
+    stash        what an I hands to its W, by ticks of the two
 
 So an activation that lands at the end of tick t may take the slot that the F of tick t has just read, while
 the F of tick t must not write its residuals where the B of tick t, later in the tick, still reads. A transfer
@@ -22,7 +23,7 @@ from maxpipe.pipeline.schedules._table import Table
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """One of the three stores; lifetimes are sorted by stage, then first tick.
+    """One of the four stores; lifetimes are sorted by stage, then first tick.
 
     Attributes:
       size: slots per stage that the table needs: its true peak over all stages.
@@ -44,30 +45,36 @@ class Store:
 
 @dataclass(frozen=True)
 class ActivationSlots:
-    """The three stores of a table."""
+    """The four stores of a table."""
 
     activations: Store
     gradients: Store
     residuals: Store
+    stash: Store
 
 
 def activation_slots(table: Table) -> ActivationSlots:
     """Colours the lifetimes of everything in flight.
 
     Args:
-      table: a valid table; one with F units only has empty gradient and residual stores.
+      table: a valid table; one with F units only has an activation store only, the others are empty.
     """
     delay = table.forwarding_delay
     forward = table.ticks["F"]
     arrived = _colour(table, forward[:, :-1] + delay, forward[:, 1:], 1)
     nothing = _colour(table, forward[:, :0], forward[:, :0], 0)
     if table.kinds == ("F",):
-        return ActivationSlots(arrived, nothing, nothing)
+        return ActivationSlots(arrived, nothing, nothing, nothing)
     backward = table.merged_ticks("BI")
     # The head's gradient is a value of the last chunk; a same-tick one has first > last and is left out.
     landed = np.concatenate([backward[:, 1:] + delay, forward[:, -1:] + 1], axis=1)
+    weights = table.merged_ticks("BW")
+    stashed = np.where(table.merged_ticks("W") >= 0, table.merged_ticks("I"), weights + 1)
     return ActivationSlots(
-        arrived, _colour(table, landed, backward, 0), _colour(table, forward, table.merged_ticks("BW"), 0)
+        arrived,
+        _colour(table, landed, backward, 0),
+        _colour(table, forward, weights, 0),
+        _colour(table, stashed, weights, 0),
     )
 
 

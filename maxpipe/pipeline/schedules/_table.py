@@ -29,6 +29,8 @@ from typing import NamedTuple
 import numpy as np
 
 KINDS = ("F", "B", "I", "W")
+# Of the columns of a lockstep tick in a CSV file, the one that a kind is in.
+LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
 IDLE = -1
 
 
@@ -91,6 +93,11 @@ class Table:
     def kinds(self) -> tuple[str, ...]:
         """Kinds that have a slot in this table, in slot order."""
         return tuple(k for k in KINDS if k in self.microbatch)
+
+    @property
+    def columns_per_tick(self) -> int:
+        """Columns of a tick in a CSV file; a lockstep table without W has none for it."""
+        return (3 if "W" in self.kinds else 2) if self.lockstep else 1
 
     @property
     def num_ticks(self) -> int:

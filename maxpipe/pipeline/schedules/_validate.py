@@ -4,7 +4,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from maxpipe.pipeline.schedules._table import IDLE, KINDS, ScheduleError, Table, Unit
+from maxpipe.pipeline.schedules._table import IDLE, KINDS, LOCKSTEP_COLUMN, ScheduleError, Table, Unit
 
 
 def validate(table: Table) -> None:
@@ -152,4 +152,4 @@ def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -
 
 def _column(table: Table, kind: str, tick: int) -> int:
     """Column of the CSV file, counted from 1."""
-    return 2 * tick + (1 if kind == "F" else 2) if table.lockstep else tick + 1
+    return table.columns_per_tick * tick + (LOCKSTEP_COLUMN[kind] if table.lockstep else 0) + 1

@@ -8,13 +8,13 @@ from maxpipe.pipeline.schedules._table import Table, from_ticks, stages_of_chunk
 
 
 @st.composite
-def tables(draw: st.DrawFn, split: bool = True, lockstep: bool = True) -> Table:
+def tables(draw: st.DrawFn, placements: tuple[str, ...] = ("loop", "v"), lockstep: bool = True) -> Table:
     """Valid tables in which every stage picks any unit that is ready, or idles."""
     S, M, V = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    placement = draw(st.sampled_from(["loop", "v"])) if split else "loop"
+    placement = draw(st.sampled_from(placements))
     is_lockstep = draw(st.booleans()) if lockstep else False
     delay = draw(st.integers(1, 2)) if is_lockstep else 1
-    kinds = "FIW" if split and draw(st.booleans()) else "FB"
+    kinds = draw(st.sampled_from(["FIW", "FB"]))
     random = draw(st.randoms(use_true_random=False))
     stage_of, last = stages_of_chunks(S, V, placement), S * V - 1
     todo = {(kind, m, g) for kind in kinds for m in range(M) for g in range(last + 1)}

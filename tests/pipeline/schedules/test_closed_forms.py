@@ -59,6 +59,33 @@ def test_lockstep_1f1b(S, V, groups, delay, slack):
     assert activation_slots(table).residuals.peak.tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("S", "V", "groups", "delay", "slack"), grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1))
+)
+def test_lockstep_zb(S, V, groups, delay, slack):
+    M, I, W = groups * delay * S, 1.5, 1.25
+    table = SCHEDULES.get("lockstep_zb").build(S, M, V, forwarding_delay=delay, slack=slack)
+    run, slots = simulate(table, Costs(F, I + W, I, W)), activation_slots(table)
+    assert run.makespan == pytest.approx(M * V * (F + I + W) + delay * (S - 1) * (F + I))
+    assert run.bubble == pytest.approx(delay * (S - 1) * (F + I))
+    expected = [min(M * V, delay * ((V + 1) * S - 2 - s) + 1 + slack) for s in range(S)]
+    assert run.peak_in_flight.tolist() == slots.residuals.peak.tolist() == expected
+    stash = [min(M * V, delay * s + 1) for s in range(S)]
+    assert run.peak_stash.tolist() == slots.stash.peak.tolist() == stash
+    whole = SCHEDULES.get("lockstep_1f1b").build(S, M, V, forwarding_delay=delay, slack=slack)
+    assert slots.residuals.size == activation_slots(whole).residuals.size
+
+
+@pytest.mark.parametrize(("S", "V"), grid((2, 3, 4, 8), (1, 2, 3)))
+def test_lockstep_zb_saves_time_whatever_the_number_of_microbatches(S, V):
+    for M, delay in grid(range(1, 3 * S), (1, 2)):
+        split, whole = (
+            simulate(SCHEDULES.get(name).build(S, M, V, forwarding_delay=delay), Costs(1, 2, 1, 1))
+            for name in ("lockstep_zb", "lockstep_1f1b")
+        )
+        assert split.makespan == pytest.approx(whole.makespan - delay * (S - 1))
+
+
 @pytest.mark.parametrize(("S", "V", "M"), grid((2, 3, 4, 8), REPEATS, (9, 14, 17, 30)))
 def test_lockstep_1f1b_pays_no_time_for_a_ragged_number_of_microbatches(S, V, M):
     run = simulate(SCHEDULES.get("lockstep_1f1b").build(S, M, V), COSTS)

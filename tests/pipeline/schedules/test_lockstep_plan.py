@@ -6,15 +6,16 @@ from random_tables import tables
 from maxpipe.pipeline.schedules import SCHEDULES
 from maxpipe.pipeline.schedules._phases import phases
 from maxpipe.pipeline.schedules._plan import lockstep_plan
-from maxpipe.pipeline.schedules._table import ScheduleError, forward_only
+from maxpipe.pipeline.schedules._table import ScheduleError, forward_only, from_ticks
+from maxpipe.pipeline.schedules._validate import validate
 
 
 def replay(table):
     """Moves the names of values through the plan's slots as the engine moves the values, and checks every
     read."""
     plan, S, last = lockstep_plan(table), table.num_stages, table.num_chunks - 1
-    activations, gradients, residuals, sent = {}, {}, {}, []
-    f_units, b_units = [], []
+    activations, gradients, residuals, stash, sent = {}, {}, {}, {}, []
+    f_units, b_units, w_units = [], [], []
     for tick in range(table.num_ticks):
         f_out, b_out, from_head = {}, {}, None
         for s in np.flatnonzero(plan.f_active[tick]):
@@ -36,8 +37,15 @@ def replay(table):
             assert (gradients[s, slot] if slot >= 0 else from_head) == unit
             b_out[s] = (unit[0], unit[1] - 1)
             b_units.append(unit)
+            if plan.splits_backward:
+                stash[s, plan.stash_slot_b[tick, s]] = unit
             if unit[1] == last:
                 assert plan.head_used_at[np.flatnonzero(plan.head_microbatch == unit[0])] == tick
+        for s in np.flatnonzero(plan.w_active[tick]):
+            unit = (plan.w_microbatch[tick, s], plan.w_chunk[tick, s] * S + s)
+            assert residuals[s, plan.residual_slot_w[tick, s]] == unit
+            assert stash[s, plan.stash_slot_w[tick, s]] == unit
+            w_units.append(unit)
         if plan.head_gradient_slot[tick] >= 0:
             gradients[S - 1, plan.head_gradient_slot[tick]] = from_head
         sent.append((f_out, b_out))
@@ -51,17 +59,20 @@ def replay(table):
                     gradients[s, plan.arrive_b_slot[tick, s]] = b_out[(s + 1) % S]
     units = {(m, g) for m in range(table.num_microbatches) for g in range(last + 1)}
     assert sorted(f_units) == sorted(units)
-    assert sorted(b_units) == (sorted(units) if "B" in table.kinds else [])
+    assert sorted(b_units) == (sorted(units) if len(table.kinds) > 1 else [])
+    assert sorted(w_units) == (sorted(units) if "W" in table.kinds else [])
     return plan
 
 
-@given(tables(split=False))
+@given(tables(placements=("loop",)))
 def test_replays_any_loop_placed_table(table):
     replay(table)
     replay(forward_only(table))
 
 
-@pytest.mark.parametrize("name", ["lockstep_1f1b", "circular", "gpipe", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize(
+    "name", ["lockstep_1f1b", "lockstep_zb", "circular", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
+)
 @pytest.mark.parametrize(("S", "M", "V"), [(1, 4, 2), (2, 3, 2), (4, 8, 2), (4, 11, 3), (4, 2, 2)])
 def test_replays_schedules(name, S, M, V):
     schedule = SCHEDULES.get(name)
@@ -83,13 +94,24 @@ def test_phases_of_lockstep_1f1b_are_forward_both_backward():
     table = SCHEDULES.get("lockstep_1f1b").build(S, M, V)
     D = V * S - 1
     expected = [
-        (0, D, True, False, False),
-        (D, M * V + S - 1, True, True, True),
-        (M * V + S - 1, D + M * V + S - 1, False, False, True),
+        (0, D, True, False, False, False),
+        (D, M * V + S - 1, True, True, True, False),
+        (M * V + S - 1, D + M * V + S - 1, False, False, True, False),
     ]
     assert [tuple(p) for p in lockstep_plan(table).phases] == expected
     assert [(p.start, p.stop) for p in phases(table)] == [p[:2] for p in expected]
     assert [p.kinds for p in phases(table)] == [("F",), ("F", "B"), ("B",)]
+
+
+def test_phases_of_lockstep_zb_have_weight_gradients_where_every_stage_may_have_one():
+    S, M, V = 4, 8, 2
+    D = V * S - 1
+    assert [tuple(p) for p in lockstep_plan(SCHEDULES.get("lockstep_zb").build(S, M, V)).phases] == [
+        (0, D, True, False, False, False),
+        (D, D + S - 1, True, True, True, False),
+        (D + S - 1, M * V + S - 1, True, True, True, True),
+        (M * V + S - 1, D + M * V + S - 1, False, False, True, True),
+    ]
 
 
 def test_slack_moves_the_head_into_the_first_phase():
@@ -104,8 +126,14 @@ def test_phases_stay_few_however_often_a_table_alternates():
     assert len(lockstep_plan(table).phases) == 3
 
 
-def test_split_backwards_cannot_be_planned():
-    with pytest.raises(
-        ScheduleError, match="zb_h1: cannot run on the scheduled engine: it has I and W units"
-    ):
-        lockstep_plan(SCHEDULES.get("zb_h1").build(2, 4))
+@pytest.mark.parametrize(("name", "reason"), [("dualpipe_v", "places chunks as 'v'"), ("mixed", "both B and I units")])
+def test_what_the_engine_has_no_slot_for_is_refused(name, reason):
+    if name == "mixed":
+        # One stage, two microbatches: the first backward whole, the second in two.
+        ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
+        table = from_ticks(name, 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
+    else:
+        table = SCHEDULES.get(name).build(2, 4, 2)
+    validate(table)
+    with pytest.raises(ScheduleError, match=f"{name}: cannot run on the scheduled engine: it .*{reason}"):
+        lockstep_plan(table)

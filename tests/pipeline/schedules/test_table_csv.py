@@ -65,6 +65,14 @@ def test_notation(path):
     assert to_csv(SCHEDULES.get("lockstep_1f1b").build(2, 1)) == "0F0,,,,,0B0\n,,1F0,1B0,,\n"
 
 
+def test_a_lockstep_tick_with_weight_gradients_has_three_columns(path):
+    table = SCHEDULES.get("lockstep_zb").build(2, 1)
+    assert to_csv(table) == "0F0,,,,,,,0I0,0W0\n,,,1F0,1I0,,,,1W0\n"
+    assert read(path, to_csv(table), 2, 1).lockstep
+    with pytest.raises(ScheduleError, match=r"1W0 \(row 2, column 3\) is too early.*so its first is column 6"):
+        read(path, "0F0,,,,,,,0I0,0W0\n,,1W0,1F0,1I0,,,,\n", 2, 1)
+
+
 def test_v_placement_is_recognised(path):
     table = read(path, "0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n", 2, 1, 2)
     assert table.placement == "v"
