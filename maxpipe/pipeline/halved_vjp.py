@@ -1,8 +1,9 @@
 """Splitting a backward over time: the input gradient now, which the stage before waits for, weight gradients later.
 
 Both are cut out of one program by what depends on what. What the weight gradients need of the input gradient's work,
-mostly gradients of the results of matrix products, waits in a stash. What is cheap to make of weights, of residuals or
-of one stashed array is not stashed but made again: norms, activation functions, casts, gradients through a gate.
+mostly gradients of the results of matrix products, waits in a stash. What is cheap to make of residuals or of one
+stashed array is not stashed but made again: norms, activation functions, casts, gradients through a gate. So is all
+that is made of weights alone, as in `SplitVjp`.
 """
 
 import math
@@ -37,7 +38,7 @@ class HalvedVjp(SplitVjp):
         num_given = len(jax.tree.leaves(inputs[:-1]))
         given, cotangents = jaxpr.invars[:num_given], jaxpr.invars[num_given:]
         dx, *dw = jaxpr.outvars
-        again = _made_again(jaxpr.eqns, cotangents)
+        again = _made_again(jaxpr.eqns, given[: len(self.kept)], cotangents)
         first = ancestors(jaxpr.eqns, [dx])
         done = {*cotangents, *(v for eqn in first for v in eqn.outvars)} - again
         second = ancestors([eqn for eqn in jaxpr.eqns if done.isdisjoint(eqn.outvars)], dw)
@@ -66,21 +67,22 @@ class HalvedVjp(SplitVjp):
         return jax.tree.unflatten(self._weights, self._second(kept, weights, rest, stash))
 
 
-def _made_again(equations: Iterable[JaxprEqn], cotangents: Iterable[Var]) -> set[Var]:
+def _made_again(equations: Sequence[JaxprEqn], kept: Iterable[Var], cotangents: Iterable[Var]) -> set[Var]:
     """Variables that the second half rather makes for itself than finds stashed.
 
-    Those are results of cheap equations, and of nothing else, on what both halves are given and at most one variable
-    that is not: itself stashed, it takes no more room than what is made of it.
+    Those are what is made of weights alone, and the results of cheap equations on that, on residuals and on at most one
+    variable that is stashed and takes no more room than what is made of it.
     """
-    source = {v: v for v in cotangents}  # of what is not made of given variables alone, what has to be stashed for it
+    # For all that depends on activations: what has to be stashed so that it can be had, None if nothing.
+    source: dict[Var, Var | None] = dict.fromkeys(kept) | {v: v for v in cotangents}
     for eqn in equations:
-        sources = {source[v] for v in variables(eqn.invars) if v in source}
-        if not is_cheap(eqn) or len(sources) > 1 or any(_size(s) > _size(v) for s in sources for v in eqn.outvars):
-            source.update((v, v) for v in eqn.outvars)
+        needed = {source[v] for v in variables(eqn.invars) if v in source}
+        stashed = needed - {None}
+        if not is_cheap(eqn) or len(stashed) > 1 or any(_size(s) > _size(v) for s in stashed for v in eqn.outvars):
+            source.update((v, v) for v in eqn.outvars if needed)
         else:
-            source.update((v, s) for v in eqn.outvars for s in sources)
-    made = {v for eqn in equations for v in eqn.outvars}
-    return {v for v in made if source.get(v) is not v}
+            source.update((v, next(iter(stashed), None)) for v in eqn.outvars if needed)
+    return {v for eqn in equations for v in eqn.outvars if source.get(v) is not v}
 
 
 def _size(v: Any) -> int:

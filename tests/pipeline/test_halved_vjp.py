@@ -82,6 +82,13 @@ def test_products_of_a_rematerialised_forward_are_computed_again_once_and_stashe
     assert (first, second) == (1 + 2, 2)
 
 
+def test_what_is_made_of_weights_alone_is_made_again_whatever_the_work():
+    def f(x, w, _):
+        return x * (w["a"] @ w["b"])
+
+    assert halves(f, {"a": array(3, 6), "b": array(6, 4, seed=3)}) == ([((3, 4), "float32")], 1, 2)
+
+
 def test_random_numbers_are_drawn_again():
     def f(x, w, key):
         return jnp.where(jax.random.bernoulli(key, 0.5, (3, 7)), x @ w, 0)
