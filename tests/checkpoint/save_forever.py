@@ -1,4 +1,4 @@
-"""Resumes in DIR as a training would and saves every step, until it is killed. Used by test_kill.py."""
+"""Resumes in DIR, or from the mirror at URL if given, as a training would and saves every step, until it is killed."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.mirror import open_url
 from maxpipe.config import CheckpointConfig
 
 ROWS = 1 << 20
@@ -18,7 +19,8 @@ def state(step):
 
 
 def main():
-    checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2))
+    mirror = open_url(sys.argv[2], "URL") if len(sys.argv) > 2 else None
+    checkpointer = Checkpointer(Path(sys.argv[1]), CheckpointConfig(keep=2), mirror=mirror)
     step = 0
     if checkpointer.steps():
         target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state(0))

@@ -1,4 +1,5 @@
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.mirror import open_url
 from maxpipe.config import CheckpointConfig
 
 SAVER = Path(__file__).with_name("save_forever.py")
@@ -16,31 +18,47 @@ ROWS = 1 << 20
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.grid)])
 def test_nothing_committed_is_lost_by_kill_during_saves(directory, rounds):
+    draw = random.Random(rounds)
+    newest = 0
+    for _ in range(rounds):
+        newest = max(newest, kill_while_saving(draw.uniform(0.0, 0.5), directory))
+        said = []
+        newest = restore(Checkpointer(directory, CheckpointConfig(keep=2), say=said.append), newest)
+        assert said == []
+
+
+@pytest.mark.grid
+def test_nothing_copied_is_lost_by_kill_and_the_loss_of_the_disk(directory, mirror_url):
+    newest = 0
+    for _ in range(10):
+        newest = max(newest, kill_while_saving(random.uniform(0.0, 1.0), directory, mirror_url))
+        shutil.rmtree(directory)
+        checkpointer = Checkpointer(directory, CheckpointConfig(keep=2), mirror=open_url(mirror_url, "URL"))
+        newest = restore(checkpointer, newest)
+        shutil.rmtree(directory)
+
+
+def restore(checkpointer, newest):
+    """Restores the newest step, which is checked and at least `newest`; returns its number."""
     import jax
 
     target = {
         "large": jax.ShapeDtypeStruct((ROWS,), np.int32),
         "host": jax.ShapeDtypeStruct((ROWS,), np.int64),
     }
-    draw = random.Random(rounds)
-    newest = 0
-    for _ in range(rounds):
-        newest = max(newest, kill_while_saving(directory, draw.uniform(0.0, 0.5)))
-        said = []
-        checkpointer = Checkpointer(directory, CheckpointConfig(keep=2), say=said.append)
-        restored = checkpointer.restore(target)
-        assert said == []
-        assert restored.step >= newest
-        newest = restored.step
-        assert np.array_equal(restored.state["large"], np.arange(ROWS, dtype=np.int32) * np.int32(newest))
-        assert np.array_equal(restored.state["host"], np.full(ROWS, newest))
-        assert np.array_equal(restored.iterator, np.full((2, 3), newest))
-        assert restored.meta == {"step": newest}
+    restored = checkpointer.restore(target)
+    step = restored.step
+    assert step >= newest
+    assert np.array_equal(restored.state["large"], np.arange(ROWS, dtype=np.int32) * np.int32(step))
+    assert np.array_equal(restored.state["host"], np.full(ROWS, step))
+    assert np.array_equal(restored.iterator, np.full((2, 3), step))
+    assert restored.meta == {"step": step}
+    return step
 
 
-def kill_while_saving(directory, delay):
+def kill_while_saving(delay, *arguments):
     """Kills the saver `delay` seconds after its first commits; returns the last one it reported."""
-    process = subprocess.Popen([sys.executable, SAVER, directory], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, SAVER, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         for _ in range(2):
             assert process.stdout.readline().startswith("committed")
