@@ -41,15 +41,16 @@ def start_jax(config: Config) -> None:
 
 
 def start_threads(config: Config, devices: int) -> None:
-    """Gives XLA more threads than simulated devices, so that collectives can wait without stopping each other.
+    """Gives XLA more threads than simulated devices where many collectives may wait at once.
 
     A collective on a CPU blocks a thread until the other devices have come, and one that stands beside a loop is not
-    ordered against those inside it. With XLA's own number, a thread for each device, those that wait can leave none to
-    the device that they wait for; XLA then ends the process after 40 seconds. NPROC is the variable that XLA reads.
+    ordered against those inside it. With XLA's own number, a thread for each device, one such collective still leaves
+    a thread to the device that the others wait for; several can leave none, and XLA ends the process after 40 seconds.
+    The weights of layers outside the pipeline are fetched by several while it runs. More threads than needed cost
+    time: at twice the devices 5 % of a step. NPROC is the variable that XLA reads.
     """
-    # Weights of layers outside the pipeline are fetched while it runs; else one sum at most is.
-    at_once = 8 if config.pipeline.parallel_layers > 0 else 2
-    os.environ.setdefault("NPROC", str(max(at_once * devices, os.cpu_count() or 1)))
+    if config.pipeline.parallel_layers > 0:
+        os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
 
 
 def start_compile_cache(config: Config) -> None:

@@ -97,16 +97,22 @@ def test_compilation_cache_is_in_the_output_directory_unless_said_otherwise(tmp_
 
 
 class TestThreads:
-    @pytest.mark.parametrize(("parallel_layers", "threads"), [(-1, 128), (6, 512)])
-    def test_more_than_devices(self, parallel_layers, threads, monkeypatch):
+    OUTSIDE = {"pipeline.parallel_layers": 6}
+
+    def test_more_than_devices_for_layers_outside_the_pipeline(self, monkeypatch):
         monkeypatch.delenv("NPROC")
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        start_threads(replace(Config(), **{"pipeline.parallel_layers": parallel_layers}), 64)
-        assert os.environ.pop("NPROC") == str(threads)
+        start_threads(replace(Config(), **self.OUTSIDE), 64)
+        assert os.environ.pop("NPROC") == "512"
+
+    def test_otherwise_as_many_as_xla_takes(self, monkeypatch):
+        monkeypatch.delenv("NPROC")
+        start_threads(Config(), 64)
+        assert "NPROC" not in os.environ
 
     def test_the_users_number_stays(self, monkeypatch):
         monkeypatch.setenv("NPROC", "3")
-        start_threads(Config(), 64)
+        start_threads(replace(Config(), **self.OUTSIDE), 64)
         assert os.environ["NPROC"] == "3"
 
 
