@@ -22,6 +22,7 @@ from maxpipe.mesh import (
 )
 
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
+OUTSIDE = {"pipeline.parallel_layers": 6}
 EIGHT = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
 
@@ -97,12 +98,10 @@ def test_compilation_cache_is_in_the_output_directory_unless_said_otherwise(tmp_
 
 
 class TestThreads:
-    OUTSIDE = {"pipeline.parallel_layers": 6}
-
     def test_more_than_devices_for_layers_outside_the_pipeline(self, monkeypatch):
         monkeypatch.delenv("NPROC")
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        start_threads(replace(Config(), **self.OUTSIDE), 64)
+        start_threads(replace(Config(), **OUTSIDE), 64)
         assert os.environ.pop("NPROC") == "512"
 
     def test_otherwise_as_many_as_xla_takes(self, monkeypatch):
@@ -112,7 +111,7 @@ class TestThreads:
 
     def test_the_users_number_stays(self, monkeypatch):
         monkeypatch.setenv("NPROC", "3")
-        start_threads(replace(Config(), **self.OUTSIDE), 64)
+        start_threads(replace(Config(), **OUTSIDE), 64)
         assert os.environ["NPROC"] == "3"
 
 
