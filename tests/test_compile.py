@@ -1,7 +1,5 @@
 """`python -m maxpipe.compile`: simulated devices, TPU slices, exit codes."""
 
-import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -9,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compile_command import NARROW, report_of, run, tpu_aot
 
 from maxpipe import compile as command
 from maxpipe.compiling.collectives import BESIDE
@@ -25,25 +24,6 @@ SLICES = {4: "v5p:2x2x1", 8: "v5p:2x2x2", 64: "v5p:4x4x4", 768: "v5p:8x8x12"}
 BASE = "configs/base.yml"
 # As many as the tests' own process has, which may have started JAX already.
 EIGHT_DEVICES = ["compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
-
-tpu_aot = [
-    pytest.mark.tpu_aot,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; pip install -e '.[tpu]'"
-    ),
-]
-
-
-def run(*words, environment=()):
-    command = [sys.executable, "-m", "maxpipe.compile", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | dict(environment))
-
-
-def report_of(tmp_path, *words, code=0):
-    file = tmp_path / "report.json"
-    done = run(*words, "--json", file)
-    assert done.returncode == code, done.stdout + done.stderr
-    return json.loads(file.read_text()), done.stdout
 
 
 @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
@@ -119,13 +99,6 @@ def test_without_libtpu_the_extra_is_named():
     assert "pip install -e '.[tpu]'" in done.stderr
 
 
-# The compiler's time grows with widths, lengths and depth; axes, stages, heads of 128 and options stay the preset's.
-NARROW = (
-    "model.embed_dim=768", "model.mlp_dim=512", "model.num_query_heads=4", "model.num_kv_heads=2",
-    "model.vocab_size=1536", "data.sequence_length=512", "pipeline.num_repeats=1",
-)  # fmt: skip
-
-
 class TestTpu:
     pytestmark = tpu_aot
 
@@ -164,6 +137,17 @@ class TestTpu:
         assert all(between)
         assert len(gathers) >= 8
         assert all(gathers)
+
+    @pytest.mark.parametrize(
+        "words", [("pipeline.schedule=circular",), ("pipeline.schedule=lockstep_1f1b",), ("mesh.ici.stage=1",)]
+    )
+    def test_chips_share_keys_and_values_of_their_sequences(self, tmp_path, words):
+        chips = "v5e:2x2" if "mesh.ici.stage=1" in words else "v5e:2x4"
+        sizes = ("mesh.ici.context=2", "data.sequence_length=1024", "model.head_dim=128")
+        report, text = report_of(tmp_path, BASE, f"compile.topology={chips}", *sizes, *words)
+        assert "model.attention=splash" in text
+        found = {(c["kind"], c["axes"]) for c in report["collectives"]}
+        assert {("all-gather", "context"), ("reduce-scatter", "context")} <= found
 
     def test_memory_of_1f1b_does_not_grow_with_the_microbatches(self, tmp_path):
         temp = []
