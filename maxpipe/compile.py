@@ -9,10 +9,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from maxpipe.config import ConfigError, Problem, resolve
+from maxpipe.config import Config, ConfigError, Problem, resolve
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.xla_flags import advice
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 FITS, DOES_NOT_FIT = 0, 3
 
@@ -37,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = devices_of(loaded.config)
     slices = loaded.config.compile.num_slices
     config = resolve(loaded, len(devices), slices)
-    if config.pipeline.engine == "mpmd":
-        remedy = "use pipeline.schedule=lockstep_1f1b, which has one and no more bubble than 1f1b"
-        raise ConfigError(Problem("pipeline.engine", f"mpmd has no train step in one program; {remedy}"))
+    _check_engine(config, arguments.flags)
     mesh = build_mesh(config, devices)
+    if config.pipeline.engine == "mpmd":
+        return _separate_programs(config, mesh, Path(arguments.flags.programs))
 
     from maxpipe.compiling.analysis import analyse
     from maxpipe.compiling.report import size
@@ -63,6 +67,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
     parser.add_argument("--hlo", metavar="FILE", help="write the optimized, scheduled HLO (empty if it does not fit)")
+    parser.add_argument("--programs", metavar="DIR", help="mpmd: write the program of every unit, sliced and as HLO")
+
+
+def _check_engine(config: Config, flags: argparse.Namespace) -> None:
+    """Raises ConfigError for what is of one program where there are several, or the other way round."""
+    if config.pipeline.engine != "mpmd":
+        if flags.programs:
+            message = f"is for the mpmd engine; the {config.pipeline.engine} engine has one program: --hlo FILE"
+            raise ConfigError(Problem("--programs", message))
+        return
+    if not flags.programs:
+        remedy = "use pipeline.schedule=lockstep_1f1b, which has one and no more bubble than 1f1b"
+        message = f"mpmd has no train step in one program; --programs DIR writes those of its stages, or {remedy}"
+        raise ConfigError(Problem("pipeline.engine", message))
+    given = {"compile.save": config.compile.save, "--json": flags.json, "--hlo": flags.hlo}
+    problems = [Problem(key, "is for a train step in one program; leave it out") for key, file in given.items() if file]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _separate_programs(config: Config, mesh: "Mesh", directory: Path) -> int:
+    from maxpipe.compiling.programs import write_programs
+    from maxpipe.pipeline.auto_stages.plan import choose_stages
+    from maxpipe.telemetry.chips import chip_for
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    chip = chip_for(mesh.devices.flat[0].device_kind)
+    config = choose_stages(config, chip.hbm_bytes if chip else None, say)
+    try:
+        for line in write_programs(config, mesh, directory):
+            say(line)
+    except OSError as error:
+        raise ConfigError(Problem("--programs", f"cannot write to {directory}: {error.strerror}")) from None
+    say(f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), and its HLO (.hlo)")
+    return FITS
 
 
 def _check_files(save: str, reports: dict[str, str | None]) -> None:

@@ -168,24 +168,21 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
     """What was chosen and why, two lines."""
     run, times = chosen.run, chosen.work
     against = ""
-    if uniform:
-        against = f", {uniform.slowest:.4g} with uniform stages, whose step takes {_longer(uniform, chosen)}"
+    if uniform and uniform.sizes == chosen.sizes:
+        against = "; no others are faster"
+    elif uniform:
+        longer = uniform.run.makespan / chosen.run.makespan - 1
+        against = f"; of uniform ones {uniform.slowest:.4g}, a step {longer:+.1%}"
         if (uniform.memory > limit).any():
-            against += " and does not fit"
-    unit = "the forward of a layer being 1"
+            against += " that does not fit"
     sizes = str(chosen.sizes).replace(" ", "")
-    yield f"{KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} a microbatch, {unit}{against}"
+    yield f"{KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer a microbatch{against}"
     of = "" if limit == inf else f" of {limit / GIB:.3g}"
     backward = [f"{(times.layer - 1) * n:.4g}" for n in chosen.layers]
     yield (
         f"predicted by stage: F {' '.join(map(str, chosen.layers))}, B {' '.join(backward)}, head {times.head:.3g}; "
         f"bubble {run.bubble_fraction:.1%}; {' '.join(f'{b / GIB:.3g}' for b in chosen.memory)}{of} GiB a device"
     )
-
-
-def _longer(other: Prediction, chosen: Prediction) -> str:
-    extra = other.run.makespan / chosen.run.makespan - 1
-    return f"{100 * extra:.1f} % longer" if round(extra, 3) else "as long"
 
 
 def _does_not_fit(config: Config, limit: float) -> ConfigError:

@@ -1,6 +1,6 @@
 """A computation compiled for its stage: gradients are added in place, and what dies here gives its memory back."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,7 +55,7 @@ class Executable:
 
         run.__name__ = str(computation.name)  # in profiles and dumps of XLA
         shardings = [sum_shardings[i] for i in self.outputs], None
-        self.run: Callable[..., Any] = jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
+        self.run: jax.stages.Wrapped = jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
 
 
 def _add(total: jax.Array, parts: Sequence[Any]) -> jax.Array:

@@ -4,7 +4,7 @@ It is Alpa's design (Zheng et al., OSDI 2022): the loss and gradient of one micr
 stage marks, compiled stage by stage, and dispatched in the order of any table. Letters: B sequences, T sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.contract import Batch, Metrics, Parts
+from maxpipe.pipeline.mpmd.dump import dump
 from maxpipe.pipeline.mpmd.model import MarkedModel
+from maxpipe.pipeline.mpmd.program import Name
 from maxpipe.pipeline.mpmd.runner import Observer
 from maxpipe.pipeline.mpmd.staged import Named, StagedProgram
 from maxpipe.pipeline.mpmd.stages import paths
@@ -100,6 +102,16 @@ class MpmdPipeline:
             for s, tree in enumerate(self.abstract)
         ]
         return loss, gradients
+
+    def compile(self) -> Iterator[tuple[int, Name, jax.stages.Compiled]]:
+        """Compiles the training step's computations without running any; see `StagedProgram.compile`."""
+        owned = self._named(self.abstract)
+        return self.training.compile({name: x.sharding.spec for stage in owned for name, x in stage.items()})
+
+    def texts(self) -> dict[Name, str]:
+        """The training step's computations in words and equations; see `dump`."""
+        outputs = ["loss", *(f"gradient of {name}" for name in self._outputs)]
+        return dump(self.training.program, self.training.input_names, outputs)
 
     def evaluate(self, params: Sequence[Params], copies: Sequence[Named], batch: Batch) -> Metrics:
         """Forward only: {"cross_entropy", "weight"}, sums over the tokens of a batch."""

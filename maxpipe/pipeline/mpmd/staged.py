@@ -4,7 +4,7 @@ Arguments of the function are known by their paths in {"params", "micro", "scale
 "['params']['head']['kernel']". Letters: M microbatches, B sequences, T sequence.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.context_parallel import AXIS
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.contract import Batch
+from maxpipe.pipeline.mpmd.program import Name
 from maxpipe.pipeline.mpmd.runner import Observer, Runner, Sums
 from maxpipe.pipeline.mpmd.slicing import slice_program
 from maxpipe.pipeline.mpmd.stages import local_view, named, paths
@@ -37,6 +38,7 @@ class StagedProgram:
 
     Attributes:
       program, runner: for those who look inside.
+      input_names: names of the program's inputs.
       needs: for each stage, the arguments that it reads.
     """
 
@@ -45,6 +47,7 @@ class StagedProgram:
         batch_spec: PartitionSpec, output_specs: Sequence[PartitionSpec], needs_key: bool,
     ):  # fmt: skip
         self._num_microbatches = table.num_microbatches
+        self._stage_of = table.stage_of_chunk.tolist()
         self._context = meshes[0].shape[AXIS]
         self._meshes = meshes
         self._batch_spec = batch_spec
@@ -56,10 +59,12 @@ class StagedProgram:
         )
         self.program = slice_program(traced, split_backward="W" in table.kinds)
         arguments = paths({"params": params, "micro": micro, "scales": scales, "key": key})
+        self.input_names = arguments
         self._names = dict(zip(self.program.inputs, arguments, strict=True))
         self._micro = named({"micro": micro})
         self._sums = [x.shape for x in jax.tree.leaves(shapes)]
         sum_shardings = [{i: NamedSharding(mesh, s) for i, s in enumerate(output_specs)} for mesh in meshes]
+        self._sum_shardings = sum_shardings
         varying = [v for v, name in self._names.items() if name in self._micro]
         self.runner = Runner(self.program, table, meshes, varying, sum_shardings)
         self.needs = [{self._names[v] for v in needed} for needed in self.runner.needs]
@@ -85,6 +90,34 @@ class StagedProgram:
             varying.append([{v: m[name] for v, name in self._names.items() if name in m} for m in micro])
             sums.append(zeros)
         return self.runner.run(fixed, varying, sums, observe)
+
+    def compile(self, layouts: Mapping[str, PartitionSpec]) -> Iterator[tuple[int, Name, jax.stages.Compiled]]:
+        """Compiles the computations one by one without running any.
+
+        Args:
+          layouts: of the parameters, by name.
+
+        Yields:
+          (stage, computation, executable), in an order that respects dependencies.
+        """
+        known = {name: PartitionSpec(*self._batch_spec[: x.ndim]) for name, x in self._micro.items()} | dict(layouts)
+        specs = {v: known.get(name, PartitionSpec()) for v, name in self._names.items()}
+        for name in self.program.computations:
+            stage, executable = self._stage_of[name.chunk], self.runner.executables[name]
+            mesh = self._meshes[stage]
+
+            def abstract(v: Any, mesh: Mesh = mesh) -> jax.ShapeDtypeStruct:
+                return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, specs[v]))
+
+            sums = [
+                jax.ShapeDtypeStruct(self._sums[i], jnp.float32, sharding=self._sum_shardings[stage][i])
+                for i in executable.outputs
+            ]
+            lists = executable.donated, executable.kept, executable.fixed, executable.varying
+            compiled = executable.run.lower(sums, *([abstract(v) for v in vs] for vs in lists)).compile()
+            for v, sharding in zip(executable.writes, compiled.output_shardings[1], strict=True):
+                specs[v] = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+            yield stage, name, compiled
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         split = microbatches.split(microbatches.prepared(batch, self._context), self._num_microbatches)

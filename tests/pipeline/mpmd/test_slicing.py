@@ -8,6 +8,7 @@ from programs import assert_computes, chain, computation, evaluate, inputs, oper
 
 from maxpipe.pipeline.mpmd.dump import dump
 from maxpipe.pipeline.mpmd.marks import mark_stage_boundary as mark
+from maxpipe.pipeline.mpmd.program import Name
 from maxpipe.pipeline.mpmd.routes import route
 from maxpipe.pipeline.mpmd.slicing import slice_program
 
@@ -173,8 +174,10 @@ class TestRefusals:
 
 
 def test_the_dump_names_values_by_where_they_come_from():
-    text = dump(sliced(chain, weights(), inputs()), ["first", "second", "third", "x"])
-    assert text.startswith("F0\n  reads  first float32[4,4]") or "reads  first f32[4,4]" in text
-    assert "writes F0.0" in text
-    assert "adds to output 2" in text.split("\nB1\n")[1].split("\nB0\n")[0]
-    assert "dot_general" in text
+    texts = dump(sliced(chain, weights(), inputs()), ["first", "second", "third", "x"])
+    assert [*map(str, texts)] == ["F0", "F1", "F2", "B2", "B1", "B0"]
+    first = texts[Name("F", 0)]
+    assert first.startswith("F0\n  reads  first f32[4,4]\n  reads  x f32[2,4]\n")
+    assert "  writes F0.1 f32[2,4] for F1, B1\n" in first
+    assert "dot_general" in first
+    assert "  adds to output 2 f32[4,4]\n" in texts[Name("B", 1)]

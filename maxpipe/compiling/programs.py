@@ -1,0 +1,44 @@
+"""The separate programs of the MPMD engine, compiled and written as text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from maxpipe.builder import build_engine
+from maxpipe.compiling.report import size
+from maxpipe.config.schema import update
+from maxpipe.config.sections import Config
+from maxpipe.training.mpmd_engine import MpmdEngine
+
+
+def write_programs(config: Config, mesh: Mesh, directory: Path) -> Iterator[str]:
+    """Writes every computation of a training step to `stage_S/NAME.txt` as sliced and `stage_S/NAME.hlo` as compiled.
+
+    Args:
+      config: resolved, for the MPMD engine, its stages chosen.
+      mesh: of the devices to compile for.
+      directory: made if it is not there.
+
+    Yields:
+      A line for each computation: its memory on a device of the stage.
+
+    Raises:
+      OSError: something cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    engine = build_engine(update(config, {"telemetry.batch_digest": False}), mesh)
+    assert isinstance(engine, MpmdEngine)
+    texts = engine.pipeline.texts()
+    for stage, name, compiled in engine.pipeline.compile():
+        folder = directory / f"stage_{stage}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
+        (folder / f"{name}.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        yield (
+            f"{f'stage {stage}':<12}{name!s:<5} arguments {size(memory.argument_size_in_bytes)}, "
+            f"results {size(memory.output_size_in_bytes - memory.alias_size_in_bytes)}, "
+            f"temp {size(memory.temp_size_in_bytes)}"
+        )

@@ -1,0 +1,66 @@
+"""`python -m maxpipe.compile --programs`: what the MPMD engine's stages run, as text."""
+
+import pytest
+
+from maxpipe import compile as command
+
+SMALL = [
+    "compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4", "model.num_layers=2", "model.embed_dim=16",
+    "model.num_query_heads=2", "model.num_kv_heads=2", "model.mlp_dim=32", "data.sequence_length=16",
+    "pipeline.schedule=zb_h1", "pipeline.layers_per_stage=auto", "model.tie_embeddings=true",
+]  # fmt: skip
+ONE_PROGRAM = ["pipeline.schedule=lockstep_1f1b", "pipeline.layers_per_stage=[]", "pipeline.num_repeats=1"]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The directory that the command fills."""
+    directory = tmp_path_factory.mktemp("programs")
+    assert command.main(["configs/base.yml", *SMALL, "--programs", str(directory)]) == 0
+    return directory
+
+
+def test_every_computation_is_there_as_sliced_and_as_compiled(written):
+    files = sorted(str(path.relative_to(written)) for path in written.rglob("*.*"))
+    names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in "FIW"]
+    assert files == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
+
+
+def test_the_sliced_program_says_where_values_come_from_and_go(written):
+    forward, late = ((written / f"stage_{stage}" / name).read_text() for stage, name in ((0, "F0.txt"), (1, "W1.txt")))
+    assert "  reads  ['params']['embed']['embedding'] f32[320,16]\n" in forward
+    assert "  writes F0.1 f32[8,16,16] for F1, I1\n" in forward
+    assert "sharding_constraint[P('fsdp', None, None)]" in forward
+    assert "  reads  I1.1 f32[8,16,32]\n" in late
+    assert "  adds to gradient of ['params']['chunks'][1]['mlp']['gate'] f32[1,16,32]\n" in late
+    assert "dot_general" in late
+
+
+def test_the_hlo_is_of_the_stages_own_devices(written):
+    hlo = (written / "stage_1" / "I1.hlo").read_text()
+    assert hlo.startswith("HloModule jit_I1, ")
+    assert "num_partitions=4" in hlo.partition("\n")[0]
+    # Two rows of a microbatch of eight are on each of the four devices.
+    assert "f32[2,16,16]" in hlo.partition("\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--programs=out", "--hlo=step.hlo"], "--hlo: is for a train step in one program; leave it out"),
+        (["--programs=out", "compile.save=step.bin"], "compile.save: is for a train step in one program"),
+        ([], "--programs DIR writes those of its stages, or use pipeline.schedule=lockstep_1f1b"),
+        (["--programs=out", *ONE_PROGRAM], "--programs: is for the mpmd engine; the scheduled engine has one program"),
+        (["--programs=file/out"], "--programs: cannot write to file/out: Not a directory"),
+        (["--programs=out", "pipeline.memory_limit_gib=1e-4"], "no choice of stages fits 0.0001 GiB a device"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, words, message):
+    config = str(command.__file__).replace("maxpipe/compile.py", "configs/base.yml")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        command.main([config, *SMALL, *words])
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
