@@ -1,0 +1,90 @@
+"""The examples in configs/clusters/: what each says about its cluster, and that its step compiles; slices over DCN."""
+
+import re
+from pathlib import Path
+
+import pytest
+from compile_command import NARROW, report_of, tpu_aot
+
+from maxpipe.config import load, resolve
+
+CLUSTERS = sorted((Path(__file__).parents[1] / "configs" / "clusters").glob("*.yml"))
+BASE = "configs/base.yml"
+SLICES = [2, pytest.param(4, marks=pytest.mark.grid)]
+
+
+def resolved(path):
+    config = load(path).config
+    chips = 1
+    for size in config.compile.topology.partition(":")[2].split("x"):
+        chips *= int(size)
+    slices = config.compile.num_slices
+    return resolve(config, chips * slices, slices), chips
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+def test_the_comment_says_what_the_cluster_gets(path):
+    config, chips = resolved(path)
+    comment = re.sub(r"\n# ?", " ", path.read_text().partition("\nbase:")[0])
+    assert config.run_name == f"{config.run_name.removesuffix('-' + path.stem)}-{path.stem}"
+    assert f"python -m maxpipe.compile configs/clusters/{path.name}" in comment
+    assert f"python -m maxpipe.train configs/clusters/{path.name}" in comment
+    assert f"{chips} chips" in comment
+    stages = config.mesh.ici.stage * config.mesh.dcn.stage
+    layout = (
+        f"{stages} stages x {config.mesh.ici.fsdp} fsdp, {config.pipeline.num_repeats} repeats of"
+        f" {config.pipeline.num_layers_per_stage} layers per stage, {config.pipeline.num_microbatches} microbatches"
+    )
+    assert layout in comment
+    tokens = config.data.global_batch_size * config.data.sequence_length / 1e6
+    assert f"{tokens:.1f} million tokens a step" in comment
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+    def test_its_step_compiles_at_reduced_size(self, tmp_path, path):
+        config, chips = resolved(path)
+        stages = config.mesh.ici.stage * config.mesh.dcn.stage
+        slices = config.compile.num_slices
+        report, _ = report_of(
+            tmp_path, path, *NARROW, f"model.num_layers={stages}", f"pipeline.num_microbatches={2 * stages}",
+            f"data.global_batch_size={2 * stages * config.mesh.ici.fsdp}",
+        )  # fmt: skip
+        assert report["fits"]
+        assert (report["num_devices"], report["num_slices"]) == (chips * slices, slices)
+        assert {c["network"] for c in report["collectives"]} == ({"ici", "dcn"} if slices > 1 else {"ici"})
+
+    @pytest.mark.parametrize("slices", SLICES)
+    @pytest.mark.parametrize("axis", ["stage", "data"])
+    @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
+    def test_engines_with_stages_or_data_in_several_slices(self, tmp_path, schedule, axis, slices):
+        inner = ("mesh.ici.stage=1", "mesh.ici.fsdp=4") if axis == "stage" else ("mesh.ici.stage=4", "mesh.ici.fsdp=1")
+        report, text = report_of(
+            tmp_path, BASE, *NARROW, "compile.topology=v5e:2x2", f"compile.num_slices={slices}",
+            *inner, f"mesh.dcn.{axis}={slices}", "model.num_layers=4", "pipeline.num_microbatches=4",
+            "data.global_batch_size=16", f"pipeline.schedule={schedule}",
+        )  # fmt: skip
+        assert_only_this_axis_leaves_the_slice(report, text, axis)
+
+    @pytest.mark.parametrize("slices", SLICES)
+    def test_data_parallelism_without_a_pipeline_in_several_slices(self, tmp_path, slices):
+        report, text = report_of(
+            tmp_path, BASE, *NARROW, "compile.topology=v5e:2x2", f"compile.num_slices={slices}",
+            "mesh.ici.stage=1", "mesh.ici.fsdp=4", f"mesh.dcn.data={slices}", "model.num_layers=2",
+            "pipeline.num_microbatches=1", "data.global_batch_size=16",
+        )  # fmt: skip
+        assert report["engine"] == "sequential"
+        assert_only_this_axis_leaves_the_slice(report, text, "data")
+
+
+def assert_only_this_axis_leaves_the_slice(report, text, axis):
+    """What crosses slices is listed, and nothing of the axes within them takes part in it but in small sums."""
+    crossing = [c for c in report["collectives"] if c["network"] == "dcn"]
+    kinds = {c["kind"] for c in crossing}
+    assert ("collective-permute" in kinds) if axis == "stage" else ({"all-reduce", "reduce-scatter"} & kinds)
+    assert all(axis in c["axes"].split(",") for c in crossing)
+    alone = sum(c["sent_bytes"] for c in crossing if c["axes"] == axis)
+    assert alone > 0.9 * sum(c["sent_bytes"] for c in crossing)
+    assert "DCN" in text
