@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -48,10 +47,11 @@ def find_collectives(
 
     Args:
       module: the optimized program of one device.
-      mesh: the mesh it was compiled for; partitions are numbered in its order.
+      mesh: the mesh it was compiled for; partitions of a slice are numbered in its order.
       branch_runs: see `hlo.executions`.
     """
     found: dict[tuple[str, str, str], Collective] = {}
+    shape = slice_shape(mesh)
 
     def add(kind: str, axes: str, network: str, runs: float, size: float, sent: float) -> None:
         entry = found.setdefault((kind, axes, network), Collective(kind, axes, network, 0, 0, 0))
@@ -64,11 +64,10 @@ def find_collectives(
             size = array_bytes(instruction.type)[0]
             add(kind, dcn_axes(mesh), "dcn", runs, size, size)
         elif kind := kind_of(computation, instruction):
-            groups = groups_of(instruction, mesh.size)
-            network = "dcn" if _spans_slices(groups, mesh) else "ici"
+            groups = groups_of(instruction, math.prod(shape.values()))
             size = operand_bytes(computation, instruction)
             sent = sent_bytes(kind, size, max(map(len, groups), default=1))
-            add(kind, axes_of(groups, mesh), network, runs, size, sent)
+            add(kind, axes_of(groups, shape), "ici", runs, size, sent)
     return sorted(found.values(), key=lambda c: -c.sent_bytes)
 
 
@@ -100,9 +99,21 @@ def between_slices(instruction: Instruction) -> str | None:
 
 def dcn_axes(mesh: Mesh) -> str:
     """Mesh axes along which some neighbours lie in different slices."""
-    slices = np.vectorize(lambda d: getattr(d, "slice_index", 0) or 0)(mesh.devices)
+    slices = _slices(mesh)
     crossing = [n for i, n in enumerate(mesh.axis_names) if (np.diff(slices, axis=i) != 0).any()]
     return ",".join(crossing)
+
+
+def slice_shape(mesh: Mesh) -> dict[str, int]:
+    """Sizes of the mesh axes in one slice: each slice runs a program of its own, whose partitions are its devices."""
+    mine = _slices(mesh) == _slices(mesh).flat[0]
+    counts = (int(np.moveaxis(mine, i, -1)[(0,) * (mine.ndim - 1)].sum()) for i in range(mine.ndim))
+    return dict(zip(mesh.axis_names, counts, strict=True))
+
+
+def _slices(mesh: Mesh) -> np.ndarray:
+    """The slice of every device."""
+    return np.vectorize(lambda d: getattr(d, "slice_index", 0) or 0)(mesh.devices)
 
 
 def operand_bytes(computation: Computation, instruction: Instruction) -> int:
@@ -150,16 +161,11 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
-def axes_of(groups: Sequence[Sequence[int]], mesh: Mesh) -> str:
+def axes_of(groups: Sequence[Sequence[int]], sizes: Mapping[str, int]) -> str:
     """Mesh axes along which members of a group differ, in the mesh's order; "" for a group of one."""
-    shape = tuple(mesh.shape.values())
+    shape = tuple(sizes.values())
     differing = np.zeros(len(shape), bool)
     for group in groups:
         places = np.array(np.unravel_index(np.asarray(group), shape))
         differing |= (places != places[:, :1]).any(axis=1)
-    return ",".join(name for name, differs in zip(mesh.axis_names, differing, strict=True) if differs)
-
-
-def _spans_slices(groups: Sequence[Sequence[int]], mesh: Mesh) -> bool:
-    devices: Any = mesh.devices.reshape(-1)
-    return any(len({getattr(devices[i], "slice_index", 0) for i in group}) > 1 for group in groups)
+    return ",".join(name for name, differs in zip(sizes, differing, strict=True) if differs)

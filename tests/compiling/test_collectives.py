@@ -42,7 +42,7 @@ def instruction(rest):
     ],
 )
 def test_groups_are_named_by_the_mesh_axes_they_span(mesh, rest, axes):
-    assert axes_of(groups_of(instruction(rest), 8), mesh) == axes
+    assert axes_of(groups_of(instruction(rest), 8), mesh.shape) == axes
 
 
 def test_tpu_text_is_counted_by_operand(mesh):
@@ -102,22 +102,29 @@ class _Device:
         self.slice_index = slice_index
 
 
-def test_what_crosses_slices_is_sent_by_the_hosts():
+@pytest.mark.parametrize(
+    ("slices", "across", "within"), [((0, 0, 1, 1), "stage", "fsdp"), ((0, 1, 0, 1), "fsdp", "stage")]
+)
+def test_what_crosses_slices_is_sent_by_the_hosts(slices, across, within):
+    """Partitions are those of one slice."""
     text = """
 ENTRY %main (a: f32[2,128]) -> f32[2] {
   %a = f32[2,128] parameter(0)
   %token = token[] after-all()
+  %near = f32[4,128] all-gather(%a), replica_groups={{0,1}}, dimensions={0}
   %send = (f32[2,128]{1,0:T(8,128)}, u32[], token[]) send(%a, %token), channel_id=2, is_host_transfer=true, \
 frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}
   ROOT %done = token[] send-done(%send), channel_id=2, \
 frontend_attributes={_xla_megascale_transfer_type="ALL_GATHER"}
 }
 """
-    devices = np.array([_Device(0), _Device(0), _Device(1), _Device(1)], dtype=object)
-    with_slices = SimpleNamespace(devices=devices.reshape(2, 2), axis_names=("stage", "fsdp"), size=4)
-    (found,) = find_collectives(parse(text), with_slices)
-    assert (found.kind, found.axes, found.network) == ("all-gather", "stage", "dcn")
-    assert (found.count, found.sent_bytes) == (1, 1024)
+    devices = np.array([_Device(i) for i in slices], dtype=object).reshape(2, 2)
+    with_slices = SimpleNamespace(devices=devices, axis_names=("stage", "fsdp"))
+    found = {c.network: c for c in find_collectives(parse(text), with_slices)}
+    assert {network: (c.kind, c.axes) for network, c in found.items()} == {
+        "dcn": ("all-gather", across), "ici": ("all-gather", within),
+    }  # fmt: skip
+    assert (found["dcn"].count, found["dcn"].sent_bytes) == (1, 1024)
 
 
 def test_compiled_collectives_in_a_loop(mesh):
