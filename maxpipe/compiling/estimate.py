@@ -71,8 +71,10 @@ def _activations(config: Config) -> float:
         iterations = microbatches * pipeline.num_repeats + delay * (stages - 1)
         # The conveyor of inputs and outputs, and its gradient.
         stored = iterations * unit + 2 * microbatches / stages * chunk_input
-    # One layer at a time is computed again; its tensors and their gradients are there together.
-    working = 2 * (sum(widths.values()) + NORMS_AND_ADDITIONS * model.embed_dim)
+    # One layer at a time is computed again; its tensors and their gradients are there together, keys and values those
+    # of whole sequences.
+    others = (axis_size(config, "context") - 1) * (widths["key_proj"] + widths["value_proj"])
+    working = 2 * (sum(widths.values()) + others + NORMS_AND_ADDITIONS * model.embed_dim)
     tokens = microbatch_tokens(config)
     # The scheduled engine deals the tokens out to all stages.
     share = num_stages(config) if pipeline.engine == "scheduled" else 1

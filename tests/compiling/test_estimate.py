@@ -55,6 +55,17 @@ def test_activations_against_the_policy():
     assert activations("minimal_offloaded") == activations("full")
 
 
+def test_activations_of_split_sequences():
+    """Half as large, but for the keys and values of the other half."""
+
+    def activations(context):
+        axes = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "mesh.ici.context": context}
+        return estimate(resolve(replace(Config(), **axes), 4 * context)).activations
+
+    half = activations(1) / 2
+    assert half < activations(2) < 1.1 * half
+
+
 def test_weights_gathered_once_are_whole_over_fsdp():
     apart, once = (
         estimate(config_of(**{"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather}))
