@@ -79,16 +79,20 @@ class TestARunToItsEnd:
 
 
 def test_sequential_and_pipelined_runs_have_the_same_losses(tmp_path):
-    """Twenty steps from the same seed and data, on four devices each."""
-    words = [*write_config(tmp_path, steps=20, checkpoint="{every: 0}")]
+    """Twenty steps from the same seed and data, on four devices each; with this vocabulary automatic stages differ."""
+    words = [*write_config(tmp_path, steps=20, checkpoint="{every: 0}"), "model.vocab_size=1024"]
     train([*words, "run_name=pipelined"])
     train([*words, "run_name=sequential", "pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4"])
-    pipelined, sequential = (losses(tmp_path / "runs" / name) for name in ("pipelined", "sequential"))
-    assert sorted(pipelined) == list(range(1, 21))
-    for step, (loss, _, rate) in pipelined.items():
-        assert sequential[step][0] == pytest.approx(loss, rel=1e-5), step
-        assert sequential[step][2] == rate
+    said = train([*words, "run_name=stages", "pipeline.schedule=1f1b", "pipeline.layers_per_stage=auto"])
+    pipelined, sequential, stages = (losses(tmp_path / "runs" / n) for n in ("pipelined", "sequential", "stages"))
+    assert sorted(pipelined) == sorted(stages) == list(range(1, 21))
+    for step, (loss, _, rate) in sequential.items():
+        assert [pipelined[step][0], stages[step][0]] == pytest.approx([loss, loss], rel=1e-5), step
+        assert pipelined[step][2] == stages[step][2] == rate
     assert checkpoints(tmp_path / "runs" / "pipelined") == []
+    assert "pipeline.layers_per_stage=[3,1]: the slowest stage takes 12.73 forwards of a layer" in said
+    assert "  stage 0   layers 0-2\n  stage 1   layers 3\n" in said
+    assert "\n  layers_per_stage: [3, 1]\n" in (tmp_path / "runs" / "stages" / "config.yml").read_text()
 
 
 def test_a_diverging_run_ends_with_code_42_and_keeps_its_last_sound_checkpoint(tmp_path):
@@ -184,6 +188,10 @@ class TestBadInput:
     def test_axis_rules_that_collide(self, refused):
         said = refused('sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]')
         assert "sharding.logical_axis_rules" in said
+
+    def test_stages_that_do_not_fit(self, refused):
+        words = ["pipeline.schedule=1f1b", "pipeline.layers_per_stage=auto", "pipeline.memory_limit_gib=1e-5"]
+        assert "no choice of stages fits 1e-05 GiB a device (pipeline.memory_limit_gib)" in refused(*words)
 
     def test_storing_an_executable(self, refused):
         said = refused("compile.save=step.bin")
