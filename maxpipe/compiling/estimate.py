@@ -9,15 +9,14 @@ from maxpipe.builder import build_layout, build_table
 from maxpipe.config.layout import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.pipeline.footprint import (
-    NORMS_AND_ADDITIONS,
     axis_size,
     itemsize,
     kept_width,
-    layer_widths,
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
     stash_width,
+    working_width,
 )
 from maxpipe.pipeline.schedules._plan import lockstep_plan
 from maxpipe.telemetry.flops import parameter_count
@@ -54,8 +53,7 @@ def estimate(config: Config) -> Memory:
 
 def _activations(config: Config) -> float:
     model, pipeline = config.model, config.pipeline
-    widths, layers = layer_widths(config), build_layout(config).layers_per_stage
-    per_layer = kept_width(config)
+    layers, per_layer = build_layout(config).layers_per_stage, kept_width(config)
     chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer
     if pipeline.engine == "sequential":
         stored = layers * (model.embed_dim + per_layer)
@@ -71,11 +69,9 @@ def _activations(config: Config) -> float:
         iterations = microbatches * pipeline.num_repeats + delay * (stages - 1)
         # The conveyor of inputs and outputs, and its gradient.
         stored = iterations * unit + 2 * microbatches / stages * chunk_input
-    # One layer at a time is computed again; its tensors and their gradients are there together, keys and values those
-    # of whole sequences.
-    others = (axis_size(config, "context") - 1) * (widths["key_proj"] + widths["value_proj"])
-    working = 2 * (sum(widths.values()) + others + NORMS_AND_ADDITIONS * model.embed_dim)
     tokens = microbatch_tokens(config)
     # The scheduled engine deals the tokens out to all stages.
     share = num_stages(config) if pipeline.engine == "scheduled" else 1
-    return tokens * itemsize(model.dtype) * (stored + working) + logits_bytes(config, tokens / share)
+    # One layer at a time is computed again.
+    columns = stored + working_width(config)
+    return tokens * itemsize(model.dtype) * columns + logits_bytes(config, tokens / share)

@@ -8,7 +8,7 @@ from maxpipe.config.batches import data_shards
 from maxpipe.config.sections import Config
 from maxpipe.pipeline.remat import MATMULS, QKV, REMAT
 
-NORMS_AND_ADDITIONS = 6  # arrays of width `embed_dim` that a layer makes beside its matrix products
+_NORMS_AND_ADDITIONS = 6  # arrays of width `embed_dim` that a layer makes beside its matrix products
 # Moments per parameter, float32, by optimizer; others are counted like adamw.
 _MOMENTS = {"sgd": 1}
 
@@ -53,7 +53,7 @@ def kept_width(config: Config) -> float:
     if kept.everything or (by_layer and not pipeline.remat_layers):
         # Norms are float32. As wide as the gate are its activation function, two parts of that one's derivative and the
         # product with `mlp_up`.
-        norms = NORMS_AND_ADDITIONS * config.model.embed_dim * 4 / itemsize(config.model.dtype)
+        norms = _NORMS_AND_ADDITIONS * config.model.embed_dim * 4 / itemsize(config.model.dtype)
         return sum(widths[name] for name in MATMULS) + 4 * widths["mlp_gate"] + norms
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + sum(widths.get(name, 0.0) for name in kept.device)
@@ -71,6 +71,13 @@ def stash_width(config: Config) -> float:
     found = (*QKV, *(MATMULS if everything else kept.device))
     gradients = sum(widths.values()) - widths["context"] - widths["mlp_up"] + 2 * config.model.embed_dim
     return gradients + sum(width for name, width in widths.items() if name not in found)
+
+
+def working_width(config: Config) -> float:
+    """Width on one device of all tensors of a layer and their gradients, keys and values those of whole sequences."""
+    widths = layer_widths(config)
+    others = (axis_size(config, "context") - 1) * (widths["key_proj"] + widths["value_proj"])
+    return 2 * (sum(widths.values()) + others + _NORMS_AND_ADDITIONS * config.model.embed_dim)
 
 
 def logits_bytes(config: Config, tokens: float) -> float:

@@ -12,7 +12,6 @@ import numpy as np
 
 from maxpipe.config.sections import Config
 from maxpipe.pipeline.footprint import (
-    NORMS_AND_ADDITIONS,
     axis_size,
     itemsize,
     kept_width,
@@ -20,6 +19,7 @@ from maxpipe.pipeline.footprint import (
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
+    working_width,
 )
 from maxpipe.pipeline.schedules._slots import activation_slots
 from maxpipe.pipeline.schedules._table import KINDS, Table
@@ -72,11 +72,11 @@ class StageMemory:
     def _working(self, layers: int) -> float:
         """What the backward of a chunk has at once: what it computes again, and one layer's tensors with gradients."""
         config = self._config
-        widths = sum(layer_widths(config).values())
-        one = 2 * (widths + NORMS_AND_ADDITIONS * config.model.embed_dim)
         # A chunk is computed again as a whole, unless layer by layer.
-        again = config.model.embed_dim if config.pipeline.remat_layers else max(widths - kept_width(config), 0.0)
-        return self._element_bytes * (one + layers * again)
+        again = max(sum(layer_widths(config).values()) - kept_width(config), 0.0)
+        if config.pipeline.remat_layers:
+            again = config.model.embed_dim
+        return self._element_bytes * (working_width(config) + layers * again)
 
     @cached_property
     def _element_bytes(self) -> float:

@@ -1,7 +1,7 @@
 """Choosing how many layers each stage gets under a memory limit, and predicting what a choice costs."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -16,7 +16,7 @@ from maxpipe.pipeline.auto_stages.costs import Work, work
 from maxpipe.pipeline.auto_stages.cut import chunk_sizes, least_worst
 from maxpipe.pipeline.auto_stages.memory import StageMemory
 from maxpipe.pipeline.schedules._load import build_table
-from maxpipe.pipeline.schedules._table import ScheduleError, Table
+from maxpipe.pipeline.schedules._table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.pipeline.simulate import Simulation, simulate
 
 GIB = 2**30
@@ -52,6 +52,22 @@ class Prediction:
         return float(self.run.work.max()) / self.run.table.num_microbatches
 
 
+def run_table(config: Config) -> Table:
+    """The schedule's table; on the MPMD engine, where no stage waits for a tick, as the order of units on each.
+
+    Raises:
+      ScheduleError: the schedule cannot be built.
+    """
+    table = build_table(config)
+    if config.pipeline.engine != "mpmd" or not table.lockstep:
+        return table
+    ticks = {kind: np.where(t < 0, -1, len(KINDS) * t + KINDS.index(kind)) for kind, t in table.ticks.items()}
+    used = np.unique(np.concatenate([t[t >= 0] for t in ticks.values()]))
+    ticks = {kind: np.where(t < 0, -1, np.searchsorted(used, t)) for kind, t in ticks.items()}
+    free = from_ticks(table.name, table.num_stages, table.num_repeats, ticks, placement=table.placement)
+    return replace(free, source=table.source)
+
+
 def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     """Simulates chunks of so many layers.
 
@@ -62,7 +78,7 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     Raises:
       ScheduleError: the schedule cannot be built.
     """
-    table, times = build_table(config), work(config)
+    table, times = run_table(config), work(config)
     memory = StageMemory(config, table)
     return Prediction(
         list(sizes), times, simulate(table, times.costs(sizes, table)),
@@ -72,7 +88,7 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
 
 def uniform_sizes(config: Config) -> list[int] | None:
     """Chunks of one size, or None where the layers do not divide."""
-    chunks = build_table(config).num_chunks
+    chunks = run_table(config).num_chunks
     size, rest = divmod(config.pipeline.parallel_layers, chunks)
     return None if rest else [size] * chunks
 
@@ -88,7 +104,7 @@ def plan_stages(config: Config, limit: float) -> Prediction:
       ConfigError: no choice fits the limit; the message says by how much, and what would help.
       ScheduleError: the schedule cannot be built.
     """
-    table, times = build_table(config), work(config)
+    table, times = run_table(config), work(config)
     memory = StageMemory(config, table)
     head_stage = int(table.stage_of_chunk[-1])
 
@@ -186,7 +202,7 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
 
 
 def _does_not_fit(config: Config, limit: float) -> ConfigError:
-    table = build_table(config)
+    table = run_table(config)
     memory = StageMemory(config, table)
     sizes = _deal(config, table, memory.bytes)
     assert sizes is not None, "too few layers for the chunks"
@@ -208,7 +224,7 @@ def _words(changes: Updates) -> str:
 
 
 def _fits(config: Config, limit: float) -> bool:
-    table = build_table(config)
+    table = run_table(config)
     memory = StageMemory(config, table)
     return _deal(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf) is not None
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stage_configs import PRESETS, config_of, preset
 
 from maxpipe.config import ConfigError
-from maxpipe.pipeline.auto_stages.plan import choose_stages, plan_stages, predict, uniform_sizes
+from maxpipe.pipeline.auto_stages.plan import choose_stages, plan_stages, predict, run_table, uniform_sizes
 
 LARGE_HEAD = {"model.vocab_size": 8192}
 
@@ -83,6 +83,15 @@ def test_a_smaller_limit_moves_layers_to_later_stages():
     assert [plan_stages(config, share * needs).layers for share in (1.0, 0.95, 0.8)] == [
         [4, 4, 4, 4], [3, 5, 4, 4], [3, 4, 5, 4]
     ]  # fmt: skip
+
+
+def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
+    """The last stage of GPipe is busy from its first forward on, and one backward of the first stage follows."""
+    config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
+    prediction = predict(config, [1, 2])
+    backward, head = prediction.work.layer - 1, prediction.work.head
+    assert prediction.run.makespan == pytest.approx(1 + 8 * (2 + head + 2 * backward) + backward)
+    assert run_table(config).num_ticks == 1 + 2 * 8 + 1
 
 
 def chosen(config, chip_bytes=None):
