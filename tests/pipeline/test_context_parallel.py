@@ -111,7 +111,8 @@ GRID = [
             for gather in ("per_iteration", "once")
             for skip in ("true", "false")
             for delay in (False, True)
-        ],
+        ]
+        + [{"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"}],
     ),
     *product(["mpmd"], [{"pipeline.schedule": name} for name in ("1f1b", "zb_h1", "zb_v", "interleaved_1f1b")]),
 ]
