@@ -117,6 +117,30 @@ class TestTpu:
         assert 0 < report["bounds"]["mfu"] < 1
         assert {c["network"] for c in report["collectives"]} == {"ici"}
 
+    @pytest.mark.parametrize(
+        ("topology", "words"),
+        [
+            ("v5e:2x2", ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=1")),
+            ("v5p:2x2x1", ("pipeline.schedule=circular",)),
+            ("v6e:2x2", ("pipeline.schedule=lockstep_1f1b", "mesh.ici.fsdp=1", "mesh.ici.tensor=2")),
+            # Minutes: the kernels are compiled for every span of iterations.
+            pytest.param(
+                "v6e:2x2", ("pipeline.schedule=circular", "pipeline.fsdp_gather=per_repeat"), marks=pytest.mark.grid
+            ),
+        ],
+        ids=["sequential", "circular", "scheduled", "per_repeat"],
+    )
+    def test_splash_attention_in_every_engine(self, tmp_path, topology, words):
+        file = tmp_path / "step.hlo"
+        small = (
+            *NARROW, "model.head_dim=128", "model.num_layers=4", "pipeline.num_repeats=-1", "data.global_batch_size=16"
+        )  # fmt: skip
+        _, text = report_of(tmp_path, BASE, f"compile.topology={topology}", *small, *words, "--hlo", file)
+        assert "model.attention=splash: the kernel for tpu" in text
+        kernels = {name for name in re.findall(r"splash_\w+", file.read_text()) if "mha" in name or "mqa" in name}
+        assert any("fwd" in name for name in kernels), kernels
+        assert any("dkv" in name for name in kernels), kernels
+
     def test_transfers_and_gathers_run_beside_computation(self, tmp_path):
         file = tmp_path / "step.hlo"
         words = ("compile.topology=v5e:2x2", "pipeline.num_microbatches=8", "data.global_batch_size=32")
