@@ -82,6 +82,8 @@ def variants() -> dict[str, Values]:
     for policy in ("minimal", "none"):
         for name, values in ENGINES.items():
             cases[f"{name}/{policy}"] = values | {"pipeline.remat_policy": policy}
+    # Split backwards want something kept, so its peer is lockstep_1f1b/minimal.
+    cases["lockstep_zb/minimal"] = cases["lockstep_1f1b/minimal"] | {"pipeline.schedule": "lockstep_zb"}
     return cases
 
 
