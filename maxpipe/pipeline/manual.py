@@ -92,7 +92,8 @@ class Gather:
         The partitioner does not split the operand of a collective written by hand: it would gather it first.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1}
+        # All of them: XLA of jax 0.12 ends the process where some are left to the partitioner, even of size one.
+        automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
         spec = only(PartitionSpec(*leading, *self._spec), automatic)
         if not self._dims or not any(spec):
             return f
