@@ -2,7 +2,8 @@
 
 Letters: V chunks of a stage, D embed. Counted are parameters, optimizer state and the sums of gradients; what the
 schedule keeps in flight on the stage, where earlier stages have more; and what the largest unit works with. What the
-compiler adds for its programs, and loses between buffers, is not.
+compiler adds for its programs, and loses between buffers, is not. Beside programs that libtpu 0.0.42.1 compiled for v5e
+(three layers a stage, width 1024, bfloat16), what an I hands to its W is 3 % low, and what a B works with a third high.
 """
 
 from collections.abc import Sequence

@@ -141,12 +141,7 @@ def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str],
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
         say(line)
-    return with_sizes(config, chosen.sizes)
-
-
-def with_sizes(config: Config, sizes: list[int]) -> Config:
-    """The configuration with chunks of these numbers of layers."""
-    return update(config, {KEY: sizes, "pipeline.num_layers_per_stage": max(sizes)})
+    return update(config, {KEY: chosen.sizes, "pipeline.num_layers_per_stage": max(chosen.sizes)})
 
 
 def memory_limit(config: Config, chip_bytes: float | None) -> float:
