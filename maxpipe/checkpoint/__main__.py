@@ -66,8 +66,7 @@ def list_steps(place: Directory | Mirror) -> int:
     """Prints step, state, size and time of every step."""
     rows = [("step", "state", "size", "written", "name")]
     for entry, size, time in place.sizes_and_times():
-        written = f"{time:%Y-%m-%d %H:%M:%S}" if time else "-"
-        rows.append((str(entry.step), entry.state, _size_text(size), written, entry.name))
+        rows.append((str(entry.step), entry.state, _size_text(size), f"{time:%Y-%m-%d %H:%M:%S}", entry.name))
     print(_table(rows))
     return 0
 

@@ -2,7 +2,9 @@
 
 The objects of a step lie below `<step>/` as its files do on disk. An object store renames nothing, so that the commit
 is one small object beside them, `<step>.json`, written after all of them and deleted before them: their names and
-sizes. Setting a step aside makes it `<step>.damaged.json` or `<step>.abandoned.json`. Imports no JAX.
+sizes. Setting a step aside makes it `<step>.damaged.json` or `<step>.abandoned.json`. While objects are written or
+deleted there is a `<step>.unfinished.json`, which tells what a kill leaves from what another program has put there.
+Imports no JAX.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ from maxpipe.object_store import explained, open_store
 KEY = "checkpoint.mirror"
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 
-_COMMIT = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}))?\.json")
+_STATE = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}|{UNFINISHED}))?\.json")
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class MirroredStep:
 
     Attributes:
       step: its number.
-      state: as of a `StepDirectory`; unfinished without a commit of any kind.
-      name: the commit's, or the directory's if there is none.
+      state: as of a `StepDirectory`.
+      name: of the object that says so.
     """
 
     step: int
@@ -63,22 +65,29 @@ class Mirror:
 
     def entries(self) -> list[MirroredStep]:
         """Every step in whatever state, by step, then name."""
-        commits = [(name, match) for name in self._names if (match := _COMMIT.fullmatch(name))]
-        found = [MirroredStep(int(match[1]), match[2] or COMMITTED, name) for name, match in commits]
-        known = {entry.step for entry in found}
-        left = [name for name in self._names if name.isdecimal() and int(name) not in known]
-        found += [MirroredStep(int(name), UNFINISHED, name) for name in left]
+        matches = [match for name in self._names if (match := _STATE.fullmatch(name))]
+        found = [MirroredStep(int(match[1]), match[2] or COMMITTED, match[0]) for match in matches]
+        whole = {entry.step for entry in found if entry.state != UNFINISHED}
+        found = [entry for entry in found if entry.state != UNFINISHED or entry.step not in whole]
         return sorted(found, key=lambda entry: (entry.step, entry.name))
+
+    def foreign(self) -> list[str]:
+        """Names of steps that no `Mirror` has written; it overwrites and deletes none of them."""
+        ours = {str(entry.step) for entry in self.entries()}
+        return sorted((name for name in self._names if name.isdecimal() and name not in ours), key=int)
 
     def steps(self) -> list[int]:
         """Committed steps in ascending order."""
         return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
-    def sizes_and_times(self) -> Iterator[tuple[MirroredStep, int, datetime | None]]:
-        """Every step with its bytes, and when it was committed."""
+    def sizes_and_times(self) -> Iterator[tuple[MirroredStep, int, datetime]]:
+        """Every step with its bytes, and when it came into its state."""
         for entry in self.entries():
-            size = sum(info["size"] for info in self._store.find(self._path(str(entry.step)), detail=True).values())
-            time = None if entry.state == UNFINISHED else self._store.modified(self._path(entry.name)).astimezone()
+            try:
+                size = sum(info["size"] for info in self._store.find(self._path(str(entry.step)), detail=True).values())
+                time = self._store.modified(self._path(entry.name)).astimezone()
+            except FileNotFoundError:
+                continue  # a running training has just committed or deleted it
             yield entry, size, time
 
     def record(self, step: int) -> Record:
@@ -99,14 +108,15 @@ class Mirror:
         Copies of the same step that were set aside are overwritten.
         """
         sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in _files_of(directory)}
-        for entry in self.entries():
-            if entry.step == step and entry.state != UNFINISHED:
-                self._remove(entry.name)
-        self._names |= {str(step)}
+        former = [entry.name for entry in self.entries() if entry.step == step and entry.state != UNFINISHED]
+        self._write(f"{step}.{UNFINISHED}.json", {})
+        for name in former:
+            self._remove(name)
         targets = [self._path(str(step), name) for name in sizes]
         self._store.put([str(directory / name) for name in sizes], targets, batch_size=FILES_AT_ONCE)
-        self._store.pipe_file(self._path(f"{step}.json"), json.dumps({"files": sizes}).encode())
-        self._names |= {f"{step}.json"}
+        self._names |= {str(step)}
+        self._write(f"{step}.json", {"files": sizes})
+        self._remove(f"{step}.{UNFINISHED}.json")
 
     def download(self, step: int, directory: Path) -> None:
         """Copies a committed step to `directory`, which is made; what it holds is not verified but for sizes.
@@ -158,10 +168,12 @@ class Mirror:
     def delete(self, step: int) -> None:
         """Deletes a step that is committed or unfinished."""
         if f"{step}.json" in self._names:
+            self._write(f"{step}.{UNFINISHED}.json", {})
             self._remove(f"{step}.json")
         with contextlib.suppress(FileNotFoundError):
             self._store.rm(self._path(str(step)), recursive=True)
         self._names -= {str(step)}
+        self._remove(f"{step}.{UNFINISHED}.json")
 
     def write_config(self, text: str) -> None:
         """Writes the configuration of the run as `config.yml` beside the directory of its steps."""
@@ -183,6 +195,10 @@ class Mirror:
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointDamaged(f"{commit} cannot be read: {error}") from error
         raise CheckpointDamaged(f"{commit} is not a list of files and sizes")
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        self._store.pipe_file(self._path(name), json.dumps(content).encode())
+        self._names |= {name}
 
     def _remove(self, name: str) -> None:
         self._store.rm_file(self._path(name))

@@ -60,8 +60,8 @@ class RunDirectory:
     def claim(self, config: Config, *, write: bool = True) -> None:
         """Makes the directory and writes `config.yml`, unless its checkpoints are of another configuration.
 
-        A directory without a committed checkpoint, and without a mirror that holds one, belongs to nobody. With several
-        processes all of them call this and one of them writes.
+        A directory without a committed checkpoint belongs to nobody, and so does a mirror: the one may lack what the
+        other has, but two runs must not meet here. With several processes all of them call this and one of them writes.
 
         Args:
           config: the resolved configuration.
@@ -69,13 +69,20 @@ class RunDirectory:
 
         Raises:
           ConfigError: the checkpoints belong to another configuration (one problem per key that
-            differs), or the directory cannot be written to; nothing is written.
+            differs), or the mirror holds another program's, or the directory cannot be written to; nothing is written.
         """
+        if self._mirror is not None and (foreign := self._mirror.foreign()):
+            held = f"{self._mirror.url} holds {', '.join(foreign)}, which another program has written"
+            raise ConfigError(Problem(MIRROR, f"{held}: choose another run_name, or another place"))
         steps = committed_steps(self.checkpoints)
-        place = str(self.checkpoints) if steps or self._mirror is None else self._mirror.url
-        owner = next(self._recorded_configs(steps) if steps else self._mirrored_configs(), None)
-        if owner is not None and (differences := _differences(config, owner)):
-            raise ConfigError(*(_conflict(place, key, *pair) for key, pair in differences.items()), self._advice(place))
+        places = [(str(self.checkpoints), self._recorded_configs(steps))] if steps else []
+        if self._mirror is not None:
+            places.append((self._mirror.url, self._mirrored_configs(self._mirror)))
+        for place, configs in places:
+            owner = next(configs, None)
+            if owner is not None and (differences := _differences(config, owner)):
+                conflicts = [_conflict(place, key, *pair) for key, pair in differences.items()]
+                raise ConfigError(*conflicts, self._advice(place))
         if not write:
             return
         try:
@@ -121,14 +128,12 @@ class RunDirectory:
             if isinstance(saved, Mapping):
                 yield saved
 
-    def _mirrored_configs(self) -> Iterator[Mapping[str, Any]]:
+    def _mirrored_configs(self, mirror: Mirror) -> Iterator[Mapping[str, Any]]:
         """Readable configurations of mirrored checkpoints, newest first."""
-        if self._mirror is None:
-            return
-        with explained(self._mirror.url, MIRROR):
-            for step in reversed(self._mirror.steps()):
+        with explained(mirror.url, MIRROR):
+            for step in reversed(mirror.steps()):
                 with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError):
-                    yield self._mirror.record(step).meta["config"]
+                    yield mirror.record(step).meta["config"]
 
 
 def _conflict(place: str, key: str, ours: Any, theirs: Any) -> Problem:

@@ -13,7 +13,9 @@ import pytest
 from maxpipe.checkpoint.__main__ import main
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.checkpoint.run_directory import RunDirectory
 from maxpipe.checkpoint.steps import step_directories
+from maxpipe.config import Config, ConfigError, replace
 
 SAVER = Path(__file__).with_name("save_to_mirror.py")
 
@@ -260,6 +262,7 @@ def test_killed_while_copying_leaves_the_step_before(mirror_url, start, director
         process.communicate()
     assert any(name.startswith("20/") for name in objects())
     assert names(directory) == ["10", "20"]
+    assert {"10.json", "20.unfinished.json"} <= set(objects())
     assert "20.json" not in objects()
     shutil.rmtree(directory)
     checkpointer = start()
@@ -268,7 +271,51 @@ def test_killed_while_copying_leaves_the_step_before(mirror_url, start, director
     checkpointer.save(30, {"x": samples.iterator(30)}, samples.iterator(30), {})
     checkpointer.close()
     assert start().steps() == [10, 30]
-    assert not any(name.startswith("20/") for name in objects())  # what was left has been cleared
+    assert not any(name.startswith("20") for name in objects())  # what was left has been cleared
+
+
+def test_a_step_is_no_less_whole_for_a_kill_before_its_mark_is_gone(start, directory, samples, s3, mirror_url, objects):
+    bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
+    checkpointer = start()
+    samples.save(checkpointer, 10, 20)
+    checkpointer.close()
+    checkpointer._mirror.set_aside(10, "damaged")
+    shutil.rmtree(directory / "10")
+    for step in (10, 20):
+        s3.put_object(Bucket=bucket, Key=f"{prefix}/{step}.unfinished.json", Body=b"{}")
+    checkpointer = start()
+    assert [(entry.step, entry.state) for entry in checkpointer._mirror.entries()] == [
+        (10, "damaged"),
+        (20, "committed"),
+    ]
+    samples.save(checkpointer, 30)
+    checkpointer.close()
+    assert {name.partition("/")[0] for name in objects() if "/" in name} == {"10", "20", "30"}
+
+
+@pytest.fixture
+def run_directory(start, tmp_path):
+    """A run with step 20 in its own directory, and the mirror as it is."""
+    config = replace(Config(), output_dir=str(tmp_path / "runs"), run_name="base")
+    RunDirectory(config).claim(config)
+    (RunDirectory(config).checkpoints / "20").mkdir(parents=True)
+    return lambda: RunDirectory(config, start()._mirror).claim(config)
+
+
+def test_a_directory_does_not_meet_the_mirror_of_another_run(start, samples, mirror_url, run_directory):
+    checkpointer = start()
+    checkpointer.save(10, samples.state(10), samples.iterator(10), {"config": {"seed": 1}})
+    checkpointer.close()
+    with pytest.raises(ConfigError, match=rf"seed: is 0, but the checkpoints in {mirror_url} were made with 1"):
+        run_directory()
+
+
+def test_checkpoints_of_another_program_are_not_mistaken_for_remains(s3, mirror_url, run_directory):
+    bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
+    for step in (9, 10):
+        s3.put_object(Bucket=bucket, Key=f"{prefix}/{step}/items/manifest.ocdbt", Body=b"")
+    with pytest.raises(ConfigError, match=rf"checkpoint.mirror: {mirror_url} holds 9, 10, which another program"):
+        run_directory()
 
 
 def test_what_a_killed_fetch_leaves_is_no_checkpoint_and_is_cleared(start, directory, samples):
