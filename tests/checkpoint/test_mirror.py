@@ -361,6 +361,15 @@ def test_ls(mirrored, capsys, inner):
     assert rows[1][3] == "KiB"
 
 
+def test_ls_leaves_out_what_a_running_training_has_just_deleted(start, samples):
+    training = start()
+    samples.save(training, 10, 20)
+    training.close()
+    seen = start()._mirror
+    training._mirror.delete(10)
+    assert [entry.step for entry, _, _ in seen.sizes_and_times()] == [20]
+
+
 def test_verify_and_show(mirrored, capsys, damage):
     damage(10, flip)
     assert main(["verify", mirrored]) == 1
