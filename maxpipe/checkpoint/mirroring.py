@@ -34,7 +34,7 @@ class Mirroring:
         self._directory = directory
         self._retention = retention
         self._update: Future[str] | None = None
-        self._failed_at: int | None = None  # the newest step when an update failed
+        self._attempted: int | None = None  # the newest step when the last update began, unless that has succeeded
 
     @property
     def is_running(self) -> bool:
@@ -51,9 +51,9 @@ class Mirroring:
         """
         assert self._update is None
         newest = max(committed_steps(self._directory), default=None)
-        if jax.process_index() != 0 or newest in (None, self._failed_at, *self._mirror.steps()):
+        if jax.process_index() != 0 or newest in (None, self._attempted, *self._mirror.steps()):
             return
-        self._update, self._failed_at = Future(), newest
+        self._update, self._attempted = Future(), newest
         threading.Thread(target=self._run, args=(self._update, finished), name="mirror", daemon=True).start()
 
     def wait(self) -> str:
@@ -72,7 +72,7 @@ class Mirroring:
                 f"copying checkpoints to {self._mirror.url} failed: {type(error).__name__}: {error}; "
                 f"they are safe in {self._directory}"
             ) from error
-        self._failed_at = None
+        self._attempted = None
         return warning
 
     def read(self, step: int, read: Callable[[], Restored], say: Callable[[str], None]) -> Restored:

@@ -19,7 +19,8 @@ class LockstepZB(Schedule):
         bubble     d(S-1) chunks of F + I
         in flight  d((V+1)S - 2 - s) + 1 + slack on stage s, counted until W has run: the first stage, which
                    sets the size of the program's buffers, has no more than with lockstep_1f1b
-        stash      d*s + 1 chunks between their I and their W on stage s
+        stash      d*s + 1 chunks between their I and their W on stage s; buffers are those of the last stage, for
+                   d(S-1) + 1 on each
 
     Other numbers of microbatches as in `lockstep_1f1b`.
     """
