@@ -201,7 +201,8 @@ class Mirror:
         self._names |= {name}
 
     def _remove(self, name: str) -> None:
-        self._store.rm_file(self._path(name))
+        with contextlib.suppress(FileNotFoundError):  # Google's store says so, Amazon's does not
+            self._store.rm_file(self._path(name))
         self._names -= {name}
 
     def _path(self, *names: str) -> str:

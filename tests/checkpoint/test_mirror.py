@@ -221,6 +221,26 @@ def test_steps_that_cannot_be_deleted_are_no_failed_save(start, samples, monkeyp
     assert start()._mirror.steps() == [30]
 
 
+def test_what_somebody_else_has_deleted_is_no_failure(start, samples, monkeypatch, said):
+    checkpointer = start(keep=1)
+    samples.save(checkpointer, 10)
+    checkpointer.wait()
+    store = checkpointer._mirror._store
+    delete = store.rm_file
+
+    def like_google(path):
+        if not store.exists(path):
+            raise FileNotFoundError(path)
+        delete(path)
+
+    monkeypatch.setattr(store, "rm_file", like_google)
+    start()._mirror.delete(10)
+    samples.save(checkpointer, 20)
+    checkpointer.close()
+    assert said == []
+    assert start()._mirror.steps() == [20]
+
+
 def test_a_store_that_fails_while_fetching_says_nothing_about_the_checkpoint(start, directory, samples, monkeypatch):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
