@@ -23,7 +23,10 @@ FITS, DOES_NOT_FIT = 0, 3
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 0 fits, 2 configuration error, 3 does not fit."""
+    """Runs the command line and returns the exit code: 0 fits, 2 configuration error, 3 does not fit.
+
+    Of separate programs 0 says that each of them fits, not all that a stage holds at once.
+    """
     arguments = parse_args(
         argv, prog="python -m maxpipe.compile", description=__doc__.splitlines()[-1], add_flags=_add_flags
     )
@@ -89,6 +92,8 @@ def _check_engine(config: Config, flags: argparse.Namespace) -> None:
 
 def _separate_programs(config: Config, mesh: "Mesh", directory: Path) -> int:
     from maxpipe.compiling.programs import write_programs
+    from maxpipe.compiling.report import size
+    from maxpipe.compiling.step import OutOfMemory
     from maxpipe.pipeline.auto_stages.plan import choose_stages
     from maxpipe.telemetry.chips import chip_for
 
@@ -102,6 +107,9 @@ def _separate_programs(config: Config, mesh: "Mesh", directory: Path) -> int:
             say(line)
     except OSError as error:
         raise ConfigError(Problem("--programs", f"cannot write to {directory}: {error.strerror}")) from None
+    except OutOfMemory as error:
+        say(f"{'verdict':<12}does not fit: the next computation needs {size(error.needed)} of {size(error.available)}")
+        return DOES_NOT_FIT
     say(f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), and its HLO (.hlo)")
     return FITS
 

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 
 from maxpipe.builder import build_engine
 from maxpipe.compiling.report import size
+from maxpipe.compiling.step import out_of_memory
 from maxpipe.config.schema import update
 from maxpipe.config.sections import Config
 from maxpipe.training.mpmd_engine import MpmdEngine
@@ -25,20 +27,27 @@ def write_programs(config: Config, mesh: Mesh, directory: Path) -> Iterator[str]
 
     Raises:
       OSError: something cannot be written.
+      OutOfMemory: the compiler says that the computation after the last line does not fit.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    # Of other stages or units, which this configuration may not have.
+    for former in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
+        former.unlink()
     engine = build_engine(update(config, {"telemetry.batch_digest": False}), mesh)
     assert isinstance(engine, MpmdEngine)
     texts = engine.pipeline.texts()
-    for stage, name, compiled in engine.pipeline.compile():
-        folder = directory / f"stage_{stage}"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
-        (folder / f"{name}.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        yield (
-            f"{f'stage {stage}':<12}{name!s:<5} arguments {size(memory.argument_size_in_bytes)}, "
-            f"results {size(memory.output_size_in_bytes - memory.alias_size_in_bytes)}, "
-            f"temp {size(memory.temp_size_in_bytes)}"
-        )
+    try:
+        for stage, name, compiled in engine.pipeline.compile():
+            folder = directory / f"stage_{stage}"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
+            (folder / f"{name}.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
+            memory = compiled.memory_analysis()
+            assert memory is not None
+            yield (
+                f"{f'stage {stage}':<12}{name!s:<5} arguments {size(memory.argument_size_in_bytes)}, "
+                f"results {size(memory.output_size_in_bytes - memory.alias_size_in_bytes)}, "
+                f"temp {size(memory.temp_size_in_bytes)}"
+            )
+    except jax.errors.JaxRuntimeError as error:
+        raise (out_of_memory(str(error)) or error) from None

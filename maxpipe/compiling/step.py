@@ -69,11 +69,11 @@ def compile_step(config: Config, mesh: Mesh, engine: SpmdEngine) -> CompiledStep
     try:
         executable = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        raise (_out_of_memory(str(error)) or error) from None
+        raise (out_of_memory(str(error)) or error) from None
     return CompiledStep(traced.jaxpr, executable, state, time.perf_counter() - started)
 
 
-def _out_of_memory(message: str) -> OutOfMemory | None:
+def out_of_memory(message: str) -> OutOfMemory | None:
     """Understands "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM (15.7G)"."""
     amount = r"([\d.]+)([KMGT])"
     for pattern in (rf"Used {amount} of {amount} hbm", rf"\({amount}\) exceeds available HBM \({amount}\)"):

@@ -112,7 +112,12 @@ def _proposals(c: Config, level: str, count: int) -> list[dict[str, int]]:
         divides = c.model.num_kv_heads % (other.mesh.ici.tensor * other.mesh.dcn.tensor) == 0
         return divides and not run_steps(STEPS, other, unknown_axes(other))[1]
 
-    ranked = sorted(_factorings(count, list(costs)), key=cost)
+    # Axes that are never proposed keep what they were given, if that is possible.
+    given = {axis: size for axis, size in old.items() if axis not in costs and size > 1}
+    if count % math.prod(given.values()):
+        given = {}
+    factorings = _factorings(count // math.prod(given.values()), list(costs))
+    ranked = sorted((new | given for new in factorings), key=cost)
     best = list(islice((new for new in ranked[:_MAX_TRIED] if usable(new)), _PROPOSALS))
     return [*best, *(new for new in ranked if new not in best)][:_PROPOSALS]
 

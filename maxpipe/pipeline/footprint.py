@@ -10,7 +10,7 @@ from maxpipe.pipeline.remat import MATMULS, QKV, REMAT
 
 _NORMS_AND_ADDITIONS = 6  # arrays of width `embed_dim` that a layer makes beside its matrix products
 # Moments per parameter, float32, by optimizer; others are counted like adamw.
-_MOMENTS = {"sgd": 1}
+_MOMENTS = {"sgd": 1, "lion": 1, "adafactor": 0}
 
 
 def axis_size(config: Config, axis: str) -> int:

@@ -1,8 +1,10 @@
 """`python -m maxpipe.compile --programs`: what the MPMD engine's stages run, as text."""
 
+import jax
 import pytest
 
 from maxpipe import compile as command
+from maxpipe.pipeline.mpmd.pipeline import MpmdPipeline
 
 SMALL = [
     "compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4", "model.num_layers=2", "model.embed_dim=16",
@@ -64,3 +66,16 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, wor
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(tmp_path, monkeypatch, capsys):
+    def compile_none(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)")
+        yield
+
+    monkeypatch.setattr(MpmdPipeline, "compile", compile_none)
+    (tmp_path / "stage_7").mkdir()
+    (tmp_path / "stage_7" / "F7.txt").touch()
+    assert command.main(["configs/base.yml", *SMALL, "--programs", str(tmp_path)]) == 3
+    assert "does not fit: the next computation needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
+    assert not (tmp_path / "stage_7" / "F7.txt").exists()

@@ -83,6 +83,13 @@ def test_the_nearest_mesh_comes_first(problems):
     )
 
 
+def test_axes_that_are_not_proposed_keep_what_they_were_given(problems):
+    message = problems("mesh.ici.context=2", "mesh.ici.fsdp=4", devices=8)["mesh.ici"]
+    proposals = message.partition("these fit: ")[2].split(";")
+    assert len(proposals) == 3
+    assert all("mesh.ici.context=2" in proposal for proposal in proposals)
+
+
 def test_two_unknown_axes(problems):
     found = problems("mesh.ici.stage=-1", "mesh.ici.fsdp=-1")
     assert found == {"mesh.ici.fsdp": "only one axis may be -1, not stage and fsdp"}

@@ -1,9 +1,10 @@
 """Memory of a stage's devices under a schedule, from shapes: which numbers of layers fit.
 
 Letters: V chunks of a stage, D embed. Counted are parameters, optimizer state and the sums of gradients; what the
-schedule keeps in flight on the stage, where earlier stages have more; and what the largest unit works with. What the
-compiler adds for its programs, and loses between buffers, is not. Beside programs that libtpu 0.0.42.1 compiled for v5e
-(three layers a stage, width 1024, bfloat16), what an I hands to its W is 3 % low, and what a B works with a third high.
+schedule keeps in flight on the stage, where earlier stages have more; and what the largest unit works with, whole
+weights among it. What the compiler adds for its programs, and loses between buffers, is not. Beside programs that
+libtpu 0.0.42.1 compiled for v5e (three layers a stage, width 1024, bfloat16), what an I hands to its W is 3 % low, and
+what a B works with a third high.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class StageMemory:
 
     def bytes(self, stage: int, sizes: Sequence[int]) -> float:
         """Peak on one device of a stage whose chunks have so many layers."""
-        working = self._working(max(sizes))
+        working = self._working(max(sizes)) + self._whole_weights(stage, max(sizes))
         if self._table.stage_of_chunk[-1] == stage:
             working += logits_bytes(self._config, microbatch_tokens(self._config))
         return self.state_bytes(stage, sum(sizes)) + self.in_flight_bytes(stage, sizes) + working
@@ -78,6 +79,19 @@ class StageMemory:
         if config.pipeline.remat_layers:
             again = config.model.embed_dim
         return self._element_bytes * (working_width(config) + layers * again)
+
+    def _whole_weights(self, stage: int, layers: int) -> float:
+        """Weights as a unit computes with them, in the dtype of activations: not spread over fsdp."""
+        config, stage_of = self._config, self._table.stage_of_chunk
+        size, table = itemsize(config.model.dtype), config.model.vocab_size * config.model.embed_dim
+        ends = 0.0
+        if stage_of[0] == stage:
+            ends = table * size
+        if stage_of[-1] == stage:
+            ends = max(ends, table * (size + 4.0))  # with the head's gradient, float32
+        is_gathered = axis_size(config, "fsdp") > 1
+        gathered = layers * layer_parameter_count(config.model) * size if is_gathered else 0.0
+        return (ends + gathered) / axis_size(config, "tensor")
 
     @cached_property
     def _element_bytes(self) -> float:

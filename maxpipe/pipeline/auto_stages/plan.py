@@ -219,14 +219,17 @@ def _words(changes: Updates) -> str:
 
 
 def _fits(config: Config, limit: float) -> bool:
-    table = run_table(config)
+    try:
+        table = run_table(config)
+    except ScheduleError:
+        return False  # a CSV file is for one number of microbatches
     memory = StageMemory(config, table)
     return _deal(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf) is not None
 
 
 def _alternatives(c: Config) -> Iterator[Updates]:
     """Legal changes that may save memory."""
-    if c.pipeline.remat_policy != "full":
+    if c.pipeline.remat_policy not in ("full", "custom"):
         yield {"pipeline.remat_policy": "full"}
     elif not c.pipeline.remat_layers:
         yield {"pipeline.remat_layers": True}

@@ -7,11 +7,12 @@ from maxpipe.builder import build_engine
 from maxpipe.compiling.step import shard_bytes
 from maxpipe.config import Config, replace, resolve
 from maxpipe.pipeline.auto_stages.memory import StageMemory, handed_over_width, units_in_flight
-from maxpipe.pipeline.footprint import kept_width
+from maxpipe.pipeline.footprint import kept_width, logits_bytes, microbatch_tokens
 from maxpipe.pipeline.mpmd.program import Name
 from maxpipe.pipeline.schedules import SCHEDULES
 from maxpipe.pipeline.schedules._load import build_table
 from maxpipe.pipeline.simulate import simulate
+from maxpipe.telemetry.flops import layer_parameter_count
 
 FREE_RUNNING = [name for name in SCHEDULES.names() if "mpmd" in SCHEDULES.get(name).engines]
 
@@ -49,6 +50,36 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
             state += 2 * shard_bytes(engine.pipeline.abstract[0]["embed"])  # a copy, and its gradient
         # Norms are on every device.
         assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
+
+
+def test_the_ends_are_whole_while_units_compute_with_them():
+    """Twice the vocabulary: cast tables, and at the head the float32 gradient, that no fsdp device shares."""
+
+    def bytes_of(stage, vocabulary):
+        config, _ = engine_of(**{
+            "model.num_layers": 2, "model.tie_embeddings": False, "model.vocab_size": vocabulary,
+            "model.dtype": "bfloat16", "pipeline.schedule": "1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": 4,
+        })  # fmt: skip
+        memory = StageMemory(config, build_table(config))
+        logits = logits_bytes(config, microbatch_tokens(config)) * stage
+        return memory.bytes(stage, [1]) - memory.state_bytes(stage, 1) - logits
+
+    table = 512 * 64
+    assert bytes_of(0, 1024) - bytes_of(0, 512) == pytest.approx(2 * table)
+    assert bytes_of(1, 1024) - bytes_of(1, 512) == pytest.approx((2 + 4) * table)
+
+
+def test_a_chunk_is_whole_where_it_is_gathered():
+    def working(fsdp):
+        config, _ = engine_of(**{
+            "model.num_layers": 4, "pipeline.schedule": "1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": fsdp,
+            "mesh.ici.data": 4 // fsdp,
+        })  # fmt: skip
+        memory = StageMemory(config, build_table(config))
+        return memory.bytes(0, [2]) - memory.state_bytes(0, 2), layer_parameter_count(config.model)
+
+    (gathered, parameters), (whole, _) = working(4), working(1)
+    assert gathered - whole == pytest.approx(2 * parameters * 4)
 
 
 @pytest.mark.parametrize(("policy", "keeps"), [("full", 0.01), ("minimal", 0.01), ("none", 0.2)])

@@ -12,6 +12,8 @@ from stage_configs import PRESETS, config_of, preset
 
 from maxpipe.config import ConfigError
 from maxpipe.pipeline.auto_stages.plan import choose_stages, plan_stages, predict, run_table, uniform_sizes
+from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.pipeline.schedules._csv import to_csv
 
 LARGE_HEAD = {"model.vocab_size": 8192}
 
@@ -130,6 +132,23 @@ def test_what_fits_nowhere_is_refused_with_how_much_is_missing_and_what_would_he
     assert "pipeline.schedule=1f1b" in problem.message
     full = dataclasses.replace(config.pipeline, remat_policy="full")
     assert max(plan_stages(dataclasses.replace(config, pipeline=full), 0.6 * least).memory) <= 0.6 * least
+
+
+def test_a_csv_file_that_fits_nowhere_is_not_tried_with_other_microbatches(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(to_csv(SCHEDULES.get("1f1b").build(2, 4)))
+    config = config_of(2, **{"pipeline.schedule": str(path), "pipeline.engine": "mpmd", "pipeline.num_microbatches": 4})
+    with pytest.raises(ConfigError, match="no choice of stages fits"):
+        choose_stages(config, 1.0, print)
+
+
+def test_full_rematerialisation_is_not_advised_beside_a_policy_of_ones_own():
+    custom = {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "device"}
+    config = config_of(**custom, **{"pipeline.schedule": "1f1b", "pipeline.engine": "mpmd"})
+    least = max(plan_stages(config, inf).memory)
+    with pytest.raises(ConfigError) as error:
+        choose_stages(config, 0.9 * least, print)
+    assert "remat_policy" not in error.value.problems[0].message
 
 
 def test_a_table_that_cannot_be_built_is_a_config_error(tmp_path):
