@@ -95,13 +95,12 @@ def _separate_programs(config: Config, mesh: "Mesh", directory: Path) -> int:
     from maxpipe.compiling.report import size
     from maxpipe.compiling.step import OutOfMemory
     from maxpipe.pipeline.auto_stages.plan import choose_stages
-    from maxpipe.telemetry.chips import chip_for
+    from maxpipe.telemetry.chips import device_memory
 
     def say(text: str) -> None:
         print(text, flush=True)
 
-    chip = chip_for(mesh.devices.flat[0].device_kind)
-    config = choose_stages(config, chip.hbm_bytes if chip else None, say)
+    config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), say)
     try:
         for line in write_programs(config, mesh, directory):
             say(line)

@@ -58,7 +58,7 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
 
     from maxpipe.builder import build_run, open_run_directory
     from maxpipe.pipeline.auto_stages.plan import choose_stages
-    from maxpipe.telemetry.chips import chip_for
+    from maxpipe.telemetry.chips import device_memory
     from maxpipe.training.loop import DONE, closing, train
     from maxpipe.training.report import report
 
@@ -67,9 +67,8 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
             print(text, flush=True)
 
     device = mesh.devices.flat[0]
-    chip = chip_for(device.device_kind)
     decisions = advice(device.platform, os.environ)
-    config = choose_stages(config, chip.hbm_bytes if chip else None, decisions.append)
+    config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), decisions.append)
     directory, checkpointer = open_run_directory(config, say)
     newest = max(checkpointer.steps(), default=0)
     if newest >= config.steps and config.checkpoint.resume in ("auto", "must"):

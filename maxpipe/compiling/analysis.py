@@ -15,11 +15,10 @@ from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.knobs import knobs
 from maxpipe.compiling.report import CompilerMemory, Report
 from maxpipe.compiling.step import OutOfMemory, compile_step
-from maxpipe.compiling.topology import devices_per_chip
 from maxpipe.config.schema import update
 from maxpipe.config.sections import Config
 from maxpipe.pipeline.simulate import simulate
-from maxpipe.telemetry.chips import chip_for
+from maxpipe.telemetry.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.telemetry.flops import model_flops_per_token
 from maxpipe.training.engine import SpmdEngine
 
@@ -42,7 +41,7 @@ def analyse(
     shapes = estimate(config)
     tokens = config.data.global_batch_size * config.data.sequence_length
     model_flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
-    capacity = chip.hbm_bytes / shared if chip else None
+    capacity = device_memory(devices)
     compiler = flops = limits = None
     collectives, hlo = [], ""
     # The digest is a program of its own.

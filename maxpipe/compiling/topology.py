@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,10 +49,3 @@ def devices_of(config: Config) -> Sequence[Any]:
         reason = str(error).splitlines()[0]
         example = "v4:2x2x2, v5e:4x4, v5p:4x4x4 or v6e:8x8"
         raise ConfigError(Problem(KEY, f"libtpu has no topology {topology}: {reason}; examples: {example}")) from None
-
-
-def devices_per_chip(devices: Sequence[Any]) -> int:
-    """How many JAX devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
-    if devices[0].platform != "tpu":
-        return 1
-    return max(Counter((getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices).values())

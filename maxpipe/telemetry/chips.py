@@ -9,8 +9,10 @@ sheets call bidirectional is halved), ICI summed over all links of a chip, NVLin
 A v4 or v5p chip is one JAX device, its two cores working as one.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 GB = 1e9
 GIB = 2**30
@@ -89,3 +91,16 @@ def chip_for(device_kind: str) -> Chip | None:
     if any(variant in word for word in words for variant in _OTHER_VARIANTS):
         return None
     return next((_BY_NAME[word] for word in words if word in _BY_NAME), None)
+
+
+def devices_per_chip(devices: Sequence[Any]) -> int:
+    """How many JAX devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
+    if devices[0].platform != "tpu":
+        return 1
+    return max(Counter((getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices).values())
+
+
+def device_memory(devices: Sequence[Any]) -> float | None:
+    """Bytes that one of these JAX devices may hold, None for a chip that is not in the table."""
+    chip = chip_for(devices[0].device_kind)
+    return chip.hbm_bytes / devices_per_chip(devices) if chip else None

@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from maxpipe.config.sections.model import DTYPES
-from maxpipe.telemetry.chips import CHIPS, chip_for
+from maxpipe.telemetry.chips import CHIPS, chip_for, device_memory
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,14 @@ def test_units_are_consistent(chip):
     assert 1e10 < chip.hbm_bytes < 1e12
     assert chip.ici_bandwidth < chip.hbm_bandwidth < 1e13
     assert chip.dcn_bandwidth is None or 1e9 < chip.dcn_bandwidth < chip.ici_bandwidth
+
+
+def test_devices_that_share_a_chip_share_its_memory():
+    def cores(count, per_chip):
+        kind = "TPU v4"
+        return [SimpleNamespace(device_kind=kind, platform="tpu", coords=(i // per_chip, 0, 0)) for i in range(count)]
+
+    whole = chip_for("TPU v4").hbm_bytes
+    assert device_memory(cores(4, 1)) == whole
+    assert device_memory(cores(4, 2)) == whole / 2
+    assert device_memory([SimpleNamespace(device_kind="cpu", platform="cpu")]) is None

@@ -36,6 +36,21 @@ class Lockstep1F1B(Schedule):
     def _build(
         cls, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
     ) -> Table:
+        return from_ticks(
+            cls.name(),
+            num_stages,
+            num_repeats,
+            cls._ticks(num_stages, num_microbatches, num_repeats, forwarding_delay, slack),
+            lockstep=True,
+            forwarding_delay=forwarding_delay,
+            slack=slack,
+        )
+
+    @classmethod
+    def _ticks(
+        cls, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
+    ) -> dict[str, np.ndarray]:
+        """For each kind the tick of every unit [M, V*S]."""
         sizes = group_microbatches(num_microbatches, forwarding_delay * num_stages)
         strides = np.maximum(sizes, forwarding_delay * num_stages)
         forward = depth_first(sizes, strides, num_repeats)[:, :, None]
@@ -43,16 +58,7 @@ class Lockstep1F1B(Schedule):
         stage = np.arange(num_stages)
         first_backward = (num_repeats - 1) * strides.max() + forwarding_delay * (num_stages - 1) + slack
         shape = (num_microbatches, num_repeats * num_stages)
-        ticks = {
+        return {
             "F": (forward + forwarding_delay * stage).reshape(shape),
             "B": (backward + first_backward + forwarding_delay * (num_stages - 1 - stage)).reshape(shape),
         }
-        return from_ticks(
-            cls.name(),
-            num_stages,
-            num_repeats,
-            ticks,
-            lockstep=True,
-            forwarding_delay=forwarding_delay,
-            slack=slack,
-        )

@@ -1,13 +1,14 @@
 """Zero bubble for one SPMD program: lockstep 1F1B whose ticks have a slot of their own for weight gradients."""
 
+import numpy as np
+
 from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._schedule import Schedule
-from maxpipe.pipeline.schedules._table import Table, from_ticks, stages_of_chunks
+from maxpipe.pipeline.schedules._table import stages_of_chunks
 from maxpipe.pipeline.schedules.lockstep_1f1b import Lockstep1F1B
 
 
 @SCHEDULES.register()
-class LockstepZB(Schedule):
+class LockstepZB(Lockstep1F1B):
     """Lockstep 1F1B with split backwards.
 
     F and I run in the ticks of `lockstep_1f1b`'s F and B, and the j-th W of every stage at tick j + D + d(S-1),
@@ -25,26 +26,10 @@ class LockstepZB(Schedule):
     Other numbers of microbatches as in `lockstep_1f1b`.
     """
 
-    engines = ("scheduled",)
-    fixed_repeats = None
-    delayable = True
-    slots_overlap = True
-
     @classmethod
-    def _build(
+    def _ticks(
         cls, num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
-    ) -> Table:
-        whole = Lockstep1F1B.build(
-            num_stages, num_microbatches, num_repeats, forwarding_delay=forwarding_delay, slack=slack
-        ).ticks
+    ) -> dict[str, np.ndarray]:
+        whole = super()._ticks(num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
         stage = stages_of_chunks(num_stages, num_repeats, "loop")
-        ticks = {"F": whole["F"], "I": whole["B"], "W": whole["B"] + forwarding_delay * stage}
-        return from_ticks(
-            cls.name(),
-            num_stages,
-            num_repeats,
-            ticks,
-            lockstep=True,
-            forwarding_delay=forwarding_delay,
-            slack=slack,
-        )
+        return {"F": whole["F"], "I": whole["B"], "W": whole["B"] + forwarding_delay * stage}
