@@ -5,7 +5,7 @@ from fnmatch import fnmatch
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.proposals import distance, divisors, multiples_around
-from maxpipe.config.schema import OPTIONS, get
+from maxpipe.config.schema import get, is_set
 from maxpipe.config.sections import Config
 from maxpipe.config.steps import Updates, step
 from maxpipe.config.values import AUTO
@@ -50,9 +50,7 @@ def ignored_options(asked: Config, resolved: Config) -> list[str]:
       resolved: what became of it.
     """
     given = [
-        f"pipeline.{name}={value}"
-        for name in _OF_PIPELINES
-        if (value := getattr(asked.pipeline, name)) != OPTIONS[f"pipeline.{name}"].default
+        f"{key}={get(asked, key)}" for key in (f"pipeline.{name}" for name in _OF_PIPELINES) if is_set(asked, key)
     ]
     if resolved.pipeline.engine != "sequential" or not given:
         return []

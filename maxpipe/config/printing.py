@@ -9,7 +9,7 @@ from maxpipe.config.batches import data_shards
 from maxpipe.config.devices import STEPS, unknown_axes
 from maxpipe.config.layout import ignored_options, num_stages
 from maxpipe.config.load import Loaded
-from maxpipe.config.schema import OPTIONS, get
+from maxpipe.config.schema import OPTIONS, get, is_set
 from maxpipe.config.sections import Config
 from maxpipe.config.steps import run_steps
 from maxpipe.config.values import AUTO
@@ -132,7 +132,7 @@ def _without_effect(c: Config) -> list[str]:
             )
     for (switch, value), keys in UNUSED.items():
         if get(c, switch) == value:
-            lines += [f"{key} has no effect with {switch}={value}" for key in keys if _is_set(c, key)]
+            lines += [f"{key} has no effect with {switch}={value}" for key in keys if is_set(c, key)]
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if c.compile.topology:
@@ -143,13 +143,9 @@ def _without_effect(c: Config) -> list[str]:
     if not (c.checkpoint.every or c.checkpoint.every_minutes):
         if c.checkpoint.resume in ("auto", "must"):
             lines.append("checkpoint.every=0: this run cannot be resumed")
-        if _is_set(c, "checkpoint.keep"):
+        if is_set(c, "checkpoint.keep"):
             lines.append("checkpoint.keep has no effect with checkpoint.every=0")
     return lines
-
-
-def _is_set(c: Config, key: str) -> bool:
-    return get(c, key) != OPTIONS[key].default
 
 
 def _lines(config: Config) -> Iterator[tuple[str, str | None]]:

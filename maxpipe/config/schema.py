@@ -60,6 +60,11 @@ def get(config: Config, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
+def is_set(config: Config, key: str) -> bool:
+    """Whether a dotted key has another value than its default."""
+    return get(config, key) != OPTIONS[key].default
+
+
 def update(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy with some keys changed; neither keys nor values are checked."""
     return _update(config, {tuple(key.split(".")): value for key, value in values.items()})
