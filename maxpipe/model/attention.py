@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.norms import RMSNorm
 from maxpipe.model.parameters import declare
+from maxpipe.model.projection import project
 from maxpipe.model.rope import frequencies, rotate
 
 # (query [B,T,H,C], key [B,T,K,C], value [B,T,K,C], segment_ids int32 [B,T]) -> [B,T,H,C]
@@ -62,9 +63,9 @@ class Attention(nnx.Module):
 
     def project(self, x_BTD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [B,T,H,C], key and value [B,T,K,C], rotated."""
-        q = jnp.einsum("BTD,DHC->BTHC", x_BTD, self.query[...])
-        k = jnp.einsum("BTD,DKC->BTKC", x_BTD, self.key[...])
-        v = jnp.einsum("BTD,DKC->BTKC", x_BTD, self.value[...])
+        q = project(x_BTD, self.query[...])
+        k = project(x_BTD, self.key[...])
+        v = project(x_BTD, self.value[...])
         if self.has_bias:
             q, k, v = q + self.query_bias[...], k + self.key_bias[...], v + self.value_bias[...]
         q, k, v = (checkpoint_name(y, n) for y, n in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
@@ -77,4 +78,4 @@ class Attention(nnx.Module):
         """x [B,T,D], positions and segment_ids int32 [B,T] -> [B,T,D]."""
         q, k, v = self.project(x_BTD, positions)
         context = checkpoint_name(self.attention(q, k, v, segment_ids), "context")
-        return checkpoint_name(jnp.einsum("BTHC,HCD->BTD", context, self.out[...]), "out_proj")
+        return checkpoint_name(project(context, self.out[...], 2), "out_proj")

@@ -3,12 +3,12 @@
 import math
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.parameters import declare
+from maxpipe.model.projection import project
 
 
 class GatedMLP(nnx.Module):
@@ -23,7 +23,7 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """[B,T,D] -> [B,T,D]."""
-        gate = checkpoint_name(jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...]), "mlp_gate")
-        up = checkpoint_name(jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...]), "mlp_up")
+        gate = checkpoint_name(project(x_BTD, self.gate[...]), "mlp_gate")
+        up = checkpoint_name(project(x_BTD, self.up[...]), "mlp_up")
         hidden = jax.nn.silu(gate) * up
-        return checkpoint_name(jnp.einsum("BTF,FD->BTD", hidden, self.down[...]), "mlp_down")
+        return checkpoint_name(project(hidden, self.down[...]), "mlp_down")

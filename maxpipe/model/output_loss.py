@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.model.projection import project
+
 Losses = tuple[jax.Array, jax.Array]
 
 
@@ -63,7 +65,7 @@ class OutputLoss:
 
 
 def _project(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+    return project(x, kernel, 1, jnp.float32)
 
 
 def _whole(output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> Losses:

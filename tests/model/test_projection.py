@@ -1,0 +1,41 @@
+"""Products of activations with weights against einsum, and what their gradients ask of XLA."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.model.projection import project
+
+
+def operands(contracted, dtype=jnp.float32):
+    x_key, w_key = jax.random.split(jax.random.key(0))
+    x_shape, w_shape = {1: ((2, 3, 4), (4, 5, 6)), 2: ((2, 3, 4, 5), (4, 5, 6))}[contracted]
+    return jax.random.normal(x_key, x_shape, dtype), jax.random.normal(w_key, w_shape, dtype)
+
+
+@pytest.mark.parametrize(("contracted", "letters"), [(1, "bti,iho->btho"), (2, "btih,iho->bto")])
+def test_products_and_both_gradients_are_einsums(contracted, letters):
+    def loss(product):
+        return lambda x, w: jnp.sum(jnp.sin(product(x, w)))
+
+    arrays = operands(contracted)
+    wanted = jax.value_and_grad(loss(lambda x, w: jnp.einsum(letters, x, w)), (0, 1))(*arrays)
+    found = jax.value_and_grad(loss(lambda x, w: project(x, w, contracted)), (0, 1))(*arrays)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
+
+
+def test_results_have_the_wanted_dtype_and_gradients_that_of_their_operands():
+    x, w = operands(1, jnp.bfloat16)
+    assert project(x, w).dtype == jnp.bfloat16
+    product, gradients = jax.vjp(lambda x, w: project(x, w, 1, jnp.float32), x, w)
+    np.testing.assert_allclose(product, jnp.einsum("bti,iho->btho", x.astype(jnp.float32), w), rtol=1e-5, atol=1e-5)
+    assert [g.dtype for g in gradients(product)] == [jnp.bfloat16, jnp.bfloat16]
+
+
+def test_gradients_transpose_nothing():
+    def gradients(x, w, cotangent):
+        return jax.vjp(project, x, w)[1](cotangent)
+
+    x, w = operands(1)
+    assert "transpose[" not in str(jax.make_jaxpr(gradients)(x, w, project(x, w)))
