@@ -4,8 +4,10 @@ Arguments: address, index, directory, and perhaps the URL of a mirror, which the
 """
 
 import itertools
+import os
 import shutil
 import sys
+import traceback
 from pathlib import Path
 
 import jax
@@ -91,6 +93,7 @@ def forget_old_posts():
     multihost_utils.sync_global_devices("posted")
     posts = processes.coordinator().key_value_dir_get("maxpipe/post")
     assert len(posts) == 2 + 3, posts  # of 13, the first two were beyond reach when the limit was set
+    multihost_utils.sync_global_devices("counted")  # the first process goes on to post
 
 
 def see_the_same_directory():
@@ -170,4 +173,8 @@ def main():
 
 
 if __name__ == "__main__":
-    go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()
+    try:
+        go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # JAX would wait for the other process
