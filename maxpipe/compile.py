@@ -51,10 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from maxpipe.compiling.analysis import analyse
     from maxpipe.compiling.report import size
-    from maxpipe.training.stored_step import check_can_be_stored, write
+    from maxpipe.training.stored_step import write
 
-    if config.compile.save:
-        check_can_be_stored(mesh)
     report, executable = analyse(config, loaded.config, mesh, lambda text: print(text, flush=True))
     print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
     _write("--json", arguments.flags.json, json.dumps(report.as_json(), indent=1) + "\n")

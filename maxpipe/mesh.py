@@ -18,6 +18,7 @@ from maxpipe.config.engine_options import one_process
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.steps import run_steps
+from maxpipe.simulated_devices import runs_stored_programs, start_threads
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI launch.
 CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
@@ -40,28 +41,10 @@ def start_jax(config: Config) -> None:
     start_compile_cache(config)
 
 
-def start_threads(config: Config, devices: int) -> None:
-    """Gives XLA more threads than simulated devices where many collectives may wait at once.
-
-    A collective on a CPU blocks a thread until the other devices have come, and one that stands beside a loop is not
-    ordered against those inside it. With XLA's own number, a thread for each device, one such collective still leaves
-    a thread to the device that the others wait for; several can leave none, and XLA ends the process after 40 seconds.
-    The weights of layers outside the pipeline are fetched by several while it runs. More threads than needed cost
-    time: at twice the devices 5 % of a step. NPROC is the variable that XLA reads.
-    """
-    if config.pipeline.parallel_layers > 0:
-        os.environ.setdefault("NPROC", str(max(8 * devices, os.cpu_count() or 1)))
-
-
 def start_compile_cache(config: Config) -> None:
-    """Uses the persistent compilation cache, except for programs over several CPU devices.
-
-    XLA keeps their collectives in order by a resource that they share, and an executable that was stored and loaded
-    again has lost it: a collective inside a loop and an independent one outside then meet in different orders on
-    different devices, and the run hangs until XLA aborts it (seen with jaxlib 0.10.2 and 0.12).
-    """
+    """Uses the persistent compilation cache, if programs from files run here."""
     cache = compile_cache(config)
-    if cache is None or (jax.default_backend() == "cpu" and jax.device_count() > 1):
+    if cache is None or not runs_stored_programs():
         jax.config.update("jax_enable_compilation_cache", False)
         return
     jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -58,6 +58,7 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
 
     from maxpipe.builder import build_run, open_run_directory
     from maxpipe.pipeline.auto_stages.plan import choose_stages
+    from maxpipe.simulated_devices import explain_threads
     from maxpipe.telemetry.chips import device_memory
     from maxpipe.training.loop import DONE, closing, train
     from maxpipe.training.report import report
@@ -67,7 +68,7 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
             print(text, flush=True)
 
     device = mesh.devices.flat[0]
-    decisions = advice(device.platform, os.environ)
+    decisions = [*advice(device.platform, os.environ), *explain_threads(config)]
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), decisions.append)
     directory, checkpointer = open_run_directory(config, say)
     newest = max(checkpointer.steps(), default=0)
@@ -75,8 +76,6 @@ def run(config: Config, loaded: Loaded, mesh: "Mesh", supervision: "Supervision 
         checkpointer.close()  # the mirror may lack what an earlier process could not copy
         say(f"{directory.root} is finished: step {newest} of steps={config.steps} is saved; nothing to do")
         return DONE
-    if config.compile.cache_dir not in ("", "off") and not jax.config.values["jax_enable_compilation_cache"]:
-        decisions.append("compile.cache_dir=off: programs over several CPU devices cannot be stored")
     started = time.perf_counter()
     current = build_run(config, mesh, directory, checkpointer, decisions.append, supervision)
     for line in report(config, mesh, str(directory.root), current.step, [*notes(config, loaded), *decisions]):

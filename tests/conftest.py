@@ -1,6 +1,7 @@
 """Runs JAX on eight simulated CPU devices, and an S3 server for the tests that ask for it."""
 
 import os
+import signal
 from importlib.metadata import version
 
 import pytest
@@ -14,9 +15,11 @@ if version("jaxlib").startswith("0.10."):  # later ones end the process at a fla
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILE))
-os.environ.setdefault("NPROC", "64")  # see `maxpipe.mesh.start_threads`
-# A program over several CPU devices that comes out of a cache can hang (see `maxpipe.mesh.start_compile_cache`).
+os.environ.setdefault("NPROC", "128")  # see `maxpipe.mesh.start_threads`
+# No test may find what an earlier one has compiled.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# In the background of a shell Ctrl-C is ignored, and processes that tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

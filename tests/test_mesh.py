@@ -1,4 +1,3 @@
-import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -18,11 +17,9 @@ from maxpipe.mesh import (
     start_compile_cache,
     start_jax,
     start_processes,
-    start_threads,
 )
 
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
-OUTSIDE = {"pipeline.parallel_layers": 6}
 EIGHT = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
 
@@ -97,24 +94,6 @@ def test_compilation_cache_is_in_the_output_directory_unless_said_otherwise(tmp_
     assert compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix() == "/elsewhere"
 
 
-class TestThreads:
-    def test_more_than_devices_for_layers_outside_the_pipeline(self, monkeypatch):
-        monkeypatch.delenv("NPROC")
-        monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        start_threads(replace(Config(), **OUTSIDE), 64)
-        assert os.environ.pop("NPROC") == "512"
-
-    def test_otherwise_as_many_as_xla_takes(self, monkeypatch):
-        monkeypatch.delenv("NPROC")
-        start_threads(Config(), 64)
-        assert "NPROC" not in os.environ
-
-    def test_the_users_number_stays(self, monkeypatch):
-        monkeypatch.setenv("NPROC", "3")
-        start_threads(replace(Config(), **OUTSIDE), 64)
-        assert os.environ["NPROC"] == "3"
-
-
 class TestCompileCache:
     @pytest.fixture(autouse=True)
     def _settings(self):
@@ -124,11 +103,17 @@ class TestCompileCache:
         for name, value in before.items():
             jax.config.update(name, value)
 
-    def test_no_program_over_several_cpu_devices_is_stored(self):
-        """One that is loaded again can hang: its collectives are no longer in order."""
+    def test_not_where_programs_from_files_could_hang(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "8")
         jax.config.update("jax_enable_compilation_cache", True)
         start_compile_cache(Config())
         assert not jax.config.jax_enable_compilation_cache
+
+    def test_of_several_cpu_devices_with_threads_to_wait_in_all_collectives(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("NPROC", "128")
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), output_dir=str(tmp_path)))
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
 
     @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 4)])
     def test_others_are(self, backend, count, monkeypatch, tmp_path):

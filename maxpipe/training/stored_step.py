@@ -24,6 +24,7 @@ from jaxlib.xla_client import DeviceList
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.schema import OPTIONS, get
 from maxpipe.pipeline.contract import Batch, Metrics
+from maxpipe.simulated_devices import UNSAFE, runs_stored_programs
 from maxpipe.training.engine import SpmdEngine
 
 SAVE, LOAD = "compile.save", "compile.load"
@@ -50,13 +51,6 @@ class Stored:
     origin: dict[str, Any]
     metrics: list[str]
     executable: bytes
-
-
-def check_can_be_stored(mesh: Mesh) -> None:
-    """Raises ConfigError for programs that would hang when they are loaded; see `maxpipe.mesh.start_compile_cache`."""
-    if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1:
-        reason = "over several CPU devices it would lose the order of its collectives and could hang"
-        raise ConfigError(Problem(SAVE, f"this executable cannot be stored: {reason}; compile for one device or a TPU"))
 
 
 def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) -> int:
@@ -134,11 +128,14 @@ class StoredStep:
       mesh: the engine's.
 
     Raises:
-      ConfigError: the file cannot be read, or was compiled from something else; a problem for each difference.
+      ConfigError: the file cannot be read, or was compiled from something else (a problem for each difference), or
+        no program from a file is safe on these devices.
     """
 
     def __init__(self, engine: SpmdEngine, config: Config, mesh: Mesh):
         file = config.compile.load
+        if not runs_stored_programs():
+            raise ConfigError(Problem(LOAD, f"{UNSAFE}; leave it empty"))
         stored = read(file)
         if problems := _differences(file, stored.origin, origin(config, mesh)):
             raise ConfigError(*problems)

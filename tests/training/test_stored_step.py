@@ -13,7 +13,7 @@ from maxpipe.compiling.step import compile_step
 from maxpipe.config import ConfigError, replace
 from maxpipe.training import stored_step
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.stored_step import check_can_be_stored, origin, read, write
+from maxpipe.training.stored_step import origin, read, write
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +125,20 @@ class _Compiled:
         return b""
 
 
-def test_several_cpu_devices_are_refused():
-    with pytest.raises(ConfigError, match=r"compile\.save: .*order of its collectives"):
-        check_can_be_stored(make_mesh(tiny(**{"mesh.ici.fsdp": 2})))
+def test_several_cpu_devices_run_one(tmp_path):
+    config = tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 2})
+    mesh, file = make_mesh(config), tmp_path / "step.bin"
+    engine = build_engine(config, mesh)
+    write(str(file), compile_step(config, mesh, engine).executable, config, mesh)
+    place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
+    results = [
+        e.step(e.init(jax.random.key(3)), place(make_batch(config.data.global_batch_size)))
+        for e in (engine, build_engine(loading(config, file), mesh))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_with_few_threads_several_cpu_devices_are_refused(config, mesh, file, monkeypatch):
+    monkeypatch.setenv("NPROC", "16")
+    with pytest.raises(ConfigError, match=r"compile\.load: .*with few threads"):
+        build_engine(loading(config, file), mesh)

@@ -76,7 +76,7 @@ class TelemetryConfig:
 class CompileConfig:
     cache_dir: str = option(
         "",
-        "persistent compilation cache; empty = <output_dir>/compile_cache, off = none; never for several CPU devices",
+        "persistent compilation cache; off = none; empty = <output_dir>/compile_cache, off for several CPU devices",
     )
     topology: str = option(
         "", "what maxpipe.compile compiles for: a TPU slice such as v5p:4x4x4, or cpu for simulated devices"
