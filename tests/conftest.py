@@ -15,7 +15,7 @@ if version("jaxlib").startswith("0.10."):  # later ones end the process at a fla
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_COMPILE))
-os.environ.setdefault("NPROC", "128")  # see `maxpipe.mesh.start_threads`
+os.environ.setdefault("NPROC", "64")  # see `maxpipe.simulated_devices`
 # No test may find what an earlier one has compiled.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # In the background of a shell Ctrl-C is ignored, and processes that tests start would inherit that.

@@ -65,6 +65,18 @@ class TestARunToItsEnd:
         assert "is finished" in train(words)
         assert {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()} == before
 
+    def test_a_cache_that_is_asked_for_serves_simulated_devices(self, tmp_path, monkeypatch):
+        for name in ("JAX_ENABLE_COMPILATION_CACHE", "NPROC"):
+            monkeypatch.delenv(name)
+        cache = tmp_path / "cache"
+        words = [*write_config(tmp_path, steps=2), f"compile.cache_dir={cache}"]
+        assert "64 threads" in train([*words, "run_name=first"])
+        programs = {path.name for path in cache.iterdir()}
+        assert any("train_step" in name for name in programs)
+        train([*words, "run_name=second"])
+        assert {path.name for path in cache.iterdir()} == programs
+        assert losses(tmp_path / "runs" / "second") == losses(tmp_path / "runs" / "first")
+
     def test_config_of_the_run_starts_the_same_run(self, finished, tmp_path):
         """config.yml is a complete configuration file."""
         root, _ = finished

@@ -134,11 +134,11 @@ class StoredStep:
 
     def __init__(self, engine: SpmdEngine, config: Config, mesh: Mesh):
         file = config.compile.load
-        if not runs_stored_programs():
-            raise ConfigError(Problem(LOAD, f"{UNSAFE}; leave it empty"))
         stored = read(file)
         if problems := _differences(file, stored.origin, origin(config, mesh)):
             raise ConfigError(*problems)
+        if not runs_stored_programs():
+            raise ConfigError(Problem(LOAD, f"{UNSAFE}; leave it empty"))
         self._engine = engine
         self._executable = _load(file, stored.executable, mesh.devices.reshape(-1).tolist())
         self._state = engine.abstract_state()

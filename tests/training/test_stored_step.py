@@ -16,6 +16,12 @@ from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.stored_step import origin, read, write
 
 
+@pytest.fixture(autouse=True)
+def _enough_threads(monkeypatch):
+    """For all devices of the process; the tests here use few of them."""
+    monkeypatch.setenv("NPROC", "128")
+
+
 @pytest.fixture(scope="module")
 def config():
     return tiny()
