@@ -18,7 +18,7 @@ from maxpipe.config.engine_options import one_process
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.steps import run_steps
-from maxpipe.simulated_devices import runs_stored_programs, start_threads
+from maxpipe.simulated_devices import start_threads, uses_cache
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI launch.
 CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
@@ -36,15 +36,15 @@ def start_jax(config: Config) -> None:
     if config.mesh.simulated_devices:
         devices = simulated_share(config.mesh.simulated_devices)
         jax.config.update("jax_num_cpu_devices", devices)
-        start_threads(config, devices)
+        start_threads(config, devices, announced_processes())
     start_processes(config.mesh.heartbeat_timeout_seconds)
     start_compile_cache(config)
 
 
 def start_compile_cache(config: Config) -> None:
-    """Uses the persistent compilation cache, if programs from files run here."""
+    """Uses the persistent compilation cache, if it is not off and programs from files run here."""
     cache = compile_cache(config)
-    if cache is None or not runs_stored_programs():
+    if cache is None or not uses_cache(config):
         jax.config.update("jax_enable_compilation_cache", False)
         return
     jax.config.update("jax_compilation_cache_dir", str(cache))

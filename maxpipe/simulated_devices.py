@@ -4,7 +4,11 @@ A collective on a CPU blocks a thread until the other devices have come. XLA sta
 order on all devices, except where one stands beside a loop that has others inside, as those that fetch weights of
 layers outside the pipeline do; an executable from a file has lost that order altogether. Devices then wait in different
 collectives: n that are ready at once block up to n * (devices - 1) threads, and if none is left XLA ends the process
-after 40 seconds. By itself it has one for each device. NPROC is the variable that XLA reads.
+after 40 seconds. By itself XLA has as many threads as devices or cores, whichever are more.
+
+How many collectives are ready at once is not known before compiling. Of sequential FSDP on 8 devices, two of three
+starts from a cache hung with 8 threads; with `THREADS_PER_DEVICE` no start of any engine did. Threads cost time: those
+of 8 devices raised CPU time per step by 10 to 30 % on two cores.
 """
 
 import os
@@ -14,34 +18,68 @@ import jax
 from maxpipe.config.sections import Config
 
 THREADS_PER_DEVICE = 16
-UNSAFE = "programs from files can hang on CPU devices of several processes, or with few threads (NPROC)"
+MOST_THREADS = 256  # XLA makes no larger pool
 
 
-def start_threads(config: Config, devices: int) -> None:
-    """Before JAX makes the devices: gives XLA more threads where collectives may be out of order, and only there."""
-    if devices > 1 and (_wants_stored_programs(config) or config.pipeline.parallel_layers > 0):
-        os.environ.setdefault("NPROC", str(max(THREADS_PER_DEVICE * devices, os.cpu_count() or 1)))
+def start_threads(config: Config, devices: int, processes: int) -> None:
+    """Before JAX makes the devices: sets NPROC, which XLA reads, where collectives may be out of order.
 
-
-def runs_stored_programs() -> bool:
-    """Whether executables from files are safe to run on all devices.
-
-    Several processes on CPUs rely on an order of collectives that those have lost, whatever the threads.
+    Args:
+      config: of the run.
+      devices: those that this process simulates.
+      processes: of the run; several never run programs from files, see `hindrance`.
     """
-    if jax.default_backend() != "cpu" or jax.device_count() == 1:
-        return True
-    threads = int(os.environ.get("NPROC", "0"))
-    return jax.process_count() == 1 and threads >= THREADS_PER_DEVICE * jax.device_count()
+    if devices > 1 and _needs_threads(config, processes):
+        threads = max(min(THREADS_PER_DEVICE * devices, MOST_THREADS), os.cpu_count() or 1)
+        os.environ.setdefault("NPROC", str(threads))
+
+
+def hindrance() -> str:
+    """Why executables from files may not run on these devices, and what would let them; empty if they may."""
+    devices = jax.device_count()
+    if not _are_several_cpus():
+        return ""
+    if jax.process_count() > 1:
+        return "several processes on CPUs rely on an order of collectives that programs from files have lost"
+    needed = THREADS_PER_DEVICE * devices
+    if needed > MOST_THREADS:
+        return f"programs from files run on at most {MOST_THREADS // THREADS_PER_DEVICE} CPU devices, not on {devices}"
+    if _threads() < needed:
+        return f"programs from files need NPROC={needed} threads on {devices} CPU devices, not {_threads()}"
+    return ""
+
+
+def uses_cache(config: Config) -> bool:
+    """Whether there is to be a compilation cache, if it is not off: several CPU devices have to be asked for it."""
+    return not _are_several_cpus() or (config.compile.cache_dir != "" and not hindrance())
 
 
 def explain_threads(config: Config) -> list[str]:
-    """What to say of programs from files that a configuration asks for."""
-    if jax.default_backend() != "cpu" or jax.device_count() == 1 or not _wants_stored_programs(config):
+    """What to say of the cache and of threads."""
+    if not _are_several_cpus():
         return []
-    if runs_stored_programs():
-        return [f"{os.environ['NPROC']} threads, since programs from files need them: steps may take 30 % longer"]
-    return [f"compile.cache_dir=off: {UNSAFE}"]
+    cache, said = config.compile.cache_dir, []
+    if cache == "":
+        said.append("compile.cache_dir=off: several CPU devices; name a directory to keep what is compiled")
+    elif cache != "off" and (reason := hindrance()):
+        said.append(f"compile.cache_dir=off: {reason}")
+    if _needs_threads(config, jax.process_count()) and _threads() >= THREADS_PER_DEVICE * jax.device_count():
+        said.append(f"{_threads()} threads, so that collectives out of order do not block all: steps take longer")
+    return said
 
 
-def _wants_stored_programs(config: Config) -> bool:
-    return bool(config.compile.load) or config.compile.cache_dir not in ("", "off")
+def _needs_threads(config: Config, processes: int) -> bool:
+    wants_files = bool(config.compile.load) or config.compile.cache_dir not in ("", "off")
+    return config.pipeline.parallel_layers > 0 or (wants_files and processes == 1)
+
+
+def _are_several_cpus() -> bool:
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
+
+
+def _threads() -> int:
+    """Of XLA's pool, by the variables that it reads."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        if (value := os.environ.get(name, "")).isdecimal() and int(value) > 0:
+            return min(int(value), MOST_THREADS)
+    return os.cpu_count() or 1

@@ -103,17 +103,14 @@ class TestCompileCache:
         for name, value in before.items():
             jax.config.update(name, value)
 
-    def test_not_where_programs_from_files_could_hang(self, monkeypatch):
-        monkeypatch.setenv("NPROC", "8")
-        jax.config.update("jax_enable_compilation_cache", True)
-        start_compile_cache(Config())
-        assert not jax.config.jax_enable_compilation_cache
-
-    def test_of_several_cpu_devices_with_threads_to_wait_in_all_collectives(self, monkeypatch, tmp_path):
+    def test_not_for_several_cpu_devices_unless_asked_for(self, monkeypatch, tmp_path):
         monkeypatch.setenv("NPROC", "128")
         jax.config.update("jax_enable_compilation_cache", True)
-        start_compile_cache(replace(Config(), output_dir=str(tmp_path)))
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
+        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
+        assert jax.config.jax_enable_compilation_cache
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        start_compile_cache(Config())
+        assert not jax.config.jax_enable_compilation_cache
 
     @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 4)])
     def test_others_are(self, backend, count, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""How many threads simulated devices get, and whether programs from files are safe with them."""
+"""How many threads simulated devices get, and whether programs from files may run on them."""
 
 import os
 
@@ -6,39 +6,91 @@ import jax
 import pytest
 
 from maxpipe.config import Config, replace
-from maxpipe.simulated_devices import explain_threads, runs_stored_programs, start_threads
+from maxpipe.simulated_devices import explain_threads, hindrance, start_threads, uses_cache
 
-CACHE = {"compile.cache_dir": "cache"}
+CACHE = replace(Config(), **{"compile.cache_dir": "cache"})
+LOAD = replace(Config(), **{"compile.load": "step.bin"})
+OUTSIDE = replace(Config(), **{"pipeline.parallel_layers": 6})
 
 
-@pytest.mark.parametrize("values", [{"pipeline.parallel_layers": 6}, {"compile.load": "step.bin"}, CACHE])
-def test_many_threads_where_collectives_are_out_of_order(values, monkeypatch):
+@pytest.fixture(autouse=True)
+def _two_cores(monkeypatch):
     monkeypatch.delenv("NPROC")
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    start_threads(replace(Config(), **values), 1)
-    assert "NPROC" not in os.environ
-    start_threads(replace(Config(), **values), 8)
-    assert os.environ.pop("NPROC") == "128"
 
 
-@pytest.mark.parametrize("cache", ["", "off"])
-def test_otherwise_as_many_as_xla_takes(cache, monkeypatch):
-    monkeypatch.delenv("NPROC")
-    start_threads(replace(Config(), **{"compile.cache_dir": cache}), 64)
-    assert "NPROC" not in os.environ
+class TestStart:
+    @pytest.mark.parametrize(
+        ("config", "devices", "processes", "threads"),
+        [
+            (OUTSIDE, 8, 1, "128"),
+            (OUTSIDE, 8, 2, "128"),
+            (OUTSIDE, 64, 1, "256"),
+            (LOAD, 8, 1, "128"),
+            (CACHE, 8, 1, "128"),
+            (CACHE, 1, 1, None),
+            (CACHE, 8, 2, None),
+            (Config(), 8, 1, None),
+            (replace(Config(), **{"compile.cache_dir": "off"}), 8, 1, None),
+        ],
+    )
+    def test_more_threads_only_where_needed(self, config, devices, processes, threads, monkeypatch):
+        monkeypatch.setattr(os, "environ", {})
+        start_threads(config, devices, processes)
+        assert os.environ.get("NPROC") == threads
+
+    def test_the_users_number_stays(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "3")
+        start_threads(CACHE, 64, 1)
+        assert os.environ["NPROC"] == "3"
 
 
-def test_the_users_number_stays(monkeypatch):
-    monkeypatch.setenv("NPROC", "3")
-    start_threads(replace(Config(), **CACHE), 64)
-    assert os.environ["NPROC"] == "3"
+class TestProgramsFromFiles:
+    @pytest.mark.parametrize(
+        ("environment", "found"),
+        [
+            ({}, 2),
+            ({"NPROC": "127"}, 127),
+            ({"NPROC": "auto"}, 2),
+            ({"NPROC": "128", "PJRT_NPROC": "9"}, 9),
+        ],
+    )
+    def test_too_few_threads(self, environment, found, monkeypatch):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert hindrance() == f"programs from files need NPROC=128 threads on 8 CPU devices, not {found}"
+        assert not uses_cache(CACHE)
+        assert explain_threads(CACHE) == [f"compile.cache_dir=off: {hindrance()}"]
 
+    def test_enough_threads(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "128")
+        assert hindrance() == ""
+        assert uses_cache(CACHE)
+        (said,) = explain_threads(CACHE)
+        assert said.startswith("128 threads")
 
-@pytest.mark.parametrize(("threads", "processes", "safe"), [(128, 1, True), (127, 1, False), (128, 2, False)])
-def test_programs_from_files_need_threads_and_one_process(threads, processes, safe, monkeypatch):
-    monkeypatch.setenv("NPROC", str(threads))
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
-    assert runs_stored_programs() == safe
-    (said,) = explain_threads(replace(Config(), **CACHE))
-    assert ("128 threads" if safe else "compile.cache_dir=off: ") in said
-    assert explain_threads(Config()) == []
+    def test_several_processes(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "128")
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        assert "several processes" in hindrance()
+
+    def test_more_devices_than_xla_has_threads_for(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "1024")
+        monkeypatch.setattr(jax, "device_count", lambda: 64)
+        assert "at most 16 CPU devices, not on 64" in hindrance()
+
+    def test_nobody_asked_for_a_cache(self, monkeypatch):
+        monkeypatch.setenv("NPROC", "128")
+        assert not uses_cache(Config())
+        (said,) = explain_threads(Config())
+        assert "name a directory" in said
+        assert explain_threads(replace(Config(), **{"compile.cache_dir": "off"})) == []
+
+    @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 64)])
+    def test_no_limits_elsewhere(self, backend, count, monkeypatch):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(jax, "device_count", lambda: count)
+        assert hindrance() == ""
+        assert uses_cache(Config())
+        assert explain_threads(Config()) == []

@@ -9,17 +9,18 @@ from jax import lax
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def project(x: jax.Array, weight: jax.Array, contracted: int = 1, dtype: Any = None) -> jax.Array:
-    """Sums over the last dimensions of `x` and the first of `weight`.
+    """Sums over the last dimensions of `x` and the first of `weight`. Without forward-mode derivatives.
 
-    The gradient for the weight is the product of `x` with the cotangent in that order. JAX's own rule takes the
-    cotangent first and transposes the product: XLA's CPU backend then makes a transposed copy of the cotangent, for
-    which it computes the activation function's derivative once more, against the grain of the memory.
+    The gradient for the weight is the product of `x` with the cotangent, in that order. JAX's own rule takes the
+    cotangent first and transposes the product: XLA's CPU backend then makes a transposed copy of the cotangent, and
+    behind an activation function computes its derivative anew for that, against the grain of the memory.
 
     Args:
       x: [..., *C], where C are the `contracted` dimensions.
       weight: [*C, *K], in the dtype of `x`.
       contracted: how many dimensions are summed over.
-      dtype: of the result; that of `x` if None. Cotangents are rounded to the dtype of `x`.
+      dtype: of the result, and of the sums over devices that gradients go through before they are rounded; that of `x`
+        if None. Cotangents are rounded to the dtype of `x`.
 
     Returns:
       [..., *K].
@@ -36,8 +37,8 @@ def _backward(contracted: int, dtype: Any, operands: Any, cotangent: jax.Array) 
     x, weight = operands
     cotangent = cotangent.astype(x.dtype)
     kept = range(x.ndim - contracted)
-    dx = _dot(cotangent, weight, range(len(kept), cotangent.ndim), range(contracted, weight.ndim))
-    return dx, _dot(x, cotangent, kept, kept)
+    dx = _dot(cotangent, weight, range(len(kept), cotangent.ndim), range(contracted, weight.ndim), dtype)
+    return dx.astype(x.dtype), _dot(x, cotangent, kept, kept, dtype).astype(weight.dtype)
 
 
 project.defvjp(_forward, _backward)

@@ -24,7 +24,7 @@ from jaxlib.xla_client import DeviceList
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.schema import OPTIONS, get
 from maxpipe.pipeline.contract import Batch, Metrics
-from maxpipe.simulated_devices import UNSAFE, runs_stored_programs
+from maxpipe.simulated_devices import hindrance
 from maxpipe.training.engine import SpmdEngine
 
 SAVE, LOAD = "compile.save", "compile.load"
@@ -137,8 +137,8 @@ class StoredStep:
         stored = read(file)
         if problems := _differences(file, stored.origin, origin(config, mesh)):
             raise ConfigError(*problems)
-        if not runs_stored_programs():
-            raise ConfigError(Problem(LOAD, f"{UNSAFE}; leave it empty"))
+        if reason := hindrance():
+            raise ConfigError(Problem(LOAD, f"{reason}; or leave out {LOAD}"))
         self._engine = engine
         self._executable = _load(file, stored.executable, mesh.devices.reshape(-1).tolist())
         self._state = engine.abstract_state()

@@ -41,7 +41,8 @@ def run_both(*arguments):
         for member in members:
             member.kill()
         outputs = [member.communicate()[0] for member in members]
-    assert [member.returncode for member in members] == [0, 0], "\n".join(outputs)
+    ends = [member.returncode for member in members]
+    assert ends == [0, 0], "\n".join([f"exit codes {ends}, -9 after two minutes or the other's failure", *outputs])
     assert all("done" in output for output in outputs)
 
 

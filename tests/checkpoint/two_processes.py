@@ -177,4 +177,5 @@ if __name__ == "__main__":
         go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()
     except BaseException:
         traceback.print_exc()
+        sys.stdout.flush()
         os._exit(1)  # JAX would wait for the other process

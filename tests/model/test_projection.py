@@ -33,6 +33,18 @@ def test_results_have_the_wanted_dtype_and_gradients_that_of_their_operands():
     assert [g.dtype for g in gradients(product)] == [jnp.bfloat16, jnp.bfloat16]
 
 
+def test_gradients_of_bfloat16_are_summed_in_the_wanted_dtype():
+    """Over devices too, where the partitioner makes a sum of each part's."""
+    x, w = operands(1, jnp.bfloat16)
+
+    def gradients(x, w, cotangent):
+        return jax.vjp(lambda x, w: project(x, w, 1, jnp.float32), x, w)[1](cotangent)
+
+    program = jax.make_jaxpr(gradients)(x, w, project(x, w, 1, jnp.float32))
+    products = [eqn for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+    assert [eqn.outvars[0].aval.dtype for eqn in products[-2:]] == [jnp.float32, jnp.float32]
+
+
 def test_gradients_transpose_nothing():
     def gradients(x, w, cotangent):
         return jax.vjp(project, x, w)[1](cotangent)
