@@ -19,8 +19,8 @@ def project(x: jax.Array, weight: jax.Array, contracted: int = 1, dtype: Any = N
       x: [..., *C], where C are the `contracted` dimensions.
       weight: [*C, *K], in the dtype of `x`.
       contracted: how many dimensions are summed over.
-      dtype: of the result, and of the sums over devices that gradients go through before they are rounded; that of `x`
-        if None. Cotangents are rounded to the dtype of `x`.
+      dtype: of the result, and of gradients until all their sums are made; that of `x` if None. Cotangents are first
+        rounded to the dtype of `x`.
 
     Returns:
       [..., *K].
