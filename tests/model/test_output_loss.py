@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxpipe.model.output_loss import OutputLoss
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
 D, V = 16, 40
 OPTIONS = {"plain": {}, "z-loss": {"z_loss": 0.1}, "cap": {"soft_cap": 2.0}, "both": {"z_loss": 0.1, "soft_cap": 2.0}}
@@ -63,8 +64,8 @@ def test_no_array_has_all_logits():
     def largest(jaxpr):
         for equation in jaxpr.eqns:
             yield from (v.aval.size for v in equation.outvars)
-            for inner in jax.core.jaxprs_in_params(equation.params):
-                yield from largest(inner)
+            for inner in inner_jaxprs(equation):
+                yield from largest(open_jaxpr(inner))
 
     def size(tiles):
         arguments = inputs((2, 128))

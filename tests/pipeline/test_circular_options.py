@@ -7,6 +7,8 @@ import jax
 import pytest
 from engines import SEQUENCE_LENGTH, PipelineUnderTest, assert_same, make_batch, reference, tiny
 
+from maxpipe.pipeline.jaxprs import open_jaxpr
+
 ROWS = 16
 # What is rematerialised: whole iterations, single layers, both or neither.
 REMATERIALISED = ("iterations", "layers", "both", "neither")
@@ -78,8 +80,10 @@ def loops(config):
     while programs:
         for eqn in programs.pop().eqns:
             if eqn.primitive.name == "scan":
-                carried = eqn.invars[eqn.params["num_consts"] :][: eqn.params["num_carry"]]
-                found.append((eqn.params["length"], [value.aval.shape for value in carried]))
+                body = open_jaxpr(eqn.params["jaxpr"])
+                # What is stacked has a dimension more outside.
+                pairs = [(o.aval.shape, i.aval.shape) for o, i in zip(eqn.outvars, body.outvars, strict=True)]
+                found.append((eqn.params["length"], [outside for outside, inside in pairs if outside == inside]))
             programs += [p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "eqns")]
     return found
 
