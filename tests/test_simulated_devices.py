@@ -31,6 +31,7 @@ class TestStart:
             (CACHE, 8, 1, "128"),
             (CACHE, 1, 1, None),
             (CACHE, 8, 2, None),
+            (CACHE, 17, 1, None),
             (Config(), 8, 1, None),
             (replace(Config(), **{"compile.cache_dir": "off"}), 8, 1, None),
         ],
