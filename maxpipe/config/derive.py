@@ -40,4 +40,4 @@ def eval_batch_size(c: Config) -> Updates:
     return {"eval.global_batch_size": c.data.global_batch_size if size == -1 else size}
 
 
-STEPS = (head_dim, learning_rate_steps, eval_batch_size)
+DERIVE = (head_dim, learning_rate_steps, eval_batch_size)

@@ -7,7 +7,7 @@ from itertools import islice
 
 from maxpipe.config.batches import STEPS as BATCHES
 from maxpipe.config.checks import CHECKS
-from maxpipe.config.derive import STEPS as DERIVE
+from maxpipe.config.derive import DERIVE
 from maxpipe.config.engine_options import STEPS as ENGINE_OPTIONS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.layout import STEPS as LAYOUT

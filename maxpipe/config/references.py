@@ -46,7 +46,7 @@ def _resolve(settings: dict[str, Setting]) -> list[Problem]:
             value = OmegaConf.select(tree, key, throw_on_missing=True, throw_on_resolution_failure=True)
             if OmegaConf.is_config(value):
                 value = OmegaConf.to_container(value, resolve=True)
-            settings[key] = replace(setting, raw=_raw(value))
+            settings[key] = replace(setting, raw=_raw_value(value))
         except (OmegaConfBaseException, RecursionError) as error:
             reason = (
                 "references go in a circle"
@@ -82,9 +82,9 @@ def _plain(raw: Raw) -> Any:
     return {key: _plain(value) for key, value in raw.items()}
 
 
-def _raw(value: Any) -> Raw:
+def _raw_value(value: Any) -> Raw:
     if isinstance(value, list):
-        return [_raw(item) for item in value]
+        return [_raw_value(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _raw(item) for key, item in value.items()}
+        return {str(key): _raw_value(item) for key, item in value.items()}
     return Scalar("" if value is None else str(value))

@@ -28,10 +28,10 @@ def fetch(path: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
     protocol = path.partition("://")[0]
     with explained(path, KEY):
         store = open_store(path, KEY)
-        return [_copy(store, f"{protocol}://{name}", cache_dir) for name in sorted(_expand(store, path, suffixes))]
+        return [_copy(store, f"{protocol}://{name}", cache_dir) for name in sorted(_expand_remote(store, path, suffixes))]
 
 
-def _expand(store: Any, path: str, suffixes: Sequence[str]) -> list[str]:
+def _expand_remote(store: Any, path: str, suffixes: Sequence[str]) -> list[str]:
     """Names of files, without the protocol."""
     if "*" in path or "?" in path or "[" in path:
         return [name for name in store.glob(path) if store.isfile(name)]
