@@ -50,25 +50,17 @@ SMALL = [
 # of its own.
 CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
 MORE_WORDS = {"maxpipe.data": ["--seconds=0.05"], "maxpipe.generate": ["--max-tokens=20"]}
+LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
+TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
 SCRIPTS = {
-    "scripts/local.sh": ["bash", "scripts/local.sh", "--dry-run", "2", "configs/base.yml"],
-    "scripts/tpu_vm.sh": [
-        "bash",
-        "scripts/tpu_vm.sh",
-        "create",
-        "name",
-        "--zone",
-        "z",
-        "--type",
-        "v5p-8",
-        "--dry-run",
-    ],
-    "scripts/compare_maxtext.py": [
+    f"{LAUNCH}/local.sh": ["bash", f"{LAUNCH}/local.sh", "--dry-run", "2", "configs/base.yml"],
+    f"{LAUNCH}/tpu_vm.sh": TPU_VM.split(),
+    f"{BENCHMARK}/compare_maxtext.py": [
         sys.executable,
-        "scripts/compare_maxtext.py",
+        f"{BENCHMARK}/compare_maxtext.py",
         "--help",
     ],  # needs MaxText
-    "sbatch": ["bash", "-n", "scripts/slurm.sbatch"],
+    "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
 }
 # Installing, testing and drawing are other programs' affair.
 OTHERS = {"pip", "pytest", "tensorboard", "docker"}
@@ -90,7 +82,15 @@ def commands():
 def place(tmp_path_factory):
     """An empty directory with the repository's files, in which the first run has been made."""
     directory = tmp_path_factory.mktemp("readme")
-    for name in ("configs", "scripts", "README.md", "pyproject.toml", "docs", "maxpipe"):
+    for name in (
+        "configs",
+        "scripts",
+        "examples",
+        "README.md",
+        "pyproject.toml",
+        "docs",
+        "maxpipe",
+    ):
         (directory / name).symlink_to(REPOSITORY / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -105,11 +105,8 @@ def test_the_first_run_is_a_command_of_the_readme():
 @pytest.mark.parametrize("command", commands())
 def test_command(command, place, capfd):
     words = shlex.split(command)
-    assert [
-        word
-        for word in words
-        if re.match(r"(configs|scripts|docs)/", word) and not (place / word).exists()
-    ] == []
+    named = [word for word in words if re.match(r"(configs|scripts|examples|docs)/", word)]
+    assert [word for word in named if not (place / word).exists()] == []
     if words[:2] == ["python", "-m"]:
         run_module(words[2], words[3:])
     elif script := next((word for word in words[:2] if word in SCRIPTS), None):
@@ -181,7 +178,7 @@ def test_yaml_is_a_configuration(text, tmp_path):
 
 
 def test_files_and_keys_that_it_names_exist():
-    files = set(re.findall(r"`((?:maxpipe|scripts|configs|tests)/[\w/.-]+)`", TEXT))
+    files = set(re.findall(r"`((?:maxpipe|scripts|examples|configs|tests)/[\w/.-]+)`", TEXT))
     assert [name for name in files if "NAME" not in name and not (REPOSITORY / name).exists()] == []
     places = [Path(name).parent for name in files if "NAME" in name]
     assert places

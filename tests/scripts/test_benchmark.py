@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.config import Config, replace, resolve
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
 
 
 def load_script(name):
@@ -24,9 +24,9 @@ def load_script(name):
     return module
 
 
-benchmark = load_script("benchmark")
-benchmark_gpu = load_script("benchmark_gpu")
-benchmark_overhead = load_script("benchmark_overhead")
+benchmark = load_script("run")
+benchmark_gpu = load_script("gpu")
+benchmark_overhead = load_script("overhead")
 
 
 @pytest.mark.parametrize("name", benchmark.CASES)
@@ -46,7 +46,7 @@ def test_measures_cases_in_turns_and_writes_json(tmp_path):
     file = tmp_path / "out.json"
     command = [
         sys.executable,
-        SCRIPTS / "benchmark.py",
+        SCRIPTS / "run.py",
         "--case",
         "tiny",
         "--rounds",
@@ -54,7 +54,7 @@ def test_measures_cases_in_turns_and_writes_json(tmp_path):
         "--json",
         file,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS.parents[1])
     assert done.returncode == 0, done.stderr
     cases = json.loads(file.read_text())["cases"]
     assert [case["name"] for case in cases] == list(benchmark.GROUPS["tiny"])

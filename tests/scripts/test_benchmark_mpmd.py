@@ -1,4 +1,4 @@
-"""scripts/benchmark_mpmd.py prints a line for every schedule."""
+"""scripts/benchmark/mpmd.py prints a line for every schedule."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark_mpmd.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "mpmd.py"
 
 
 @pytest.mark.grid

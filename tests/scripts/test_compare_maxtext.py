@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "compare_maxtext.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "compare_maxtext.py"
 
 
 @pytest.fixture(scope="module")

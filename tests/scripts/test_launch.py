@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "launch"
 AWKWARD = 'run_name=it\'s $(touch pwned) "x"; rm -rf *'
 
 NOTES_AND_ANSWERS = """#!{python}
@@ -246,11 +246,11 @@ class TestTpuVm:
         (call,) = self.commands(fakes)
         remote = call[call.index("--command") + 1]
         worker = tmp_path / "worker"
-        (worker / "maxpipe" / "scripts").mkdir(parents=True)
-        (worker / "maxpipe" / "scripts" / "restart.sh").write_text(
+        (worker / "maxpipe" / "scripts" / "launch").mkdir(parents=True)
+        (worker / "maxpipe" / "scripts" / "launch" / "restart.sh").write_text(
             '#!/bin/bash\nprintf "%s\\0" "$@" >>words; echo . >>attempts; sleep 1; exit 7\n'
         )
-        (worker / "maxpipe" / "scripts" / "restart.sh").chmod(0o755)
+        (worker / "maxpipe" / "scripts" / "launch" / "restart.sh").chmod(0o755)
         outputs = [
             subprocess.run(
                 ["bash", "-c", remote], cwd=worker, capture_output=True, text=True, check=True
@@ -409,7 +409,7 @@ def test_shell_scripts_are_clean():
     )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
-    scripts = [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), SCRIPTS.parent / ".ci" / "run"]
+    scripts = [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), SCRIPTS.parents[1] / ".ci" / "run"]
     done = subprocess.run(
         [shellcheck, "-x", "-P", SCRIPTS, *scripts], capture_output=True, text=True
     )

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Trains on Cloud TPU VMs, one slice or several, through gcloud.
 #
-#   scripts/tpu_vm.sh create NAME --zone us-east5-a --type v5p-32 [--slices 2] [--spot] [--version RUNTIME]
-#   scripts/tpu_vm.sh setup  NAME --zone us-east5-a
-#   scripts/tpu_vm.sh run    NAME --zone us-east5-a -- configs/models/llama3-8b.yml output_dir=/mnt/shared/runs
-#   scripts/tpu_vm.sh status NAME --zone us-east5-a
-#   scripts/tpu_vm.sh logs   NAME --zone us-east5-a
-#   scripts/tpu_vm.sh resume NAME --zone us-east5-a --type v5p-32 -- configs/models/llama3-8b.yml output_dir=...
-#   scripts/tpu_vm.sh delete NAME --zone us-east5-a
+#   scripts/launch/tpu_vm.sh create NAME --zone us-east5-a --type v5p-32 [--slices 2] [--spot] [--version RUNTIME]
+#   scripts/launch/tpu_vm.sh setup  NAME --zone us-east5-a
+#   scripts/launch/tpu_vm.sh run    NAME --zone us-east5-a -- configs/models/llama3-8b.yml output_dir=/mnt/shared/runs
+#   scripts/launch/tpu_vm.sh status NAME --zone us-east5-a
+#   scripts/launch/tpu_vm.sh logs   NAME --zone us-east5-a
+#   scripts/launch/tpu_vm.sh resume NAME --zone us-east5-a --type v5p-32 -- configs/models/llama3-8b.yml output_dir=...
+#   scripts/launch/tpu_vm.sh delete NAME --zone us-east5-a
 #
 #   create   asks for a queued resource and waits for it; does nothing if it is there
 #   setup    copies the committed files of this repository to every worker and installs them
@@ -18,11 +18,11 @@
 #   delete   stops everything and gives the TPUs back
 #
 # --project P picks the project, --dry-run shows what would be run. Every command may be repeated. Workers restart the
-# training by themselves after exit codes 75, 124 and 134 (scripts/restart.sh). output_dir has to be a directory that
+# training by themselves after exit codes 75, 124 and 134 (scripts/launch/restart.sh). output_dir has to be a directory that
 # all workers share, such as a Filestore mount. Tokens come from the workers' environment, never from here.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
 usage="usage: tpu_vm.sh create|setup|run|status|logs|resume|delete NAME --zone ZONE [...]; see the top of the file"
 zone='' type='' version='' project=() slices=1 spot=() training=() positional=()
@@ -121,7 +121,7 @@ create() {
   until "$dry_run" || [[ "$(state)" == ACTIVE ]]; do
     now="$(state)"
     case "$now" in
-      FAILED | SUSPENDED | '') fail "$name is ${now:-gone}; scripts/tpu_vm.sh resume makes it anew" ;;
+      FAILED | SUSPENDED | '') fail "$name is ${now:-gone}; scripts/launch/tpu_vm.sh resume makes it anew" ;;
     esac
     echo "$name is $now"
     sleep "${POLL_SECONDS:-30}"
@@ -152,7 +152,7 @@ start() {
   everywhere "cd maxpipe
 if [ -f pid ] && kill -0 \$(cat pid) 2>/dev/null; then echo already running; exit; fi
 rm -f exit_code
-MAXPIPE_DISTRIBUTED=1 nohup sh -c 'scripts/restart.sh \"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.train \
+MAXPIPE_DISTRIBUTED=1 nohup sh -c 'scripts/launch/restart.sh \"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.train \
 $(quoted "${training[@]}") >log 2>&1 </dev/null & echo \$! >pid"
 }
 

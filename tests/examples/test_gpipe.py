@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpipe_example.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "gpipe.py"
 
 
 def test_the_loss_falls():

@@ -1,8 +1,8 @@
 """Prints a JobSet that trains on TPU slices of a GKE cluster, for `kubectl apply`.
 
-    python scripts/gke/jobset.py my-run --image IMAGE --accelerator tpu-v5p-slice --topology 4x4x4
-        --slices 2 \\ --claim shared-disk -- configs/models/llama3-8b.yml output_dir=/shared/runs |
-        kubectl apply -f -
+    python scripts/launch/gke/jobset.py my-run --image IMAGE --accelerator tpu-v5p-slice --topology
+        4x4x4 --slices 2 \\ --claim shared-disk -- configs/models/llama3-8b.yml
+        output_dir=/shared/runs | kubectl apply -f -
     kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=my-run --max-log-requests 64
     kubectl delete jobset my-run
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Trains with N processes on this machine, each with its share of mesh.simulated_devices, as a pod would with N hosts.
 #
-#   scripts/local.sh 2 configs/base.yml steps=20
-#   scripts/local.sh --dry-run 2 configs/base.yml        shows the commands only
+#   scripts/launch/local.sh 2 configs/base.yml steps=20
+#   scripts/launch/local.sh --dry-run 2 configs/base.yml        shows the commands only
 #
 # Logs of processes 1, 2, ... go to local-<index>.log in LOG_DIR (a temporary directory by default), process 0 writes
 # here. Ctrl-C and SIGTERM are handed on. Ends with the exit code that matters, and restarts all of them after 75, 124
-# and 134 as scripts/restart.sh does.
+# and 134 as scripts/launch/restart.sh does.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
 

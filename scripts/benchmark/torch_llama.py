@@ -1,4 +1,4 @@
-"""The model of `benchmark_gpu.py` in plain PyTorch: torch.compile, scaled-dot-product attention, fused AdamW.
+"""The model of `gpu.py` in plain PyTorch: torch.compile, scaled-dot-product attention, fused AdamW.
 
 What an experienced user would write first, as the yardstick: float32 parameters, matrix products in
 bfloat16 by autocast, gradients accumulated over microbatches, no recomputation. Letters: B
@@ -154,7 +154,7 @@ def measure(shape: dict[str, Any], *, compiled: bool = True) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="One turn of PyTorch; scripts/benchmark.py --gpu starts it."
+        description="One turn of PyTorch; scripts/benchmark/run.py --gpu starts it."
     )
     parser.add_argument("shape", type=json.loads)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")

@@ -42,7 +42,7 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
     """Times a step on one device, and each part of its supervision.
 
     Args:
-      make_case: `benchmark.Case`, called as make_case(name, values, num_devices).
+      make_case: `run.Case`, called as make_case(name, values, num_devices).
       rounds: of `TURNS_PER_ROUND` turns.
       say: told when everything is compiled.
 

@@ -16,7 +16,7 @@ from process_time import cpu_seconds
 
 Row = dict[str, Any]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 SETTINGS = (
     "mesh.simulated_devices=8",

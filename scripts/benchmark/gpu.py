@@ -1,6 +1,6 @@
 """A Llama-like model of 1.1 billion parameters on one GPU: maxpipe beside PyTorch, every turn a process of its own.
 
-    python scripts/benchmark.py --gpu
+    python scripts/benchmark/run.py --gpu
 
 Both train float32 parameters with bfloat16 matrix products, AdamW and clipped gradients, on the
 same shapes and the same number of tokens per step. MFU counts the FLOPs of the mathematics only, so
@@ -69,9 +69,7 @@ def run(
     Raises:
       ValueError: there is no GPU.
     """
-    workers = {
-        f"maxpipe, remat {policy}": [str(HERE / "benchmark_gpu.py"), policy] for policy in POLICIES
-    }
+    workers = {f"maxpipe, remat {policy}": [str(HERE / "gpu.py"), policy] for policy in POLICIES}
     if importlib.util.find_spec("torch"):
         workers["PyTorch"] = [str(HERE / "torch_llama.py")]
     else:
@@ -107,7 +105,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def _start(words: Sequence[str], shape: Row) -> Row:
     command = [sys.executable, *words, json.dumps(shape)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parents[1])
     if done.returncode == 2:
         raise ValueError(done.stderr.strip().splitlines()[-1])
     if done.returncode:
@@ -206,7 +204,7 @@ def measure(policy: str, shape: Row) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="One turn of maxpipe; scripts/benchmark.py --gpu starts it."
+        description="One turn of maxpipe; scripts/benchmark/run.py --gpu starts it."
     )
     parser.add_argument("policy", choices=POLICIES)
     parser.add_argument("shape", type=json.loads)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs a command, and runs it again when its exit code says that it would go on: 75, 124 or 134.
 #
-#   scripts/restart.sh python -m maxpipe.train configs/base.yml
-#   scripts/restart.sh --dry-run ...            shows the command only
+#   scripts/launch/restart.sh python -m maxpipe.train configs/base.yml
+#   scripts/launch/restart.sh --dry-run ...            shows the command only
 #
 # MAX_RESTARTS (20) and RESTART_SECONDS (10, doubled each time up to ten minutes) come from the environment.
 set -euo pipefail

@@ -1,7 +1,7 @@
 """The MPMD engine's dispatch on simulated CPU devices: overhead per unit, and real runs beside the simulator's.
 
-    python scripts/benchmark_mpmd.py
-    python scripts/benchmark_mpmd.py --stages 2 --microbatches 16 --seconds 0.05
+    python scripts/benchmark/mpmd.py
+    python scripts/benchmark/mpmd.py --stages 2 --microbatches 16 --seconds 0.05
 
 A chunk's forward, input gradient and weight gradient are loops of equal length on one core each, so
 the machine needs as many idle cores as there are stages. The prediction is the simulator's makespan
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
 ROUNDS = 5

@@ -1,6 +1,6 @@
 """Trains a small model through a GPipe pipeline inside its own `jax.shard_map`; needs nothing of maxpipe but that.
 
-    python scripts/gpipe_example.py --stages 4 --microbatches 8 --steps 100
+    python examples/gpipe.py --stages 4 --microbatches 8 --steps 100
 
 Four residual MLP blocks, one on each of four simulated CPU devices (or real ones), learn to square
 their inputs. The loss is printed every twenty steps and at the end.

@@ -1,12 +1,12 @@
 """Engines, schedules and options side by side, in turns on one machine.
 
-    python scripts/benchmark.py                              the three engines, 8 simulated CPU devices
-    python scripts/benchmark.py --case engines variants --rounds 7 --json out.json
-    python scripts/benchmark.py --case lockstep_1f1b circular/none
-    python scripts/benchmark.py --case startup               from the command to the first finished step
-    python scripts/benchmark.py --case overhead              what guard, watchdog and digests cost, on one device
-    python scripts/benchmark.py --gpu                        one GPU, beside PyTorch if torch is installed
-    python scripts/benchmark.py --list
+    python scripts/benchmark/run.py                              the three engines, 8 simulated CPU devices
+    python scripts/benchmark/run.py --case engines variants --rounds 7 --json out.json
+    python scripts/benchmark/run.py --case lockstep_1f1b circular/none
+    python scripts/benchmark/run.py --case startup               from the command to the first finished step
+    python scripts/benchmark/run.py --case overhead              what guard, watchdog and digests cost, on one device
+    python scripts/benchmark/run.py --gpu                        one GPU, beside PyTorch if torch is installed
+    python scripts/benchmark/run.py --list
 
 Every case is compiled first, without a compilation cache. Then each round runs one step of every
 case, so that a change in the machine's speed hits all of them. Reported are medians over rounds,
@@ -31,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import benchmark_gpu
-import benchmark_overhead
-import benchmark_startup
+import gpu
+import overhead
+import startup
 
 MIB = 2**20
 NUM_DEVICES = 8
@@ -330,10 +330,10 @@ def listing() -> str:
     lines = []
     for group, cases in GROUPS.items():
         lines.append(f"{group}: {', '.join(cases)}")
-    gpu = ", ".join(benchmark_gpu.CASES)
+    gpu_cases = ", ".join(gpu.CASES)
     lines.append(f"{STARTUP}: time from the command to the first finished step")
     lines.append(f"{OVERHEAD}: what guard, watchdog and digests cost")
-    return "\n".join([*lines, f"--gpu: {gpu}"])
+    return "\n".join([*lines, f"--gpu: {gpu_cases}"])
 
 
 def say(text: str) -> None:
@@ -373,22 +373,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> tuple[Mapping[str, Any], str]:
     """(what goes into the JSON file, what is printed)."""
     if options.gpu:
-        rows = benchmark_gpu.run(options.rounds, say)
-        return {"gpu": rows}, benchmark_gpu.table(rows)
+        rows = gpu.run(options.rounds, say)
+        return {"gpu": rows}, gpu.table(rows)
     names, measured, texts = chosen(options.case), {}, []
     if STARTUP in names:
         names.remove(STARTUP)
         with tempfile.TemporaryDirectory() as directory:
-            rows = benchmark_startup.run(Path(directory), options.rounds, say)
+            rows = startup.run(Path(directory), options.rounds, say)
         measured[STARTUP] = rows
-        texts.append(benchmark_startup.table(rows))
+        texts.append(startup.table(rows))
     if names:
         start()
     if OVERHEAD in names:
         names.remove(OVERHEAD)
-        rows = benchmark_overhead.run(Case, options.rounds, say)
+        rows = overhead.run(Case, options.rounds, say)
         measured[OVERHEAD] = rows
-        texts.append(benchmark_overhead.table(rows))
+        texts.append(overhead.table(rows))
     if names:
         results = run_cases(names, options.rounds)
         measured["cases"] = as_json(results)

@@ -1,7 +1,7 @@
 """The same model in MaxText and in maxpipe, in turns on this machine.
 
-    python scripts/compare_maxtext.py PYTHON [--case interleaved one_repeat fsdp] [--rounds 1]
-    [--steps 6] [--json FILE]
+    python scripts/benchmark/compare_maxtext.py PYTHON [--case interleaved one_repeat fsdp]
+        [--rounds 1] [--steps 6] [--json FILE]
 
 PYTHON is a Python 3.12 with MaxText, which runs both trainers, so that JAX and libtpu are the same:
 
@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from process_time import cpu_seconds
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MAXTEXT = "0.2.5"
 DEVICES = 8
 MIB = 2**20
