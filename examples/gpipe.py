@@ -2,8 +2,8 @@
 
     python examples/gpipe.py --stages 4 --microbatches 8 --steps 100
 
-Four residual MLP blocks, one on each of four simulated CPU devices (or real ones), learn to square their inputs. The
-loss is printed every twenty steps and at the end.
+Four residual MLP blocks, one on each of four simulated CPU devices (or real ones), learn to square
+their inputs. The loss is printed every twenty steps and at the end.
 """
 
 import argparse
@@ -31,7 +31,9 @@ class Block(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model through a GPipe pipeline.")
     parser.add_argument("--stages", type=int, default=4, help="devices, one block on each")
-    parser.add_argument("--microbatches", type=int, default=8, help=f"parts of a batch of {ROWS} rows")
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help=f"parts of a batch of {ROWS} rows"
+    )
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", arguments.stages)
@@ -51,7 +53,9 @@ def main() -> None:
     optimizer = optax.adam(3e-3)
 
     @jax.jit
-    def step(params: dict, state: optax.OptState, key: jax.Array) -> tuple[dict, optax.OptState, jax.Array]:
+    def step(
+        params: dict, state: optax.OptState, key: jax.Array
+    ) -> tuple[dict, optax.OptState, jax.Array]:
         x = jax.random.uniform(key, (ROWS, WIDTH), minval=-1)
         value, gradients = jax.value_and_grad(loss)(params, x)
         updates, state = optimizer.update(gradients, state, params)

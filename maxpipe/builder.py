@@ -10,41 +10,40 @@ import jax
 from jax.sharding import Mesh
 
 import maxpipe
-from maxpipe.checkpoint import processes
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.resume import choose
-from maxpipe.checkpoint.run_directory import RunDirectory
-from maxpipe.config.engine_options import check_split_backwards, one_process
+from maxpipe.checkpoint.steps import choose
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.layout import num_stages
+from maxpipe.config.rules.engines import check_split_backwards, one_process
+from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.data.loader import Loader, make_loader
-from maxpipe.kernels import build_attention
+from maxpipe.devices import processes
+from maxpipe.devices.chips import chip_for
+from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.circular import CircularPipeline
-from maxpipe.pipeline.contract import Parts, Pipeline
+from maxpipe.pipeline.engines.base import Parts, Pipeline
+from maxpipe.pipeline.engines.circular.engine import CircularPipeline
+from maxpipe.pipeline.engines.mpmd.engine import MpmdPipeline
+from maxpipe.pipeline.engines.mpmd.stages import stage_meshes
+from maxpipe.pipeline.engines.scheduled.engine import ScheduledPipeline
+from maxpipe.pipeline.engines.sequential import SequentialPipeline
 from maxpipe.pipeline.layout import StageLayout
-from maxpipe.pipeline.mpmd.pipeline import MpmdPipeline
-from maxpipe.pipeline.mpmd.stages import stage_meshes
-from maxpipe.pipeline.scheduled import ScheduledPipeline
-from maxpipe.pipeline.schedules._load import build_table
-from maxpipe.pipeline.schedules._table import ScheduleError
-from maxpipe.pipeline.sequential import SequentialPipeline
-from maxpipe.sharding import AxisRules
-from maxpipe.telemetry.chips import chip_for
-from maxpipe.telemetry.flops import model_flops_per_token
+from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.sharding.rules import AxisRules
+from maxpipe.supervision.supervise import Supervision
 from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
-from maxpipe.training.batch_digest import WithBatchDigest
-from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.engine import Engine, SpmdEngine
+from maxpipe.training.batches import BatchPlacer, WithBatchDigest
 from maxpipe.training.loop import Run
-from maxpipe.training.mpmd_engine import MpmdEngine
+from maxpipe.training.mpmd_trainer import MpmdEngine
 from maxpipe.training.optimizer import Optimizer
+from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.stored_step import StoredStep
-from maxpipe.training.supervision import Supervision
+from maxpipe.training.trainer import Engine, SpmdEngine
 
 PIPELINES: dict[str, Callable[[Parts], Pipeline]] = {
     "sequential": SequentialPipeline,
@@ -57,23 +56,30 @@ DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "
 
 def build_layout(config: Config) -> StageLayout:
     """Which layer lives on which stage, from a resolved configuration whose stages are chosen."""
-    assert config.pipeline.layers_per_stage != AUTO, "stages are not chosen; see pipeline.auto_stages"
+    assert config.pipeline.layers_per_stage != AUTO, (
+        "stages are not chosen; see pipeline.auto_stages"
+    )
     pipeline, stages = config.pipeline, num_stages(config)
     if pipeline.engine == "sequential":
         return StageLayout.even(1, 1, config.model.num_layers)
     even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
     return StageLayout(
-        stages, pipeline.num_repeats, tuple(pipeline.layers_per_stage or even),
+        stages,
+        pipeline.num_repeats,
+        tuple(pipeline.layers_per_stage or even),
         num_outside=config.model.num_layers - pipeline.parallel_layers,
         outside_first=pipeline.outside_layers == "before",
         placement=build_table(config).placement if pipeline.engine == "mpmd" else "loop",
-    )  # fmt: skip
+    )
 
 
-def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Parts:
+def build_parts(
+    config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None
+) -> Parts:
     """What a pipeline is built from; arguments as for `build_engine`.
 
-    The rules are bound to the mesh, for the MPMD engine to an abstract one like that of every stage.
+    The rules are bound to the mesh, for the MPMD engine to an abstract one like that of every
+    stage.
     """
     watch = {"show": print} if config.sharding.debug and jax.process_index() == 0 else {}
     per_stage = config.pipeline.engine == "mpmd"
@@ -81,10 +87,14 @@ def build_parts(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lamb
     rules = AxisRules(config.sharding.logical_axis_rules, local, say, **watch)
     table = None if config.pipeline.engine == "sequential" else build_table(config)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, say)
-    return Parts(ModelProgram(config.model, attention), rules, config.pipeline, build_layout(config), table)
+    return Parts(
+        ModelProgram(config.model, attention), rules, config.pipeline, build_layout(config), table
+    )
 
 
-def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None) -> Engine:
+def build_engine(
+    config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None
+) -> Engine:
     """The engine of a resolved configuration.
 
     Args:
@@ -93,7 +103,8 @@ def build_engine(config: Config, mesh: Mesh, *, say: Callable[[str], None] = lam
       say: called with each automatic decision.
 
     Raises:
-      ConfigError: the schedule cannot be built, does not run on this engine, or does not go with other options.
+      ConfigError: the schedule cannot be built, does not run on this engine, or does not go with
+        other options.
     """
     try:
         parts = build_parts(config, mesh, say=say)
@@ -121,14 +132,19 @@ def build_mpmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
     """Programs per stage; arguments as for `build_engine`.
 
     Raises:
-      ConfigError: there are several processes, or the schedule splits backwards and another option is in the way.
+      ConfigError: there are several processes, or the schedule splits backwards and another option
+        is in the way.
     """
     one_process(config, jax.process_count())
     _check_split_backwards(config, parts)
     meshes = stage_meshes(mesh)
-    pipeline = MpmdPipeline(parts, meshes, (config.data.global_batch_size, config.data.sequence_length))
+    pipeline = MpmdPipeline(
+        parts, meshes, (config.data.global_batch_size, config.data.sequence_length)
+    )
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
-    return MpmdEngine(parts.program.specs, pipeline, meshes, rules, partial(Optimizer, config.optimizer))
+    return MpmdEngine(
+        parts.program.specs, pipeline, meshes, rules, partial(Optimizer, config.optimizer)
+    )
 
 
 def _check_split_backwards(config: Config, parts: Parts) -> None:
@@ -136,7 +152,9 @@ def _check_split_backwards(config: Config, parts: Parts) -> None:
         check_split_backwards(config)
 
 
-def open_run_directory(config: Config, say: Callable[[str], None]) -> tuple[RunDirectory, Checkpointer]:
+def open_run_directory(
+    config: Config, say: Callable[[str], None]
+) -> tuple[RunDirectory, Checkpointer]:
     """The run's directory and checkpoints, not yet written to.
 
     Raises:
@@ -166,8 +184,8 @@ def build_run(
       supervision: of this process; inert if None.
 
     Raises:
-      ConfigError: data, run directory or mirror do not fit the configuration; nothing but `config.yml` has been
-        written then.
+      ConfigError: data, run directory or mirror do not fit the configuration; nothing but
+        `config.yml` has been written then.
     """
     engine = build_engine(config, mesh, say=say)
     place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
@@ -191,12 +209,20 @@ def build_run(
         state, step = engine.from_canonical(restored.state), restored.step
         loader = _continue(loader, config, place, restored.iterator)
     return Run(
-        config, engine, state, step, loader, place, place_eval, checkpointer,
+        config,
+        engine,
+        state,
+        step,
+        loader,
+        place,
+        place_eval,
+        checkpointer,
         recorder=build_recorder(config, mesh, directory, step),
         profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
         meta={"config": asdict(config), "versions": _versions()},
-        supervision=supervision or Supervision(), eval_loader=eval_loader,
-    )  # fmt: skip
+        supervision=supervision or Supervision(),
+        eval_loader=eval_loader,
+    )
 
 
 def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
@@ -204,16 +230,21 @@ def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: in
     tokens = config.data.global_batch_size * config.data.sequence_length
     chip = chip_for(mesh.devices.flat[0].device_kind)
     return Recorder(
-        config, directory.root, start_step=step, tokens_per_step=tokens,
+        config,
+        directory.root,
+        start_step=step,
+        tokens_per_step=tokens,
         flops_per_step=tokens * model_flops_per_token(config.model, config.data.sequence_length),
         peak_flops=chip.peak_flops[config.model.dtype] * mesh.size if chip else None,
         is_main=jax.process_index() == 0,
-    )  # fmt: skip
+    )
 
 
 def _versions() -> dict[str, str]:
     # The package speaks for itself: run from a checkout, it need not be installed.
-    return {"maxpipe": maxpipe.__version__} | {name: metadata.version(name) for name in DEPENDENCIES}
+    return {"maxpipe": maxpipe.__version__} | {
+        name: metadata.version(name) for name in DEPENDENCIES
+    }
 
 
 def _continue(loader: Loader, config: Config, place: BatchPlacer, position: Any) -> Loader:

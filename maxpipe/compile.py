@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from maxpipe.config import Config, ConfigError, Problem, resolve
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.xla_flags import advice
+from maxpipe.devices.xla_flags import advice
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -28,18 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     Of separate programs 0 says that each of them fits, not all that a stage holds at once.
     """
     arguments = parse_args(
-        argv, prog="python -m maxpipe.compile", description=__doc__.splitlines()[-1], add_flags=_add_flags
+        argv,
+        prog="python -m maxpipe.compile",
+        description=__doc__.splitlines()[-1],
+        add_flags=_add_flags,
     )
     loaded = arguments.loaded
     if not loaded.config.compile.topology:
         example = "compile.topology=v5p:4x4x4, or cpu for simulated devices"
-        raise ConfigError(Problem("compile.topology", f"name the devices to compile for, such as {example}"))
+        raise ConfigError(
+            Problem("compile.topology", f"name the devices to compile for, such as {example}")
+        )
     if loaded.config.compile.load:
-        raise ConfigError(Problem("compile.load", "is for maxpipe.train; here compile.save=FILE stores the step"))
-    _check_files(loaded.config.compile.save, {"--json": arguments.flags.json, "--hlo": arguments.flags.hlo})
+        raise ConfigError(
+            Problem("compile.load", "is for maxpipe.train; here compile.save=FILE stores the step")
+        )
+    _check_files(
+        loaded.config.compile.save, {"--json": arguments.flags.json, "--hlo": arguments.flags.hlo}
+    )
     # A wrong configuration must not wait for these imports.
     from maxpipe.compiling.topology import devices_of
-    from maxpipe.mesh import build_mesh
+    from maxpipe.devices.mesh import build_mesh
 
     devices = devices_of(loaded.config)
     slices = loaded.config.compile.num_slices
@@ -59,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _write("--hlo", arguments.flags.hlo, report.hlo)
     if config.compile.save and executable:
         count = write(config.compile.save, executable, config, mesh)
-        print(f"stored      {config.compile.save}, {size(count)}: train with compile.load={config.compile.save}")
+        print(
+            f"stored      {config.compile.save}, {size(count)}: train with compile.load={config.compile.save}"
+        )
     elif config.compile.save:
         print("stored      nothing, since the compiler gave up")
     return FITS if report.fits else DOES_NOT_FIT
@@ -67,8 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON")
-    parser.add_argument("--hlo", metavar="FILE", help="write the optimized, scheduled HLO (empty if it does not fit)")
-    parser.add_argument("--programs", metavar="DIR", help="mpmd: write the program of every unit, sliced and as HLO")
+    parser.add_argument(
+        "--hlo",
+        metavar="FILE",
+        help="write the optimized, scheduled HLO (empty if it does not fit)",
+    )
+    parser.add_argument(
+        "--programs", metavar="DIR", help="mpmd: write the program of every unit, sliced and as HLO"
+    )
 
 
 def _check_engine(config: Config, flags: argparse.Namespace) -> None:
@@ -83,7 +100,11 @@ def _check_engine(config: Config, flags: argparse.Namespace) -> None:
         message = f"mpmd has no train step in one program; --programs DIR writes those of its stages, or {remedy}"
         raise ConfigError(Problem("pipeline.engine", message))
     given = {"compile.save": config.compile.save, "--json": flags.json, "--hlo": flags.hlo}
-    problems = [Problem(key, "is for a train step in one program; leave it out") for key, file in given.items() if file]
+    problems = [
+        Problem(key, "is for a train step in one program; leave it out")
+        for key, file in given.items()
+        if file
+    ]
     if problems:
         raise ConfigError(*problems)
 
@@ -92,8 +113,8 @@ def _separate_programs(config: Config, mesh: "Mesh", directory: Path) -> int:
     from maxpipe.compiling.programs import write_programs
     from maxpipe.compiling.report import size
     from maxpipe.compiling.step import OutOfMemory
-    from maxpipe.pipeline.auto_stages.plan import choose_stages
-    from maxpipe.telemetry.chips import device_memory
+    from maxpipe.devices.chips import device_memory
+    from maxpipe.planning.auto_stages import choose_stages
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -103,11 +124,17 @@ def _separate_programs(config: Config, mesh: "Mesh", directory: Path) -> int:
         for line in write_programs(config, mesh, directory):
             say(line)
     except OSError as error:
-        raise ConfigError(Problem("--programs", f"cannot write to {directory}: {error.strerror}")) from None
+        raise ConfigError(
+            Problem("--programs", f"cannot write to {directory}: {error.strerror}")
+        ) from None
     except OutOfMemory as error:
-        say(f"{'verdict':<12}does not fit: the next computation needs {size(error.needed)} of {size(error.available)}")
+        say(
+            f"{'verdict':<12}does not fit: the next computation needs {size(error.needed)} of {size(error.available)}"
+        )
         return DOES_NOT_FIT
-    say(f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), and its HLO (.hlo)")
+    say(
+        f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), and its HLO (.hlo)"
+    )
     return FITS
 
 

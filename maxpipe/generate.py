@@ -1,7 +1,7 @@
 """`python -m maxpipe.generate RUN_DIR --prompt TEXT`: a trained model goes on writing where the prompt ends.
 
-Reads a checkpoint of any run, however it was laid out. Exit codes: 0; 1 if the checkpoint cannot be loaded; 2 if the
-command line is wrong; 130 after Ctrl-C.
+Reads a checkpoint of any run, however it was laid out. Exit codes: 0; 1 if the checkpoint cannot be
+loaded; 2 if the command line is wrong; 130 after Ctrl-C.
 """
 
 import argparse
@@ -14,9 +14,9 @@ from maxpipe.checkpoint.places import Directory, place_of
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.load import from_record
-from maxpipe.data.text_stream import TextStream
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
-from maxpipe.training.signals import INTERRUPTED
+from maxpipe.generation.text_stream import TextStream
+from maxpipe.supervision.signals import INTERRUPTED
 
 DONE, NOT_LOADED = 0, 1
 
@@ -41,8 +41,8 @@ def _continue(flags: argparse.Namespace) -> int:
         check_tokens(flags.stop_token, config.model.vocab_size)
         prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
         # A wrong command line must not wait for these imports.
-        from maxpipe.generation import generate, load_parameters
-        from maxpipe.model.sampling import Sampling
+        from maxpipe.generation.generate import generate, load_parameters
+        from maxpipe.generation.sampling import Sampling
 
         with place.local_copy(step) as directory:
             params = load_parameters(directory, config)
@@ -53,7 +53,9 @@ def _continue(flags: argparse.Namespace) -> int:
     ends = {tokenizer.eos_id, *flags.stop_token}
     stream, written = TextStream(tokenizer, prompt), ""
     _show(flags.prompt)
-    for token in generate(config, params, prompt, sampling, seed=flags.seed, max_tokens=flags.max_tokens):
+    for token in generate(
+        config, params, prompt, sampling, seed=flags.seed, max_tokens=flags.max_tokens
+    ):
         if token in ends:
             break
         written += _show(stream.add(token))
@@ -71,7 +73,9 @@ def find_step(place: Directory | Mirror, step: int | None) -> int:
     """
     steps = place.steps()
     if not steps:
-        raise ConfigError(Problem("RUN_DIR", f"{place} holds no checkpoint; train with checkpoint.every above 0"))
+        raise ConfigError(
+            Problem("RUN_DIR", f"{place} holds no checkpoint; train with checkpoint.every above 0")
+        )
     if step is not None and step not in steps:
         raise ConfigError(Problem("--step", f"{step} is not saved in {place}; there are {steps}"))
     return steps[-1] if step is None else step
@@ -88,7 +92,9 @@ def find_tokenizer(given: str | None, config: Config) -> Tokenizer:
         tokenizer = load_tokenizer(name_or_path)
     except ConfigError as error:
         if given is not None:
-            raise ConfigError(*(Problem("--tokenizer", problem.message) for problem in error.problems)) from error
+            raise ConfigError(
+                *(Problem("--tokenizer", problem.message) for problem in error.problems)
+            ) from error
         moved = Problem("--tokenizer", "names the tokenizer of the run if it lies elsewhere by now")
         raise ConfigError(*error.problems, moved) from error
     known = config.model.vocab_size
@@ -129,23 +135,69 @@ def _show(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Continue a text with a trained model."
-    parser = argparse.ArgumentParser(prog="python -m maxpipe.generate", description=description, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m maxpipe.generate", description=description, allow_abbrev=False
+    )
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", help="run directory, or its checkpoints; s3:// and gs:// as well")
+    add(
+        "run_dir",
+        metavar="RUN_DIR",
+        help="run directory, or its checkpoints; s3:// and gs:// as well",
+    )
     add("--prompt", required=True, metavar="TEXT", help="the text to go on from")
-    add("--max-tokens", type=_number(int, 1), default=200, metavar="N", help="tokens at most; default %(default)s")
+    add(
+        "--max-tokens",
+        type=_number(int, 1),
+        default=200,
+        metavar="N",
+        help="tokens at most; default %(default)s",
+    )
     add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")
     add("--tokenizer", metavar="PATH", help="default: data.tokenizer of the run")
-    add("--temperature", type=_number(float, 0), default=0.8, metavar="X",
-        help="below 1 keeps to likely tokens, 0 takes the likeliest; default %(default)s")  # fmt: skip
-    add("--top-k", type=_number(int, 0), default=0, metavar="N",
-        help="draw from so many likeliest tokens; 0 = all, the default")  # fmt: skip
-    add("--top-p", type=_number(float, 1e-6, 1), default=1.0, metavar="P",
-        help="draw from the likeliest tokens that have this probability together; 1 = all, the default")  # fmt: skip
-    add("--seed", type=_number(int, 0), default=0, metavar="N", help="of the draws; default %(default)s")
-    add("--stop", type=_text, action="append", default=[], metavar="TEXT", help="end after this text; may be repeated")
-    add("--stop-token", type=_number(int, 0), action="append", default=[], metavar="ID",
-        help="end before this token, as before the end of document; may be repeated")  # fmt: skip
+    add(
+        "--temperature",
+        type=_number(float, 0),
+        default=0.8,
+        metavar="X",
+        help="below 1 keeps to likely tokens, 0 takes the likeliest; default %(default)s",
+    )
+    add(
+        "--top-k",
+        type=_number(int, 0),
+        default=0,
+        metavar="N",
+        help="draw from so many likeliest tokens; 0 = all, the default",
+    )
+    add(
+        "--top-p",
+        type=_number(float, 1e-6, 1),
+        default=1.0,
+        metavar="P",
+        help="draw from the likeliest tokens that have this probability together; 1 = all, the default",
+    )
+    add(
+        "--seed",
+        type=_number(int, 0),
+        default=0,
+        metavar="N",
+        help="of the draws; default %(default)s",
+    )
+    add(
+        "--stop",
+        type=_text,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end after this text; may be repeated",
+    )
+    add(
+        "--stop-token",
+        type=_number(int, 0),
+        action="append",
+        default=[],
+        metavar="ID",
+        help="end before this token, as before the end of document; may be repeated",
+    )
     return parser
 
 
@@ -161,7 +213,9 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Callable[[s
     def parse(text: str) -> float:
         value = kind(text)
         if not least <= value <= most or value == float("inf"):
-            bounds = f"at least {least:g}" + (f" and at most {most:g}" if most < float("inf") else "")
+            bounds = f"at least {least:g}" + (
+                f" and at most {most:g}" if most < float("inf") else ""
+            )
             bounds += " and finite" if value == float("inf") else ""
             raise argparse.ArgumentTypeError(f"must be {bounds}; got {text}")
         return value

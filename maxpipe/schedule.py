@@ -1,10 +1,10 @@
 """Shows what a pipeline schedule costs, before anything is compiled.
 
-python -m maxpipe.schedule lockstep_1f1b stages=4 microbatches=8 repeats=2
-python -m maxpipe.schedule my_schedule.csv --svg my_schedule.svg
-python -m maxpipe.schedule lockstep_1f1b circular zb_h2 stages=8 microbatches=32 --html compared.html
-python -m maxpipe.schedule --compare stages=8 microbatches=32 repeats=4 backward=2.2 comm=0.05
-python -m maxpipe.schedule CONFIG.yml pipeline.schedule=1f1b pipeline.layers_per_stage=auto
+python -m maxpipe.schedule lockstep_1f1b stages=4 microbatches=8 repeats=2 python -m
+maxpipe.schedule my_schedule.csv --svg my_schedule.svg python -m maxpipe.schedule lockstep_1f1b
+circular zb_h2 stages=8 microbatches=32 --html compared.html python -m maxpipe.schedule --compare
+stages=8 microbatches=32 repeats=4 backward=2.2 comm=0.05 python -m maxpipe.schedule CONFIG.yml
+pipeline.schedule=1f1b pipeline.layers_per_stage=auto
 """
 
 import argparse
@@ -17,18 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
+from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
-from maxpipe.pipeline.auto_stages.drawing import draw
-from maxpipe.pipeline.render.chart import chart_svg
-from maxpipe.pipeline.render.comparison import comparison_text
-from maxpipe.pipeline.render.page import page_html
-from maxpipe.pipeline.render.terminal import render_terminal, wants_colour
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._csv import csv_sizes, to_csv
-from maxpipe.pipeline.schedules._load import is_csv, load_schedule
-from maxpipe.pipeline.schedules._table import Table
-from maxpipe.pipeline.simulate import Costs, Simulation, simulate
+from maxpipe.pipeline.schedules.csv_files import csv_sizes, to_csv
+from maxpipe.pipeline.schedules.load import is_csv, load_schedule
+from maxpipe.pipeline.schedules.table import Table
+from maxpipe.planning.simulate import Costs, Simulation, simulate
+from maxpipe.render.chart import chart_svg
+from maxpipe.render.comparison import comparison_text
+from maxpipe.render.page import page_html
+from maxpipe.render.stages import draw
+from maxpipe.render.terminal import render_terminal, wants_colour
 
 SIZES = {"stages": 4, "microbatches": 8, "repeats": 1}
 SWITCHES = ("delay_activation_forwarding", "overlap_slots")
@@ -54,13 +54,13 @@ keys:
   collectives                      fraction of forward and backward that is collectives (0)
   activation_bytes                 size of one transfer (1)
 
-With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules (zb_v, v_half,
-v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left out. Peaks count
-chunks; --compare counts whole stages instead.
+With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules
+(zb_v, v_half, v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left
+out. Peaks count chunks; --compare counts whole stages instead.
 
-A configuration is drawn with the times that its stages would take by their FLOPs and what they would hold, beside
-uniform stages where there are such. All its keys can be given. Devices are those of compile.topology, else as many
-as the mesh names, where -1 is 1.
+A configuration is drawn with the times that its stages would take by their FLOPs and what they
+would hold, beside uniform stages where there are such. All its keys can be given. Devices are those
+of compile.topology, else as many as the mesh names, where -1 is 1.
 """
 
 
@@ -99,10 +99,10 @@ def parse(words: Sequence[str], compare: bool) -> Request:
             hint = f"did you mean {near[0]}? " if near else ""
             raise UsageError(f"{key}: there is no such key; {hint}keys are {', '.join(KEYS)}")
     if not schedules and not compare:
-        raise UsageError(f"name a schedule, one of {', '.join(SCHEDULES.names())}, or a CSV file")
+        raise UsageError(f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file")
     sizes = {key: _size(key, pairs[key]) for key in SIZES if key in pairs}
     switches = frozenset(key for key in SWITCHES if key in pairs and _switch(key, pairs[key]))
-    return Request(schedules or tuple(SCHEDULES.names()), sizes, switches, _costs(pairs))
+    return Request(schedules or tuple(SCHEDULES), sizes, switches, _costs(pairs))
 
 
 def _size(key: str, value: str) -> int:
@@ -164,11 +164,18 @@ def run_schedule(name: str, request: Request, lenient: bool) -> Simulation:
     if is_csv(name):
         sizes = {**dict(zip(SIZES, csv_sizes(name), strict=True)), **request.sizes}
     else:
-        schedule = SCHEDULES.get(name)
+        if name not in SCHEDULES:
+            raise ValueError(
+                f"pipeline.schedule={name!r} does not exist; choose one of {', '.join(SCHEDULES)}"
+            )
+        schedule = SCHEDULES[name]
         if lenient or "repeats" not in request.sizes:
             sizes["repeats"] = schedule.repeats_for(sizes["repeats"])
         if lenient:
-            has = {"delay_activation_forwarding": schedule.delayable, "overlap_slots": schedule.slots_overlap}
+            has = {
+                "delay_activation_forwarding": schedule.delays,
+                "overlap_slots": schedule.overlaps,
+            }
             switches = frozenset(switch for switch in switches if has[switch])
     table = load_schedule(
         name,
@@ -201,7 +208,9 @@ def _subtitle(request: Request, runs: Sequence[Simulation]) -> str:
     times = {"forward": costs.forward, "backward": costs.backward}
     if any("I" in run.table.kinds for run in runs):
         times |= {"input gradient": costs.input_gradient, "weight gradient": costs.weight_gradient}
-    times |= {key: getattr(costs, name) for key, name in OTHER_COSTS.items() if key in ("comm", "head")}
+    times |= {
+        key: getattr(costs, name) for key, name in OTHER_COSTS.items() if key in ("comm", "head")
+    }
     for key, time in times.items():
         words.append(f"{key} " + "/".join(f"{value:g}" for value in np.atleast_1d(time)))
     return ", ".join(words) + "; times are of a whole stage and one microbatch"
@@ -225,11 +234,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "words",
         nargs="*",
         metavar="SCHEDULE | FILE.csv | CONFIG.yml | key=value",
-        help=f"schedules: {', '.join(SCHEDULES.names())}",
+        help=f"schedules: {', '.join(SCHEDULES)}",
     )
     parser.add_argument("--csv", metavar="FILE", help="write the table as CSV")
     parser.add_argument("--svg", metavar="FILE", help="write a chart as SVG")
-    parser.add_argument("--html", metavar="FILE", help="write charts of all schedules named as one page")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write charts of all schedules named as one page"
+    )
     parser.add_argument(
         "--compare", action="store_true", help="one line per schedule; all of them if none is named"
     )
@@ -252,7 +263,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _run_configured(arguments: argparse.Namespace) -> None:
     if arguments.compare:
-        raise UsageError("--compare: is for schedules by name; a configuration is set beside uniform stages anyway")
+        raise UsageError(
+            "--compare: is for schedules by name; a configuration is set beside uniform stages anyway"
+        )
     drawing = draw(arguments.words[0], arguments.words[1:])
     _write_files(arguments, drawing.runs, drawing.subtitle)
     if not _files(arguments):

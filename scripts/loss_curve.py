@@ -3,8 +3,8 @@
     python scripts/loss_curve.py runs/base/metrics.jsonl loss.svg
     python scripts/loss_curve.py runs/a/metrics.jsonl runs/b/metrics.jsonl loss.svg
 
-Training loss is a line per run, named after the run's directory; evaluation loss is marked by dots. Needs
-nothing but Python.
+Training loss is a line per run, named after the run's directory; evaluation loss is marked by dots.
+Needs nothing but Python.
 """
 
 import argparse
@@ -83,7 +83,9 @@ def draw(runs: Sequence[Run]) -> str:
     ]
     for loss in ticks(low, high):
         parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="#e2e8f0"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>')
+        parts.append(
+            f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>'
+        )
     for step in ticks(first, last):
         below = HEIGHT - BOTTOM + 18
         parts.append(f'<text x="{x(step):.1f}" y="{below}" text-anchor="middle">{step:g}</text>')
@@ -103,8 +105,12 @@ def _draw_run(run: Run, colour: str, index: int, x: Scale, y: Scale) -> list[str
         parts.append(f'<circle {centre} r="4" fill="white" stroke="{colour}" stroke-width="2"/>')
     key = f"{run.name}: training" + (", evaluation (dots)" if run.evaluation else "")
     height = TOP + 8 + 18 * index
-    parts.append(f'<path d="M{WIDTH - RIGHT - 22} {height}h20" stroke="{colour}" stroke-width="3"/>')
-    parts.append(f'<text x="{WIDTH - RIGHT - 30}" y="{height + 4}" text-anchor="end">{escape(key)}</text>')
+    parts.append(
+        f'<path d="M{WIDTH - RIGHT - 22} {height}h20" stroke="{colour}" stroke-width="3"/>'
+    )
+    parts.append(
+        f'<text x="{WIDTH - RIGHT - 30}" y="{height + 4}" text-anchor="end">{escape(key)}</text>'
+    )
     return parts
 
 

@@ -6,9 +6,13 @@ from collections import Counter
 from typing import NamedTuple
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_CALLS = re.compile(r"(?:body|to_apply|calls|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLS = re.compile(
+    r"(?:body|to_apply|calls|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_COLLECTIVE = re.compile(r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+_COLLECTIVE = re.compile(
+    r"= (.+?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 

@@ -1,6 +1,7 @@
 """Compiles the training steps of configurations, reduced in size, for simulated devices; run by `test_partitioner`.
 
-The partitioner writes its warnings to standard error. Arguments: configuration files, each with overrides after it.
+The partitioner writes its warnings to standard error. Arguments: configuration files, each with
+overrides after it.
 """
 
 import math
@@ -11,15 +12,25 @@ import numpy as np
 
 from maxpipe.builder import build_engine
 from maxpipe.config import MESH_AXES, load, resolve
-from maxpipe.mesh import build_mesh
+from maxpipe.devices.mesh import build_mesh
 
 SMALL = {
-    "model.num_layers": 4, "model.embed_dim": 32, "model.num_query_heads": 4, "model.num_kv_heads": 2,
-    "model.head_dim": 8, "model.mlp_dim": 64, "model.vocab_size": 64, "data.sequence_length": 16,
-    "data.global_batch_size": 32, "eval.global_batch_size": 32, "pipeline.num_repeats": 2,
-    "pipeline.num_layers_per_stage": -1, "pipeline.layers_per_stage": "[]", "pipeline.num_microbatches": 4,
+    "model.num_layers": 4,
+    "model.embed_dim": 32,
+    "model.num_query_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 8,
+    "model.mlp_dim": 64,
+    "model.vocab_size": 64,
+    "data.sequence_length": 16,
+    "data.global_batch_size": 32,
+    "eval.global_batch_size": 32,
+    "pipeline.num_repeats": 2,
+    "pipeline.num_layers_per_stage": -1,
+    "pipeline.layers_per_stage": "[]",
+    "pipeline.num_microbatches": 4,
     "mesh.simulated_devices": 8,
-}  # fmt: skip
+}
 
 
 def reduced(path, overrides):
@@ -38,7 +49,10 @@ def compile_step(config):
     devices = math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES)
     engine = build_engine(config, build_mesh(config, jax.devices()[:devices]))
     shape = (config.data.global_batch_size, config.data.sequence_length)
-    batch = {n: jax.ShapeDtypeStruct(shape, np.int32) for n in ("tokens", "targets", "positions", "segment_ids")}
+    batch = {
+        n: jax.ShapeDtypeStruct(shape, np.int32)
+        for n in ("tokens", "targets", "positions", "segment_ids")
+    }
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     engine.jitted_step.lower(engine.abstract_state(), batch).compile()
 

@@ -1,7 +1,8 @@
 """Runs an engine's pipeline on a fixed batch, for comparison with the sequential one.
 
-Parameters come from NumPy by path, so that every engine starts from the same canonical values, and constant ones
-(norm scales, biases) are perturbed: a gradient through an exact 1 or 0 can hide a mistake.
+Parameters come from NumPy by path, so that every engine starts from the same canonical values, and
+constant ones (norm scales, biases) are perturbed: a gradient through an exact 1 or 0 can hide a
+mistake.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import numpy as np
 
 from maxpipe.builder import PIPELINES, build_parts
 from maxpipe.config import MESH_AXES, Config, ModelConfig, replace, resolve
-from maxpipe.mesh import build_mesh
+from maxpipe.devices.mesh import build_mesh
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.weights import Weights
@@ -65,7 +66,11 @@ def make_batch(rows: int, *, packed: bool = True, seed: int = 0) -> dict[str, np
     weights = rng.choice([0.0, 1.0, 1.0, 2.0], shape).astype(np.float32)
     weights[::5] = 0
     columns = np.arange(SEQUENCE_LENGTH)
-    starts = rng.integers(1, SEQUENCE_LENGTH, (rows, 1)) if packed else np.full((rows, 1), SEQUENCE_LENGTH)
+    starts = (
+        rng.integers(1, SEQUENCE_LENGTH, (rows, 1))
+        if packed
+        else np.full((rows, 1), SEQUENCE_LENGTH)
+    )
     return {
         "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
         "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
@@ -80,12 +85,17 @@ def canonical_params(program: ModelProgram) -> Any:
 
     def make(path: Any, spec: ParamSpec) -> np.ndarray:
         leading = (program.config.num_layers,) if path[0].key == "layers" else ()
-        # Activations near 0 would be blown up by the first norm, and their rounding errors with them.
+        # Activations near 0 would be blown up by the first norm, and their rounding errors with
+        # them.
         stddev = 1.0 if path[0].key == "embed" else spec.stddev or 0.1
         rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
-        return (rng.standard_normal((*leading, *spec.shape)) * stddev + spec.fill).astype(np.float32)
+        return (rng.standard_normal((*leading, *spec.shape)) * stddev + spec.fill).astype(
+            np.float32
+        )
 
-    return jax.tree_util.tree_map_with_path(make, program.specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return jax.tree_util.tree_map_with_path(
+        make, program.specs, is_leaf=lambda x: isinstance(x, ParamSpec)
+    )
 
 
 class PipelineUnderTest:
@@ -116,7 +126,10 @@ class PipelineUnderTest:
         return Result(float(metrics["loss"]), gradients)
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
-        return {name: float(value) for name, value in self._evaluate(self.params, self._place(batch)).items()}
+        return {
+            name: float(value)
+            for name, value in self._evaluate(self.params, self._place(batch)).items()
+        }
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         rows = len(batch["tokens"])
@@ -133,7 +146,11 @@ def reference(model: ModelConfig, rows: int, *, packed: bool = True) -> Result:
 
 @cache
 def _sequential(model: ModelConfig, rows: int) -> PipelineUnderTest:
-    values = {"pipeline.engine": "sequential", "pipeline.remat_policy": "none", "data.global_batch_size": rows}
+    values = {
+        "pipeline.engine": "sequential",
+        "pipeline.remat_policy": "none",
+        "data.global_batch_size": rows,
+    }
     return PipelineUnderTest(dataclasses.replace(tiny(**values), model=model))
 
 
@@ -148,7 +165,9 @@ def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) 
             a = a[step.key]
         assert a.shape == b.shape, path
         scale = np.max(np.abs(b))
-        assert scale > 0, f"{path}: the expected gradient is zero everywhere, which compares nothing"
+        assert scale > 0, (
+            f"{path}: the expected gradient is zero everywhere, which compares nothing"
+        )
         difference = np.max(np.abs(a - b)) / scale
         if not difference <= tolerance:
             wrong[jax.tree_util.keystr(path)] = float(difference)

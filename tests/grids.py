@@ -2,21 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from engines import PipelineUnderTest, assert_same, make_batch, reference, tiny
 
-from maxpipe.config import Config
-from maxpipe.model import blocks
+from maxpipe.config import Config, catalog
 
-# A variant is a module: the tests' own block, which has an auxiliary loss, is one more.
-blocks.__path__.append(str(Path(__file__).parent / "pipeline" / "blocks"))
+# The tests' own block, which has an auxiliary loss, is one more variant.
+catalog.BLOCKS["balanced"] = catalog.Block("balanced_block:BalancedBlock")
 
 ROWS = 96  # every number of microbatches in the grids, times data x fsdp, divides it
 
-# Factors of every engine; others that `config_of` knows are microbatches (times stages), mesh (these axes have two
-# devices), gather, remat, and remat_of ("iterations", "layers", both or "").
+# Factors of every engine; others that `config_of` knows are microbatches (times stages), mesh
+# (these axes have two devices), gather, remat, and remat_of ("iterations", "layers", both or "").
 COMMON: Mapping[str, tuple[Any, ...]] = {
     "stages": (1, 2, 4),
     "repeats": (1, 2, 4),

@@ -22,7 +22,9 @@ def all_cases(factors: Factors) -> Iterator[Case]:
         yield dict(zip(factors, values, strict=True))
 
 
-def sampled_product(factors: Factors, core: Sequence[str], is_legal: Callable[[Case], bool]) -> Iterator[Case]:
+def sampled_product(
+    factors: Factors, core: Sequence[str], is_legal: Callable[[Case], bool]
+) -> Iterator[Case]:
     """The full product of the factors in `core`; the others have random values, always the same.
 
     Combinations of the core that are illegal with all others are left out.
@@ -30,7 +32,10 @@ def sampled_product(factors: Factors, core: Sequence[str], is_legal: Callable[[C
     rng = random.Random(0)
     for fixed in all_cases({name: factors[name] for name in core}):
         for _ in range(_TRIES):
-            case = {name: fixed[name] if name in fixed else rng.choice(factors[name]) for name in factors}
+            case = {
+                name: fixed[name] if name in fixed else rng.choice(factors[name])
+                for name in factors
+            }
             if is_legal(case):
                 yield case
                 break
@@ -41,10 +46,13 @@ def legal_pairs(
 ) -> set[Pair]:
     """The pairs of values that occur together in at least one legal case of the full product.
 
-    `looks_at` names the factors that `is_legal` depends on, so that not all others need to be tried; () = all.
+    `looks_at` names the factors that `is_legal` depends on, so that not all others need to be
+    tried; () = all.
     """
     found = set()
-    tried = {n: values if not looks_at or n in looks_at else values[:1] for n, values in factors.items()}
+    tried = {
+        n: values if not looks_at or n in looks_at else values[:1] for n, values in factors.items()
+    }
     for a, b in combinations(factors, 2):
         for x, y in product(factors[a], factors[b]):
             fixed = tried | {a: (x,), b: (y,)}
@@ -77,7 +85,12 @@ def covering_array(
 
 
 def _candidate(
-    factors: Factors, in_order: Sequence[Pair], missing: set[Pair], rng: random.Random, *, greedy: bool
+    factors: Factors,
+    in_order: Sequence[Pair],
+    missing: set[Pair],
+    rng: random.Random,
+    *,
+    greedy: bool,
 ) -> Case:
     """A case around one missing pair; each further value meets as many missing pairs as it can, or is any."""
     a, x, b, y = rng.choice(in_order)
@@ -87,11 +100,17 @@ def _candidate(
             continue
 
         def gain(value: Any, name: str = name) -> int:
-            met = [(other, case[other], name, value) for other in case if _before(factors, other, name)]
-            met += [(name, value, other, case[other]) for other in case if _before(factors, name, other)]
+            met = [
+                (other, case[other], name, value) for other in case if _before(factors, other, name)
+            ]
+            met += [
+                (name, value, other, case[other]) for other in case if _before(factors, name, other)
+            ]
             return sum(pair in missing for pair in met)
 
-        case[name] = max(rng.sample(list(factors[name]), len(factors[name])), key=gain if greedy else lambda _: 0)
+        case[name] = max(
+            rng.sample(list(factors[name]), len(factors[name])), key=gain if greedy else lambda _: 0
+        )
     return {name: case[name] for name in factors}
 
 

@@ -10,9 +10,9 @@ import maxpipe
 from maxpipe import builder
 from maxpipe.builder import PIPELINES, build_engine, build_layout, build_parts, build_table
 from maxpipe.config import ConfigError
-from maxpipe.config.sections.pipeline import ENGINES
-from maxpipe.pipeline.schedules._csv import to_csv
-from maxpipe.training.engine import SpmdEngine
+from maxpipe.config.sections.parallelism import ENGINES
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.training.trainer import SpmdEngine
 
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 
@@ -49,7 +49,9 @@ def test_table_has_the_sizes_and_the_delay_of_the_configuration():
 def test_a_table_may_come_from_a_file(tmp_path):
     config = tiny(**PIPELINE, **{"pipeline.schedule": "lockstep_1f1b", "pipeline.num_repeats": 2})
     (tmp_path / "mine.csv").write_text(to_csv(build_table(config)))
-    again = tiny(**PIPELINE, **{"pipeline.schedule": str(tmp_path / "mine.csv"), "pipeline.num_repeats": 2})
+    again = tiny(
+        **PIPELINE, **{"pipeline.schedule": str(tmp_path / "mine.csv"), "pipeline.num_repeats": 2}
+    )
     assert again.pipeline.engine == "scheduled"
     assert build_table(again).num_ticks == build_table(config).num_ticks
 
@@ -80,16 +82,22 @@ def test_a_table_from_a_file_that_splits_backwards_needs_layers_that_are_not_in_
     (tmp_path / "mine.csv").write_text(to_csv(build_table(tiny(**values))))
     values |= {"pipeline.schedule": str(tmp_path / "mine.csv"), "pipeline.engine": "mpmd"}
     config = tiny(**values, **{"pipeline.scan_layers_per_stage": True})
-    with pytest.raises(ConfigError, match=r"pipeline\.scan_layers_per_stage: true hides the layers in a loop"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.scan_layers_per_stage: true hides the layers in a loop"
+    ):
         build_engine(config, make_mesh(config))
 
 
-def test_a_table_from_a_file_that_splits_backwards_runs_on_the_scheduled_engine_if_that_pays(tmp_path):
+def test_a_table_from_a_file_that_splits_backwards_runs_on_the_scheduled_engine_if_that_pays(
+    tmp_path,
+):
     values = PIPELINE | {"pipeline.schedule": "zb_h1", "pipeline.num_repeats": 1}
     (tmp_path / "mine.csv").write_text(to_csv(build_table(tiny(**values))))
     values |= {"pipeline.schedule": str(tmp_path / "mine.csv")}
     config = tiny(**values)
-    with pytest.raises(ConfigError, match=r"pipeline\.remat_policy: full keeps no result .*; use minimal"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.remat_policy: full keeps no result .*; use minimal"
+    ):
         build_engine(config, make_mesh(config))
     config = tiny(**values, **{"pipeline.remat_policy": "minimal"})
     assert isinstance(build_engine(config, make_mesh(config)), SpmdEngine)
@@ -99,7 +107,9 @@ def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
     config = tiny(**PIPELINE, **{"pipeline.schedule": "zb_h1"})
     mesh = make_mesh(config)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*--compare zb_h1 lock"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*--compare zb_h1 lock"
+    ):
         build_engine(config, mesh)
 
 
@@ -117,4 +127,6 @@ def test_a_run_from_a_checkout_that_is_not_installed_records_its_version(monkeyp
         return "1.2.3"
 
     monkeypatch.setattr(builder.metadata, "version", installed)
-    assert builder._versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(builder.DEPENDENCIES, "1.2.3")
+    assert builder._versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(
+        builder.DEPENDENCIES, "1.2.3"
+    )

@@ -49,32 +49,58 @@ class TestTpu:
         stages = config.mesh.ici.stage * config.mesh.dcn.stage
         slices = config.compile.num_slices
         report, _ = report_of(
-            tmp_path, path, *NARROW, f"model.num_layers={stages}", f"pipeline.num_microbatches={2 * stages}",
+            tmp_path,
+            path,
+            *NARROW,
+            f"model.num_layers={stages}",
+            f"pipeline.num_microbatches={2 * stages}",
             f"data.global_batch_size={2 * stages * config.mesh.ici.fsdp}",
-        )  # fmt: skip
+        )
         assert report["fits"]
         assert (report["num_devices"], report["num_slices"]) == (chips * slices, slices)
-        assert {c["network"] for c in report["collectives"]} == ({"ici", "dcn"} if slices > 1 else {"ici"})
+        assert {c["network"] for c in report["collectives"]} == (
+            {"ici", "dcn"} if slices > 1 else {"ici"}
+        )
 
     @pytest.mark.parametrize("slices", SLICES)
     @pytest.mark.parametrize("axis", ["stage", "data"])
     @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
     def test_engines_with_stages_or_data_in_several_slices(self, tmp_path, schedule, axis, slices):
-        inner = ("mesh.ici.stage=1", "mesh.ici.fsdp=4") if axis == "stage" else ("mesh.ici.stage=4", "mesh.ici.fsdp=1")
+        inner = (
+            ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
+            if axis == "stage"
+            else ("mesh.ici.stage=4", "mesh.ici.fsdp=1")
+        )
         report, text = report_of(
-            tmp_path, BASE, *NARROW, "compile.topology=v5e:2x2", f"compile.num_slices={slices}",
-            *inner, f"mesh.dcn.{axis}={slices}", "model.num_layers=4", "pipeline.num_microbatches=4",
-            "data.global_batch_size=16", f"pipeline.schedule={schedule}",
-        )  # fmt: skip
+            tmp_path,
+            BASE,
+            *NARROW,
+            "compile.topology=v5e:2x2",
+            f"compile.num_slices={slices}",
+            *inner,
+            f"mesh.dcn.{axis}={slices}",
+            "model.num_layers=4",
+            "pipeline.num_microbatches=4",
+            "data.global_batch_size=16",
+            f"pipeline.schedule={schedule}",
+        )
         assert_only_this_axis_leaves_the_slice(report, text, axis)
 
     @pytest.mark.parametrize("slices", SLICES)
     def test_data_parallelism_without_a_pipeline_in_several_slices(self, tmp_path, slices):
         report, text = report_of(
-            tmp_path, BASE, *NARROW, "compile.topology=v5e:2x2", f"compile.num_slices={slices}",
-            "mesh.ici.stage=1", "mesh.ici.fsdp=4", f"mesh.dcn.data={slices}", "model.num_layers=2",
-            "pipeline.num_microbatches=1", "data.global_batch_size=16",
-        )  # fmt: skip
+            tmp_path,
+            BASE,
+            *NARROW,
+            "compile.topology=v5e:2x2",
+            f"compile.num_slices={slices}",
+            "mesh.ici.stage=1",
+            "mesh.ici.fsdp=4",
+            f"mesh.dcn.data={slices}",
+            "model.num_layers=2",
+            "pipeline.num_microbatches=1",
+            "data.global_batch_size=16",
+        )
         assert report["engine"] == "sequential"
         assert_only_this_axis_leaves_the_slice(report, text, "data")
 
@@ -83,7 +109,11 @@ def assert_only_this_axis_leaves_the_slice(report, text, axis):
     """What crosses slices is listed, and nothing of the axes within them takes part in it but in small sums."""
     crossing = [c for c in report["collectives"] if c["network"] == "dcn"]
     kinds = {c["kind"] for c in crossing}
-    assert ("collective-permute" in kinds) if axis == "stage" else ({"all-reduce", "reduce-scatter"} & kinds)
+    assert (
+        ("collective-permute" in kinds)
+        if axis == "stage"
+        else ({"all-reduce", "reduce-scatter"} & kinds)
+    )
     assert all(axis in c["axes"].split(",") for c in crossing)
     alone = sum(c["sent_bytes"] for c in crossing if c["axes"] == axis)
     assert alone > 0.9 * sum(c["sent_bytes"] for c in crossing)

@@ -11,11 +11,11 @@ from compile_command import NARROW, report_of, run, tpu_aot
 
 from maxpipe import compile as command
 from maxpipe.compiling.collectives import BESIDE
-from maxpipe.compiling.estimate import estimate
 from maxpipe.compiling.hlo import executions, parse
 from maxpipe.config import load, resolve
+from maxpipe.devices.xla_flags import RECOMMENDED
+from maxpipe.planning.estimate import estimate
 from maxpipe.training.stored_step import read
-from maxpipe.xla_flags import RECOMMENDED
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
@@ -28,7 +28,12 @@ EIGHT_DEVICES = ["compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.f
 
 @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
 def test_simulated_devices(tmp_path, schedule):
-    words = (BASE, "compile.topology=cpu", f"pipeline.schedule={schedule}", "pipeline.num_microbatches=4")
+    words = (
+        BASE,
+        "compile.topology=cpu",
+        f"pipeline.schedule={schedule}",
+        "pipeline.num_microbatches=4",
+    )
     report, text = report_of(tmp_path, *words)
     assert report["num_devices"] == 4
     assert report["flops"] > report["model_flops"] > 0
@@ -42,7 +47,12 @@ def test_simulated_devices(tmp_path, schedule):
 
 def test_no_parameter_is_made(tmp_path):
     """A model of 405 billion parameters is refused or compiled from shapes; its arrays would not fit any machine."""
-    words = ("model.num_layers=4", "model.embed_dim=16384", "model.mlp_dim=53248", "model.num_query_heads=128")
+    words = (
+        "model.num_layers=4",
+        "model.embed_dim=16384",
+        "model.mlp_dim=53248",
+        "model.num_query_heads=128",
+    )
     report, _ = report_of(tmp_path, BASE, "compile.topology=cpu", "data.sequence_length=16", *words)
     assert report["memory"]["parameters_bytes"] > 10e9
 
@@ -54,8 +64,14 @@ def test_no_parameter_is_made(tmp_path):
         (["compile.topology=tpu"], "neither cpu nor a chip and its grid"),
         (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
         (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
-        ([*EIGHT_DEVICES, "pipeline.schedule=zb_v"], "pipeline.engine: mpmd has no train step in one program"),
-        ([*EIGHT_DEVICES, "pipeline.schedule=zb_h1", "pipeline.num_repeats=1"], "no more bubble than 1f1b"),
+        (
+            [*EIGHT_DEVICES, "pipeline.schedule=zb_v"],
+            "pipeline.engine: mpmd has no train step in one program",
+        ),
+        (
+            [*EIGHT_DEVICES, "pipeline.schedule=zb_h1", "pipeline.num_repeats=1"],
+            "no more bubble than 1f1b",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
@@ -66,7 +82,9 @@ def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
 
 
 @pytest.mark.parametrize("place", ["missing/file", "occupied/file", "directory"])
-def test_files_that_cannot_be_written_are_refused_before_compiling(tmp_path, capsys, monkeypatch, place):
+def test_files_that_cannot_be_written_are_refused_before_compiling(
+    tmp_path, capsys, monkeypatch, place
+):
     (tmp_path / "occupied").touch()
     (tmp_path / "directory").mkdir()
     monkeypatch.setitem(sys.modules, "maxpipe.compiling.topology", None)  # an import of it fails
@@ -76,14 +94,20 @@ def test_files_that_cannot_be_written_are_refused_before_compiling(tmp_path, cap
         command.main([str(ROOT / BASE), *words])
     assert exit_info.value.code == 2
     error = capsys.readouterr().err
-    assert [f"{key}: cannot write {file}: " in error for key in ("compile.save", "--json", "--hlo")] == [True] * 3
+    assert [
+        f"{key}: cannot write {file}: " in error for key in ("compile.save", "--json", "--hlo")
+    ] == [True] * 3
     assert "3 problems found" in error
 
 
 def test_a_directory_without_permission_is_refused_before_compiling(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: path != tmp_path
+    )  # root may write everywhere
     with pytest.raises(SystemExit):
-        command.main([str(ROOT / BASE), "compile.topology=cpu", f"compile.save={tmp_path / 'step.bin'}"])
+        command.main(
+            [str(ROOT / BASE), "compile.topology=cpu", f"compile.save={tmp_path / 'step.bin'}"]
+        )
     assert f"no permission to write to {tmp_path}" in capsys.readouterr().err
 
 
@@ -108,9 +132,14 @@ class TestTpu:
         chips = int(re.search(r"\((\d+) chips\)", path.read_text())[1])
         stages = config.mesh.ici.stage
         report, _ = report_of(
-            tmp_path, path, f"compile.topology={SLICES[chips]}", *NARROW, f"model.num_layers={stages}",
-            f"pipeline.num_microbatches={stages}", f"data.global_batch_size={chips}",
-        )  # fmt: skip
+            tmp_path,
+            path,
+            f"compile.topology={SLICES[chips]}",
+            *NARROW,
+            f"model.num_layers={stages}",
+            f"pipeline.num_microbatches={stages}",
+            f"data.global_batch_size={chips}",
+        )
         assert report["fits"]
         assert report["num_devices"] == chips
         assert estimate(resolve(config, chips)).total < report["memory"]["capacity_bytes"]
@@ -122,10 +151,15 @@ class TestTpu:
         [
             ("v5e:2x2", ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=1")),
             ("v5p:2x2x1", ("pipeline.schedule=circular",)),
-            ("v6e:2x2", ("pipeline.schedule=lockstep_1f1b", "mesh.ici.fsdp=1", "mesh.ici.tensor=2")),
+            (
+                "v6e:2x2",
+                ("pipeline.schedule=lockstep_1f1b", "mesh.ici.fsdp=1", "mesh.ici.tensor=2"),
+            ),
             # Minutes: the kernels are compiled for every span of iterations.
             pytest.param(
-                "v6e:2x2", ("pipeline.schedule=circular", "pipeline.fsdp_gather=per_repeat"), marks=pytest.mark.grid
+                "v6e:2x2",
+                ("pipeline.schedule=circular", "pipeline.fsdp_gather=per_repeat"),
+                marks=pytest.mark.grid,
             ),
         ],
         ids=["sequential", "circular", "scheduled", "per_repeat"],
@@ -133,19 +167,35 @@ class TestTpu:
     def test_splash_attention_in_every_engine(self, tmp_path, topology, words):
         file = tmp_path / "step.hlo"
         small = (
-            *NARROW, "model.head_dim=128", "model.num_layers=4", "pipeline.num_repeats=-1", "data.global_batch_size=16"
-        )  # fmt: skip
-        _, text = report_of(tmp_path, BASE, f"compile.topology={topology}", *small, *words, "--hlo", file)
+            *NARROW,
+            "model.head_dim=128",
+            "model.num_layers=4",
+            "pipeline.num_repeats=-1",
+            "data.global_batch_size=16",
+        )
+        _, text = report_of(
+            tmp_path, BASE, f"compile.topology={topology}", *small, *words, "--hlo", file
+        )
         assert "model.attention=splash: the kernel for tpu" in text
-        kernels = {name for name in re.findall(r"splash_\w+", file.read_text()) if "mha" in name or "mqa" in name}
+        kernels = {
+            name
+            for name in re.findall(r"splash_\w+", file.read_text())
+            if "mha" in name or "mqa" in name
+        }
         assert any("fwd" in name for name in kernels), kernels
         assert any("dkv" in name for name in kernels), kernels
 
     def test_transfers_and_gathers_run_beside_computation(self, tmp_path):
         file = tmp_path / "step.hlo"
-        words = ("compile.topology=v5e:2x2", "pipeline.num_microbatches=8", "data.global_batch_size=32")
+        words = (
+            "compile.topology=v5e:2x2",
+            "pipeline.num_microbatches=8",
+            "data.global_batch_size=32",
+        )
         recommended = RECOMMENDED["tpu"]
-        done = run(BASE, *words, "--hlo", file, environment={recommended.variable: recommended.text()})
+        done = run(
+            BASE, *words, "--hlo", file, environment={recommended.variable: recommended.text()}
+        )
         assert done.returncode == 0, done.stderr
         module = parse(file.read_text())
         between, gathers = [], []
@@ -154,16 +204,27 @@ class TestTpu:
                 rest = list(computation.instructions.values())
                 rest = rest[rest.index(start) + 1 :]
                 done = next(i for i, later in enumerate(rest) if start.name in later.operands)
-                between.append({i.opcode for i in rest[:done]} & {"fusion", "custom-call", "while", "convolution"})
+                between.append(
+                    {i.opcode for i in rest[:done]}
+                    & {"fusion", "custom-call", "while", "convolution"}
+                )
             if computation.name.startswith(BESIDE) and start.opcode == "all-gather":
-                gathers.append({i.opcode for i in computation.instructions.values()} & {"convolution", "fusion"})
+                gathers.append(
+                    {i.opcode for i in computation.instructions.values()}
+                    & {"convolution", "fusion"}
+                )
         assert between
         assert all(between)
         assert len(gathers) >= 8
         assert all(gathers)
 
     @pytest.mark.parametrize(
-        "words", [("pipeline.schedule=circular",), ("pipeline.schedule=lockstep_1f1b",), ("mesh.ici.stage=1",)]
+        "words",
+        [
+            ("pipeline.schedule=circular",),
+            ("pipeline.schedule=lockstep_1f1b",),
+            ("mesh.ici.stage=1",),
+        ],
     )
     def test_chips_share_keys_and_values_of_their_sequences(self, tmp_path, words):
         chips = "v5e:2x2" if "mesh.ici.stage=1" in words else "v5e:2x4"
@@ -177,16 +238,28 @@ class TestTpu:
         temp = []
         for count in (8, 32):
             words = (f"pipeline.num_microbatches={count}", f"data.global_batch_size={2 * count}")
-            report, _ = report_of(tmp_path, BASE, "compile.topology=v5e:2x2", "pipeline.schedule=lockstep_1f1b", *words)
+            report, _ = report_of(
+                tmp_path,
+                BASE,
+                "compile.topology=v5e:2x2",
+                "pipeline.schedule=lockstep_1f1b",
+                *words,
+            )
             temp.append(report["memory"]["temp_bytes"])
         assert temp[1] < 1.02 * temp[0]
 
     def test_several_slices_talk_over_dcn_and_their_step_can_be_stored(self, tmp_path):
         file = tmp_path / "step.bin"
         report, text = report_of(
-            tmp_path, BASE, "compile.topology=v5e:2x2", "compile.num_slices=2", "mesh.ici.stage=1",
-            "mesh.ici.fsdp=4", "mesh.dcn.stage=2", f"compile.save={file}",
-        )  # fmt: skip
+            tmp_path,
+            BASE,
+            "compile.topology=v5e:2x2",
+            "compile.num_slices=2",
+            "mesh.ici.stage=1",
+            "mesh.ici.fsdp=4",
+            "mesh.dcn.stage=2",
+            f"compile.save={file}",
+        )
         assert f"compile.load={file}" in text
         stored = read(str(file))
         assert stored.origin["devices"] == "8 x TPU v5 lite"
@@ -197,9 +270,15 @@ class TestTpu:
 
     def test_what_does_not_fit_exits_with_3_and_says_what_would_help(self, tmp_path):
         report, text = report_of(
-            tmp_path, "configs/models/llama3-8b.yml", "compile.topology=v5e:2x2", "model.num_layers=4",
-            "data.global_batch_size=32", "pipeline.num_microbatches=4", "pipeline.remat_policy=none", code=3,
-        )  # fmt: skip
+            tmp_path,
+            "configs/models/llama3-8b.yml",
+            "compile.topology=v5e:2x2",
+            "model.num_layers=4",
+            "data.global_batch_size=32",
+            "pipeline.num_microbatches=4",
+            "pipeline.remat_policy=none",
+            code=3,
+        )
         assert not report["fits"]
         assert "too much on each device" in text
         assert any("pipeline.num_microbatches" in knob["words"] for knob in report["knobs"])
@@ -215,11 +294,21 @@ class TestTpu:
     ):
         width, hidden = 1024, 4096
         words = (
-            "compile.topology=v5p:2x2x2", "mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_repeats=2",
-            "model.num_layers=8", f"model.embed_dim={width}", f"model.mlp_dim={hidden}", "model.num_query_heads=8",
-            "model.num_kv_heads=8", "model.vocab_size=1024", "model.dtype=float32", "data.sequence_length=128",
-            f"pipeline.num_microbatches={microbatches}", f"data.global_batch_size={2 * microbatches}",
-        )  # fmt: skip
+            "compile.topology=v5p:2x2x2",
+            "mesh.ici.stage=4",
+            "mesh.ici.fsdp=2",
+            "pipeline.num_repeats=2",
+            "model.num_layers=8",
+            f"model.embed_dim={width}",
+            f"model.mlp_dim={hidden}",
+            "model.num_query_heads=8",
+            "model.num_kv_heads=8",
+            "model.vocab_size=1024",
+            "model.dtype=float32",
+            "data.sequence_length=128",
+            f"pipeline.num_microbatches={microbatches}",
+            f"data.global_batch_size={2 * microbatches}",
+        )
         temp = {}
         for gather in ("per_iteration", "per_repeat"):
             words_of_gather = ("pipeline.schedule=circular", f"pipeline.fsdp_gather={gather}")

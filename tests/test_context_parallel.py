@@ -10,9 +10,10 @@ from engines import tiny
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.context_parallel import gathered, in_order, in_places, over_context, parts
+from maxpipe.config.catalog import KERNELS
+from maxpipe.config.variants import implementation
 from maxpipe.model.attention import dot_product_attention
-from maxpipe.model.kernels import KERNELS
+from maxpipe.sharding.context_parallel import gathered, in_order, in_places, over_context, parts
 
 
 @pytest.mark.parametrize(("length", "count"), [(8, 1), (8, 2), (24, 3), (32, 4)])
@@ -40,7 +41,9 @@ def test_places_and_back(count):
 
 def manual(f, count, in_specs, out_specs):
     mesh = Mesh(np.array(jax.devices()[:count]), ("context",))
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    )
 
 
 def test_gradients_of_what_is_gathered_are_summed_in_float32():
@@ -69,14 +72,19 @@ def check_parts(kernel, config, length, count, **options):
     """Outputs and gradients of a kernel whose queries lie on `count` devices are those of dot products on one."""
     rng = np.random.default_rng(0)
     heads = config.num_query_heads, config.num_kv_heads, config.num_kv_heads, config.num_query_heads
-    *qkv, weights = (jnp.asarray(rng.standard_normal((2, length, n, config.head_dim)), jnp.float32) for n in heads)
+    *qkv, weights = (
+        jnp.asarray(rng.standard_normal((2, length, n, config.head_dim)), jnp.float32)
+        for n in heads
+    )
     segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, length)), axis=1), jnp.int32)
     expected = loss_and_gradients(dot_product_attention, weights, segments, *qkv)
 
     def placed(x):
         return x[:, parts(length, count).reshape(-1)]
 
-    attention = over_context(KERNELS.get(kernel).build_parts(config, parts(length, count), **options))
+    attention = over_context(
+        implementation(KERNELS[kernel]).build_parts(config, parts(length, count), **options)
+    )
     over = P(None, "context")
     run = manual(partial(loss_and_gradients, attention), count, (over,) * 5, (over,) * 4)
     actual = run(*map(placed, (weights, segments, *qkv)))

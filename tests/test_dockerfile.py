@@ -17,7 +17,9 @@ INDEX_DEADLINE_SECONDS = 20
 
 def instructions():
     """(instruction, arguments) of the Dockerfile, continuation lines joined."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace(
+        "\\\n", ""
+    )
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
 
@@ -53,7 +55,9 @@ def test_every_dependency_is_pinned_within_its_bounds():
         name, bounds = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
         version = release(versions[name.lower()])
         for sign, bound in re.findall(r"(>=|<)([\d.]+)", bounds):
-            assert (version >= release(bound)) if sign == ">=" else (version < release(bound)), requirement
+            assert (version >= release(bound)) if sign == ">=" else (version < release(bound)), (
+                requirement
+            )
 
 
 def release(version):
@@ -71,7 +75,7 @@ def test_what_is_copied_is_there_and_not_ignored():
 @pytest.mark.parametrize("extra", ["cpu", "tpu", "cuda"])
 def test_the_extra_is_what_is_installed(tmp_path, extra):
     pip = tmp_path / "pip"
-    pip.write_text(f'#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n')
+    pip.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     pip.chmod(0o755)
     done = sh(INSTALL, EXTRA=extra, PATH=f"{tmp_path}:{os.environ['PATH']}")
     what = "." if extra == "cpu" else f".[{extra}]"
@@ -87,14 +91,21 @@ def test_an_unknown_extra_is_refused():
 
 def sh(command, cwd=None, **environment):
     return subprocess.run(
-        ["sh", "-c", command], env={**os.environ, **environment}, cwd=cwd, capture_output=True, text=True
+        ["sh", "-c", command],
+        env={**os.environ, **environment},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
     )
 
 
 @pytest.mark.grid
 def test_the_install_steps_in_a_fresh_environment(tmp_path):
     python = shutil.which(f"python{IMAGE[1]}")
-    if python is None or subprocess.run([python, "-c", "import ensurepip"], capture_output=True).returncode:
+    if (
+        python is None
+        or subprocess.run([python, "-c", "import ensurepip"], capture_output=True).returncode
+    ):
         pytest.skip(f"the image's Python {IMAGE[1]} is not installed")
     subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
     environment = {"PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}", "EXTRA": "cpu"}
@@ -106,12 +117,16 @@ def test_the_install_steps_in_a_fresh_environment(tmp_path):
     for copy in arguments("COPY")[:2]:
         *sources, _ = copy.split()
         for source in sources:
-            (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, build / source)
+            (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(
+                ROOT / source, build / source
+            )
     # All of the image's steps but for the cache, which spares the index a second download.
     done = sh(INSTALL, cwd=build, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     installed = json.loads(sh("pip list --format json", **environment).stdout)
-    assert {p["name"].lower().replace("_", "-"): p["version"] for p in installed}.items() >= pinned().items()
+    assert {
+        p["name"].lower().replace("_", "-"): p["version"] for p in installed
+    }.items() >= pinned().items()
 
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     (command,) = (" ".join(json.loads(a)) for a in arguments("ENTRYPOINT"))

@@ -7,12 +7,13 @@ import pytest
 from training_process import command
 
 from maxpipe import generate as cli
-from maxpipe import generation, train
+from maxpipe import train
 from maxpipe.checkpoint.record import read_record
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
+from maxpipe.generation import generate as generation
+from maxpipe.generation.sampling import Sampling
 from maxpipe.model.program import ModelProgram
-from maxpipe.model.sampling import Sampling
 
 PIPELINE = ("mesh.simulated_devices=0", "mesh.ici.stage=2", "mesh.ici.fsdp=4", "steps=1")
 LENGTH = 16
@@ -41,7 +42,11 @@ def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
     config = from_record(read_record(step).meta["config"])
     params = generation.load_parameters(step, config)
     prompt = [100, 101, 102]
-    tokens = [*generation.generate(config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3)]
+    tokens = [
+        *generation.generate(
+            config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3
+        )
+    ]
     program, written = ModelProgram(config.model), jnp.asarray([prompt + tokens], jnp.int32)
     side = {"positions": jnp.arange(LENGTH)[None], "segment_ids": jnp.ones_like(written)}
     x = program.embed(params, written)
@@ -79,7 +84,9 @@ def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypa
 
 
 def test_the_end_of_document_ends_the_text(run_dir, capsys, monkeypatch):
-    monkeypatch.setattr(generation, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")]))
+    monkeypatch.setattr(
+        generation, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
+    )
     assert call(capsys, run_dir)[:2] == (0, "def a\n")
 
 
@@ -96,12 +103,28 @@ def test_ctrl_c_ends_the_text_and_the_command(run_dir, capsys, monkeypatch):
     ("words", "prompt", "message"),
     [
         ((), "", "--prompt: is empty"),
-        ((), "x" * LENGTH, f"--prompt: has {LENGTH + 1} tokens, and the model has learned {LENGTH} positions"),
+        (
+            (),
+            "x" * LENGTH,
+            f"--prompt: has {LENGTH + 1} tokens, and the model has learned {LENGTH} positions",
+        ),
         (("--step=7",), "a", "--step: 7 is not saved in"),
-        (("--tokenizer=/nowhere/tokenizer.json",), "a", "--tokenizer: '/nowhere/tokenizer.json' is neither"),
+        (
+            ("--tokenizer=/nowhere/tokenizer.json",),
+            "a",
+            "--tokenizer: '/nowhere/tokenizer.json' is neither",
+        ),
         (("--stop=",), "a", "argument --stop: is empty"),
-        (("--stop-token=1000",), "a", "--stop-token: the model has no token 1000; its ids are below"),
-        (("--temperature=inf",), "a", "argument --temperature: must be at least 0 and finite; got inf"),
+        (
+            ("--stop-token=1000",),
+            "a",
+            "--stop-token: the model has no token 1000; its ids are below",
+        ),
+        (
+            ("--temperature=inf",),
+            "a",
+            "argument --temperature: must be at least 0 and finite; got inf",
+        ),
         (("--temperature=nan",), "a", "argument --temperature: must be at least 0; got nan"),
         (("--top-p=2",), "a", "argument --top-p: must be at least 1e-06 and at most 1; got 2"),
         (("--max-tokens=many",), "a", "argument --max-tokens: invalid whole number value: 'many'"),

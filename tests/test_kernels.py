@@ -4,7 +4,7 @@ import pytest
 from engines import tiny
 
 from maxpipe.config import ConfigError
-from maxpipe.kernels import choose_kernel
+from maxpipe.model.kernels.choose import choose_kernel
 
 
 @pytest.fixture
@@ -14,7 +14,9 @@ def choose():
     def _choose(platform, length=1024, context=1, kernel="auto"):
         sizes = {"model.head_dim": 128, "data.sequence_length": length, "mesh.ici.context": context}
         said = []
-        return choose_kernel(tiny(**sizes, **{"model.attention": kernel}), platform, said.append), "".join(said)
+        return choose_kernel(
+            tiny(**sizes, **{"model.attention": kernel}), platform, said.append
+        ), "".join(said)
 
     return _choose
 
@@ -28,12 +30,20 @@ def test_the_kernel_for_a_platform(choose, platform, name):
 
 @pytest.mark.parametrize(
     ("length", "context", "reason"),
-    [(192, 1, "192 is not a multiple of 128"), (768, 2, "768 is not a multiple of 512 = 128 x 2 x 2 (mesh.*.context)")],
+    [
+        (192, 1, "192 is not a multiple of 128"),
+        (768, 2, "768 is not a multiple of 512 = 128 x 2 x 2 (mesh.*.context)"),
+    ],
 )
 def test_sequences_that_do_not_cut_into_blocks(choose, length, context, reason):
     message = f"splash cannot be used, data.sequence_length={reason}"
-    assert choose("tpu", length, context) == ("dot_product", f"model.attention=dot_product: {message}")
-    with pytest.raises(ConfigError, match=r"model\.attention: splash cannot be used: data\.sequence_length="):
+    assert choose("tpu", length, context) == (
+        "dot_product",
+        f"model.attention=dot_product: {message}",
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.attention: splash cannot be used: data\.sequence_length="
+    ):
         choose("tpu", length, context, "splash")
 
 

@@ -8,7 +8,7 @@ from engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.config import MESH_AXES, Config, ConfigError, replace
-from maxpipe.mesh import (
+from maxpipe.devices.start import (
     build_mesh,
     compile_cache,
     num_slices,
@@ -26,7 +26,14 @@ EIGHT = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 def test_axes_have_their_order_and_automatic_partitioning():
     mesh = make_mesh(tiny(**EIGHT))
     assert mesh.axis_names == MESH_AXES == ("data", "stage", "fsdp", "context", "tensor", "expert")
-    assert dict(mesh.shape) == {"data": 2, "stage": 2, "fsdp": 2, "context": 1, "tensor": 1, "expert": 1}
+    assert dict(mesh.shape) == {
+        "data": 2,
+        "stage": 2,
+        "fsdp": 2,
+        "context": 1,
+        "tensor": 1,
+        "expert": 1,
+    }
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
@@ -58,7 +65,9 @@ def test_dcn_lies_outside_ici():
     assert dict(mesh.shape)["data"] == dict(mesh.shape)["fsdp"] == 2
     np.testing.assert_array_equal(slices, [[0, 0], [1, 1]])
     one_axis = replace(Config(), **{"mesh.ici.fsdp": 2, "mesh.dcn.fsdp": 2})
-    slices = [device.slice_index for device in build_mesh(one_axis, list(mesh.devices.flat)).devices.flat]
+    slices = [
+        device.slice_index for device in build_mesh(one_axis, list(mesh.devices.flat)).devices.flat
+    ]
     assert slices == [0, 0, 1, 1]
 
 
@@ -68,7 +77,9 @@ def test_slices_are_counted_by_their_index():
 
 
 @pytest.mark.parametrize(
-    ("spec", "rows"), [(P(("data", "fsdp")), range(8)), (P("data"), range(8)), (P(None), range(8))], ids=str
+    ("spec", "rows"),
+    [(P(("data", "fsdp")), range(8)), (P("data"), range(8)), (P(None), range(8))],
+    ids=str,
 )
 def test_one_process_has_all_rows(spec, rows):
     assert rows_of_this_process(make_mesh(tiny(**EIGHT)), spec, 8) == list(rows)
@@ -80,7 +91,9 @@ def test_rows_of_one_of_several_processes(monkeypatch):
     original = jax.sharding.NamedSharding.addressable_devices_indices_map
 
     def own_part(self, shape):
-        return {device: index for device, index in original(self, shape).items() if device.id in (2, 3)}
+        return {
+            device: index for device, index in original(self, shape).items() if device.id in (2, 3)
+        }
 
     monkeypatch.setattr(jax.sharding.NamedSharding, "addressable_devices_indices_map", own_part)
     assert rows_of_this_process(mesh, P(("data", "fsdp")), 8) == [0, 1, 2, 3]
@@ -91,13 +104,20 @@ def test_compilation_cache_is_in_the_output_directory_unless_said_otherwise(tmp_
     config = replace(Config(), output_dir=str(tmp_path))
     assert compile_cache(config) == tmp_path / "compile_cache"
     assert compile_cache(replace(config, **{"compile.cache_dir": "off"})) is None
-    assert compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix() == "/elsewhere"
+    assert (
+        compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix()
+        == "/elsewhere"
+    )
 
 
 class TestCompileCache:
     @pytest.fixture(autouse=True)
     def _settings(self):
-        names = ("enable_compilation_cache", "compilation_cache_dir", "persistent_cache_min_compile_time_secs")
+        names = (
+            "enable_compilation_cache",
+            "compilation_cache_dir",
+            "persistent_cache_min_compile_time_secs",
+        )
         before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
         yield
         for name, value in before.items():
@@ -128,12 +148,20 @@ class TestStartOfProcesses:
         """The arguments of `jax.distributed.initialize`, in an environment that says nothing."""
         calls = []
         for name in (
-            "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "TPU_WORKER_HOSTNAMES",
-            "SLURM_NTASKS", "SLURM_PROCID", "MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri",
+            "JAX_COORDINATOR_ADDRESS",
+            "JAX_NUM_PROCESSES",
+            "JAX_PROCESS_ID",
+            "TPU_WORKER_HOSTNAMES",
+            "SLURM_NTASKS",
+            "SLURM_PROCID",
+            "MEGASCALE_COORDINATOR_ADDRESS",
+            "OMPI_MCA_orte_hnp_uri",
             "MAXPIPE_DISTRIBUTED",
-        ):  # fmt: skip
+        ):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **timeouts: calls.append((*args, timeouts)))
+        monkeypatch.setattr(
+            jax.distributed, "initialize", lambda *args, **timeouts: calls.append((*args, timeouts))
+        )
         return calls
 
     def test_one_process_starts_nothing(self, started):
@@ -154,12 +182,16 @@ class TestStartOfProcesses:
             start_processes(30)
         assert started == []
 
-    def test_an_engine_of_one_process_is_refused_before_the_others_are_waited_for(self, started, monkeypatch):
+    def test_an_engine_of_one_process_is_refused_before_the_others_are_waited_for(
+        self, started, monkeypatch
+    ):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
         config = replace(Config(), **{"pipeline.schedule": "1f1b", "mesh.ici.stage": 2})
-        with pytest.raises(ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*, and there are 4"):
+        with pytest.raises(
+            ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*, and there are 4"
+        ):
             start_jax(config)
         assert started == []
 
@@ -184,7 +216,10 @@ class TestStartOfProcesses:
 
     @pytest.mark.parametrize(
         "variables",
-        [{"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4"}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}],
+        [
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4"},
+            {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        ],
         ids=str,
     )
     def test_processes_share_simulated_devices_evenly(self, started, monkeypatch, variables):
@@ -192,5 +227,7 @@ class TestStartOfProcesses:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         assert simulated_share(8) == 2
-        with pytest.raises(ConfigError, match="6 do not divide over 4 processes; take a multiple of 4"):
+        with pytest.raises(
+            ConfigError, match="6 do not divide over 4 processes; take a multiple of 4"
+        ):
             simulated_share(6)

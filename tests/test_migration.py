@@ -6,17 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.config.maxtext import KEYS
-from maxpipe.config.migration import table, with_table
+from maxpipe.config.maxtext import KEYS, table, with_table
 
 README = Path(__file__).parents[1] / "README.md"
 
 PIPELINE_KEYS = {
-    "ici_pipeline_parallelism", "dcn_pipeline_parallelism", "num_layers_per_pipeline_stage", "num_pipeline_repeats",
-    "pipeline_parallel_layers", "num_pipeline_microbatches", "pipeline_delay_activation_forwarding",
-    "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat", "scan_pipeline_iterations", "scan_pipeline_repeats",
-    "set_remat_policy_on_pipeline_iterations", "set_remat_policy_on_layers_per_stage", "remat_policy",
-}  # fmt: skip
+    "ici_pipeline_parallelism",
+    "dcn_pipeline_parallelism",
+    "num_layers_per_pipeline_stage",
+    "num_pipeline_repeats",
+    "pipeline_parallel_layers",
+    "num_pipeline_microbatches",
+    "pipeline_delay_activation_forwarding",
+    "pipeline_fsdp_ag_once",
+    "pipeline_fsdp_ag_per_repeat",
+    "scan_pipeline_iterations",
+    "scan_pipeline_repeats",
+    "set_remat_policy_on_pipeline_iterations",
+    "set_remat_policy_on_layers_per_stage",
+    "remat_policy",
+}
 
 
 def test_the_readme_has_the_table():

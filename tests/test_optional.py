@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.optional import optional
+from maxpipe.config.extras import optional
 
 
 def message_of(library: str) -> str:
@@ -16,7 +16,9 @@ def message_of(library: str) -> str:
 
 def test_a_library_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "absent_library", None)
-    expected = "data.source: needs absent_library, which is not installed: pip install 'maxpipe[data]'"
+    expected = (
+        "data.source: needs absent_library, which is not installed: pip install 'maxpipe[data]'"
+    )
     assert message_of("absent_library") == expected
 
 
@@ -30,4 +32,6 @@ def test_a_library_that_is_not_installed(monkeypatch):
 def test_an_installed_library_that_is_broken_says_why(tmp_path, monkeypatch, content, cause):
     (tmp_path / "broken_library.py").write_text(content)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert f"needs broken_library, which cannot be imported ({cause})" in message_of("broken_library")
+    assert f"needs broken_library, which cannot be imported ({cause})" in message_of(
+        "broken_library"
+    )

@@ -48,6 +48,8 @@ def test_a_sampled_product_has_every_legal_combination_of_its_core():
     cases = list(sampled_product(FACTORS, ("a", "b"), one_and_x_never_meet))
     assert [list(case) for case in cases] == [list(FACTORS)] * 8
     core = all_cases({name: FACTORS[name] for name in "ab"})
-    assert [(c["a"], c["b"]) for c in cases] == [(c["a"], c["b"]) for c in core if one_and_x_never_meet(c)]
+    assert [(c["a"], c["b"]) for c in cases] == [
+        (c["a"], c["b"]) for c in core if one_and_x_never_meet(c)
+    ]
     assert {c["c"] for c in cases} == {True, False}
     assert {c["d"] for c in cases} == {0, 1}

@@ -21,23 +21,31 @@ OPTIONS = (
     "mesh.ici.stage=1 mesh.ici.tensor=2 mesh.ici.context=2 model.logit_tiles=4",
 )
 
-# The rows that a scatter adds to, its indices and its updates lie over the mesh in different orders.
+# The rows that a scatter adds to, its indices and its updates lie over the mesh in different
+# orders.
 PROVOKED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
 lay = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 def add(x, i, u):
-    return lay(lay(x, ("a", "b"), "c").at[lay(i, ("c", "b"))].add(lay(u, ("b", "c"))), ("b", "c"), "a")
+    return lay(lay(x, ("a", "b"), "c").at[lay(i, ("c", "b"))].add(lay(u, ("b", "c"))), ("b", "c"),
+    "a")
 jax.jit(add).lower(jnp.ones((8, 8)), jnp.zeros(8, jnp.int32), jnp.ones((8, 8))).compile()
 """
 
 
 def compiler_log(*command):
     """Standard error of a command without a compilation cache, which would leave out the partitioner."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("JAX_COMPILATION_CACHE")
+    }
     env |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stderr
 
@@ -48,7 +56,9 @@ def test_the_warning_is_known():
 
 
 @pytest.mark.parametrize(
-    "arguments", [CONFIGS, [f"configs/base.yml {options}" for options in OPTIONS]], ids=["configs", "options"]
+    "arguments",
+    [CONFIGS, [f"configs/base.yml {options}" for options in OPTIONS]],
+    ids=["configs", "options"],
 )
 def test_no_array_is_copied_whole(arguments):
     log = compiler_log("tests/compiled_configs.py", *arguments)

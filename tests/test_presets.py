@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config import load, resolve
-from maxpipe.telemetry.flops import parameter_count
+from maxpipe.planning.flops import parameter_count
 
 PRESETS = Path(__file__).parents[1] / "configs" / "models"
 PARAMETERS = {
@@ -28,7 +28,9 @@ def commands_of(name):
     """The arguments of each `python -m maxpipe.train` in the file's opening comment."""
     comment = path_of(name).read_text().partition("\nbase:")[0]
     text = re.sub(r"\\\n#", "", comment)
-    return [shlex.split(line) for line in re.findall(r"^# +python -m maxpipe\.train (.*)$", text, re.M)]
+    return [
+        shlex.split(line) for line in re.findall(r"^# +python -m maxpipe\.train (.*)$", text, re.M)
+    ]
 
 
 def for_slice(name):
@@ -67,6 +69,8 @@ def test_the_layout_named_in_the_comment_is_what_the_slice_gets(name):
 def test_the_laptop_command_fits_four_simulated_devices(name):
     full, (own_path, *overrides) = commands_of(name)
     assert full[0] == own_path == f"configs/models/{name}.yml"
-    config = resolve(load(path_of(name), overrides), load(path_of(name)).config.mesh.simulated_devices)
+    config = resolve(
+        load(path_of(name), overrides), load(path_of(name)).config.mesh.simulated_devices
+    )
     assert config.pipeline.engine == "scheduled"
     assert parameter_count(config.model) < 10_000_000

@@ -15,12 +15,12 @@ from maxpipe import generate, schedule, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
-from maxpipe.config.schema import OPTIONS
+from maxpipe.config.options import OPTIONS
 from maxpipe.data import __main__ as data
-from maxpipe.telemetry.watchdog import HUNG
-from maxpipe.training.failure import FAILED
+from maxpipe.supervision.failure import FAILED
+from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
+from maxpipe.supervision.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
-from maxpipe.training.signals import INTERRUPTED, PREEMPTED
 
 REPOSITORY = Path(__file__).parents[1]
 TEXT = (REPOSITORY / "README.md").read_text()
@@ -35,11 +35,19 @@ MAINS = {
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
 # The first run as it is, but for its size and for the devices that are there.
 SMALL = [
-    "steps=2", "eval.every=2", "eval.batches=1", "checkpoint.every=2", "model.embed_dim=16",
-    "model.num_query_heads=2", "model.num_kv_heads=2", "model.mlp_dim=32", "mesh.simulated_devices=0",
+    "steps=2",
+    "eval.every=2",
+    "eval.batches=1",
+    "checkpoint.every=2",
+    "model.embed_dim=16",
+    "model.num_query_heads=2",
+    "model.num_kv_heads=2",
+    "model.mlp_dim=32",
+    "mesh.simulated_devices=0",
     "mesh.ici.fsdp=4",
-]  # fmt: skip
-# Checked as far as the configuration goes: each is a run or a compilation of minutes, and has tests of its own.
+]
+# Checked as far as the configuration goes: each is a run or a compilation of minutes, and has tests
+# of its own.
 CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
 MORE_WORDS = {"maxpipe.data": ["--seconds=0.05"], "maxpipe.generate": ["--max-tokens=20"]}
 LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
@@ -47,7 +55,11 @@ TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
 SCRIPTS = {
     f"{LAUNCH}/local.sh": ["bash", f"{LAUNCH}/local.sh", "--dry-run", "2", "configs/base.yml"],
     f"{LAUNCH}/tpu_vm.sh": TPU_VM.split(),
-    f"{BENCHMARK}/compare_maxtext.py": [sys.executable, f"{BENCHMARK}/compare_maxtext.py", "--help"],  # needs MaxText
+    f"{BENCHMARK}/compare_maxtext.py": [
+        sys.executable,
+        f"{BENCHMARK}/compare_maxtext.py",
+        "--help",
+    ],  # needs MaxText
     "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
 }
 # Installing, testing and drawing are other programs' affair.
@@ -70,7 +82,15 @@ def commands():
 def place(tmp_path_factory):
     """An empty directory with the repository's files, in which the first run has been made."""
     directory = tmp_path_factory.mktemp("readme")
-    for name in ("configs", "scripts", "examples", "README.md", "pyproject.toml", "docs", "maxpipe"):
+    for name in (
+        "configs",
+        "scripts",
+        "examples",
+        "README.md",
+        "pyproject.toml",
+        "docs",
+        "maxpipe",
+    ):
         (directory / name).symlink_to(REPOSITORY / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
@@ -99,7 +119,11 @@ def test_command(command, place, capfd):
 
 def run_module(module, words):
     asks = {"--help", "--print-config"} & set(words)
-    more = ["--print-config"] if module in CONFIGURATION_ONLY and not asks else MORE_WORDS.get(module, [])
+    more = (
+        ["--print-config"]
+        if module in CONFIGURATION_ONLY and not asks
+        else MORE_WORDS.get(module, [])
+    )
     try:
         code = MAINS[module]([*words, *more])
     except SystemExit as end:
@@ -109,26 +133,38 @@ def run_module(module, words):
 
 def run(*words):
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("code", [FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134])
+@pytest.mark.parametrize(
+    "code", [FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134]
+)
 def test_every_exit_code_has_a_meaning_and_a_remedy(code):
-    table, _, troubleshooting = TEXT.partition("## How a run ends")[2].partition("## Adding to it")[0].partition("###")
+    table, _, troubleshooting = (
+        TEXT.partition("## How a run ends")[2].partition("## Adding to it")[0].partition("###")
+    )
     assert re.search(rf"^\| {code} \| .+ \| .+ \|$", table, re.MULTILINE)
     assert f"- **{code}**" in troubleshooting
 
 
 def test_keys_that_troubleshooting_names_exist():
     section = TEXT.partition("### Troubleshooting")[2].partition("\n## ")[0]
-    keys = {key for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[=`]", section) if key != "metrics.jsonl"}
+    keys = {
+        key
+        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[=`]", section)
+        if key != "metrics.jsonl"
+    }
     assert len(keys) > 5
     assert keys <= set(OPTIONS)
 
 
 def test_extras_that_are_installed_exist():
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     named = set(re.findall(r"\.\[(\w+)\]", TEXT))
     assert named
     assert named <= set(extras)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.pipeline.schedules import SCHEDULES
+from maxpipe.config.catalog import SCHEDULES
 from maxpipe.schedule import main
 
 
@@ -18,7 +18,9 @@ def output(capsys, *argv):
 
 def test_prints_the_table_with_bubble_and_peak(capsys):
     text = output(capsys, "lockstep_1f1b", "stages=4", "microbatches=8", "repeats=2")
-    assert text.startswith("lockstep_1f1b: 4 stages, 8 microbatches, 2 repeats, 26 lockstep ticks\n")
+    assert text.startswith(
+        "lockstep_1f1b: 4 stages, 8 microbatches, 2 repeats, 26 lockstep ticks\n"
+    )
     assert "bubble          4.5 (15.8%)" in text
     assert "peak in flight  11 chunks" in text
     assert "\x1b" not in text
@@ -65,7 +67,7 @@ def test_svg_and_html_files(capsys, tmp_path):
 
 def test_compare_shows_all_schedules_on_equal_terms(capsys):
     lines = output(capsys, "--compare", "stages=4", "microbatches=8", "repeats=2").splitlines()
-    assert sorted(line.split()[0] for line in lines[1:-2]) == SCHEDULES.names()
+    assert sorted(line.split()[0] for line in lines[1:-2]) == SCHEDULES
     cells = {line.split()[0]: line.split()[1:] for line in lines[1:-2]}
     assert cells["gpipe"][:5] == ["1", "33", "9", "27.3%", "8"]
     assert cells["lockstep_1f1b"][:5] == ["2", "28.5", "4.5", "15.8%", "5.5"]
@@ -76,7 +78,9 @@ def test_costs_per_stage_and_of_a_split_backward(capsys):
     assert "makespan        23\n" in slow
     split = output(capsys, "zb_h1", "stages=2", "microbatches=4", "backward=1.5")
     assert "bubble          1 " in split
-    parts = output(capsys, "zb_h1", "stages=2", "microbatches=4", "input_gradient=2", "weight_gradient=0.5")
+    parts = output(
+        capsys, "zb_h1", "stages=2", "microbatches=4", "input_gradient=2", "weight_gradient=0.5"
+    )
     assert "bubble          2.5 " in parts
 
 
@@ -108,7 +112,10 @@ def test_delay_and_overlap(capsys):
         (["gpipe", "forward=fast"], "forward=fast: must be a number, at least 0"),
         (["gpipe", "comm=nan"], "comm=nan: must be a number, at least 0"),
         (["gpipe", "collectives=2"], "collectives=2: must be a fraction from 0 to 1"),
-        (["gpipe", "forward=1,2,3"], "forward=[1.0, 2.0, 3.0]: give one number, or one per stage (4)"),
+        (
+            ["gpipe", "forward=1,2,3"],
+            "forward=[1.0, 2.0, 3.0]: give one number, or one per stage (4)",
+        ),
         (["none.csv"], "schedule=none.csv: cannot read it: No such file or directory"),
         (["gpipe", "1f1b", "--svg", "x.svg"], "--svg: name one schedule; it holds no more"),
         (
@@ -128,16 +135,17 @@ def test_a_file_for_other_sizes_says_both(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     output(capsys, "gpipe", "stages=2", "microbatches=3", "--csv", str(path))
     assert main([str(path), "stages=4"]) == 2
-    message = (
-        "the file is for 2 stages, 3 microbatches and 1 repeats, but stages=4, microbatches=3 and repeats=1"
-    )
+    message = "the file is for 2 stages, 3 microbatches and 1 repeats, but stages=4, microbatches=3 and repeats=1"
     assert message in capsys.readouterr().err
 
 
 def test_runs_as_a_module_without_importing_jax():
     drawn = f"s.main(['1f1b']); s.main({[*LARGE_HEAD, 'pipeline.layers_per_stage=auto']})"
     code = f"import sys, maxpipe.schedule as s; {drawn}; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode
+        == 0
+    )
     command = [sys.executable, "-m", "maxpipe.schedule", "nope"]
     wrong = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2
@@ -156,7 +164,9 @@ def figure(text, name):
 
 def test_a_configuration_is_drawn_with_automatic_stages_and_set_beside_uniform_ones(capsys):
     text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto")
-    assert text.startswith("1f1b [16,12]: 2 stages, 8 microbatches, 1 repeat, 18 free-running ticks\n")
+    assert text.startswith(
+        "1f1b [16,12]: 2 stages, 8 microbatches, 1 repeat, 18 free-running ticks\n"
+    )
     assert "  stage 0       16 layers: F 16, B 48, " in text
     assert "  stage 1       12 layers: F 12, B 36, head 19.35, " in text
     assert figure(text, "slowest stage") == pytest.approx(12 + 36 + 19.35, abs=0.01)
@@ -172,15 +182,23 @@ def test_manual_stages_are_drawn_with_their_own_times(capsys):
     text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=[20,8]")
     assert text.startswith("1f1b [20,8]: ")
     assert figure(text, "slowest stage") == 80
-    assert figure(text, "makespan") > figure(output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto"), "makespan")
+    assert figure(text, "makespan") > figure(
+        output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto"), "makespan"
+    )
     assert "none: 28 layers do not divide into 3 chunks" in output(
-        capsys, *LARGE_HEAD, "mesh.ici.stage=3", "pipeline.layers_per_stage=[10,10,8]", "data.global_batch_size=72"
+        capsys,
+        *LARGE_HEAD,
+        "mesh.ici.stage=3",
+        "pipeline.layers_per_stage=[10,10,8]",
+        "data.global_batch_size=72",
     )
 
 
 def test_stages_of_several_chunks_are_all_of_them(capsys):
     for schedule, layers in (("interleaved_1f1b", "8 + 8"), ("zb_v", "8 + 4")):
-        text = output(capsys, LARGE_HEAD[0], f"pipeline.schedule={schedule}", "pipeline.layers_per_stage=auto")
+        text = output(
+            capsys, LARGE_HEAD[0], f"pipeline.schedule={schedule}", "pipeline.layers_per_stage=auto"
+        )
         assert text.startswith(f"{schedule} [8,8,8,4]: ")
         assert f"  stage 0       {layers} layers: " in text
     lockstep = output(capsys, str(CONFIGS / "base.yml"), "pipeline.layers_per_stage=[2,2]")
@@ -188,13 +206,19 @@ def test_stages_of_several_chunks_are_all_of_them(capsys):
 
 
 def test_the_memory_of_a_topology_limits_automatic_stages(capsys):
-    words = [str(CONFIGS / "models" / "llama3-8b.yml"), "pipeline.schedule=zb_v", "pipeline.layers_per_stage=auto"]
+    words = [
+        str(CONFIGS / "models" / "llama3-8b.yml"),
+        "pipeline.schedule=zb_v",
+        "pipeline.layers_per_stage=auto",
+    ]
     free, tight = output(capsys, *words), output(capsys, *words, "compile.topology=v5p:2x2x2")
     assert free.startswith("zb_v [8,9,8,7]")
     assert "limit           95 GiB a device\n" in tight
     assert "GiB, which is too much\n" in tight
     assert main([*words, "compile.topology=v5e:2x4"]) == 2
-    assert "no choice of stages fits 14.9 GiB a device (the chip's memory)" in capsys.readouterr().err
+    assert (
+        "no choice of stages fits 14.9 GiB a device (the chip's memory)" in capsys.readouterr().err
+    )
 
 
 def test_the_page_of_a_configuration_has_both_charts(capsys, tmp_path):
@@ -206,17 +230,24 @@ def test_the_page_of_a_configuration_has_both_charts(capsys, tmp_path):
     assert "<td>mpmd</td>" in page.read_text()
     svg = tmp_path / "stages.svg"
     output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto", "--svg", str(svg))
-    titles = [title.text for title in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title")]
+    titles = [
+        title.text for title in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title")
+    ]
     assert len(titles) == 2 * 2 * 8 + 8
     # F of both stages, the head and B of the last one are before it.
     (backward,) = (title for title in titles if title.startswith("0B0: "))
-    assert backward.endswith(f"stage 0, {16 + 12 + 19.35 + 36:.2f} to {16 + 12 + 19.35 + 36 + 48:.2f}")
+    assert backward.endswith(
+        f"stage 0, {16 + 12 + 19.35 + 36:.2f} to {16 + 12 + 19.35 + 36 + 48:.2f}"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["pipeline.layers_per_stage=[3,2]"], "config error: pipeline.layers_per_stage (command line): adds up to 5"),
+        (
+            ["pipeline.layers_per_stage=[3,2]"],
+            "config error: pipeline.layers_per_stage (command line): adds up to 5",
+        ),
         (["mesh.ici.stage=1"], "config error: mesh.ici.stage: one stage has no schedule to draw"),
         (["--compare"], "error: --compare: is for schedules by name"),
         (["stages=4"], "config error: stages (command line): "),

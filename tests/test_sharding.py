@@ -6,8 +6,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_engine
 from maxpipe.config import ConfigError
-from maxpipe.config.sections.mesh import DEFAULT_RULES
-from maxpipe.sharding import AxisRules, without
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.sharding.rules import AxisRules, without
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,9 @@ def problem_of(call, *args):
 
 def test_specs_follow_the_rules(rules):
     assert rules.spec(("activation_batch", "activation_length")) == P(("data", "fsdp"), None)
-    assert rules.spec(("repeat", "stage", "layers_per_stage", "embed")) == P(None, "stage", None, "fsdp")
+    assert rules.spec(("repeat", "stage", "layers_per_stage", "embed")) == P(
+        None, "stage", None, "fsdp"
+    )
     assert rules.spec((None, "embed")) == P(None, "fsdp")
 
 
@@ -98,7 +100,9 @@ def test_constraints_are_shown_once_with_logical_and_mesh_axes(mesh):
     rules = AxisRules(DEFAULT_RULES, mesh, show=lines.append)
 
     def layer(x):
-        return rules.constrain(2 * rules.constrain(x, ("activation_batch", None)), ("activation_batch", None))
+        return rules.constrain(
+            2 * rules.constrain(x, ("activation_batch", None)), ("activation_batch", None)
+        )
 
     jax.jit(layer)(jnp.ones((8, 3)))
     assert lines == ["constraint: float32 [activation_batch=8, -=3] over (('data', 'fsdp'), None)"]
@@ -113,19 +117,35 @@ def test_constraints_inside_a_manual_program_leave_its_axes_out(mesh):
 
     rows = P(None, ("data", "fsdp"))
     names = {"data", "fsdp"}
-    run = jax.shard_map(local, mesh=mesh, axis_names=names, in_specs=rows, out_specs=rows, check_vma=False)
+    run = jax.shard_map(
+        local, mesh=mesh, axis_names=names, in_specs=rows, out_specs=rows, check_vma=False
+    )
     x = jnp.arange(16.0).reshape(2, 8)
     assert (jax.jit(run)(x) == x).all()
     (line,) = lines
-    assert line.startswith("constraint: float32 [activation_stage=2, activation_batch=2] over ('stage', None)")
+    assert line.startswith(
+        "constraint: float32 [activation_stage=2, activation_batch=2] over ('stage', None)"
+    )
     assert line.endswith(("manual over data, fsdp", "manual over fsdp, data"))
 
 
 def test_debug_prints_what_the_step_asks_for(capsys):
-    config = tiny(**{"pipeline.schedule": "circular", "mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "sharding.debug": True})
+    config = tiny(
+        **{
+            "pipeline.schedule": "circular",
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+            "sharding.debug": True,
+        }
+    )
     engine = build_engine(config, make_mesh(config))
-    batch = {n: jax.ShapeDtypeStruct((16, 8), jnp.int32) for n in ("tokens", "targets", "positions", "segment_ids")}
-    engine.jitted_step.lower(engine.abstract_state(), batch | {"weights": jax.ShapeDtypeStruct((16, 8), jnp.float32)})
+    batch = {
+        n: jax.ShapeDtypeStruct((16, 8), jnp.int32)
+        for n in ("tokens", "targets", "positions", "segment_ids")
+    }
+    engine.jitted_step.lower(
+        engine.abstract_state(), batch | {"weights": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    )
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(set(lines)) > 10
     dims = "activation_stage=2, activation_batch=8, activation_length=8, -=16"

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from maxpipe.config import Config, replace
-from maxpipe.simulated_devices import explain_threads, hindrance, start_threads, uses_cache
+from maxpipe.devices.simulated import explain_threads, hindrance, start_threads, uses_cache
 
 CACHE = replace(Config(), **{"compile.cache_dir": "cache"})
 LOAD = replace(Config(), **{"compile.load": "step.bin"})
@@ -60,7 +60,10 @@ class TestProgramsFromFiles:
     def test_too_few_threads(self, environment, found, monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        assert hindrance() == f"programs from files need NPROC=128 threads on 8 CPU devices, not {found}"
+        assert (
+            hindrance()
+            == f"programs from files need NPROC=128 threads on 8 CPU devices, not {found}"
+        )
         assert not uses_cache(CACHE)
         assert explain_threads(CACHE) == [f"compile.cache_dir=off: {hindrance()}"]
 

@@ -38,7 +38,9 @@ class TestARunToItsEnd:
         assert losses(root)[6][0] < first["loss"]
 
     def test_evaluations_are_rows_too(self, finished):
-        evaluations = {row["step"]: row["eval_loss"] for row in rows(finished[0]) if "eval_loss" in row}
+        evaluations = {
+            row["step"]: row["eval_loss"] for row in rows(finished[0]) if "eval_loss" in row
+        }
         assert sorted(evaluations) == [3, 6]
         assert 0 < evaluations[6] < evaluations[3]
 
@@ -52,7 +54,13 @@ class TestARunToItsEnd:
     def test_the_report_at_the_start_is_short_and_gives_every_decision(self, finished):
         before_steps = finished[1].partition("\nstep 1/6")[0]
         assert len(before_steps.splitlines()) <= 25
-        for text in ("stage=2 x fsdp=2", "layers 0, 2", "bubble 20.0 %", "pipeline.engine=scheduled", "61,728"):
+        for text in (
+            "stage=2 x fsdp=2",
+            "layers 0, 2",
+            "bubble 20.0 %",
+            "pipeline.engine=scheduled",
+            "61,728",
+        ):
             assert text in before_steps
 
     def test_console_lines(self, finished):
@@ -63,7 +71,9 @@ class TestARunToItsEnd:
         root, _ = finished
         before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
         assert "is finished" in train(words)
-        assert {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()} == before
+        assert {
+            path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()
+        } == before
 
     def test_a_cache_that_is_asked_for_serves_simulated_devices(self, tmp_path, monkeypatch):
         for name in ("JAX_ENABLE_COMPILATION_CACHE", "NPROC"):
@@ -94,23 +104,44 @@ def test_sequential_and_pipelined_runs_have_the_same_losses(tmp_path):
     """Twenty steps from the same seed and data, on four devices each; with this vocabulary automatic stages differ."""
     words = [*write_config(tmp_path, steps=20, checkpoint="{every: 0}"), "model.vocab_size=1024"]
     train([*words, "run_name=pipelined"])
-    train([*words, "run_name=sequential", "pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4"])
-    said = train([*words, "run_name=stages", "pipeline.schedule=1f1b", "pipeline.layers_per_stage=auto"])
-    pipelined, sequential, stages = (losses(tmp_path / "runs" / n) for n in ("pipelined", "sequential", "stages"))
+    train(
+        [
+            *words,
+            "run_name=sequential",
+            "pipeline.engine=sequential",
+            "mesh.ici.stage=1",
+            "mesh.ici.fsdp=4",
+        ]
+    )
+    said = train(
+        [*words, "run_name=stages", "pipeline.schedule=1f1b", "pipeline.layers_per_stage=auto"]
+    )
+    pipelined, sequential, stages = (
+        losses(tmp_path / "runs" / n) for n in ("pipelined", "sequential", "stages")
+    )
     assert sorted(pipelined) == sorted(stages) == list(range(1, 21))
     for step, (loss, _, rate) in sequential.items():
         assert [pipelined[step][0], stages[step][0]] == pytest.approx([loss, loss], rel=1e-5), step
         assert pipelined[step][2] == stages[step][2] == rate
     assert checkpoints(tmp_path / "runs" / "pipelined") == []
-    assert "pipeline.layers_per_stage=[3,1]: the slowest stage takes 12.73 forwards of a layer" in said
+    assert (
+        "pipeline.layers_per_stage=[3,1]: the slowest stage takes 12.73 forwards of a layer" in said
+    )
     assert "  stage 0   layers 0-2\n  stage 1   layers 3\n" in said
-    assert "\n  layers_per_stage: [3, 1]\n" in (tmp_path / "runs" / "stages" / "config.yml").read_text()
+    assert (
+        "\n  layers_per_stage: [3, 1]\n"
+        in (tmp_path / "runs" / "stages" / "config.yml").read_text()
+    )
 
 
 def test_a_diverging_run_ends_with_code_42_and_keeps_its_last_sound_checkpoint(tmp_path):
     """Updates of this size make the loss overflow in the second step."""
     words = write_config(tmp_path, steps=20, checkpoint="{every: 1, keep: 100}")
-    options = ["optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "optimizer.max_consecutive_skips=3"]
+    options = [
+        "optimizer.learning_rate=1e30",
+        "optimizer.warmup_steps=0",
+        "optimizer.max_consecutive_skips=3",
+    ]
     said = train([*words, *options], expected_code=42)
     assert "3 steps in a row were not finite" in said
     assert "optimizer.learning_rate" in said
@@ -149,7 +180,10 @@ class TestBadInput:
             ("pipeline.remat_policy=half", ["pipeline.remat_policy", "full", "minimal", "none"]),
             ("steps=ten", ["steps", "ten"]),
             ("model.dropout=1.5", ["model.dropout", "0.99"]),
-            ("model.num_layers=6", ["model.num_layers", "pipeline.num_repeats=3", "layers_per_stage"]),
+            (
+                "model.num_layers=6",
+                ["model.num_layers", "pipeline.num_repeats=3", "layers_per_stage"],
+            ),
             ("data.global_batch_size=12", ["data.global_batch_size", "8", "16"]),
             ("pipeline.num_microbatches=3", ["pipeline.num_microbatches", "2", "4"]),
             ("run_name=../elsewhere", ["run_name", "output_dir"]),
@@ -190,7 +224,12 @@ class TestBadInput:
     def test_evaluation_without_data_for_it(self, refused, tmp_path):
         """Found at the start, not after the first hundred steps."""
         (tmp_path / "some.txt").write_text("a document\n" * 50)
-        said = refused("data.source=text", f"data.path={tmp_path}/some.txt", "data.eval_fraction=0", "eval.every=2")
+        said = refused(
+            "data.source=text",
+            f"data.path={tmp_path}/some.txt",
+            "data.eval_fraction=0",
+            "eval.every=2",
+        )
         assert "eval" in said
 
     def test_nothing_to_resume(self, refused):
@@ -198,12 +237,18 @@ class TestBadInput:
         assert "checkpoint.resume" in refused("checkpoint.resume=100")
 
     def test_axis_rules_that_collide(self, refused):
-        said = refused('sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]')
+        said = refused("sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]")
         assert "sharding.logical_axis_rules" in said
 
     def test_stages_that_do_not_fit(self, refused):
-        words = ["pipeline.schedule=1f1b", "pipeline.layers_per_stage=auto", "pipeline.memory_limit_gib=1e-5"]
-        assert "no choice of stages fits 1e-05 GiB a device (pipeline.memory_limit_gib)" in refused(*words)
+        words = [
+            "pipeline.schedule=1f1b",
+            "pipeline.layers_per_stage=auto",
+            "pipeline.memory_limit_gib=1e-5",
+        ]
+        assert "no choice of stages fits 1e-05 GiB a device (pipeline.memory_limit_gib)" in refused(
+            *words
+        )
 
     def test_storing_an_executable(self, refused):
         said = refused("compile.save=step.bin")

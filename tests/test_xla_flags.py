@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxpipe.xla_flags import RECOMMENDED, advice
+from maxpipe.devices.xla_flags import RECOMMENDED, advice
 
 
 @pytest.mark.parametrize("platform", RECOMMENDED)
@@ -16,7 +16,9 @@ def test_flags_that_are_not_set_are_printed_with_their_variable(platform):
 def test_nothing_is_said_once_they_are_set_even_otherwise(platform):
     recommended = RECOMMENDED[platform]
     assert advice(platform, {recommended.variable: recommended.text()}) == []
-    assert advice(platform, {recommended.variable: recommended.text().replace("true", "false")}) == []
+    assert (
+        advice(platform, {recommended.variable: recommended.text().replace("true", "false")}) == []
+    )
 
 
 def test_cpus_need_none():

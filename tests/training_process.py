@@ -45,7 +45,8 @@ class TrainingProcess:
         self.log = Path(log)
         start = ["-m", "maxpipe.train"] if program is None else ["-c", program]
         with self.log.open("w") as output:
-            # A session of its own, so that a signal to the group reaches worker processes, but not this one.
+            # A session of its own, so that a signal to the group reaches worker processes, but not
+            # this one.
             self._process = subprocess.Popen(
                 [sys.executable, *start, *arguments],
                 stdout=output,

@@ -1,9 +1,9 @@
 """Looks at checkpoints: `python -m maxpipe.checkpoint ls|verify|show DIR`.
 
-DIR is a run directory or its `checkpoints`; in an object store, `s3://bucket/runs/base`, the one below
-`checkpoint.mirror`. Nothing is written, but for copies that `verify` makes of mirrored steps in the directory for
-temporary files, one at a time. No accelerator is touched.
-Exit codes: 0; 1 if `verify` or `show` met damage; 2 if there is nothing to look at; 3 if there was no damage, but
+DIR is a run directory or its `checkpoints`; in an object store, `s3://bucket/runs/base`, the one
+below `checkpoint.mirror`. Nothing is written, but for copies that `verify` makes of mirrored steps
+in the directory for temporary files, one at a time. No accelerator is touched. Exit codes: 0; 1 if
+`verify` or `show` met damage; 2 if there is nothing to look at; 3 if there was no damage, but
 something cannot be read here, since a newer version wrote it or permission is missing.
 """
 
@@ -21,7 +21,7 @@ from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.places import Directory, place_of
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
-from maxpipe.object_store import explained, is_remote
+from maxpipe.storage.object_store import explained, is_remote
 
 KEY = "DIR"
 DAMAGE = 1
@@ -66,7 +66,15 @@ def list_steps(place: Directory | Mirror) -> int:
     """Prints step, state, size and time of every step."""
     rows = [("step", "state", "size", "written", "name")]
     for entry, size, time in place.sizes_and_times():
-        rows.append((str(entry.step), entry.state, _size_text(size), f"{time:%Y-%m-%d %H:%M:%S}", entry.name))
+        rows.append(
+            (
+                str(entry.step),
+                entry.state,
+                _size_text(size),
+                f"{time:%Y-%m-%d %H:%M:%S}",
+                entry.name,
+            )
+        )
     print(_table(rows))
     return 0
 
@@ -104,7 +112,11 @@ def show(place: Directory | Mirror, step: int) -> int:
     except CheckpointUnreadable as error:
         print(f"{step}: UNREADABLE: {error}", file=sys.stderr)
         return UNREADABLE
-    print(yaml.safe_dump({"step": record.step, **record.meta}, sort_keys=False, default_flow_style=None))
+    print(
+        yaml.safe_dump(
+            {"step": record.step, **record.meta}, sort_keys=False, default_flow_style=None
+        )
+    )
     rows = [("array", "dtype", "shape", "elements", "digest")]
     for name, leaf in record.leaves.items():
         shape = "x".join(map(str, leaf.shape)) or "scalar"
@@ -114,15 +126,22 @@ def show(place: Directory | Mirror, step: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m maxpipe.checkpoint", description="Look at checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m maxpipe.checkpoint", description="Look at checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("ls", "list steps: state, size, time"),
-        ("verify", "read every committed step and compare digests; exit code 1 if one is damaged, 3 if unreadable"),
+        (
+            "verify",
+            "read every committed step and compare digests; exit code 1 if one is damaged, 3 if unreadable",
+        ),
         ("show", "configuration, versions and arrays of one step"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("dir", metavar=KEY, help="run directory, or its checkpoints; s3:// and gs:// as well")
+        command.add_argument(
+            "dir", metavar=KEY, help="run directory, or its checkpoints; s3:// and gs:// as well"
+        )
         if name == "show":
             command.add_argument("--step", type=int, help="default: the newest")
     return parser
@@ -143,7 +162,10 @@ def _size_text(size: float) -> str:
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = (
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -1,10 +1,11 @@
 """A 32-bit digest of an array that does not depend on how the array is laid out over devices.
 
-Every element's bit pattern is read as 32-bit words, word i becomes mix(word + i * GOLDEN) and the results are
-summed, all modulo 2^32. `mix` is the finalizer of MurmurHash3 (Austin Appleby, public domain): a bijection,
-so that a change confined to one word always changes the digest; other changes slip through with probability
-2^-32. Integer sums do not depend on order, hence neither on mesh, sharding or reduction tree. (Without the
-mixing, weights times bits, two flipped sign bits anywhere in an array would cancel.)
+Every element's bit pattern is read as 32-bit words, word i becomes mix(word + i * GOLDEN) and the
+results are summed, all modulo 2^32. `mix` is the finalizer of MurmurHash3 (Austin Appleby, public
+domain): a bijection, so that a change confined to one word always changes the digest; other changes
+slip through with probability 2^-32. Integer sums do not depend on order, hence neither on mesh,
+sharding or reduction tree. (Without the mixing, weights times bits, two flipped sign bits anywhere
+in an array would cancel.)
 """
 
 import functools
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.memory import move
+from maxpipe.devices.host_memory import move
 
 GOLDEN = 0x9E3779B9
 _CHUNK = 1 << 17  # words per step on the host: two temporaries stay in the second-level cache
@@ -26,16 +27,19 @@ def digests(arrays: dict[str, Any]) -> dict[str, int]:
     """Digests of all arrays; those of `jax.Array`s are computed on their devices, in parallel.
 
     Args:
-      arrays: name -> `jax.Array` of any sharding (with several processes: the same global arrays in all of
-        them) or NumPy array; element size 1, 2, 4 or 8 bytes.
+      arrays: name -> `jax.Array` of any sharding (with several processes: the same global arrays in
+        all of them) or NumPy array; element size 1, 2, 4 or 8 bytes.
 
     Returns:
       name -> digest in [0, 2^32).
     """
     pending = {name: _start(array) for name, array in arrays.items()}
-    # A scalar is whole on every device, so that any local copy is the answer also when others are out of
-    # reach.
-    local = {name: d.addressable_data(0) if isinstance(d, jax.Array) else d for name, d in pending.items()}
+    # A scalar is whole on every device, so that any local copy is the answer also when others are
+    # out of reach.
+    local = {
+        name: d.addressable_data(0) if isinstance(d, jax.Array) else d
+        for name, d in pending.items()
+    }
     return {name: int(d) for name, d in jax.device_get(local).items()}
 
 

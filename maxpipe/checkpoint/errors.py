@@ -36,7 +36,9 @@ class CheckpointMismatch(ValueError):
         shown = [f"  {line}" for line in self.differences[:LINES_SHOWN]]
         if len(self.differences) > LINES_SHOWN:
             shown.append(f"  ... and {len(self.differences) - LINES_SHOWN} more")
-        convert = "checkpoint.convert_dtype=true converts them. Otherwise c" if is_only_dtype else "C"
+        convert = (
+            "checkpoint.convert_dtype=true converts them. Otherwise c" if is_only_dtype else "C"
+        )
         super().__init__(
             f"checkpoint {directory} does not fit this run:\n"
             + "\n".join(shown)

@@ -11,21 +11,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from maxpipe.checkpoint import processes
-from maxpipe.checkpoint.arrays import ITEM as ARRAYS
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
-from maxpipe.checkpoint.interval import Interval
-from maxpipe.checkpoint.leaves import ITERATOR, named_leaves, saveable
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.mirroring import Mirroring
+from maxpipe.checkpoint.reader import ITEM as ARRAYS
 from maxpipe.checkpoint.reader import Restored, read_step
 from maxpipe.checkpoint.record import FILE as RECORD_FILE
 from maxpipe.checkpoint.record import ITEM as RECORD
-from maxpipe.checkpoint.record import Leaf, Record, read_record
-from maxpipe.checkpoint.retention import Retention
+from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, named_leaves, read_record, saveable
+from maxpipe.checkpoint.retention import Interval, Retention
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, committed_steps, set_aside, step_path
 from maxpipe.config.sections import CheckpointConfig
+from maxpipe.devices import processes
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -34,14 +32,16 @@ if TYPE_CHECKING:
 class Checkpointer:
     """Saves and restores the checkpoints of one run; with several processes all of them make the same calls.
 
-    A step is one commit: state, data position, the caller's meta and a digest of every array appear together
-    under `<directory>/<step>/` or not at all. The directory must be a local or shared file system with atomic
-    renames. With a mirror every committed step is copied there in the background, and steps that are only there are
-    as good as those in the directory: they are fetched to be restored.
+    A step is one commit: state, data position, the caller's meta and a digest of every array appear
+    together under `<directory>/<step>/` or not at all. The directory must be a local or shared file
+    system with atomic renames. With a mirror every committed step is copied there in the
+    background, and steps that are only there are as good as those in the directory: they are
+    fetched to be restored.
 
     Args:
       directory: holds the step directories; made by the first save.
-      settings: `checkpoint.*`. A step that is not to be kept is deleted only after a newer one has been committed.
+      settings: `checkpoint.*`. A step that is not to be kept is deleted only after a newer one has
+        been committed.
       mirror: of the directory.
       say: where warnings go; called in process 0 only.
       clock: seconds, never going back.
@@ -65,10 +65,14 @@ class Checkpointer:
         self._report = say or (lambda message: print(message, file=sys.stderr))
         self._grace = settings.grace_seconds
         self._save_began = 0.0
-        self._save_seconds: float | None = None  # until the last save was safe everywhere, and nobody has looked
+        self._save_seconds: float | None = (
+            None  # until the last save was safe everywhere, and nobody has looked
+        )
         self._orbax: ocp.CheckpointManager | None = None
         self._is_saving = False  # or has been, and nobody has looked what came of it
-        self._latest: int | None = None  # step last saved or restored here, perhaps not committed yet
+        self._latest: int | None = (
+            None  # step last saved or restored here, perhaps not committed yet
+        )
 
     def due(self, step: int) -> bool:
         """Whether to save after this step, by number or by time; never for a step just saved or restored.
@@ -76,7 +80,8 @@ class Checkpointer:
         With several processes all of them ask once after every step.
 
         Raises:
-          CheckpointSaveError: the last save, or its copy to the mirror, has failed in the background.
+          CheckpointSaveError: the last save, or its copy to the mirror, has failed in the
+            background.
         """
         if self._orbax is not None and self._is_saving and not self._orbax.is_saving_in_progress():
             self._wait_for_commit()
@@ -106,35 +111,41 @@ class Checkpointer:
 
         Waits for an earlier save, and for its copy to the mirror.
 
-        On return nothing refers to the arrays any more: they may be donated or overwritten. Until the commit
-        one copy of this process's shards is kept in host memory.
+        On return nothing refers to the arrays any more: they may be donated or overwritten. Until
+        the commit one copy of this process's shards is kept in host memory.
 
         Args:
           step: training steps done.
-          state: pytree of arrays in the canonical layout: `jax.Array`s (with several processes: global ones)
-            or NumPy arrays (with several processes: equal in all of them). PRNG keys as key data.
+          state: pytree of arrays in the canonical layout: `jax.Array`s (with several processes:
+            global ones) or NumPy arrays (with several processes: equal in all of them). PRNG keys
+            as key data.
           iterator: [rows, columns] int64 of all rows, as NumPy or as a global `jax.Array`.
-          meta: JSON; `meta["config"]` should be the nested configuration, `meta["eval_loss"]` the evaluation loss of
-            this state if it is known.
+          meta: JSON; `meta["config"]` should be the nested configuration, `meta["eval_loss"]` the
+            evaluation loss of this state if it is known.
 
         Returns:
           Whether a save was started.
 
         Raises:
-          CheckpointSaveError: the previous save failed in the background, or this one could not be started.
+          CheckpointSaveError: the previous save failed in the background, or this one could not be
+            started.
           TypeError, ValueError: a leaf is not an array, or `meta` is not JSON.
         """
         if step == self._latest:
             return False
         arrays = {
-            name: saveable(name, leaf) for name, leaf in {**named_leaves(state), ITERATOR: iterator}.items()
+            name: saveable(name, leaf)
+            for name, leaf in {**named_leaves(state), ITERATOR: iterator}.items()
         }
         self.wait()
         self._save_began = time.monotonic()
-        # Moving a state to the host is what a save is for, so that it is legal also inside a guarded loop.
+        # Moving a state to the host is what a save is for, so that it is legal also inside a
+        # guarded loop.
         with jax.transfer_guard("allow"):
             found = digests(arrays)
-            leaves = {n: Leaf(tuple(a.shape), np.dtype(a.dtype).name, found[n]) for n, a in arrays.items()}
+            leaves = {
+                n: Leaf(tuple(a.shape), np.dtype(a.dtype).name, found[n]) for n, a in arrays.items()
+            }
             record = Record(step, meta, leaves).to_json()
             self._latest = step
             self._retention.note(step, meta)
@@ -143,24 +154,29 @@ class Checkpointer:
                 self._start(step, arrays, record)
         return True
 
-    def restore(self, abstract_state: Any, step: int | None = None, optional: Collection[str] = ()) -> Restored:
+    def restore(
+        self, abstract_state: Any, step: int | None = None, optional: Collection[str] = ()
+    ) -> Restored:
         """Reads and verifies a committed step.
 
-        Without `step`, the newest step that is sound; damaged newer ones are reported and, once an older one
-        has been loaded, set aside as `<step>.damaged`. With `step`, that one or nothing. Where the directory's copy of
-        a step is missing or damaged, the mirror's takes its place.
+        Without `step`, the newest step that is sound; damaged newer ones are reported and, once an
+        older one has been loaded, set aside as `<step>.damaged`. With `step`, that one or nothing.
+        Where the directory's copy of a step is missing or damaged, the mirror's takes its place.
 
         Args:
-          abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s,
-            the others as NumPy arrays. The mesh and the shardings need not be those of the save.
+          abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as
+            `jax.Array`s, the others as NumPy arrays. The mesh and the shardings need not be those
+            of the save.
           step: a committed step.
-          optional: top-level names of parts that are zeros unless the checkpoint holds just such ones.
+          optional: top-level names of parts that are zeros unless the checkpoint holds just such
+            ones.
 
         Raises:
-          CheckpointMismatch: names, shapes or dtypes differ (`checkpoint.convert_dtype` allows other floating dtypes);
-            lists each. Older steps are not tried.
+          CheckpointMismatch: names, shapes or dtypes differ (`checkpoint.convert_dtype` allows
+            other floating dtypes); lists each. Older steps are not tried.
           CheckpointDamaged: `step`, or every committed step, is damaged; nothing is renamed.
-          CheckpointUnreadable: a step that may be sound cannot be read here; older steps are not tried.
+          CheckpointUnreadable: a step that may be sound cannot be read here; older steps are not
+            tried.
           FileNotFoundError: there is no committed step.
         """
         self._release()
@@ -168,7 +184,9 @@ class Checkpointer:
             try:
                 restored = self._read(step, abstract_state, optional)
             except CheckpointDamaged as error:
-                raise CheckpointDamaged(f"checkpoint {step_path(self._directory, step)}: {error}") from error
+                raise CheckpointDamaged(
+                    f"checkpoint {step_path(self._directory, step)}: {error}"
+                ) from error
         else:
             restored = self._restore_newest_sound(abstract_state, optional)
         self._latest = restored.step
@@ -269,9 +287,13 @@ class Checkpointer:
 
     def _read(self, step: int, abstract_state: Any, optional: Collection[str]) -> Restored:
         directory, convert = step_path(self._directory, step), self._settings.convert_dtype
-        read = functools.partial(read_step, directory, abstract_state, optional, convert_dtype=convert)
+        read = functools.partial(
+            read_step, directory, abstract_state, optional, convert_dtype=convert
+        )
         try:
-            restored = read() if self._mirroring is None else self._mirroring.read(step, read, self._say)
+            restored = (
+                read() if self._mirroring is None else self._mirroring.read(step, read, self._say)
+            )
         except CheckpointUnreadable as error:
             raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
         if restored.converted:
@@ -293,7 +315,9 @@ class Checkpointer:
                 self._set_aside(step, DAMAGED)
         processes.barrier("maxpipe_damaged")
         steps = ", ".join(map(str, damage))
-        self._say(f"going on from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: {steps}")
+        self._say(
+            f"going on from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: {steps}"
+        )
 
     def _release(self) -> None:
         orbax, self._orbax = self._orbax, None
@@ -331,15 +355,22 @@ class Checkpointer:
     def _failures(self, may_be_committed: bool = True) -> Iterator[None]:
         """Makes a `CheckpointSaveError` of any error, but for one met after the commit, while deleting older steps.
 
-        Before the save has begun a step of this number is one that it was to replace: `may_be_committed` is false.
+        Before the save has begun a step of this number is one that it was to replace:
+          `may_be_committed` is false.
         """
         try:
             yield
         except Exception as error:
             if may_be_committed and self._latest in committed_steps(self._directory):
-                self._say(f"checkpoint {self._latest} is saved, but older ones could not be deleted: {error}")
+                self._say(
+                    f"checkpoint {self._latest} is saved, but older ones could not be deleted: {error}"
+                )
                 return
-            where = self._directory if self._latest is None else step_path(self._directory, self._latest)
+            where = (
+                self._directory
+                if self._latest is None
+                else step_path(self._directory, self._latest)
+            )
             self._latest = None  # so that the step may be tried again
             raise CheckpointSaveError(
                 f"saving checkpoint {where} failed: {type(error).__name__}: {error}"
@@ -357,9 +388,9 @@ def _manager_class() -> type["ocp.CheckpointManager"]:
     class Manager(ocp.CheckpointManager):
         """Orbax's manager, without its questions about preemption.
 
-        It asks JAX's preemption service about the step being saved, also from the thread that commits it, while the
-        loop asks about later steps. The service takes the latest question for the step the process stands at, and
-        would have the processes agree on one that has passed.
+        It asks JAX's preemption service about the step being saved, also from the thread that
+        commits it, while the loop asks about later steps. The service takes the latest question for
+        the step the process stands at, and would have the processes agree on one that has passed.
         """
 
         def reached_preemption(self, step: int) -> bool:

@@ -1,10 +1,10 @@
 """Checkpoints of a run in an object store: a copy of each step, whole or not to be seen.
 
-The objects of a step lie below `<step>/` as its files do on disk. An object store renames nothing, so that the commit
-is one small object beside them, `<step>.json`, written after all of them and deleted before them: their names and
-sizes. Setting a step aside makes it `<step>.damaged.json` or `<step>.abandoned.json`. While objects are written or
-deleted there is a `<step>.unfinished.json`, which tells what a kill leaves from what another program has put there.
-Imports no JAX.
+The objects of a step lie below `<step>/` as its files do on disk. An object store renames nothing,
+so that the commit is one small object beside them, `<step>.json`, written after all of them and
+deleted before them: their names and sizes. Setting a step aside makes it `<step>.damaged.json` or
+`<step>.abandoned.json`. While objects are written or deleted there is a `<step>.unfinished.json`,
+which tells what a kill leaves from what another program has put there. Imports no JAX.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_record
 from maxpipe.checkpoint.steps import ABANDONED, COMMITTED, DAMAGED, UNFINISHED
 from maxpipe.config import Config
-from maxpipe.object_store import explained, open_store
+from maxpipe.storage.object_store import explained, open_store
 
 KEY = "checkpoint.mirror"
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
@@ -47,8 +47,8 @@ class MirroredStep:
 class Mirror:
     """The steps of one run in an object store; one process at a time may write to it.
 
-    What is there is listed once, when the object is made; later only its own changes are known to it. Every method
-    may raise whatever errors the store has.
+    What is there is listed once, when the object is made; later only its own changes are known to
+    it. Every method may raise whatever errors the store has.
 
     Args:
       url: such as `s3://bucket/runs/base/checkpoints`.
@@ -74,7 +74,9 @@ class Mirror:
     def foreign(self) -> list[str]:
         """Names of steps that no `Mirror` has written; it overwrites and deletes none of them."""
         ours = {str(entry.step) for entry in self.entries()}
-        return sorted((name for name in self._names if name.isdecimal() and name not in ours), key=int)
+        return sorted(
+            (name for name in self._names if name.isdecimal() and name not in ours), key=int
+        )
 
     def steps(self) -> list[int]:
         """Committed steps in ascending order."""
@@ -84,7 +86,10 @@ class Mirror:
         """Every step with its bytes, and when it came into its state."""
         for entry in self.entries():
             try:
-                size = sum(info["size"] for info in self._store.find(self._path(str(entry.step)), detail=True).values())
+                size = sum(
+                    info["size"]
+                    for info in self._store.find(self._path(str(entry.step)), detail=True).values()
+                )
                 time = self._store.modified(self._path(entry.name)).astimezone()
             except FileNotFoundError:
                 continue  # a running training has just committed or deleted it
@@ -107,13 +112,22 @@ class Mirror:
 
         Copies of the same step that were set aside are overwritten.
         """
-        sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in _files_of(directory)}
-        former = [entry.name for entry in self.entries() if entry.step == step and entry.state != UNFINISHED]
+        sizes = {
+            path.relative_to(directory).as_posix(): path.stat().st_size
+            for path in _files_of(directory)
+        }
+        former = [
+            entry.name
+            for entry in self.entries()
+            if entry.step == step and entry.state != UNFINISHED
+        ]
         self._write(f"{step}.{UNFINISHED}.json", {})
         for name in former:
             self._remove(name)
         targets = [self._path(str(step), name) for name in sizes]
-        self._store.put([str(directory / name) for name in sizes], targets, batch_size=FILES_AT_ONCE)
+        self._store.put(
+            [str(directory / name) for name in sizes], targets, batch_size=FILES_AT_ONCE
+        )
         self._names |= {str(step)}
         self._write(f"{step}.json", {"files": sizes})
         self._remove(f"{step}.{UNFINISHED}.json")
@@ -151,7 +165,9 @@ class Mirror:
                 raise
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-                raise CheckpointUnreadable(f"{self.url}/{step} cannot be copied to {scratch}: {why}") from error
+                raise CheckpointUnreadable(
+                    f"{self.url}/{step} cannot be copied to {scratch}: {why}"
+                ) from error
             yield copy
 
     def set_aside(self, step: int, state: str) -> str:
@@ -181,7 +197,10 @@ class Mirror:
 
     def _list(self) -> frozenset[str]:
         try:
-            return frozenset(path.rstrip("/").rpartition("/")[2] for path in self._store.ls(self.url, detail=False))
+            return frozenset(
+                path.rstrip("/").rpartition("/")[2]
+                for path in self._store.ls(self.url, detail=False)
+            )
         except FileNotFoundError:
             return frozenset()
 
@@ -189,7 +208,9 @@ class Mirror:
         """Names and sizes of the objects of a step."""
         try:
             sizes = json.loads(self._store.cat_file(self._path(commit)))["files"]
-            is_inside = not any(".." in (path := PurePosixPath(name)).parts or path.is_absolute() for name in sizes)
+            is_inside = not any(
+                ".." in (path := PurePosixPath(name)).parts or path.is_absolute() for name in sizes
+            )
             if is_inside and all(isinstance(size, int) for size in sizes.values()):
                 return sizes
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:

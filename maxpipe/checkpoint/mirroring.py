@@ -8,12 +8,19 @@ from pathlib import Path
 
 import jax
 
-from maxpipe.checkpoint import processes
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.retention import Retention
-from maxpipe.checkpoint.steps import COMMITTED, DAMAGED, UNFINISHED, committed_steps, set_aside, step_path
+from maxpipe.checkpoint.steps import (
+    COMMITTED,
+    DAMAGED,
+    UNFINISHED,
+    committed_steps,
+    set_aside,
+    step_path,
+)
+from maxpipe.devices import processes
 
 _FETCHED, _DAMAGED, _FAILED = range(3)
 
@@ -34,7 +41,9 @@ class Mirroring:
         self._directory = directory
         self._retention = retention
         self._update: Future[str] | None = None
-        self._attempted: int | None = None  # the newest step when the last update began, unless that has succeeded
+        self._attempted: int | None = (
+            None  # the newest step when the last update began, unless that has succeeded
+        )
 
     @property
     def is_running(self) -> bool:
@@ -54,7 +63,9 @@ class Mirroring:
         if jax.process_index() != 0 or newest in (None, self._attempted, *self._mirror.steps()):
             return
         self._update, self._attempted = Future(), newest
-        threading.Thread(target=self._run, args=(self._update, finished), name="mirror", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(self._update, finished), name="mirror", daemon=True
+        ).start()
 
     def wait(self) -> str:
         """Waits for the update if one was started; returns a warning, or nothing.
@@ -109,12 +120,18 @@ class Mirroring:
                 outcome, failure = _FAILED, error
         outcome = processes.of_first_process(outcome)
         if outcome == _DAMAGED:
-            raise CheckpointDamaged(f"{self._mirror.url}: {failure or 'damaged, as process 0 found'}") from failure
+            raise CheckpointDamaged(
+                f"{self._mirror.url}: {failure or 'damaged, as process 0 found'}"
+            ) from failure
         if outcome == _FAILED:
             why = f"{type(failure).__name__}: {failure}" if failure else "process 0 failed"
-            raise CheckpointUnreadable(f"its copy in {self._mirror.url} cannot be fetched: {why}") from failure
+            raise CheckpointUnreadable(
+                f"its copy in {self._mirror.url} cannot be fetched: {why}"
+            ) from failure
         if not processes.agree(step_path(self._directory, step).is_dir()):
-            raise CheckpointUnreadable("only some processes see it: all of them have to share the file system")
+            raise CheckpointUnreadable(
+                "only some processes see it: all of them have to share the file system"
+            )
 
     def _fetch(self, step: int) -> None:
         # The name makes Orbax delete what a killed process leaves.
@@ -145,7 +162,9 @@ class Mirroring:
             self._mirror.upload(step, step_path(self._directory, step))
         try:
             for entry in self._mirror.entries():
-                if entry.state == UNFINISHED or (entry.state == COMMITTED and entry.step not in kept):
+                if entry.state == UNFINISHED or (
+                    entry.state == COMMITTED and entry.step not in kept
+                ):
                     self._mirror.delete(entry.step)
         except Exception as error:
             return f"older checkpoints in {self._mirror.url} could not be deleted: {type(error).__name__}: {error}"

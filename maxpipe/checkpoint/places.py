@@ -7,9 +7,15 @@ from pathlib import Path
 
 from maxpipe.checkpoint.mirror import Mirror, open_url
 from maxpipe.checkpoint.record import Record, read_record
-from maxpipe.checkpoint.steps import StepDirectory, checkpoints_of, committed_steps, step_directories, step_path
+from maxpipe.checkpoint.steps import (
+    StepDirectory,
+    checkpoints_of,
+    committed_steps,
+    step_directories,
+    step_path,
+)
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.object_store import is_remote
+from maxpipe.storage.object_store import is_remote
 
 CHECKPOINTS = "/checkpoints"
 
@@ -61,5 +67,7 @@ def place_of(run: str, key: str) -> Directory | Mirror:
         return open_url(url if url.endswith(CHECKPOINTS) else url + CHECKPOINTS, key)
     path = checkpoints_of(Path(run))
     if not path.is_dir():
-        raise ConfigError(Problem(key, f"there is no directory {run}; runs lie in output_dir/run_name"))
+        raise ConfigError(
+            Problem(key, f"there is no directory {run}; runs lie in output_dir/run_name")
+        )
     return Directory(path)

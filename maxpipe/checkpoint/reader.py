@@ -1,26 +1,142 @@
-"""Reading a committed step: record first, then arrays, and nothing is believed before its digest matches."""
+"""Arrays of a committed step, read with TensorStore: one OCDBT database that holds a zarr array per leaf.
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+Orbax writes the database. Reading it without Orbax keeps unchecked side files out of the way,
+starts faster, bounds host memory, and reports damage as one exception (Orbax's reader leaves failed
+tasks behind, which fill the terminal with tracebacks).
+
+Reading a committed step: record first, then arrays, and nothing is believed before its digest
+matches."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.arrays import load
+from maxpipe.checkpoint.record import Leaf, nbytes
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
-from maxpipe.checkpoint.leaves import ITERATOR, differences, named_leaves, nbytes
-from maxpipe.checkpoint.processes import agree
-from maxpipe.checkpoint.record import Leaf, Record, read_record
+from maxpipe.checkpoint.record import ITERATOR, Record, differences, named_leaves, read_record
+from maxpipe.devices.processes import agree
+
+ITEM = "arrays"
+BYTES_IN_FLIGHT = 2 << 30
+_CACHE_BYTES = 100_000_000  # the database's index, which every array looks itself up in
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+
+
+def load(
+    step_directory: Path,
+    leaves: Mapping[str, Leaf],
+    shardings: Mapping[str, jax.sharding.Sharding | None],
+) -> Iterator[tuple[str, Any]]:
+    """Yields (name, array) for each name in `shardings`, in order; reads ahead up to `BYTES_IN_FLIGHT`.
+
+    Args:
+      step_directory: a committed step.
+      leaves: what the arrays are expected to be; what they are is not checked here.
+      shardings: name -> layout of the `jax.Array` wanted (only this process's shards are read), or
+        None for NumPy.
+
+    Raises:
+      ValueError, OSError, ...: whatever TensorStore makes of missing or damaged files.
+    """
+    import tensorstore as ts
+
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    pending: deque[tuple[str, dict[Box, ts.Future]]] = deque()
+
+    def finish_oldest() -> tuple[str, Any]:
+        name, pieces = pending.popleft()
+        return name, _finish(pieces, leaves[name].shape, shardings[name])
+
+    in_flight = 0
+    for name, sharding in shardings.items():
+        pending.append(
+            (
+                name,
+                _start(_open(step_directory / ITEM, name, context), leaves[name].shape, sharding),
+            )
+        )
+        in_flight += nbytes(leaves[name])
+        while in_flight > BYTES_IN_FLIGHT:
+            in_flight -= nbytes(leaves[pending[0][0]])
+            yield finish_oldest()
+    while pending:
+        yield finish_oldest()
+
+
+def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{database}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    return ts.open(spec, open=True, read=True, context=context).result()
+
+
+def _start(
+    store: "ts.TensorStore", shape: Shape, sharding: jax.sharding.Sharding | None
+) -> dict[Box, "ts.Future"]:
+    """Starts reading every distinct piece this process needs; if it needs all of them, the array as one."""
+    if sharding is None or sharding.is_fully_addressable:
+        return {_box((), shape): store.read()}
+    pieces = {
+        _box(index, shape): index
+        for index in sharding.addressable_devices_indices_map(shape).values()
+    }
+    return {box: store[index or ()].read() for box, index in pieces.items()}
+
+
+def _finish(
+    pieces: dict[Box, "ts.Future"], shape: Shape, sharding: jax.sharding.Sharding | None
+) -> Any:
+    values = {box: np.asarray(future.result()) for box, future in pieces.items()}
+    if sharding is None:
+        return values[_box((), shape)]
+    with jax.enable_x64(True):  # or 64-bit integers would lose their upper half
+        if sharding.is_fully_addressable:
+            return jax.device_put(values[_box((), shape)], sharding)
+        placed = []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            where = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            placed.append(jax.device_put(values[_box(index, shape)], where))
+        return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+
+def _box(index: tuple[slice, ...] | None, shape: Shape) -> Box:
+    """The part of an array that an index selects, as (start, stop) per dimension; no index selects all."""
+    slices = index or (slice(None),) * len(shape)
+    return tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))
+
 
 BATCH_BYTES = 1 << 30
 PARAMS = "params"  # the part of a state that holds the model
-READ_ERRORS = (ValueError, OSError, LookupError, NotImplementedError)  # what TensorStore makes of damage
+READ_ERRORS = (
+    ValueError,
+    OSError,
+    LookupError,
+    NotImplementedError,
+)  # what TensorStore makes of damage
 # Status codes that TensorStore puts before the message of the ValueError it raises.
-_OWN_TROUBLE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+_OWN_TROUBLE = (
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "DEADLINE_EXCEEDED",
+    "CANCELLED",
+)
 
 
 @dataclass(frozen=True)
@@ -43,14 +159,17 @@ class Restored:
 
 
 def read_step(
-    directory: Path, abstract_state: Any, optional: Collection[str] = (), convert_dtype: bool = False
+    directory: Path,
+    abstract_state: Any,
+    optional: Collection[str] = (),
+    convert_dtype: bool = False,
 ) -> Restored:
     """Reads and verifies one step directory; every process calls it.
 
     Args:
       directory: a committed step.
-      abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as `jax.Array`s, the
-        others as NumPy arrays.
+      abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as
+        `jax.Array`s, the others as NumPy arrays.
       optional: top-level names of parts that are zeros unless the checkpoint holds just such ones.
       convert_dtype: floating arrays may have been saved with another floating dtype.
 
@@ -72,10 +191,14 @@ def read_step(
     shardings = {name: getattr(leaf, "sharding", None) for name, leaf in wanted.items()}
     arrays = read_arrays(directory, record.leaves, {**shardings, ITERATOR: None})
     iterator = arrays.pop(ITERATOR)
-    others = [name for name, leaf in wanted.items() if np.dtype(leaf.dtype).name != saved[name].dtype]
+    others = [
+        name for name, leaf in wanted.items() if np.dtype(leaf.dtype).name != saved[name].dtype
+    ]
     for name in others:
         arrays[name] = arrays[name].astype(wanted[name].dtype)
-    arrays |= {n: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for n, leaf in zeros.items()}
+    arrays |= {
+        n: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for n, leaf in zeros.items()
+    }
     leaves = [arrays[name] for name in named_leaves(abstract_state)]
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
     return Restored(record.step, state, iterator, record.meta, len(others))
@@ -95,7 +218,9 @@ def read_parameters(directory: Path, abstract_params: Any) -> Any:
     wanted = named_leaves({PARAMS: abstract_params})
     if lines := differences(_part(record.leaves, PARAMS), wanted):
         raise CheckpointMismatch(directory, lines)
-    arrays = read_arrays(directory, record.leaves, {n: getattr(x, "sharding", None) for n, x in wanted.items()})
+    arrays = read_arrays(
+        directory, record.leaves, {n: getattr(x, "sharding", None) for n, x in wanted.items()}
+    )
     return jax.tree.unflatten(jax.tree.structure(abstract_params), list(arrays.values()))
 
 
@@ -116,24 +241,30 @@ def verify_step(directory: Path) -> Record:
 
 
 def read_arrays(
-    directory: Path, leaves: Mapping[str, Leaf], shardings: Mapping[str, jax.sharding.Sharding | None]
+    directory: Path,
+    leaves: Mapping[str, Leaf],
+    shardings: Mapping[str, jax.sharding.Sharding | None],
 ) -> dict[str, Any]:
     """Reads the arrays named in `shardings` (None = into host memory) and checks them against `leaves`.
 
     Raises:
       CheckpointDamaged: as `read_step`.
-      CheckpointUnreadable: this machine is at fault (permissions, memory) and the checkpoint may be sound.
+      CheckpointUnreadable: this machine is at fault (permissions, memory) and the checkpoint may be
+        sound.
     """
     arrays: dict[str, Any] = {}
     failure: Exception | None = None
     try:
         for name, array in load(directory, leaves, shardings):
             if (array.shape, array.dtype.name) != (leaves[name].shape, leaves[name].dtype):
-                raise ValueError(f"{name} is {array.dtype.name}{list(array.shape)}, not {leaves[name]}")
+                raise ValueError(
+                    f"{name} is {array.dtype.name}{list(array.shape)}, not {leaves[name]}"
+                )
             arrays[name] = array
     except READ_ERRORS as error:
         failure = error
-    # Digests of sharded arrays are collective: none may start while another process has nothing to add.
+    # Digests of sharded arrays are collective: none may start while another process has nothing to
+    # add.
     if not agree(failure is None):
         if failure is None:
             raise CheckpointDamaged("arrays cannot be read by another process")
@@ -141,7 +272,9 @@ def read_arrays(
         raise kind(f"arrays cannot be read: {_brief(failure)}") from failure
     changed = [name for name, digest in digests(arrays).items() if digest != leaves[name].digest]
     if not agree(not changed):
-        raise CheckpointDamaged(f"digest of {_some(changed) or 'an array of another process'} does not match")
+        raise CheckpointDamaged(
+            f"digest of {_some(changed) or 'an array of another process'} does not match"
+        )
     return arrays
 
 

@@ -1,12 +1,45 @@
-"""`checkpoint.{keep,keep_every,keep_best}`: which committed steps are kept when a newer one is committed."""
+"""`checkpoint.every_minutes`: whether the last save is long ago, by one clock for all processes.
+
+`checkpoint.{keep,keep_every,keep_best}`: which committed steps are kept when a newer one is
+committed."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.sections import CheckpointConfig
+from maxpipe.devices import processes
+
+
+class Interval:
+    """Whether so many seconds have passed; every process gets the same answer.
+
+    Clocks differ between machines, and so does the moment at which each of them asks: process 0
+    decides.
+
+    Args:
+      seconds: length of the interval; 0 = it is never over.
+      clock: seconds, never going back.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._seconds = seconds
+        self._clock = clock
+        self._since = clock()
+
+    def restart(self) -> None:
+        """The interval begins now."""
+        self._since = self._clock()
+
+    def is_over(self) -> bool:
+        """Whether it is over; with several processes all of them ask."""
+        if not self._seconds:
+            return False
+        return bool(processes.of_first_process(int(self._clock() - self._since >= self._seconds)))
+
 
 EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the very state that it holds, or null
 
@@ -14,8 +47,9 @@ EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the very state that it hol
 class Retention:
     """A preservation policy for Orbax.
 
-    Orbax asks it when a save starts, with the new step among the others, and deletes what it does not keep once
-    that step is committed. Steps set aside are not committed, so that they neither count nor are deleted.
+    Orbax asks it when a save starts, with the new step among the others, and deletes what it does
+    not keep once that step is committed. Steps set aside are not committed, so that they neither
+    count nor are deleted.
 
     Args:
       settings: `checkpoint.*`.
@@ -40,7 +74,10 @@ class Retention:
         if settings.keep_best:
             losses = {step: self._loss(step) for step in steps}
             # Of equal ones the newer is better.
-            ranked = sorted((step for step in steps if not math.isnan(losses[step])), key=lambda s: (losses[s], -s))
+            ranked = sorted(
+                (step for step in steps if not math.isnan(losses[step])),
+                key=lambda s: (losses[s], -s),
+            )
             kept |= set(ranked[: settings.keep_best])
         return kept
 

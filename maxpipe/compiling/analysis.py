@@ -7,20 +7,20 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.builder import build_engine, build_table
-from maxpipe.compiling.bounds import bounds
 from maxpipe.compiling.collectives import find_collectives
-from maxpipe.compiling.estimate import estimate
-from maxpipe.compiling.flops import step_flops
 from maxpipe.compiling.hlo import parse
+from maxpipe.compiling.jaxpr_flops import step_flops
 from maxpipe.compiling.knobs import knobs
 from maxpipe.compiling.report import CompilerMemory, Report
 from maxpipe.compiling.step import OutOfMemory, compile_step
-from maxpipe.config.schema import update
+from maxpipe.config.options import update
 from maxpipe.config.sections import Config
-from maxpipe.pipeline.simulate import simulate
-from maxpipe.telemetry.chips import chip_for, device_memory, devices_per_chip
-from maxpipe.telemetry.flops import model_flops_per_token
-from maxpipe.training.engine import SpmdEngine
+from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.planning.bounds import bounds
+from maxpipe.planning.estimate import estimate
+from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.planning.simulate import simulate
+from maxpipe.training.trainer import SpmdEngine
 
 
 def analyse(
@@ -57,7 +57,10 @@ def analyse(
         found = executable.memory_analysis()
         results = found.output_size_in_bytes - found.alias_size_in_bytes
         compiler = CompilerMemory(
-            found.argument_size_in_bytes, found.temp_size_in_bytes, found.generated_code_size_in_bytes, results
+            found.argument_size_in_bytes,
+            found.temp_size_in_bytes,
+            found.generated_code_size_in_bytes,
+            results,
         )
         needed = float(compiler.total)
         hlo = step.text()
@@ -66,16 +69,33 @@ def analyse(
         collectives = find_collectives(parse(hlo), mesh, runs)
         if chip:
             limits = bounds(
-                config, chip, num_chips=mesh.size // shared, flops=flops, model_flops=model_flops, memory=shapes,
+                config,
+                chip,
+                num_chips=mesh.size // shared,
+                flops=flops,
+                model_flops=model_flops,
+                memory=shapes,
                 collectives=collectives,
-            )  # fmt: skip
+            )
     report = Report(
-        device_kind=devices[0].device_kind, num_devices=mesh.size, num_slices=slices, mesh=dict(mesh.shape),
-        engine=config.pipeline.engine, schedule=config.pipeline.schedule,
+        device_kind=devices[0].device_kind,
+        num_devices=mesh.size,
+        num_slices=slices,
+        mesh=dict(mesh.shape),
+        engine=config.pipeline.engine,
+        schedule=config.pipeline.schedule,
         bubble=simulate(build_table(config)).bubble_fraction if pipelined else 0.0,
-        shapes=shapes, compiler=compiler, needed=needed, capacity=capacity, flops=flops, model_flops=model_flops,
-        collectives=collectives, bounds=limits, compile_seconds=seconds, hlo=hlo,
-    )  # fmt: skip
+        shapes=shapes,
+        compiler=compiler,
+        needed=needed,
+        capacity=capacity,
+        flops=flops,
+        model_flops=model_flops,
+        collectives=collectives,
+        bounds=limits,
+        compile_seconds=seconds,
+        hlo=hlo,
+    )
     if not report.fits:
         report = replace(report, knobs=knobs(written, config, mesh.size, slices))
     return report, executable
@@ -84,11 +104,14 @@ def analyse(
 def branch_runs(config: Config, platform: str) -> Callable[[float], float]:
     """How often a conditional of the scheduled engine does its work.
 
-    Embedding, head and embedding gradient have one each, taken once a microbatch, however many ticks there are. Where
-    idle slots are skipped, as on simulated devices, they are counted as if they were computed.
+    Embedding, head and embedding gradient have one each, taken once a microbatch, however many
+    ticks there are. Where idle slots are skipped, as on simulated devices, they are counted as if
+    they were computed.
     """
     microbatches = config.pipeline.num_microbatches
-    skips = config.pipeline.skip_idle == "true" or (config.pipeline.skip_idle == "auto" and platform == "cpu")
+    skips = config.pipeline.skip_idle == "true" or (
+        config.pipeline.skip_idle == "auto" and platform == "cpu"
+    )
     if config.pipeline.engine != "scheduled" or skips:
         return lambda runs: runs
     return lambda runs: min(runs, microbatches)

@@ -11,9 +11,14 @@ from jax.sharding import Mesh
 from maxpipe.compiling.hlo import Computation, Instruction, Module, array_bytes, executions
 
 KINDS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
     "collective-broadcast",
-)  # fmt: skip
+)
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _NAMED = rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{((?:'\w+',?)+)\}}"
 BESIDE = "async_collective_fusion"  # TPU computations that hold a part of a collective and what it runs beside
@@ -74,8 +79,9 @@ def find_collectives(
 def kind_of(computation: Computation, instruction: Instruction) -> str | None:
     """The collective that an instruction is or starts, or None.
 
-    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice, and a part of a collective that has been started
-    before inside each fusion it runs beside; the fusions' names give both away.
+    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice, and a part of a collective
+    that has been started before inside each fusion it runs beside; the fusions' names give both
+    away.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS or computation.name.startswith(BESIDE):
@@ -88,7 +94,8 @@ def kind_of(computation: Computation, instruction: Instruction) -> str | None:
 def between_slices(instruction: Instruction) -> str | None:
     """The collective whose part between slices a `send` is, or None.
 
-    TPUs hand what crosses slices to their hosts, as sends that carry the kind of the collective as an attribute.
+    TPUs hand what crosses slices to their hosts, as sends that carry the kind of the collective as
+    an attribute.
     """
     found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
     if instruction.opcode != "send" or not found:
@@ -118,7 +125,11 @@ def _slices(mesh: Mesh) -> np.ndarray:
 
 def operand_bytes(computation: Computation, instruction: Instruction) -> int:
     """Bytes of what one device puts in; by the result where the operands' types are not at hand."""
-    types = [computation.instructions[n].type for n in instruction.operands if n in computation.instructions]
+    types = [
+        computation.instructions[n].type
+        for n in instruction.operands
+        if n in computation.instructions
+    ]
     # Some texts give the types between the parentheses.
     sizes = [s for t in types for s in array_bytes(t)] or array_bytes(instruction.arguments)
     return sum(sizes) or max(array_bytes(instruction.type), default=0)
@@ -129,7 +140,12 @@ def sent_bytes(kind: str, operand: float, size: int) -> float:
     if size <= 1:
         return 0.0
     share = (size - 1) / size
-    factor = {"all-gather": size - 1, "all-reduce": 2 * share, "collective-permute": 1, "collective-broadcast": 1}
+    factor = {
+        "all-gather": size - 1,
+        "all-reduce": 2 * share,
+        "collective-permute": 1,
+        "collective-broadcast": 1,
+    }
     return operand * factor.get(kind, share)
 
 
@@ -144,7 +160,9 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
         inside, names = re.findall(r"\w+", named[4]), list(sizes)
         ids = _iota(named[2], named[3]) if named[2] else np.arange(num_devices)
         outside_first = sorted(names, key=lambda name: inside.index(name) if name in inside else -1)
-        ids = ids.reshape([*sizes.values()]).transpose([names.index(name) for name in outside_first])
+        ids = ids.reshape([*sizes.values()]).transpose(
+            [names.index(name) for name in outside_first]
+        )
         return ids.reshape(-1, math.prod(sizes[name] for name in inside)).tolist()
     if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.rest):
         return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", listed[1])]

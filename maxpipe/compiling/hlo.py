@@ -1,7 +1,7 @@
 """Reading XLA's optimized HLO text: computations, instructions, and how often each runs.
 
-Only what is needed to count is understood; whatever else a line holds is skipped, so that new attributes and
-instructions of later compilers do no harm.
+Only what is needed to count is understood; whatever else a line holds is skipped, so that new
+attributes and instructions of later compilers do no harm.
 """
 
 import math
@@ -11,16 +11,35 @@ from dataclasses import dataclass, field
 
 # Bits, since some types are smaller than a byte.
 _BITS = {
-    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
-    "s64": 64, "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
-}  # fmt: skip
+    "pred": 8,
+    "s2": 2,
+    "u2": 2,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "s32": 32,
+    "u32": 32,
+    "s64": 64,
+    "u64": 64,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+}
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 _NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _REFERENCE = re.compile(r"%([\w.\-]+)")
-_CALLS = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLS = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 
@@ -85,7 +104,8 @@ def parse(text: str) -> Module:
                 current = computations.setdefault(header[2], Computation(header[2]))
                 entry = header[2] if header[1] else entry
         elif line.rstrip() == "}" or line.startswith("} //"):
-            # Nothing else: a kernel's configuration may hold line breaks and go on with braces of its own.
+            # Nothing else: a kernel's configuration may hold line breaks and go on with braces of
+            # its own.
             current = None
         elif instruction := _instruction(line):
             current.instructions[instruction.name] = instruction
@@ -105,9 +125,13 @@ def _instruction(line: str) -> Instruction | None:
     close = _closing(line, opcode.end() - 1)
     arguments = line[opcode.end() : close]
     return Instruction(
-        named[1], opcode[1], line[named.end() : type_end], tuple(_REFERENCE.findall(arguments)), arguments,
+        named[1],
+        opcode[1],
+        line[named.end() : type_end],
+        tuple(_REFERENCE.findall(arguments)),
+        arguments,
         line[close + 1 :],
-    )  # fmt: skip
+    )
 
 
 def _end_of_type(line: str, start: int) -> int:
@@ -136,7 +160,9 @@ def array_bytes(type_text: str) -> list[int]:
     """Bytes of every array in a type, tuples flattened; unpadded, as layouts are left out of account."""
     sizes = []
     for dtype, dims in _ARRAY.findall(type_text):
-        bits = _BITS.get(dtype) or (8 if dtype.startswith("f8") else 4 if dtype.startswith("f4") else 0)
+        bits = _BITS.get(dtype) or (
+            8 if dtype.startswith("f8") else 4 if dtype.startswith("f4") else 0
+        )
         if bits:
             sizes.append(math.ceil(math.prod(int(d) for d in dims.split(",") if d) * bits / 8))
     return sizes
@@ -147,12 +173,14 @@ def executions(
 ) -> Iterator[tuple[Computation, Instruction, float]]:
     """Every instruction with the number of times that a step runs it.
 
-    Loops multiply by their trip count (1 where it cannot be told), fusions and calls are looked into.
+    Loops multiply by their trip count (1 where it cannot be told), fusions and calls are looked
+    into.
 
     Args:
       module: the program of one device.
-      branch_runs: how often the branches of a conditional that is reached so many times do their work; by
-        default each time. All branches are counted alike: the idle ones hold nothing to count.
+      branch_runs: how often the branches of a conditional that is reached so many times do their
+        work; by default each time. All branches are counted alike: the idle ones hold nothing to
+        count.
     """
     yield from _executions(module, module.computations[module.entry], 1.0, branch_runs)
 
@@ -162,7 +190,9 @@ def _executions(
 ) -> Iterator[tuple[Computation, Instruction, float]]:
     for instruction in computation.instructions.values():
         yield computation, instruction, runs
-        if instruction.opcode.endswith(("-update", "-done")) or instruction.name.startswith("async-collective-done"):
+        if instruction.opcode.endswith(("-update", "-done")) or instruction.name.startswith(
+            "async-collective-done"
+        ):
             continue  # they name the same computation as their start, or repeat what it began
         roles = instruction.called()
         inside = [(name, runs) for name in roles.get("calls", []) + roles.get("to_apply", [])]
@@ -197,7 +227,11 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
     """The value of a scalar whole constant, through copies and conversions."""
     found = instructions.get(name)
-    while found is not None and found.opcode in ("copy", "convert", "bitcast", "reshape") and found.operands:
+    while (
+        found is not None
+        and found.opcode in ("copy", "convert", "bitcast", "reshape")
+        and found.operands
+    ):
         found = instructions.get(found.operands[0])
     if found is None or found.opcode != "constant":
         return None

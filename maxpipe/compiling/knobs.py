@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from maxpipe.compiling.estimate import estimate
 from maxpipe.config import Config, ConfigError, replace, resolve
+from maxpipe.planning.estimate import estimate
 
 GIB = 2**30
 
@@ -30,7 +30,9 @@ def knobs(written: Config, resolved: Config, num_devices: int, num_slices: int) 
     found = []
     for changes in _changes(resolved):
         try:
-            saves = now - estimate(resolve(replace(written, **changes), num_devices, num_slices)).total
+            saves = (
+                now - estimate(resolve(replace(written, **changes), num_devices, num_slices)).total
+            )
         except (ConfigError, ValueError):
             continue
         if saves > 0.01 * now:
@@ -51,7 +53,16 @@ def _changes(c: Config) -> Iterator[dict[str, Any]]:
     yield {"pipeline.num_repeats": 2 * c.pipeline.num_repeats, "pipeline.num_layers_per_stage": -1}
     yield {"data.global_batch_size": c.data.global_batch_size // 2}
     free = {"pipeline.num_repeats": -1, "pipeline.num_layers_per_stage": -1}
-    for more, less in (("fsdp", "data"), ("stage", "fsdp"), ("fsdp", "stage"), ("tensor", "fsdp"), ("stage", "data")):
+    for more, less in (
+        ("fsdp", "data"),
+        ("stage", "fsdp"),
+        ("fsdp", "stage"),
+        ("tensor", "fsdp"),
+        ("stage", "data"),
+    ):
         if getattr(ici, less) % 2 == 0:
-            sizes = {f"mesh.ici.{more}": 2 * getattr(ici, more), f"mesh.ici.{less}": getattr(ici, less) // 2}
+            sizes = {
+                f"mesh.ici.{more}": 2 * getattr(ici, more),
+                f"mesh.ici.{less}": getattr(ici, less) // 2,
+            }
             yield sizes | (free if "stage" in (more, less) else {})

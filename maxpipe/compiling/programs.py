@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from maxpipe.builder import build_engine
 from maxpipe.compiling.report import size
 from maxpipe.compiling.step import out_of_memory
-from maxpipe.config.schema import update
+from maxpipe.config.options import update
 from maxpipe.config.sections import Config
-from maxpipe.training.mpmd_engine import MpmdEngine
+from maxpipe.training.mpmd_trainer import MpmdEngine
 
 
 def write_programs(config: Config, mesh: Mesh, directory: Path) -> Iterator[str]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from maxpipe.compiling.bounds import Bounds
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.estimate import Memory
 from maxpipe.compiling.knobs import Knob
+from maxpipe.planning.bounds import Bounds
+from maxpipe.planning.estimate import Memory
 
 GIB = 2**30
 MIB = 2**20
@@ -74,37 +74,60 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data; sizes in bytes, times in seconds, null for what is unknown."""
-        memory: dict[str, Any] = {f"{name}_bytes": value for name, value in asdict(self.shapes).items()}
+        memory: dict[str, Any] = {
+            f"{name}_bytes": value for name, value in asdict(self.shapes).items()
+        }
         for name in ("arguments", "temp", "program"):
             memory[f"{name}_bytes"] = getattr(self.compiler, name) if self.compiler else None
         memory |= {"needed_bytes": self.needed, "capacity_bytes": self.capacity}
         bounds = None
         if self.bounds:
-            bounds = {f"{name}_seconds": getattr(self.bounds, name) for name in ("compute", "hbm", "network", "step")}
+            bounds = {
+                f"{name}_seconds": getattr(self.bounds, name)
+                for name in ("compute", "hbm", "network", "step")
+            }
             bounds |= {"mfu": self.bounds.mfu}
         return {
-            "device_kind": self.device_kind, "num_devices": self.num_devices, "num_slices": self.num_slices,
-            "mesh": self.mesh, "engine": self.engine, "schedule": self.schedule, "bubble": self.bubble,
-            "fits": None if self.capacity is None else self.fits, "memory": memory,
-            "flops": self.flops, "model_flops": self.model_flops,
-            "collectives": [asdict(c) for c in self.collectives], "bounds": bounds,
-            "compile_seconds": self.compile_seconds, "knobs": [asdict(k) for k in self.knobs],
-        }  # fmt: skip
+            "device_kind": self.device_kind,
+            "num_devices": self.num_devices,
+            "num_slices": self.num_slices,
+            "mesh": self.mesh,
+            "engine": self.engine,
+            "schedule": self.schedule,
+            "bubble": self.bubble,
+            "fits": None if self.capacity is None else self.fits,
+            "memory": memory,
+            "flops": self.flops,
+            "model_flops": self.model_flops,
+            "collectives": [asdict(c) for c in self.collectives],
+            "bounds": bounds,
+            "compile_seconds": self.compile_seconds,
+            "knobs": [asdict(k) for k in self.knobs],
+        }
 
     def lines(self) -> list[str]:
         """The report for people."""
-        axes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1) or "one device"
+        axes = (
+            " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
+            or "one device"
+        )
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
         pipeline = self.engine
         if self.engine != "sequential":
-            pipeline = f"{self.schedule} on the {self.engine} engine, bubble {100 * self.bubble:.1f} %"
+            pipeline = (
+                f"{self.schedule} on the {self.engine} engine, bubble {100 * self.bubble:.1f} %"
+            )
         return [
             f"devices     {self.num_devices} x {self.device_kind}{slices}: {axes}",
             f"pipeline    {pipeline}",
             f"compiled    in {self.compile_seconds:.0f} s",
-            *self._memory_lines(), *self._flop_lines(), *self._collective_lines(), *self._bound_lines(),
-            self._verdict(), *self._knob_lines(),
-        ]  # fmt: skip
+            *self._memory_lines(),
+            *self._flop_lines(),
+            *self._collective_lines(),
+            *self._bound_lines(),
+            self._verdict(),
+            *self._knob_lines(),
+        ]
 
     def _memory_lines(self) -> list[str]:
         shapes = ", ".join(f"{name} {size(value)}" for name, value in asdict(self.shapes).items())
@@ -147,7 +170,9 @@ class Report:
 
     def _verdict(self) -> str:
         if self.capacity is None:
-            return f"verdict     needs {size(self.needed)} on each device; their memory is not known"
+            return (
+                f"verdict     needs {size(self.needed)} on each device; their memory is not known"
+            )
         of = f"{size(self.needed)} of {size(self.capacity)}"
         if self.fits:
             return f"verdict     fits: {of} on each device"
@@ -157,7 +182,9 @@ class Report:
         if self.fits:
             return []
         if not self.knobs:
-            return ["            no single change of batch, schedule or mesh helps on these devices; take more of them"]
+            return [
+                "            no single change of batch, schedule or mesh helps on these devices; take more of them"
+            ]
         missing = self.needed - (self.capacity or 0.0)
         lines = ["            what would help, by estimate:"]
         for knob in self.knobs:

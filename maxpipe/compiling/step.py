@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.training.engine import SpmdEngine
+from maxpipe.training.trainer import SpmdEngine
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -48,7 +48,9 @@ class CompiledStep:
         try:
             return self.executable.as_text()
         except jax.errors.JaxRuntimeError as error:
-            message = f"this JAX cannot read the compiler's result ({str(error).splitlines()[0][:120]})"
+            message = (
+                f"this JAX cannot read the compiler's result ({str(error).splitlines()[0][:120]})"
+            )
             remedy = "install the libtpu that it was made for: pip install -e '.[tpu]'"
             raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
@@ -62,8 +64,13 @@ def compile_step(config: Config, mesh: Mesh, engine: SpmdEngine) -> CompiledStep
     started = time.perf_counter()
     sharding = NamedSharding(mesh, engine.batch_spec)
     shape = (config.data.global_batch_size, config.data.sequence_length)
-    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {"weights": jnp.float32}
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {
+        "weights": jnp.float32
+    }
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for name, dtype in dtypes.items()
+    }
     state = engine.abstract_state()
     traced = engine.jitted_step.trace(state, batch)
     try:
@@ -76,7 +83,10 @@ def compile_step(config: Config, mesh: Mesh, engine: SpmdEngine) -> CompiledStep
 def out_of_memory(message: str) -> OutOfMemory | None:
     """Understands "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM (15.7G)"."""
     amount = r"([\d.]+)([KMGT])"
-    for pattern in (rf"Used {amount} of {amount} hbm", rf"\({amount}\) exceeds available HBM \({amount}\)"):
+    for pattern in (
+        rf"Used {amount} of {amount} hbm",
+        rf"\({amount}\) exceeds available HBM \({amount}\)",
+    ):
         if found := re.search(pattern, message):
             needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
             return OutOfMemory(needed, available)

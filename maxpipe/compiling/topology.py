@@ -12,7 +12,8 @@ from maxpipe.config import Config, ConfigError, Problem
 KEY = "compile.topology"
 SIMULATED = "cpu"
 
-# libtpu would ask the cloud's metadata server which machine this is, and complain at length about every answer missing.
+# libtpu would ask the cloud's metadata server which machine this is, and complain at length about
+# every answer missing.
 _NO_MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -48,4 +49,6 @@ def devices_of(config: Config) -> Sequence[Any]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         example = "v4:2x2x2, v5e:4x4, v5p:4x4x4 or v6e:8x8"
-        raise ConfigError(Problem(KEY, f"libtpu has no topology {topology}: {reason}; examples: {example}")) from None
+        raise ConfigError(
+            Problem(KEY, f"libtpu has no topology {topology}: {reason}; examples: {example}")
+        ) from None

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import nearest_files
 from maxpipe.config.load import Loaded, load
+from maxpipe.config.nearest import unknown_key
+from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.config.printing import print_config
-from maxpipe.config.schema import OPTIONS, SECTIONS
-from maxpipe.config.suggest import unknown_key
 from maxpipe.config.values import nearest
 
 CONFIG_ERROR = 2
@@ -32,7 +32,8 @@ class Arguments:
 def exit_on_config_error() -> Iterator[None]:
     """Turns a ConfigError into one line per problem on stderr and exit code 2, without a traceback.
 
-    A context manager and a decorator, for the whole of a `main`: checks made after JAX's start look alike.
+    A context manager and a decorator, for the whole of a `main`: checks made after JAX's start look
+    alike.
     """
     try:
         yield
@@ -50,7 +51,11 @@ def print_problems(error: ConfigError) -> None:
 
 
 def parse_args(
-    argv: Sequence[str] | None = None, *, prog: str, description: str, add_flags: AddFlags | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str,
+    description: str,
+    add_flags: AddFlags | None = None,
 ) -> Arguments:
     """Parses a command line and loads the config it names; --help and --print-config print and exit with 0.
 
@@ -70,7 +75,12 @@ def parse_args(
         "--print-config", action="store_true", help="print every value with its source, and exit"
     )
     parser.add_argument(
-        "--help", "-h", nargs="?", const="", metavar="KEY", help="print this, or about a key or section"
+        "--help",
+        "-h",
+        nargs="?",
+        const="",
+        metavar="KEY",
+        help="print this, or about a key or section",
     )
     if add_flags:
         add_flags(parser)
@@ -83,7 +93,9 @@ def parse_args(
     if path is None or ("=" in path and not path.endswith((".yml", ".yaml"))):
         near = nearest_files("configs/base.yml")
         hint = f"; there are {', '.join(near)}" if near else ""
-        raise ConfigError(*problems, Problem("", f"no config file: {prog} CONFIG.yml key=value ...{hint}"))
+        raise ConfigError(
+            *problems, Problem("", f"no config file: {prog} CONFIG.yml key=value ...{hint}")
+        )
     try:
         loaded = load(path, flags.overrides)
     except ConfigError as error:
@@ -104,23 +116,25 @@ def describe(key: str) -> str:
     """
     if key in SECTIONS:
         inside = [option for option in OPTIONS.values() if option.key.startswith(f"{key}.")]
-        return "".join(f"{option.key:<40} {option.rule.help}\n" for option in inside)
+        return "".join(f"{option.key:<40} {option.bounds.help}\n" for option in inside)
     if key not in OPTIONS:
         raise ConfigError(Problem(key, unknown_key(key)))
     option = OPTIONS[key]
-    rule = option.rule
+    bounds = option.bounds
     kind = (
         option.type.__name__
         if isinstance(option.type, type) and option.type is not list
         else str(option.type)
     )
-    lines = [f"{key}: {rule.help}", f"  type     {kind}", f"  default  {option.default!r}"]
+    lines = [f"{key}: {bounds.help}", f"  type     {kind}", f"  default  {option.default!r}"]
     if option.choices:
         lines.append(f"  choices  {', '.join(option.choices)}")
-    bounds = [(">=", rule.minimum), (">", rule.above), ("<=", rule.maximum)]
-    limits = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
+    signs = [(">=", bounds.minimum), (">", bounds.above), ("<=", bounds.maximum)]
+    limits = [f"{sign} {bound}" for sign, bound in signs if bound is not None]
     if limits:
-        lines.append(f"  legal    {' and '.join(limits)}{', or -1 = derived' if rule.derived else ''}")
+        lines.append(
+            f"  legal    {' and '.join(limits)}{', or -1 = derived' if bounds.derived else ''}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -135,16 +149,25 @@ def _help(parser: argparse.ArgumentParser, key: str) -> str:
     if key and not key.endswith((".yml", ".yaml")):
         return describe(key)
     top = "".join(
-        f"  {option.key:<16} {option.rule.help}\n" for option in OPTIONS.values() if "." not in option.key
+        f"  {option.key:<16} {option.bounds.help}\n"
+        for option in OPTIONS.values()
+        if "." not in option.key
     )
     sections = ", ".join(section for section in SECTIONS if "." not in section)
     usage = parser.format_help()
-    return f"{usage}\nkeys:\n{top}sections (--help SECTION or --help KEY tells more):\n  {sections}\n"
+    return (
+        f"{usage}\nkeys:\n{top}sections (--help SECTION or --help KEY tells more):\n  {sections}\n"
+    )
 
 
 def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
     if name in OPTIONS:
         return f"{word}: keys are written without dashes: {name}=VALUE"
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    flags = [
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    ]
     return f"there is no flag {word}; the flags are {', '.join(flags)}{nearest(word, flags)}"

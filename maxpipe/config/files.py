@@ -1,21 +1,26 @@
-"""Reads YAML files and `key=value` words into settings, each with its source. No value is judged here."""
+"""Reads YAML files and `key=value` words into settings, each with its source. No value is judged here.
+
+`${other.key}` inside a value. Nothing else may be named: configs are written to disk, secrets are
+not."""
 
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.schema import OPTIONS, SECTIONS
+from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.config.values import Raw, Scalar
 
 COMMAND_LINE = "command line"
 _SCALAR_TAGS = {
-    f"tag:yaml.org,2002:{name}" for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
+    f"tag:yaml.org,2002:{name}"
+    for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
 }
 _MAX_DEPTH = 6
 
@@ -69,7 +74,9 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
             problems.append(Problem("", f"{word!r} is not of the form key=value", COMMAND_LINE))
         elif key == "base":
             problems.append(
-                Problem("base", "belongs in a YAML file; name the file itself instead", COMMAND_LINE)
+                Problem(
+                    "base", "belongs in a YAML file; name the file itself instead", COMMAND_LINE
+                )
             )
         elif key.startswith("-"):
             message = f"{word!r}: keys are written without dashes: {key.lstrip('-')}={text}"
@@ -84,12 +91,19 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 
 def nearest_files(path: str) -> list[str]:
     """YAML files that a mistyped path may have meant, the likeliest first, at most three."""
-    roots = [Path(root) for root in {os.path.dirname(path) or ".", "configs"} if os.path.isdir(root)]
+    roots = [
+        Path(root) for root in {os.path.dirname(path) or ".", "configs"} if os.path.isdir(root)
+    ]
     found = {
-        os.path.normpath(p) for root in roots for end in ("yml", "yaml") for p in root.glob(f"**/*.{end}")
+        os.path.normpath(p)
+        for root in roots
+        for end in ("yml", "yaml")
+        for p in root.glob(f"**/*.{end}")
     }
     stem = Path(path).stem
-    ranked = sorted(found, key=lambda f: (-difflib.SequenceMatcher(None, Path(f).stem, stem).ratio(), f))
+    ranked = sorted(
+        found, key=lambda f: (-difflib.SequenceMatcher(None, Path(f).stem, stem).ratio(), f)
+    )
     return ranked[:3]
 
 
@@ -116,9 +130,13 @@ def _compose(text: str, path: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
-        raise ConfigError(Problem("", f"not valid YAML: {error.problem or error.context}", where)) from None
+        raise ConfigError(
+            Problem("", f"not valid YAML: {error.problem or error.context}", where)
+        ) from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(Problem("", f"not valid YAML: {str(error).splitlines()[0]}", path)) from None
+        raise ConfigError(
+            Problem("", f"not valid YAML: {str(error).splitlines()[0]}", path)
+        ) from None
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting]:
@@ -128,7 +146,9 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting
             raise ConfigError(Problem("", "a key must be a word", source))
         if key_node.tag == "tag:yaml.org,2002:merge":
             raise ConfigError(
-                Problem("", "YAML merge keys are not supported; inherit with `base: other.yml`", source)
+                Problem(
+                    "", "YAML merge keys are not supported; inherit with `base: other.yml`", source
+                )
             )
         key = prefix + key_node.value
         if key in SECTIONS and isinstance(value, yaml.MappingNode):
@@ -170,3 +190,84 @@ def _duplicates(settings: Sequence[Setting]) -> Iterator[Problem]:
         if setting.key in first:
             yield Problem(setting.key, f"set twice, first at {first[setting.key]}", setting.source)
         first.setdefault(setting.key, setting.source)
+
+
+_REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.\w+)*\}")
+
+
+def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[Problem]]:
+    """Replaces references by the values of the keys they name.
+
+    Returns:
+      The settings without those whose references are refused or lead nowhere, and a problem for
+      each.
+    """
+    settings = dict(chosen)
+    problems: list[Problem] = []
+    for key, setting in chosen.items():
+        if any("${" in _REFERENCE.sub("", text) for text in _texts(setting.raw)):
+            problems.append(Problem(key, _refusal(setting.raw), setting.source))
+            del settings[key]
+    if any("${" in text for setting in settings.values() for text in _texts(setting.raw)):
+        problems += _resolve(settings)
+    return settings, problems
+
+
+def _resolve(settings: dict[str, Setting]) -> list[Problem]:
+    from omegaconf import OmegaConf  # 0.1 s that most configs need not pay
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree = OmegaConf.create({})
+    for key, option in OPTIONS.items():
+        value = _plain(settings[key].raw) if key in settings else option.default
+        OmegaConf.update(tree, key, value, force_add=True)
+    problems = []
+    for key, setting in list(settings.items()):
+        if not any("${" in text for text in _texts(setting.raw)):
+            continue
+        try:
+            value = OmegaConf.select(
+                tree, key, throw_on_missing=True, throw_on_resolution_failure=True
+            )
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+            settings[key] = replace(setting, raw=_raw_value(value))
+        except (OmegaConfBaseException, RecursionError) as error:
+            reason = (
+                "references go in a circle"
+                if isinstance(error, RecursionError)
+                else str(error).splitlines()[0]
+            )
+            problems.append(Problem(key, f"cannot follow the reference: {reason}", setting.source))
+            del settings[key]
+    return problems
+
+
+def _refusal(raw: Raw) -> str:
+    if any("env" in text for text in _texts(raw)):
+        return "values from the environment are refused: the config is written to disk, and secrets must not be"
+    return "a reference has the form ${section.key}; nothing else is understood between the braces"
+
+
+def _texts(raw: Raw) -> Iterator[str]:
+    if isinstance(raw, Scalar):
+        yield raw.text
+    else:
+        for item in raw if isinstance(raw, list) else raw.values():
+            yield from _texts(item)
+
+
+def _plain(raw: Raw) -> Any:
+    if isinstance(raw, Scalar):
+        return raw.text
+    if isinstance(raw, list):
+        return [_plain(item) for item in raw]
+    return {key: _plain(value) for key, value in raw.items()}
+
+
+def _raw_value(value: Any) -> Raw:
+    if isinstance(value, list):
+        return [_raw_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _raw_value(item) for key, item in value.items()}
+    return Scalar("" if value is None else str(value))

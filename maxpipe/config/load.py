@@ -5,15 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxpipe.config.devices import STEPS, fit_mesh, one_unknown, unknown_axes
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import Setting, read_files, read_overrides
-from maxpipe.config.references import follow_references
-from maxpipe.config.schema import OPTIONS, SECTIONS, update
+from maxpipe.config.files import Setting, follow_references, read_files, read_overrides
+from maxpipe.config.nearest import unknown_key
+from maxpipe.config.options import OPTIONS, SECTIONS, update
+from maxpipe.config.rules.mesh import RULES, fit_mesh, one_unknown, unknown_axes
+from maxpipe.config.rules.rule import apply_rules
 from maxpipe.config.sections import Config
-from maxpipe.config.steps import run_steps
-from maxpipe.config.suggest import unknown_key
-from maxpipe.config.values import check_rule, check_type, convert
+from maxpipe.config.values import check_bounds, check_type, convert
 
 DEFAULT = "default"
 
@@ -29,7 +28,8 @@ class Loaded:
 def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     """Reads a YAML file, the files it inherits from and `key=value` words; checks all that needs no device.
 
-    Precedence, weakest first: defaults, the furthest `base:`, ..., the file, the overrides in their order.
+    Precedence, weakest first: defaults, the furthest `base:`, ..., the file, the overrides in their
+    order.
 
     Raises:
       ConfigError: with every problem found.
@@ -43,7 +43,9 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
             chosen[setting.key] = setting
         elif setting.key in SECTIONS:
             inner = ", ".join(f.name for f in dataclasses.fields(SECTIONS[setting.key]))
-            problems.append(Problem(setting.key, f"is a section; its keys are {inner}", setting.source))
+            problems.append(
+                Problem(setting.key, f"is a section; its keys are {inner}", setting.source)
+            )
         else:
             message = unknown_key(setting.key, is_section=isinstance(setting.raw, dict))
             problems.append(Problem(setting.key, message, setting.source))
@@ -53,7 +55,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     config = update(Config(), values)
     sources = {key: chosen[key].source if key in chosen else DEFAULT for key in OPTIONS}
     broken = {problem.key for problem in problems} | set(unknown_axes(config))
-    problems += _sourced(run_steps((one_unknown, *STEPS), config, broken)[1], sources)
+    problems += _sourced(apply_rules((one_unknown, *RULES), config, broken)[1], sources)
     if problems:
         raise ConfigError(*problems)
     return Loaded(config, sources)
@@ -72,14 +74,18 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
     Raises:
       ConfigError: with every problem found.
     """
-    config, sources = (loaded.config, loaded.sources) if isinstance(loaded, Loaded) else (loaded, {})
-    problems = run_steps((one_unknown,), config, ())[1]
+    config, sources = (
+        (loaded.config, loaded.sources) if isinstance(loaded, Loaded) else (loaded, {})
+    )
+    problems = apply_rules((one_unknown,), config, ())[1]
     if not problems:
         try:
             config = fit_mesh(config, num_devices, num_slices)
         except ConfigError as error:
             problems += error.problems
-    resolved, more = run_steps(STEPS, config, {p.key for p in problems} | set(unknown_axes(config)))
+    resolved, more = apply_rules(
+        RULES, config, {p.key for p in problems} | set(unknown_axes(config))
+    )
     if problems + more:
         raise ConfigError(*_sourced(problems + more, sources))
     return resolved
@@ -88,7 +94,8 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
 def from_record(saved: Mapping[str, Any]) -> Config:
     """The config that a checkpoint holds as nested mappings.
 
-    Keys that this version does not know are left out, and those that it has since got keep their defaults.
+    Keys that this version does not know are left out, and those that it has since got keep their
+    defaults.
     """
     values: dict[str, Any] = {}
     for key in OPTIONS:
@@ -105,8 +112,8 @@ def replace(config: Config, **values: Any) -> Config:
     """A copy with some keys changed: `replace(config, **{"mesh.ici.stage": 2})`.
 
     Raises:
-      ConfigError: a key does not exist, or a value breaks the rule of its key. Rules across keys are left to
-        `resolve`.
+      ConfigError: a key does not exist, or a value breaks the rule of its key. Rules across keys
+        are left to `resolve`.
     """
     problems = []
     for key, value in values.items():
@@ -115,7 +122,7 @@ def replace(config: Config, **values: Any) -> Config:
             continue
         try:
             check_type(OPTIONS[key], value)
-            check_rule(OPTIONS[key], value)
+            check_bounds(OPTIONS[key], value)
         except ValueError as error:
             problems.append(Problem(key, str(error)))
     if problems:
@@ -129,7 +136,7 @@ def _values(chosen: Mapping[str, Setting]) -> tuple[dict[str, Any], list[Problem
     for key, setting in chosen.items():
         try:
             value = convert(OPTIONS[key], setting.raw)
-            check_rule(OPTIONS[key], value)
+            check_bounds(OPTIONS[key], value)
             values[key] = value
         except ValueError as error:
             problems.append(Problem(key, str(error), setting.source))

@@ -1,4 +1,12 @@
-"""MaxText's keys -> ours. Error messages and the README's migration table (see `migration`) are made from this."""
+"""MaxText's keys -> ours. Error messages and the README's migration table (see `migration`) are made from this.
+
+The migration table from MaxText's keys to ours.
+
+python -m maxpipe.config.migration              prints it
+python -m maxpipe.config.migration README.md    puts it between the marks in that file"""
+
+import sys
+from pathlib import Path
 
 NONE = ""
 
@@ -6,17 +14,29 @@ KEYS: dict[str, tuple[str, str]] = {
     # pipeline
     "num_layers_per_pipeline_stage": ("pipeline.num_layers_per_stage", "-1 derives it"),
     "num_pipeline_repeats": ("pipeline.num_repeats", ""),
-    "pipeline_parallel_layers": ("pipeline.parallel_layers", "others run after, or before: pipeline.outside_layers"),
+    "pipeline_parallel_layers": (
+        "pipeline.parallel_layers",
+        "others run after, or before: pipeline.outside_layers",
+    ),
     "num_pipeline_microbatches": ("pipeline.num_microbatches", ""),
     "pipeline_delay_activation_forwarding": ("pipeline.delay_activation_forwarding", ""),
-    "pipeline_fsdp_ag_once": ("pipeline.fsdp_gather", "true is written once; gradients are reduced once, too"),
+    "pipeline_fsdp_ag_once": (
+        "pipeline.fsdp_gather",
+        "true is written once; gradients are reduced once, too",
+    ),
     "model_fsdp_ag_once": ("pipeline.fsdp_gather", "true is written once"),
     "pipeline_fsdp_ag_per_repeat": ("pipeline.fsdp_gather", "true is written per_repeat"),
     "scan_pipeline_iterations": ("pipeline.scan_iterations", ""),
-    "scan_pipeline_repeats": ("pipeline.scan_repeats", "for fsdp_gather per_repeat, once; dead in MaxText"),
+    "scan_pipeline_repeats": (
+        "pipeline.scan_repeats",
+        "for fsdp_gather per_repeat, once; dead in MaxText",
+    ),
     "set_remat_policy_on_pipeline_iterations": ("pipeline.remat_iterations", ""),
     "set_remat_policy_on_layers_per_stage": ("pipeline.remat_layers", "sequential always does"),
-    "scan_layers": ("pipeline.scan_layers_per_stage", "the layers of a chunk; the sequential engine always scans"),
+    "scan_layers": (
+        "pipeline.scan_layers_per_stage",
+        "the layers of a chunk; the sequential engine always scans",
+    ),
     "param_scan_axis": (NONE, "checkpoints always keep layers in dimension 0"),
     "remat_policy": ("pipeline.remat_policy", "minimal keeps what minimal_with_context does"),
     "query_proj": ("pipeline.remat_tensors.query_proj", "with remat_policy=custom"),
@@ -40,12 +60,18 @@ KEYS: dict[str, tuple[str, str]] = {
     "dcn_fsdp_parallelism": ("mesh.dcn.fsdp", ""),
     "dcn_context_parallelism": ("mesh.dcn.context", ""),
     "dcn_sequence_parallelism": ("mesh.dcn.context", "attention is split, too"),
-    "context_parallel_load_balance": (NONE, "always: each device has an early and a late chunk of a sequence"),
+    "context_parallel_load_balance": (
+        NONE,
+        "always: each device has an early and a late chunk of a sequence",
+    ),
     "context_parallel_strategy": (NONE, "keys and values are gathered"),
     "dcn_tensor_parallelism": ("mesh.dcn.tensor", ""),
     "dcn_expert_parallelism": ("mesh.dcn.expert", "must be 1 for now"),
     "mesh_axes": (NONE, "the mesh axes are fixed: data, stage, fsdp, context, tensor, expert"),
-    "logical_axis_rules": ("sharding.logical_axis_rules", "our logical axes; --print-config shows them"),
+    "logical_axis_rules": (
+        "sharding.logical_axis_rules",
+        "our logical axes; --print-config shows them",
+    ),
     "data_sharding": (NONE, "batches are split over data and fsdp"),
     "num_slices": (NONE, "taken from the devices"),
     # model
@@ -73,10 +99,19 @@ KEYS: dict[str, tuple[str, str]] = {
     "dataset_path": ("data.path", ""),
     "grain_train_files": ("data.path", ""),
     "hf_path": (NONE, "data.source=text or jsonl with data.path reads local files"),
-    "tokenizer_path": ("data.tokenizer", "byte, or the path of a tokenizer.json or SentencePiece model"),
+    "tokenizer_path": (
+        "data.tokenizer",
+        "byte, or the path of a tokenizer.json or SentencePiece model",
+    ),
     "max_target_length": ("data.sequence_length", ""),
-    "per_device_batch_size": ("data.global_batch_size", "over all devices: multiply by their number"),
-    "eval_per_device_batch_size": ("eval.global_batch_size", "over all devices: multiply by their number"),
+    "per_device_batch_size": (
+        "data.global_batch_size",
+        "over all devices: multiply by their number",
+    ),
+    "eval_per_device_batch_size": (
+        "eval.global_batch_size",
+        "over all devices: multiply by their number",
+    ),
     "gradient_accumulation_steps": (
         "pipeline.num_microbatches",
         "with engine=sequential; it divides the batch",
@@ -111,3 +146,36 @@ KEYS: dict[str, tuple[str, str]] = {
     "jax_cache_dir": ("compile.cache_dir", "off = none"),
     "base_config": (NONE, "a YAML file inherits with base: other.yml"),
 }
+
+
+START, END = "<!-- MaxText keys: start -->", "<!-- MaxText keys: end -->"
+
+
+def table() -> str:
+    """All keys as a Markdown table."""
+    rows = [
+        f"| `{key}` | {f'`{ours}`' if ours else '-'} | {differs} |"
+        for key, (ours, differs) in KEYS.items()
+    ]
+    return "\n".join(["| MaxText | maxpipe | what differs |", "|---|---|---|", *rows])
+
+
+def with_table(text: str) -> str:
+    """`text` with the table between its marks.
+
+    Raises:
+      ValueError: the marks are not there.
+    """
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"the text has no marks {START} and {END}")
+    return f"{before}{start}\n{table()}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        file = Path(sys.argv[1])
+        file.write_text(with_table(file.read_text()))
+    else:
+        print(table())

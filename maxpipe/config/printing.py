@@ -5,28 +5,32 @@ from typing import Any
 
 import yaml
 
-from maxpipe.config.batches import data_shards
-from maxpipe.config.devices import STEPS, unknown_axes
-from maxpipe.config.layout import ignored_options, num_stages
+from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
 from maxpipe.config.load import Loaded
-from maxpipe.config.schema import OPTIONS, get, is_set
+from maxpipe.config.options import OPTIONS, get, is_set
+from maxpipe.config.rules.batches import data_shards
+from maxpipe.config.rules.mesh import RULES, unknown_axes
+from maxpipe.config.rules.rule import apply_rules
+from maxpipe.config.rules.stages import ignored_options, num_stages
 from maxpipe.config.sections import Config
-from maxpipe.config.steps import run_steps
 from maxpipe.config.values import AUTO
 
 _SOURCE_COLUMN = 44
 # Keys that nothing reads where another key has this value.
-UNUSED: dict[tuple[str, str | int], tuple[str, ...]] = {
-    ("optimizer.name", "adafactor"): ("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
-    ("optimizer.name", "lion"): ("optimizer.eps",),
-    ("optimizer.name", "sgd"): ("optimizer.beta2", "optimizer.eps"),
-    ("optimizer.schedule", "constant"): ("optimizer.stable_fraction", "optimizer.final_fraction"),
-    ("optimizer.schedule", "cosine"): ("optimizer.stable_fraction",),
-    ("optimizer.schedule", "inverse_sqrt"): ("optimizer.stable_fraction",),
-    ("optimizer.schedule", "linear"): ("optimizer.stable_fraction",),
+_UNUSED: dict[tuple[str, str | int], tuple[str, ...]] = {
     ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
     ("eval.every", 0): ("eval.batches",),
 }
+
+
+def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
+    """Return, for a key and a value of it, the keys that nothing reads then."""
+    unused = dict(_UNUSED)
+    for name, optimizer in OPTIMIZERS.items():
+        unused["optimizer.name", name] = tuple(f"optimizer.{key}" for key in optimizer.unused)
+    for name, schedule in LR_SCHEDULES.items():
+        unused["optimizer.schedule", name] = tuple(f"optimizer.{key}" for key in schedule.unused)
+    return unused
 
 
 def to_yaml(config: Config) -> str:
@@ -36,7 +40,7 @@ def to_yaml(config: Config) -> str:
 
 def print_config(loaded: Loaded) -> str:
     """YAML text with the source of every value as a comment; derived values as far as they are known."""
-    known, _ = run_steps(STEPS, loaded.config, unknown_axes(loaded.config))
+    known, _ = apply_rules(RULES, loaded.config, unknown_axes(loaded.config))
     text = []
     for line, key in _lines(known):
         if key is None:
@@ -45,7 +49,7 @@ def print_config(loaded: Loaded) -> str:
         source = loaded.sources[key]
         if get(known, key) != get(loaded.config, key):
             source = "derived"
-        elif OPTIONS[key].rule.derived and get(known, key) in (-1, AUTO):
+        elif OPTIONS[key].bounds.derived and get(known, key) in (-1, AUTO):
             source += "; derived at start"
         text.append(f"{line:<{_SOURCE_COLUMN}}  # {source}")
     return "\n".join(text) + "\n"
@@ -56,18 +60,27 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
 
     Args:
       resolved: from `resolve`.
-      loaded: what it was resolved from; without it neither derived values nor ignored pipeline options are listed.
+      loaded: what it was resolved from; without it neither derived values nor ignored pipeline
+        options are listed.
     """
     before = loaded.config if isinstance(loaded, Loaded) else loaded
     lines = []
     if before is not None:
         changed = [key for key in OPTIONS if get(resolved, key) != get(before, key)]
         lines = [
-            f"{key}={get(resolved, key)}: {reason}" for key in changed if (reason := _reason(resolved, key))
+            f"{key}={get(resolved, key)}: {reason}"
+            for key in changed
+            if (reason := _reason(resolved, key))
         ]
         lines += ignored_options(before, resolved)
-        if before.pipeline.memory_limit_gib and before.pipeline.layers_per_stage != AUTO and num_stages(resolved) > 1:
-            lines.append("pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto")
+        if (
+            before.pipeline.memory_limit_gib
+            and before.pipeline.layers_per_stage != AUTO
+            and num_stages(resolved) > 1
+        ):
+            lines.append(
+                "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
+            )
     return [*lines, *_outside(resolved), *_without_effect(resolved)]
 
 
@@ -76,7 +89,9 @@ def _outside(c: Config) -> list[str]:
     if c.pipeline.engine == "sequential" or not outside:
         return []
     where = f"{outside} of {c.model.num_layers} layers run {c.pipeline.outside_layers} the pipeline"
-    return [f"pipeline.parallel_layers={c.pipeline.parallel_layers}: {where}, with the stages as data parallelism"]
+    return [
+        f"pipeline.parallel_layers={c.pipeline.parallel_layers}: {where}, with the stages as data parallelism"
+    ]
 
 
 def _reason(c: Config, key: str) -> str:
@@ -97,8 +112,12 @@ def _reason(c: Config, key: str) -> str:
             "pipeline.num_layers_per_stage": f"{chunks} x {c.pipeline.num_repeats} repeats",
         }
         if c.pipeline.layers_per_stage:
-            pipeline["pipeline.num_repeats"] = "the length of pipeline.layers_per_stage over the stages"
-            pipeline["pipeline.num_layers_per_stage"] = "the largest entry of pipeline.layers_per_stage"
+            pipeline["pipeline.num_repeats"] = (
+                "the length of pipeline.layers_per_stage over the stages"
+            )
+            pipeline["pipeline.num_layers_per_stage"] = (
+                "the largest entry of pipeline.layers_per_stage"
+            )
     if key.startswith("mesh."):
         return "the devices that the other axes leave"
     return pipeline.get(key, _REASONS.get(key, ""))
@@ -130,9 +149,11 @@ def _without_effect(c: Config) -> list[str]:
                 f"num_microbatches={microbatches} a fetch has no time within a repeat; "
                 f"{least + stages} or more need two"
             )
-    for (switch, value), keys in UNUSED.items():
+    for (switch, value), keys in unused_keys().items():
         if get(c, switch) == value:
-            lines += [f"{key} has no effect with {switch}={value}" for key in keys if is_set(c, key)]
+            lines += [
+                f"{key} has no effect with {switch}={value}" for key in keys if is_set(c, key)
+            ]
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if c.compile.topology:
@@ -164,7 +185,7 @@ def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
             for item in value:
                 yield f"{indent}- {_flow(item)}", None
         else:
-            is_auto = OPTIONS[key].rule.derived and value == AUTO
+            is_auto = OPTIONS[key].bounds.derived and value == AUTO
             yield f"{indent}{name}: {'auto' if is_auto else _flow(value)}", key
 
 

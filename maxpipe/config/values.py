@@ -1,6 +1,7 @@
 """From the text of a YAML scalar to the value of a key, led by the type of the key and not by YAML's guess.
 
-That keeps `run_name: 007` a string, `cache_dir: off` a string, and lets numbers be written 1e3, 4k or 2Mi.
+That keeps `run_name: 007` a string, `cache_dir: off` a string, and lets numbers be written 1e3, 4k
+or 2Mi.
 """
 
 import difflib
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
 
-from maxpipe.config.schema import Option
+from maxpipe.config.options import Option
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,11 @@ _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "o
 
 
 def convert(option: Option, raw: Raw) -> Any:
-    """The value of `raw` in the type of the option, not yet checked against its rule.
+    """The value of `raw` in the type of the option, not yet checked against its bounds.
 
     Raises:
-      ValueError: it has another type; the message says which is expected, and does not name the key.
+      ValueError: it has another type; the message says which is expected, and does not name the
+        key.
     """
     if isinstance(raw, dict):
         raise ValueError("takes a value, not a section of further keys")
@@ -52,7 +54,7 @@ def convert(option: Option, raw: Raw) -> Any:
         return _integer(raw)
     if option.type is float:
         return _float(raw)
-    if option.rule.derived and isinstance(raw, Scalar) and raw.text == "auto":
+    if option.bounds.derived and isinstance(raw, Scalar) and raw.text == "auto":
         return AUTO
     if not isinstance(raw, list):
         raise ValueError(f"expected a list such as {_example(option)}, got {show(raw)}")
@@ -79,24 +81,26 @@ def check_type(option: Option, value: Any) -> None:
         raise ValueError(f"expected {_name(option)}, got {value!r}")
 
 
-def check_rule(option: Option, value: Any) -> None:
-    """Raises ValueError, naming the legal values, if a value of the right type breaks the option's rule."""
-    rule = option.rule
+def check_bounds(option: Option, value: Any) -> None:
+    """Raise ValueError, naming the legal values, if a value of the right type breaks the option's bounds."""
+    bounds = option.bounds
     choices = option.choices
     if choices and value not in choices:
-        raise ValueError(f"{value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}")
-    if rule.derived and value == -1:
+        raise ValueError(
+            f"{value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}"
+        )
+    if bounds.derived and value == -1:
         return
-    bounds = []
-    if rule.minimum is not None and value < rule.minimum:
-        bounds.append(f"at least {rule.minimum}")
-    if rule.above is not None and value <= rule.above:
-        bounds.append(f"greater than {rule.above}")
-    if rule.maximum is not None and value > rule.maximum:
-        bounds.append(f"at most {rule.maximum}")
-    if bounds:
-        derived = ", or -1 to derive it" if rule.derived else ""
-        raise ValueError(f"must be {' and '.join(bounds)}{derived}; got {value}")
+    broken = []
+    if bounds.minimum is not None and value < bounds.minimum:
+        broken.append(f"at least {bounds.minimum}")
+    if bounds.above is not None and value <= bounds.above:
+        broken.append(f"greater than {bounds.above}")
+    if bounds.maximum is not None and value > bounds.maximum:
+        broken.append(f"at most {bounds.maximum}")
+    if broken:
+        derived = ", or -1 to derive it" if bounds.derived else ""
+        raise ValueError(f"must be {' and '.join(broken)}{derived}; got {value}")
 
 
 def nearest(value: str, choices: list[str]) -> str:
@@ -119,7 +123,11 @@ def number(text: str) -> Decimal:
       ValueError: the text is no finite number.
     """
     match = _NUMBER.fullmatch(text.strip())
-    if not match or not any(c.isdigit() for c in match[1]) or match[1].lower().startswith(("e", "+e", "-e")):
+    if (
+        not match
+        or not any(c.isdigit() for c in match[1])
+        or match[1].lower().startswith(("e", "+e", "-e"))
+    ):
         raise ValueError(text)
     return Decimal(match[1].replace("_", "")) * _SUFFIXES[match[2]]
 
@@ -128,7 +136,9 @@ def _string(raw: Raw) -> str:
     if not isinstance(raw, Scalar):
         raise ValueError(f"expected a string, got {show(raw)}")
     if raw.is_null and raw.text:
-        raise ValueError(f"has no value; write '' for the empty string or '{raw.text}' for the word")
+        raise ValueError(
+            f"has no value; write '' for the empty string or '{raw.text}' for the word"
+        )
     return raw.text
 
 

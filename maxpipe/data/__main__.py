@@ -1,7 +1,7 @@
 """Looks at data as a run would see it: `python -m maxpipe.data show CONFIG.yml key=value ...`.
 
-Prints a few rows as text, one line per segment, and measures the loader. No model is built. Exit codes: 0; 2 if the
-configuration or the data is wrong.
+Prints a few rows as text, one line per segment, and measures the loader. No model is built. Exit
+codes: 0; 2 if the configuration or the data is wrong.
 """
 
 import argparse
@@ -18,7 +18,9 @@ from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
 PROG = "python -m maxpipe.data show"
-DESCRIPTION = "Prints rows of data as a run would see them, and measures the loader. No model is built."
+DESCRIPTION = (
+    "Prints rows of data as a run would see them, and measures the loader. No model is built."
+)
 
 
 @exit_on_config_error()
@@ -81,12 +83,20 @@ def measure(loader: Iterator[Batch], config: Config, seconds: float) -> str:
 
 def _workers(config: Config) -> str:
     workers = config.data.num_workers
-    return f"data.num_workers={workers}" if workers else "a thread of this process (data.num_workers=0)"
+    return (
+        f"data.num_workers={workers}"
+        if workers
+        else "a thread of this process (data.num_workers=0)"
+    )
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rows", type=_rows, default=3, metavar="N", help="rows to print; default %(default)s")
-    parser.add_argument("--seconds", type=_seconds, default=2.0, metavar="S", help="how long to measure; default 2")
+    parser.add_argument(
+        "--rows", type=_rows, default=3, metavar="N", help="rows to print; default %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=2.0, metavar="S", help="how long to measure; default 2"
+    )
 
 
 def _rows(word: str) -> int:

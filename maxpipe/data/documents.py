@@ -4,9 +4,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.sources import SOURCES
+from maxpipe.config.variants import implementation
 
 Split = Literal["train", "eval"]
 
@@ -41,7 +42,7 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
     Raises:
       ConfigError: files are missing or unusable, or the split would be empty.
     """
-    documents = SOURCES.get(config.source)(config)
+    documents: Documents = implementation(SOURCES[config.source])(config)
     if not len(documents):
         raise ConfigError(Problem("data.path", f"there is no document in {config.path!r}"))
     return split_documents(documents, split, config.eval_fraction)
@@ -50,9 +51,9 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
 def split_documents(documents: Documents, split: Split, eval_fraction: float) -> Documents:
     """The documents of one split; every document is in exactly one.
 
-    A document is kept for evaluation if the hash of its index falls below `eval_fraction`, so that documents
-    added at the end move no other document across. With two or more documents neither split is empty, unless
-    `eval_fraction` is 0.
+    A document is kept for evaluation if the hash of its index falls below `eval_fraction`, so that
+    documents added at the end move no other document across. With two or more documents neither
+    split is empty, unless `eval_fraction` is 0.
 
     Raises:
       ConfigError: the split would be empty.
@@ -61,7 +62,10 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
         if split == "train":
             return documents
         raise ConfigError(
-            Problem("data.eval_fraction", "0 keeps no documents for evaluation; raise it or set eval.every=0")
+            Problem(
+                "data.eval_fraction",
+                "0 keeps no documents for evaluation; raise it or set eval.every=0",
+            )
         )
     if len(documents) < 2:
         raise ConfigError(

@@ -31,7 +31,9 @@ class EncodedDocuments:
           ConfigError: a token id is outside the vocabulary.
         """
         document = self._documents[index]
-        ids = self._tokenizer.encode(document) if isinstance(document, str) else np.asarray(document)
+        ids = (
+            self._tokenizer.encode(document) if isinstance(document, str) else np.asarray(document)
+        )
         if ids.size == 0:
             return np.empty(0, np.int32)
         if ids.max() >= self._vocab_size or ids.min() < 0:
@@ -43,4 +45,6 @@ class EncodedDocuments:
         bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
         before = [] if bos is None or ids[0] == bos else [bos]
         after = [] if ids[-1] == eos and ids.size + len(before) > 1 else [eos]
-        return np.concatenate([before, ids.astype(np.int32), after], dtype=np.int32, casting="unsafe")
+        return np.concatenate(
+            [before, ids.astype(np.int32), after], dtype=np.int32, casting="unsafe"
+        )

@@ -1,8 +1,9 @@
 """The loader: this process's rows of every batch, and where they stand.
 
-Batch N is a pure function of (seed, data configuration, N). Each of the B rows of the global batch is a
-stream of its own over documents (`maxpipe.data.packing`), whose state is three integers, so that a run
-continues exactly from the saved array whatever the number of processes, workers or batches prepared ahead.
+Batch N is a pure function of (seed, data configuration, N). Each of the B rows of the global batch
+is a stream of its own over documents (`maxpipe.data.packing`), whose state is three integers, so
+that a run continues exactly from the saved array whatever the number of processes, workers or
+batches prepared ahead.
 
 Shapes: B global batch size, R rows of this process, T sequence length.
 """
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 class Loader(Iterator[Batch]):
     """Endless batches; made by `make_loader`.
 
-    `next(loader)` gives `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and `weights` (float32
-    [R, T]): weight 1 for real targets, 0 for padding; segments from 1, 0 for padding; positions from 0 within
-    each segment.
+    `next(loader)` gives `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and
+    `weights` (float32 [R, T]): weight 1 for real targets, 0 for padding; segments from 1, 0 for
+    padding; positions from 0 within each segment.
 
     Args:
       iterators: worker w gives rows w::len(iterators) as (batch, state).
@@ -61,7 +62,9 @@ class Loader(Iterator[Batch]):
             iterator.close()
 
 
-def make_loader(config: Config, split: Split, rows: Sequence[int], state: np.ndarray | None = None) -> Loader:
+def make_loader(
+    config: Config, split: Split, rows: Sequence[int], state: np.ndarray | None = None
+) -> Loader:
     """A loader of some rows of the global batch.
 
     Args:
@@ -71,8 +74,9 @@ def make_loader(config: Config, split: Split, rows: Sequence[int], state: np.nda
       state: int64 [R, 3] of these rows, from `Loader.state`; None starts from the beginning.
 
     Raises:
-      ConfigError: files are missing or unusable, the split is empty, model.vocab_size is too small, or
-        `state` does not belong to these documents and rows. `next(loader)` raises it for what reading finds.
+      ConfigError: files are missing or unusable, the split is empty, model.vocab_size is too small,
+        or `state` does not belong to these documents and rows. `next(loader)` raises it for what
+        reading finds.
     """
     from maxpipe.data.encoding import EncodedDocuments
     from maxpipe.data.mixture import open_mixture
@@ -119,7 +123,9 @@ def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
     return np.stack([row // num_documents, row % num_documents, np.zeros_like(row)], axis=1)
 
 
-def check_state(state: np.ndarray, rows: Sequence[int], num_documents: int, batch_size: int) -> None:
+def check_state(
+    state: np.ndarray, rows: Sequence[int], num_documents: int, batch_size: int
+) -> None:
     """Raises ConfigError unless every row stands at one of its own documents."""
     assert state.shape == (len(rows), 3)
     epoch, position, offset = state.T

@@ -1,14 +1,13 @@
 """Row streams, and how they fill sequences.
 
-A document of tokens d_1..d_L becomes the (input, target) pairs of [bos, d_1..d_L, eos]: inputs are all but
-the last, targets all but the first (without bos where the tokenizer has none). A row's stream is the
-concatenation of the pairs of its documents, and sequence n of a row holds pairs [n*T, (n+1)*T) of its stream.
-So every token of every document is a target exactly once per epoch, no target crosses from one document into
-the next, and packed sequences have no padding.
+A document of tokens d_1..d_L becomes the (input, target) pairs of [bos, d_1..d_L, eos]: inputs are
+all but the last, targets all but the first (without bos where the tokenizer has none). A row's
+stream is the concatenation of the pairs of its documents, and sequence n of a row holds pairs [n*T,
+(n+1)*T) of its stream. So every token of every document is a target exactly once per epoch, no
+target crosses from one document into the next, and packed sequences have no padding.
 
 Shapes: B global batch size, T sequence length.
 """
-
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from maxpipe.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from maxpipe.data.encoding import EncodedDocuments
-    from maxpipe.data.order import Order
+    from maxpipe.data.mixture import Order
 
 Batch = dict[str, np.ndarray]
 
@@ -33,7 +32,9 @@ class RowStream:
       state: int64 [3]: epoch, position within the epoch, pairs of that document already used.
     """
 
-    def __init__(self, documents: "EncodedDocuments", order: "Order", stride: int, state: np.ndarray):
+    def __init__(
+        self, documents: "EncodedDocuments", order: "Order", stride: int, state: np.ndarray
+    ):
         self._documents = documents
         self._order = order
         self._stride = stride
@@ -72,7 +73,8 @@ class RowStream:
         self._ids = None
 
     def _current(self) -> np.ndarray:
-        # Each epoch is shuffled anew, so that a row may meet the same few empty documents several times in a row.
+        # Each epoch is shuffled anew, so that a row may meet the same few empty documents several
+        # times in a row.
         looks = self._order.num_documents + 100
         for _ in range(looks):
             if self._ids is None:
@@ -99,8 +101,8 @@ def empty_batch(rows: int, sequence_length: int, pad_id: int) -> Batch:
 def fill_row(batch: Batch, row: int, stream: RowStream, packing: bool) -> None:
     """Fills `row` of an empty batch from `stream`.
 
-    Segments count from 1 within the sequence and positions from 0 within the segment, also for a document
-    that continues from the sequence before: attention does not reach there.
+    Segments count from 1 within the sequence and positions from 0 within the segment, also for a
+    document that continues from the sequence before: attention does not reach there.
 
     Args:
       packing: True fills the row; False takes one document, cut to the row's length.

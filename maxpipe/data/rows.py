@@ -15,7 +15,7 @@ from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
 from maxpipe.data.encoding import EncodedDocuments
-from maxpipe.data.order import Order
+from maxpipe.data.mixture import Order
 from maxpipe.data.packing import Batch, RowStream, empty_batch, fill_row
 
 
@@ -71,7 +71,8 @@ class RowIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         source = self._source
         self._streams = [
-            RowStream(source.documents, source.order, source.global_batch_size, row) for row in state["rows"]
+            RowStream(source.documents, source.order, source.global_batch_size, row)
+            for row in state["rows"]
         ]
 
 

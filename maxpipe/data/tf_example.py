@@ -1,7 +1,7 @@
 """Reading `tf.train.Example` without TensorFlow: as much of protocol buffers' wire format as that takes.
 
-An Example is {1: Features}, Features is {1: entry}*, an entry {1: name, 2: Feature}, a Feature {1: BytesList}, and a
-BytesList {1: value}*.
+An Example is {1: Features}, Features is {1: entry}*, an entry {1: name, 2: Feature}, a Feature {1:
+BytesList}, and a BytesList {1: value}*.
 """
 
 from collections.abc import Iterator

@@ -13,16 +13,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.norms import RMSNorm
+from maxpipe.model.layers import RMSNorm, frequencies, project, rotate
 from maxpipe.model.parameters import declare
-from maxpipe.model.projection import project
-from maxpipe.model.rope import frequencies, rotate
 
 # (query [B,T,H,C], key [B,T,K,C], value [B,T,K,C], segment_ids int32 [B,T]) -> [B,T,H,C]
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def dot_product_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
     """Softmax attention over earlier tokens of the same segment; runs on every backend."""
     same_segment = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
     return jax.nn.dot_product_attention(q, k, v, mask=same_segment, is_causal=True)
@@ -48,7 +48,8 @@ class Attention(nnx.Module):
         self.query = declare((D, H, C), ("embed", "heads", "head_dim"), dtype, stddev=std)
         self.key = declare((D, K, C), ("embed", "kv_heads", "head_dim"), dtype, stddev=std)
         self.value = declare((D, K, C), ("embed", "kv_heads", "head_dim"), dtype, stddev=std)
-        # Sublayer outputs start small so that the residual stream's variance does not grow with depth (GPT-2).
+        # Sublayer outputs start small so that the residual stream's variance does not grow with
+        # depth (GPT-2).
         out_std = 1 / math.sqrt(H * C * 2 * config.num_layers)
         self.out = declare((H, C, D), ("heads", "head_dim", "embed"), dtype, stddev=out_std)
         self.has_bias = config.attention_bias
@@ -61,14 +62,19 @@ class Attention(nnx.Module):
             self.query_norm = RMSNorm(C, eps=config.norm_eps, dtype=dtype)
             self.key_norm = RMSNorm(C, eps=config.norm_eps, dtype=dtype)
 
-    def project(self, x_BTD: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(
+        self, x_BTD: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query [B,T,H,C], key and value [B,T,K,C], rotated."""
         q = project(x_BTD, self.query[...])
         k = project(x_BTD, self.key[...])
         v = project(x_BTD, self.value[...])
         if self.has_bias:
             q, k, v = q + self.query_bias[...], k + self.key_bias[...], v + self.value_bias[...]
-        q, k, v = (checkpoint_name(y, n) for y, n in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj")))
+        q, k, v = (
+            checkpoint_name(y, n)
+            for y, n in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj"))
+        )
         if self.has_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         freq = np.asarray(self.freq, np.float32)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.model.projection import project
+from maxpipe.model.layers import project
 
 Losses = tuple[jax.Array, jax.Array]
 
@@ -34,7 +34,9 @@ class OutputLoss:
         """Activations [..., D] and kernel [D, V] -> logits [..., V], float32."""
         return self._capped(_project(x, kernel))
 
-    def losses(self, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> Losses:
+    def losses(
+        self, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> Losses:
         """Weighted token losses, summed.
 
         Args:
@@ -44,7 +46,8 @@ class OutputLoss:
           weights: float32 [..., N].
 
         Returns:
-          (loss, cross_entropy), float32 scalars; the second is a figure to report, without a gradient.
+          (loss, cross_entropy), float32 scalars; the second is a figure to report, without a
+          gradient.
         """
         run = _tiled if self.tiles > 1 else _whole
         loss, cross_entropy = run(self, x, kernel, targets, weights)
@@ -68,21 +71,29 @@ def _project(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return project(x, kernel, 1, jnp.float32)
 
 
-def _whole(output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> Losses:
+def _whole(
+    output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
+) -> Losses:
     return output.of_products(_project(x, kernel), targets, weights)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> Losses:
+def _tiled(
+    output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
+) -> Losses:
     def add(total: Losses, tile: Any) -> tuple[Losses, None]:
         part, tile_targets, tile_weights = tile
-        return jax.tree.map(jnp.add, total, _whole(output, part, kernel, tile_targets, tile_weights)), None
+        return jax.tree.map(
+            jnp.add, total, _whole(output, part, kernel, tile_targets, tile_weights)
+        ), None
 
     zero = jnp.zeros((), jnp.float32)
     return lax.scan(add, (zero, zero), _cut(output.tiles, x, targets, weights))[0]
 
 
-def _forward(output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+def _forward(
+    output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
+) -> Any:
     """Losses, and at once their gradients: the cotangent is a scalar, so no tile's logits are made a second time."""
     gradient_fn = jax.value_and_grad(output.of_products, has_aux=True)
 
@@ -93,11 +104,15 @@ def _forward(output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.A
         gradient = gradient.astype(x.dtype)
         # Summed over tiles in float32, and rounded once.
         more = jnp.einsum("...pd,...pv->dv", part, gradient, preferred_element_type=jnp.float32)
-        return (jax.tree.map(jnp.add, total, losses), kernel_gradient + more), jnp.matmul(gradient, kernel.T)
+        return (jax.tree.map(jnp.add, total, losses), kernel_gradient + more), jnp.matmul(
+            gradient, kernel.T
+        )
 
     zero = jnp.zeros((), jnp.float32)
     start = (zero, zero), jnp.zeros(kernel.shape, jnp.float32)
-    (losses, kernel_gradient), x_gradient = lax.scan(add, start, _cut(output.tiles, x, targets, weights))
+    (losses, kernel_gradient), x_gradient = lax.scan(
+        add, start, _cut(output.tiles, x, targets, weights)
+    )
     return losses, (_joined(x_gradient, x.shape), kernel_gradient.astype(kernel.dtype))
 
 
@@ -120,7 +135,9 @@ def _cut(tiles: int, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tu
     def cut(a: jax.Array, axis: int) -> jax.Array:
         missing = -a.shape[axis] % tiles
         a = jnp.pad(a, [(0, missing if i == axis else 0) for i in range(a.ndim)])
-        return jnp.moveaxis(a.reshape(*a.shape[:axis], -1, tiles, *a.shape[axis + 1 :]), axis + 1, 0)
+        return jnp.moveaxis(
+            a.reshape(*a.shape[:axis], -1, tiles, *a.shape[axis + 1 :]), axis + 1, 0
+        )
 
     return cut(x, axis), cut(targets, axis), cut(weights, axis)
 

@@ -1,7 +1,8 @@
 """Parameters as data: shape, dtype, logical axes and initial distribution, declared once beside the layer.
 
-NNX modules declare parameters; `split_module` turns a module into a pure function over a plain nested dict and a
-dict of `ParamSpec`s of the same structure. Shardings and initial values are both derived from the specs.
+NNX modules declare parameters; `split_module` turns a module into a pure function over a plain
+nested dict and a dict of `ParamSpec`s of the same structure. Shardings and initial values are both
+derived from the specs.
 """
 
 import zlib
@@ -42,7 +43,12 @@ class ParamSpec:
 
 
 def declare(
-    shape: tuple[int, ...], axes: tuple[str, ...], dtype: Any, *, stddev: float = 0.0, fill: float = 0.0
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    dtype: Any,
+    *,
+    stddev: float = 0.0,
+    fill: float = 0.0,
 ) -> nnx.Param:
     """Declares a parameter inside an NNX module; see `ParamSpec` for the arguments."""
     spec = ParamSpec(shape, jnp.dtype(dtype), axes, stddev, fill)
@@ -56,14 +62,16 @@ def split_module(make: Callable[[], nnx.Module]) -> tuple[Callable[..., Any], di
       make: builds the module; called under `nnx.eval_shape`, so nothing is allocated.
 
     Returns:
-      (apply, specs): `apply(params, *args, method=None, **kwargs)` calls the module (or a method of it) with `params`,
-      a nested dict with the structure of `specs`.
+      (apply, specs): `apply(params, *args, method=None, **kwargs)` calls the module (or a method of
+      it) with `params`, a nested dict with the structure of `specs`.
     """
     graph, state = nnx.split(nnx.eval_shape(make))
     variables, _ = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     treedef = jax.tree.structure(state)
     spec_dict = nnx.to_pure_dict(state)
-    specs = jax.tree.unflatten(jax.tree.structure(spec_dict), [v.get_metadata()["spec"] for v in variables])
+    specs = jax.tree.unflatten(
+        jax.tree.structure(spec_dict), [v.get_metadata()["spec"] for v in variables]
+    )
 
     def apply(params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
         module = nnx.merge(graph, jax.tree.unflatten(treedef, jax.tree.leaves(params)))

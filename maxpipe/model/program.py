@@ -1,7 +1,8 @@
 """ModelProgram: the model as pure functions over plain pytrees, which is all that engines know of it.
 
-Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer's tree with leading layer dimensions
-that the engine chooses. Shapes: B sequences of a microbatch, T sequence, D embed, V vocabulary.
+Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer's tree with leading
+layer dimensions that the engine chooses. Shapes: B sequences of a microbatch, T sequence, D embed,
+V vocabulary.
 """
 
 from typing import Any
@@ -10,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.sections import ModelConfig
+from maxpipe.config.variants import implementation
 from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn, dot_product_attention
-from maxpipe.model.blocks import BLOCKS
-from maxpipe.model.norms import RMSNorm
+from maxpipe.model.layers import RMSNorm
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import Params, declare, split_module
 
@@ -51,7 +53,7 @@ class ModelProgram:
     """
 
     def __init__(self, config: ModelConfig, attention: AttentionFn = dot_product_attention):
-        block = BLOCKS.get(config.block)
+        block = implementation(BLOCKS[config.block])
         self.config = config
         self._apply_block, layers = split_module(lambda: block(config, attention))
         self._apply_head, head = split_module(lambda: Head(config))
@@ -66,12 +68,16 @@ class ModelProgram:
 
     def parameter_count(self) -> int:
         outer = {"embed": self.specs["embed"], "head": self.specs["head"]}
-        return parameters.count(outer) + self.config.num_layers * parameters.count(self.specs["layers"])
+        return parameters.count(outer) + self.config.num_layers * parameters.count(
+            self.specs["layers"]
+        )
 
     def cast(self, params: Params) -> Params:
         """Floating leaves in the compute dtype."""
         dtype = jnp.dtype(self.config.dtype)
-        return jax.tree.map(lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params)
+        return jax.tree.map(
+            lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
+        )
 
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Token ids int32 [B,T] -> activations [B,T,D]."""
@@ -99,8 +105,8 @@ class ModelProgram:
           weights: float32 [...]; 0 for tokens that do not count.
 
         Returns:
-          (loss, cross_entropy), float32 scalars: sums over tokens of weight * value. The loss adds the z-loss term; the
-          cross-entropy is a figure to report, without a gradient.
+          (loss, cross_entropy), float32 scalars: sums over tokens of weight * value. The loss adds
+          the z-loss term; the cross-entropy is a figure to report, without a gradient.
         """
         return self._output.losses(*self._projection(params, x_BTD), targets, weights)
 

@@ -9,21 +9,30 @@ import jax.numpy as jnp
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
-# (layer parameters, layer index, activations, side inputs, key of the step or None) -> (activations, auxiliary loss)
+# (layer parameters, layer index, activations, side inputs, key of the step or None) ->
+# (activations, auxiliary loss)
 LayerFn = Callable[[Params, jax.Array, jax.Array, Any, Any], tuple[jax.Array, jax.Array]]
 
 
-def layer_function(program: ModelProgram, prepare: Callable[[Params], Params], *, padded: bool) -> LayerFn:
+def layer_function(
+    program: ModelProgram, prepare: Callable[[Params], Params], *, padded: bool
+) -> LayerFn:
     """One layer as engines apply it.
 
     Args:
       program: the model.
-      prepare: makes one layer's parameters ready for use: in the compute dtype, whole over the storage axes.
-      padded: True if some layers are padding (index = num_layers), which must leave the activations alone.
+      prepare: makes one layer's parameters ready for use: in the compute dtype, whole over the
+        storage axes.
+      padded: True if some layers are padding (index = num_layers), which must leave the activations
+        alone.
     """
 
-    def apply(layer: Params, index: jax.Array, x: jax.Array, side: Any, key: Any) -> tuple[jax.Array, jax.Array]:
-        layer_key = jax.random.fold_in(key, index) if program.needs_key and key is not None else None
+    def apply(
+        layer: Params, index: jax.Array, x: jax.Array, side: Any, key: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        layer_key = (
+            jax.random.fold_in(key, index) if program.needs_key and key is not None else None
+        )
         y, aux = program.block(prepare(layer), x, side, layer_key)
         if not padded:
             return y, aux
@@ -34,7 +43,14 @@ def layer_function(program: ModelProgram, prepare: Callable[[Params], Params], *
 
 
 def apply_layers(
-    layer_fn: LayerFn, layers: Params, index: jax.Array, x: jax.Array, side: Any, key: Any, *, scan: bool
+    layer_fn: LayerFn,
+    layers: Params,
+    index: jax.Array,
+    x: jax.Array,
+    side: Any,
+    key: Any,
+    *,
+    scan: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Applies consecutive layers.
 
@@ -52,7 +68,9 @@ def apply_layers(
     """
     if scan and index.shape[0] > 1:
 
-        def body(carry: tuple[jax.Array, jax.Array], layer: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
+        def body(
+            carry: tuple[jax.Array, jax.Array], layer: Any
+        ) -> tuple[tuple[jax.Array, jax.Array], None]:
             y, aux = layer_fn(layer[0], layer[1], carry[0], side, key)
             return (y, carry[1] + aux), None
 

@@ -1,7 +1,8 @@
 """GPipe inside your own `jax.shard_map`: for models that are not trained by maxpipe.
 
-Every device along a mesh axis is a stage and calls its own module on what the previous stage sent it (Huang et al.
-2019). The functions take plain callables, Flax NNX modules, and Flax Linen modules bound inside another module.
+Every device along a mesh axis is a stage and calls its own module on what the previous stage sent
+it (Huang et al. 2019). The functions take plain callables, Flax NNX modules, and Flax Linen modules
+bound inside another module.
 
 Letters: S stages (the size of the mesh axis), M microbatches, B sequences of a device's batch.
 """
@@ -20,20 +21,25 @@ Stage = Callable[..., Any]  # (x, *args, **kwargs) -> an array like x
 
 
 def execute_pipeline_step(
-    module: Stage, state: jax.Array, input: jax.Array, *args: Any, model_axis_name: str, **kwargs: Any
+    module: Stage,
+    state: jax.Array,
+    input: jax.Array,
+    *args: Any,
+    model_axis_name: str,
+    **kwargs: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """One iteration: every stage computes, and passes its result to the next stage.
 
     Args:
       module: this device's stage; called as module(x, *args, **kwargs), returns an array like x.
       state: what the previous stage sent in the last iteration, [B / M, ...].
-      input: the microbatch that enters the first stage, like `state`; the other stages do not look at it.
-      *args, **kwargs: passed to the module.
+      input: the microbatch that enters the first stage, like `state`; the other stages do not look
+      at it. *args, **kwargs: passed to the module.
       model_axis_name: mesh axis of the stages.
 
     Returns:
-      (state for the next iteration, output): both like `input`; the output is the last stage's result there and zeros
-      elsewhere.
+      (state for the next iteration, output): both like `input`; the output is the last stage's
+      result there and zeros elsewhere.
 
     Raises:
       ValueError: there is no such axis here, or the module's result is not like its input.
@@ -57,24 +63,31 @@ def execute_pipeline_step(
 
 
 def execute_pipeline(
-    module: Stage, x: jax.Array, *args: Any, num_microbatches: int, model_axis_name: str, **kwargs: Any
+    module: Stage,
+    x: jax.Array,
+    *args: Any,
+    num_microbatches: int,
+    model_axis_name: str,
+    **kwargs: Any,
 ) -> jax.Array:
     """A batch through all stages, in M + S - 1 iterations. Differentiable.
 
     Args:
-      module: this device's stage; called as module(microbatch, *args, **kwargs), returns an array like the microbatch.
-        Changes that it makes to its own state (batch statistics) are lost.
-      x: batch [B, ...] for the first stage; B is a multiple of M. The other stages look at its shape, and compute on it
-        while they wait, which no result shows.
+      module: this device's stage; called as module(microbatch, *args, **kwargs), returns an array
+        like the microbatch. Changes that it makes to its own state (batch statistics) are lost.
+      x: batch [B, ...] for the first stage; B is a multiple of M. The other stages look at its
+        shape, and compute on it while they wait, which no result shows.
       *args, **kwargs: passed to the module for every microbatch.
       num_microbatches: M.
       model_axis_name: mesh axis of the stages.
 
     Returns:
-      [B, ...]: the last stage's result there and zeros elsewhere, so that a sum over the axis is the result everywhere.
+      [B, ...]: the last stage's result there and zeros elsewhere, so that a sum over the axis is
+      the result everywhere.
 
     Raises:
-      ValueError: there is no such axis here, M does not divide B, or the module's result is not like its input.
+      ValueError: there is no such axis here, M does not divide B, or the module's result is not
+        like its input.
 
     Example:
       Two stages, parameters stacked along the axis.
@@ -95,17 +108,25 @@ def execute_pipeline(
     """
     index, size = _stage(model_axis_name)
     if num_microbatches < 1 or x.shape[0] % num_microbatches:
-        raise ValueError(f"num_microbatches={num_microbatches} must divide the batch, which has {x.shape[0]} rows here")
+        raise ValueError(
+            f"num_microbatches={num_microbatches} must divide the batch, which has {x.shape[0]} rows here"
+        )
     micro = x.reshape(num_microbatches, -1, *x.shape[1:])
     stage = _pure(module, micro[0], args, kwargs)
     _check_result(stage, micro[0], args, kwargs)
 
     def iterate(state: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         entering = micro[jnp.clip(t, 0, num_microbatches - 1)]
-        # While a stage waits it computes on real rows: zeros may be where a module's derivative is infinite.
+        # While a stage waits it computes on real rows: zeros may be where a module's derivative is
+        # infinite.
         waits = (t < index) | (t >= index + num_microbatches)
         return execute_pipeline_step(
-            stage, jnp.where(waits, entering, state), entering, *args, model_axis_name=model_axis_name, **kwargs
+            stage,
+            jnp.where(waits, entering, state),
+            entering,
+            *args,
+            model_axis_name=model_axis_name,
+            **kwargs,
         )
 
     first = _varying_like(iterate, micro[0])
@@ -116,8 +137,9 @@ def execute_pipeline(
 class PipelineModule(nn.Module):
     """A Linen module whose stages are `module_fn()`, one on each device along a mesh axis.
 
-    Initialise and apply it inside `jax.shard_map`. Its parameters have a leading dimension of 1 there, so that
-    `PartitionSpec(model_axis_name)` stacks the stages' parameters; each stage draws its own initial values.
+    Initialise and apply it inside `jax.shard_map`. Its parameters have a leading dimension of 1
+    there, so that `PartitionSpec(model_axis_name)` stacks the stages' parameters; each stage draws
+    its own initial values.
 
     Attributes:
       module_fn: makes a stage: a Linen module that maps [B / M, ...] to an array like it.
@@ -127,19 +149,14 @@ class PipelineModule(nn.Module):
     `__call__` takes and returns what `execute_pipeline` does, and raises the same errors.
 
     Example:
-      >>> import jax, jax.numpy as jnp, numpy as np
-      >>> from flax import linen as nn
-      >>> from jax.sharding import Mesh, PartitionSpec as P
-      >>> mesh = Mesh(np.array(jax.devices()[:4]), ("pipe",))
-      >>> model = PipelineModule(lambda: nn.Dense(8), num_microbatches=2, model_axis_name="pipe")
-      >>> shard_map = lambda f, *i, out: jax.shard_map(f, mesh=mesh, in_specs=i, out_specs=out)
-      >>> x = jnp.ones((6, 8))
-      >>> params = shard_map(model.init, P(), P(), out=P("pipe"))(jax.random.key(0), x)
-      >>> params["params"]["stages"]["kernel"].shape
-      (4, 8, 8)
-      >>> y = shard_map(lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), P("pipe"), P(), out=P())(params, x)
-      >>> y.shape
-      (6, 8)
+      >>> import jax, jax.numpy as jnp, numpy as np >>> from flax import linen as nn >>> from
+      jax.sharding import Mesh, PartitionSpec as P >>> mesh = Mesh(np.array(jax.devices()[:4]),
+      ("pipe",)) >>> model = PipelineModule(lambda: nn.Dense(8), num_microbatches=2,
+      model_axis_name="pipe") >>> shard_map = lambda f, *i, out: jax.shard_map(f, mesh=mesh,
+      in_specs=i, out_specs=out) >>> x = jnp.ones((6, 8)) >>> params = shard_map(model.init, P(),
+      P(), out=P("pipe"))(jax.random.key(0), x) >>> params["params"]["stages"]["kernel"].shape (4,
+      8, 8) >>> y = shard_map(lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), P("pipe"), P(),
+      out=P())(params, x) >>> y.shape (6, 8)
     """
 
     module_fn: Callable[[], nn.Module]
@@ -158,9 +175,13 @@ class PipelineModule(nn.Module):
 
         mine = jax.tree.map(lambda p: p[0], self.param("stages", stages))
         return execute_pipeline(
-            partial(module.apply, {"params": mine}), x, *args,
-            num_microbatches=self.num_microbatches, model_axis_name=self.model_axis_name, **kwargs,
-        )  # fmt: skip
+            partial(module.apply, {"params": mine}),
+            x,
+            *args,
+            num_microbatches=self.num_microbatches,
+            model_axis_name=self.model_axis_name,
+            **kwargs,
+        )
 
 
 def _stage(axis: str) -> tuple[jax.Array, int]:
@@ -191,7 +212,10 @@ def _pure(module: Stage, x: jax.Array, args: Any, kwargs: Any) -> Stage:
 
 def _check_result(stage: Stage, x: jax.Array, args: Any, kwargs: Any) -> None:
     result = jax.eval_shape(lambda x: stage(x, *args, **kwargs), x)
-    if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (x.shape, x.dtype):
+    if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (
+        x.shape,
+        x.dtype,
+    ):
         found = getattr(result, "shape", type(result).__name__), str(getattr(result, "dtype", ""))
         message = f"a stage must return an array like its input, {x.shape} {x.dtype}, since it is the next one's input"
         raise ValueError(f"{message}; got {found[0]} {found[1]}".rstrip())

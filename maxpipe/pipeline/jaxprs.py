@@ -12,9 +12,16 @@ CALLS = ("jit", "pjit", "closed_call", "core_call")
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 
 _EXPENSIVE = (
-    "dot_general", "ragged_dot", "conv_general_dilated", "gather", "sort", "top_k", "approx_top_k", "pure_callback",
+    "dot_general",
+    "ragged_dot",
+    "conv_general_dilated",
+    "gather",
+    "sort",
+    "top_k",
+    "approx_top_k",
+    "pure_callback",
     "ffi_call",
-)  # fmt: skip
+)
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
@@ -58,12 +65,17 @@ def _evaluate(program: Any, args: Sequence[Any], opened: Sequence[str]) -> list[
     return [read(v) for v in jaxpr.outvars]
 
 
-def part(jaxpr: Jaxpr, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Atom]) -> Jaxpr:
+def part(
+    jaxpr: Jaxpr, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Atom]
+) -> Jaxpr:
     """Some equations of a program as a program of their own, which has no constants."""
     return jaxpr.replace(
-        constvars=[], invars=list(inputs), eqns=list(equations), outvars=list(outputs),
+        constvars=[],
+        invars=list(inputs),
+        eqns=list(equations),
+        outvars=list(outputs),
         debug_info=jaxpr.debug_info.with_unknown_names(),
-    )  # fmt: skip
+    )
 
 
 def ancestors(equations: Sequence[JaxprEqn], ends: Iterable[Atom]) -> list[JaxprEqn]:
@@ -83,12 +95,18 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 
 def read_by(equations: Iterable[JaxprEqn], others: Iterable[Atom]) -> dict[Var, None]:
     """Variables that equations and others name, each once, in order."""
-    return dict.fromkeys([*(v for eqn in equations for v in variables(eqn.invars)), *variables(others)])
+    return dict.fromkeys(
+        [*(v for eqn in equations for v in variables(eqn.invars)), *variables(others)]
+    )
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
     """Whether an equation costs little more than reading its operands."""
     name = eqn.primitive.name
-    if name.startswith(("scatter", "cum", "reduce_window")) or eqn.effects or any(inner_jaxprs(eqn)):
+    if (
+        name.startswith(("scatter", "cum", "reduce_window"))
+        or eqn.effects
+        or any(inner_jaxprs(eqn))
+    ):
         return False
     return name not in _EXPENSIVE

@@ -1,7 +1,8 @@
 """Where layers live: [num_layers, ...] on disk, [repeats, stages, layers_per_stage, ...] in a pipeline.
 
-Letters: N layers in model order, V repeats, S stages, L layers per chunk (the largest, if chunks are uneven), E rows of
-layers that run outside the pipeline: they live behind the others as if there were more repeats, spread over the stages.
+Letters: N layers in model order, V repeats, S stages, L layers per chunk (the largest, if chunks
+are uneven), E rows of layers that run outside the pipeline: they live behind the others as if there
+were more repeats, spread over the stages.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.pipeline.schedules._table import stages_of_chunks
+from maxpipe.pipeline.schedules.table import stages_of_chunks
 
 
 @dataclass(frozen=True)

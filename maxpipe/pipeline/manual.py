@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.context_parallel import AXIS
 from maxpipe.model.parameters import Params
-from maxpipe.sharding import only
+from maxpipe.sharding.context_parallel import AXIS
+from maxpipe.sharding.rules import only
 
 ROW_AXES = ("data", "fsdp")
 BATCH_AXES = (*ROW_AXES, AXIS)  # axes along which each device has its own tokens
@@ -75,7 +75,8 @@ class Gather:
 
         Leading layer dimensions as in `whole`.
         """
-        # Sums are float32 for accuracy; bfloat16 ones also abort XLA's CPU backend in partially manual programs.
+        # Sums are float32 for accuracy; bfloat16 ones also abort XLA's CPU backend in partially
+        # manual programs.
         x = gradient.astype(jnp.float32)
 
         def reduce(x: jax.Array) -> jax.Array:
@@ -89,15 +90,19 @@ class Gather:
     def _partwise(self, f: Array2Array, leading: tuple[str | None, ...]) -> Array2Array:
         """`f` on each device's part over the partitioner's axes.
 
-        The partitioner does not split the operand of a collective written by hand: it would gather it first.
+        The partitioner does not split the operand of a collective written by hand: it would gather
+          it first.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        # All of them: XLA of jax 0.12 ends the process where some are left to the partitioner, even of size one.
+        # All of them: XLA of jax 0.12 ends the process where some are left to the partitioner, even
+        # of size one.
         automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
         spec = only(PartitionSpec(*leading, *self._spec), automatic)
         if not self._dims or not any(spec):
             return f
-        return jax.shard_map(f, in_specs=spec, out_specs=spec, axis_names=automatic, check_vma=False)
+        return jax.shard_map(
+            f, in_specs=spec, out_specs=spec, axis_names=automatic, check_vma=False
+        )
 
 
 def map_gathers(f: Callable[..., Any], gathers: Any, *trees: Any) -> Any:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxpipe.context_parallel import in_places
+from maxpipe.sharding.context_parallel import in_places
 
 Batch = dict[str, jax.Array]
 ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # [B, T] each
@@ -14,8 +14,8 @@ SIDE = ("positions", "segment_ids", "sequence_index")
 def prepared(batch: Batch, context: int) -> Batch:
     """A global batch as the layers take it.
 
-    Tokens are in their places on the devices along mesh axis `context`, and sequence_index int32 [B] is added, the
-    index in the global batch, from which dropout masks are drawn.
+    Tokens are in their places on the devices along mesh axis `context`, and sequence_index int32
+    [B] is added, the index in the global batch, from which dropout masks are drawn.
     """
     if context > 1:
         batch = {name: in_places(x, context) for name, x in batch.items()}
@@ -43,7 +43,10 @@ def columns(batch: Batch, num_microbatches: int) -> Batch:
 
 def column(batch: Batch, microbatch: jax.Array) -> Batch:
     """Microbatch `microbatch` of what `columns` made, [B / M, ...]."""
-    return {name: jax.lax.dynamic_index_in_dim(x, microbatch, axis=1, keepdims=False) for name, x in batch.items()}
+    return {
+        name: jax.lax.dynamic_index_in_dim(x, microbatch, axis=1, keepdims=False)
+        for name, x in batch.items()
+    }
 
 
 def side_inputs(batch: Batch) -> Batch:

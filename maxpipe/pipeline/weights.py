@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
-from maxpipe.sharding import AxisRules, without
+from maxpipe.sharding.rules import AxisRules, without
 
 # Mesh axes over which a parameter is spread to save memory; compute needs it whole over them.
 STORAGE_AXES = ("fsdp", "stage", "context")
@@ -20,10 +20,13 @@ class Weights:
     Args:
       rules: logical axis rules.
       specs: {"embed", "layers", "head"} of `ModelProgram`.
-      layer_axes, layer_shape: logical axes and sizes of the leading dimensions of live layer parameters.
+      layer_axes, layer_shape: logical axes and sizes of the leading dimensions of live layer
+        parameters.
     """
 
-    def __init__(self, rules: AxisRules, specs: Any, layer_axes: Sequence[str], layer_shape: Sequence[int]):
+    def __init__(
+        self, rules: AxisRules, specs: Any, layer_axes: Sequence[str], layer_shape: Sequence[int]
+    ):
         self._rules = rules
         self._specs = specs
         self._layer_axes = tuple(layer_axes)
@@ -33,7 +36,9 @@ class Weights:
         """NamedSharding of every live parameter at rest."""
 
         def layer(spec: ParamSpec) -> NamedSharding:
-            return self._rules.sharding(self._layer_axes + spec.axes, self._layer_shape + spec.shape)
+            return self._rules.sharding(
+                self._layer_axes + spec.axes, self._layer_shape + spec.shape
+            )
 
         def outer(spec: ParamSpec) -> NamedSharding:
             return self._rules.sharding(spec.axes, spec.shape)
@@ -47,11 +52,16 @@ class Weights:
     def abstract(self) -> Params:
         """Shape, dtype and sharding of every live parameter at rest."""
 
-        def one(spec: ParamSpec, sharding: NamedSharding, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        def one(
+            spec: ParamSpec, sharding: NamedSharding, leading: tuple[int, ...]
+        ) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leading + spec.shape, spec.dtype, sharding=sharding)
 
         shardings, leading = self.shardings(), {"layers": self._layer_shape}
-        return {n: map_specs(partial(one, leading=leading.get(n, ())), self._specs[n], shardings[n]) for n in shardings}
+        return {
+            n: map_specs(partial(one, leading=leading.get(n, ())), self._specs[n], shardings[n])
+            for n in shardings
+        }
 
     def gather_layer(self, layer: Params) -> Params:
         """One layer's parameters, whole over the storage axes; the transpose scatters the gradient again."""

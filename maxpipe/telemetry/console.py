@@ -32,9 +32,9 @@ class Progress:
 class Console:
     """Shows steps, and text between them.
 
-    Step time, tokens/s, MFU and time left come from the median of the last `WINDOW` steps, so that no single
-    stall distorts them. The first step of a process, which compiles, never enters the median; until there is
-    another the time left is unknown.
+    Step time, tokens/s, MFU and time left come from the median of the last `WINDOW` steps, so that
+    no single stall distorts them. The first step of a process, which compiles, never enters the
+    median; until there is another the time left is unknown.
 
     Args:
       total_steps: steps of the whole run, earlier processes included.

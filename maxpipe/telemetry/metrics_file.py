@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one JSON object per line, the record from which runs are compared and plotted.
 
-Finite numbers are written with the shortest digits that read back as the same float64, so two runs that agree
-bit for bit write the same digits. JSON has no NaN and no infinity: both become null.
+Finite numbers are written with the shortest digits that read back as the same float64, so two runs
+that agree bit for bit write the same digits. JSON has no NaN and no infinity: both become null.
 """
 
 import json
@@ -17,9 +17,9 @@ Row = Mapping[str, float | int | None]
 class MetricsFile:
     """Appends rows to a file; each is handed to the operating system before `write` returns.
 
-    Opening keeps whole rows up to `last_step`, the step of the restored checkpoint (0 for a fresh run): the
-    steps after it are about to be done again. Lines that are no rows, as a crash leaves them, are dropped as
-    well: an unattended restart must not fail over its log.
+    Opening keeps whole rows up to `last_step`, the step of the restored checkpoint (0 for a fresh
+    run): the steps after it are about to be done again. Lines that are no rows, as a crash leaves
+    them, are dropped as well: an unattended restart must not fail over its log.
 
     Attributes:
       lost_seconds: step time in the rows dropped.

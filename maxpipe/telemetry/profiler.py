@@ -7,9 +7,9 @@ from pathlib import Path
 class Profiler:
     """Traces steps first to last, both included, into `directory`.
 
-    The loop calls `before` and `after` around every step, `after` once the step's results are there, and
-    `close` however it ends. A run that resumes inside the window traces what is left of it; one that ends
-    inside it writes what it has.
+    The loop calls `before` and `after` around every step, `after` once the step's results are
+    there, and `close` however it ends. A run that resumes inside the window traces what is left of
+    it; one that ends inside it writes what it has.
 
     Args:
       profile_steps: `telemetry.profile_steps`: [first, last], counted from 1; empty = no trace.

@@ -14,20 +14,22 @@ class Recorder:
     """Sends each finished step to `metrics.jsonl`, each `telemetry.log_every`-th to console and TensorBoard.
 
     Files in `run_dir`:
-      metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate, step_seconds,
-        tokens_per_second, mfu` and the extra values of the step; rows `step, eval_loss` for evaluations; at
-        the end of each process `step, goodput` and its parts (`maxpipe.telemetry.time_account`). Non-finite
-        numbers, and `mfu` where the peak is unknown, are null.
+      metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
+        step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
+        eval_loss` for evaluations; at the end of each process `step, goodput` and its parts
+        (`maxpipe.telemetry.time_account`). Non-finite numbers, and `mfu` where the peak is unknown,
+        are null.
       tensorboard/: the same values as scalars.
 
     Args:
       config: the run's resolved configuration.
       run_dir: the run's directory, created if missing.
-      start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows past it, left
-        by a process that died later than its last checkpoint, are dropped.
+      start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
+        past it, left by a process that died later than its last checkpoint, are dropped.
       tokens_per_step: tokens in a global batch.
       flops_per_step: model FLOPs of a step on a global batch (`maxpipe.telemetry.flops`).
-      peak_flops: peak FLOP/s of all devices together, or None if unknown (`maxpipe.telemetry.chips`).
+      peak_flops: peak FLOP/s of all devices together, or None if unknown
+        (`maxpipe.telemetry.chips`).
       is_main: False in all processes but one; there a recorder does nothing and touches no file.
     """
 
@@ -52,7 +54,9 @@ class Recorder:
         if not is_main:
             return
         self._metrics = MetricsFile(run_dir / "metrics.jsonl", start_step)
-        self._tensorboard = TensorBoard(run_dir / "tensorboard", start_step) if self._log_every else None
+        self._tensorboard = (
+            TensorBoard(run_dir / "tensorboard", start_step) if self._log_every else None
+        )
         self._console = Console(
             total_steps=config.steps,
             start_step=start_step,
@@ -75,7 +79,8 @@ class Recorder:
 
         Args:
           step: number of the step, counted from 1.
-          loss, grad_norm, learning_rate: Python floats; a float32 of the device converts without loss.
+          loss, grad_norm, learning_rate: Python floats; a float32 of the device converts without
+            loss.
           step_seconds: wall-clock seconds of this step.
           **extra: further values of the step, written under their own names.
         """
@@ -90,12 +95,16 @@ class Recorder:
             "tokens_per_second": self._tokens / step_seconds,
             "mfu": None if self._peak is None else self._flops / (step_seconds * self._peak),
         }
-        assert not row.keys() & extra.keys(), f"{row.keys() & extra.keys()} would hide values of the step"
+        assert not row.keys() & extra.keys(), (
+            f"{row.keys() & extra.keys()} would hide values of the step"
+        )
         row.update(extra)
         self._metrics.write(row)
         self._console.step(Progress(step, loss, learning_rate, step_seconds))
         if self._tensorboard is not None and self._is_logged(step):
-            self._tensorboard.write(step, {f"train/{key}": row[key] for key in row if key != "step"})
+            self._tensorboard.write(
+                step, {f"train/{key}": row[key] for key in row if key != "step"}
+            )
 
     def evaluation(self, step: int, eval_loss: float) -> None:
         """Records the loss on held-out data after `step`, nats per token."""

@@ -8,7 +8,8 @@ class TensorBoard:
     """Writes scalars to `directory`; points that an earlier process wrote after `last_step` are hidden."""
 
     def __init__(self, directory: Path, last_step: int):
-        # Imported here: it takes a quarter of a second that only the process which writes should pay.
+        # Imported here: it takes a quarter of a second that only the process which writes should
+        # pay.
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(directory), purge_step=last_step + 1)

@@ -22,7 +22,8 @@ class TimeAccount:
       checkpoint  what a save keeps the loop from doing, and at the end waiting for its commit
       evaluation  on held-out data
 
-    As a context manager it hears from JAX about compilations; otherwise they count as the phase they are in.
+    As a context manager it hears from JAX about compilations; otherwise they count as the phase
+    they are in.
 
     Args:
       clock: seconds, never going back.
@@ -34,7 +35,9 @@ class TimeAccount:
         self._phase = "init"
         self._since = clock()
         self._compiled: list[tuple[float, float]] = []
-        self._thread = threading.current_thread()  # what others compile does not keep this one waiting
+        self._thread = (
+            threading.current_thread()
+        )  # what others compile does not keep this one waiting
 
     def __enter__(self) -> Self:
         import jax
@@ -95,7 +98,8 @@ def goodput_row(seconds: Mapping[str, float], lost: float) -> dict[str, float]:
       lost: seconds that an earlier process spent on steps after its last checkpoint.
 
     Returns:
-      `seconds_in_<phase>` for each phase, `seconds_lost`, and `goodput`: the steps' share of all of them.
+      `seconds_in_<phase>` for each phase, `seconds_lost`, and `goodput`: the steps' share of all of
+      them.
     """
     total = sum(seconds.values()) + lost
     named = {f"seconds_in_{phase}": value for phase, value in seconds.items()}

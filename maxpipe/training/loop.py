@@ -1,6 +1,9 @@
-"""The training loop: batch, step, log, evaluate, save, next."""
+"""What came of each step, read one step late, so that the devices always have the next step to do.
+
+The training loop: batch, step, log, evaluate, save, next."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +14,66 @@ from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.retention import EVAL_LOSS
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader
+from maxpipe.supervision.supervise import Supervision
 from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, all_rows
-from maxpipe.training.engine import Engine
-from maxpipe.training.step_log import StepLog
-from maxpipe.training.supervision import Supervision
+from maxpipe.training.trainer import Engine
+
+
+class StepLog:
+    """Records steps, names those that were skipped, and counts those that were not finite.
+
+    Args:
+      recorder: where they go.
+      max_consecutive_skips: `optimizer.max_consecutive_skips`.
+      progress: called with each finished step in words.
+    """
+
+    def __init__(
+        self, recorder: Recorder, max_consecutive_skips: int, progress: Callable[[str], None]
+    ):
+        self._recorder = recorder
+        self._limit = max_consecutive_skips
+        self._progress = progress
+        self._pending: tuple[int, Any] | None = None
+        self._since = time.perf_counter()
+        self._skips_in_row = 0
+        self.last_is_finite = True
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether as many recorded steps in a row as allowed were not finite."""
+        return bool(self._limit) and self._skips_in_row >= self._limit
+
+    def add(self, step: int, metrics: Any) -> None:
+        """Takes a dispatched step's metrics and waits for the step before it."""
+        self.finish()
+        self._pending = (step, metrics)
+
+    def finish(self) -> None:
+        """Waits for the pending step and records it."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
+        self._progress(f"step {step}")
+        self.last_is_finite = values.pop("finite")
+        self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
+        if values["skipped"]:
+            why = "a spike" if self.last_is_finite else "not finite"
+            what = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+            self._recorder.say(
+                f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
+            )
+        self._recorder.step(step, step_seconds=seconds, **values)
+
+    def resume(self) -> None:
+        """Leaves what happened since the last step out of the next step's time."""
+        if self._pending is None:
+            self._since = time.perf_counter()
+
 
 DONE, DIVERGED = 0, 42
 
@@ -63,14 +120,16 @@ def train(run: Run) -> int:
     """
     config, time, stop = run.config, run.supervision.time, run.supervision.interruption
     last = min(config.steps, config.stop_after or config.steps)
-    log = StepLog(run.recorder, config.optimizer.max_consecutive_skips, run.supervision.watchdog.progress)
+    log = StepLog(
+        run.recorder, config.optimizer.max_consecutive_skips, run.supervision.watchdog.progress
+    )
     saved = run.step
     stop.begin()
     time.enter("step")
     # A transfer that nobody asked for would stall the device queue in every step.
     with jax.transfer_guard("disallow"):
-        # The order is a contract: a checkpoint of step N holds the state after step N and the data position
-        # after batch N, and the loader is touched nowhere else.
+        # The order is a contract: a checkpoint of step N holds the state after step N and the data
+        # position after batch N, and the loader is touched nowhere else.
         while run.step < last and not (is_interrupted := stop.after(run.step)):
             run.profiler.before(run.step + 1)
             with time.phase("data"):
@@ -146,7 +205,9 @@ def evaluate(run: Run) -> None:
         loader.restart()
         batches = (run.place_eval(next(loader)) for _ in range(run.config.eval.batches))
         sums = jax.device_get([run.engine.forward(run.state, batch) for batch in batches])
-        loss = float(sum(s["cross_entropy"] for s in sums) / max(sum(s["weight"] for s in sums), 1e-6))
+        loss = float(
+            sum(s["cross_entropy"] for s in sums) / max(sum(s["weight"] for s in sums), 1e-6)
+        )
         run.eval_losses = {run.step: loss} if math.isfinite(loss) else {}
         run.recorder.evaluation(run.step, loss)
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")

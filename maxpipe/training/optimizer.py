@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
 from maxpipe.config.sections import OptimizerConfig
+from maxpipe.config.variants import implementation
 from maxpipe.model.parameters import Params, map_specs
-from maxpipe.training.lr_schedules import LR_SCHEDULES
-from maxpipe.training.optimizers import OPTIMIZERS
 from maxpipe.training.spikes import SpikeFilter
 
 # Matrices that touch the residual stream decay; norms and biases do not.
@@ -27,7 +27,8 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, specs: Any):
         self._config = config
         self.spike_filter = SpikeFilter(config)
-        self._transform = OPTIMIZERS.get(config.name)(config, specs)
+        self._transform = implementation(OPTIMIZERS[config.name])(config, specs)
+        self._rate = implementation(LR_SCHEDULES[config.schedule])
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> Any:
@@ -37,16 +38,23 @@ class Optimizer:
     def learning_rate(self, step: jax.Array) -> jax.Array:
         """Rate of the update that follows `step` finished steps, float32 scalar.
 
-        Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to `decay_steps`.
+        Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to
+        `decay_steps`.
         """
         config, done = self._config, step.astype(jnp.float32)
         warmup = jnp.minimum(1.0, (done + 1) / max(config.warmup_steps, 1))
         progress = (done - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1)
-        share = LR_SCHEDULES.get(config.schedule)(jnp.clip(progress, 0.0, 1.0), config)
+        share = self._rate(jnp.clip(progress, 0.0, 1.0), config)
         return config.learning_rate * warmup * share
 
     def update(
-        self, params: Params, gradients: Params, state: Any, step: jax.Array, norm: jax.Array, accept: jax.Array
+        self,
+        params: Params,
+        gradients: Params,
+        state: Any,
+        step: jax.Array,
+        norm: jax.Array,
+        accept: jax.Array,
     ) -> tuple[Params, Any]:
         """One step.
 
@@ -59,15 +67,28 @@ class Optimizer:
         Returns:
           (parameters, state).
         """
-        # Choosing between results, leaf by leaf, keeps old values beside new ones: on CPUs twice the update's time.
-        return jax.lax.cond(accept, self._accepted, lambda params, state, *_: (params, state),
-                            params, state, gradients, step, norm)  # fmt: skip
+        # Choosing between results, leaf by leaf, keeps old values beside new ones: on CPUs twice
+        # the update's time.
+        return jax.lax.cond(
+            accept,
+            self._accepted,
+            lambda params, state, *_: (params, state),
+            params,
+            state,
+            gradients,
+            step,
+            norm,
+        )
 
     def _accepted(
         self, params: Params, state: Any, gradients: Params, step: jax.Array, norm: jax.Array
     ) -> tuple[Params, Any]:
         config = self._config
-        clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6)) if config.grad_clip_norm else 1.0
+        clip = (
+            jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
+            if config.grad_clip_norm
+            else 1.0
+        )
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, gradients)
         directions, state = self._transform.update(gradients, state, params)
         rate = self.learning_rate(step)

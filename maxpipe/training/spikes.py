@@ -28,10 +28,11 @@ class History:
 class SpikeFilter:
     """Tells spikes from steps.
 
-    The rule is that of OLMo-core's SkipStepOptimizer: a step is a spike if its loss or its gradient norm exceeds
-    the mean of the window by more than `optimizer.spike_deviations` standard deviations. Spikes enter the window
-    like other steps, so that a run whose level has changed for good goes on after a while. Values that are not
-    finite do not enter: one of them would have all steps skipped until it leaves.
+    The rule is that of OLMo-core's SkipStepOptimizer: a step is a spike if its loss or its gradient
+    norm exceeds the mean of the window by more than `optimizer.spike_deviations` standard
+    deviations. Spikes enter the window like other steps, so that a run whose level has changed for
+    good goes on after a while. Values that are not finite do not enter: one of them would have all
+    steps skipped until it leaves.
 
     Args:
       config: `optimizer.*`; without `spike_window` there is no history and nothing is computed.
@@ -65,7 +66,9 @@ class SpikeFilter:
         step = jnp.stack([loss, norm])
         mean = history.values.mean(axis=1)
         deviation = jnp.maximum(history.values.std(axis=1), LEAST_DEVIATION * jnp.abs(mean))
-        is_spike = jnp.any(step > mean + self._deviations * deviation) & (history.count >= self._window)
+        is_spike = jnp.any(step > mean + self._deviations * deviation) & (
+            history.count >= self._window
+        )
         entered = history.values.at[:, history.count % self._window].set(step)
         values = jnp.where(finite, entered, history.values)
         return finite & ~is_spike, History(values, history.count + finite)

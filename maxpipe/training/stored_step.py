@@ -1,8 +1,9 @@
 """A compiled train step in a file, and an engine that runs it instead of compiling its own.
 
-The file holds the executable as the runtime writes it and, as JSON, what it was compiled from. Nothing is unpickled:
-the structure of arguments and results follows from the configuration. An executable is machine code all the same, so
-load only files whose origin you trust.
+The file holds the executable as the runtime writes it and, as JSON, what it was compiled from.
+Nothing is unpickled:
+the structure of arguments and results follows from the configuration. An executable is machine code
+all the same, so load only files whose origin you trust.
 """
 
 import hashlib
@@ -22,18 +23,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.xla_client import DeviceList
 
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.config.schema import OPTIONS, get
-from maxpipe.pipeline.contract import Batch, Metrics
-from maxpipe.simulated_devices import hindrance
-from maxpipe.training.engine import SpmdEngine
+from maxpipe.config.options import OPTIONS, get
+from maxpipe.devices.simulated import hindrance
+from maxpipe.pipeline.engines.base import Batch, Metrics
+from maxpipe.training.trainer import SpmdEngine
 
 SAVE, LOAD = "compile.save", "compile.load"
 MAGIC = b"maxpipe train step 1\n"
 # Sections and keys that end up in the program.
 PROGRAM = (
-    "model", "mesh.ici", "mesh.dcn", "sharding.logical_axis_rules", "pipeline", "optimizer",
-    "data.global_batch_size", "data.sequence_length",
-)  # fmt: skip
+    "model",
+    "mesh.ici",
+    "mesh.dcn",
+    "sharding.logical_axis_rules",
+    "pipeline",
+    "optimizer",
+    "data.global_batch_size",
+    "data.sequence_length",
+)
 # Distributions that hold compiler and runtime, beside jaxlib.
 RUNTIMES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
@@ -87,7 +94,9 @@ def read(file: str) -> Stored:
     except OSError as error:
         raise ConfigError(Problem(LOAD, f"cannot read {file}: {error.strerror}")) from None
     if not content.startswith(MAGIC):
-        raise ConfigError(Problem(LOAD, f"{file} was not written by {SAVE}, or by another version of maxpipe"))
+        raise ConfigError(
+            Problem(LOAD, f"{file} was not written by {SAVE}, or by another version of maxpipe")
+        )
     header, _, payload = content.removeprefix(MAGIC).partition(b"\n")
     try:
         found = json.loads(header)
@@ -128,8 +137,8 @@ class StoredStep:
       mesh: the engine's.
 
     Raises:
-      ConfigError: the file cannot be read, or was compiled from something else (a problem for each difference), or
-        no program from a file is safe on these devices.
+      ConfigError: the file cannot be read, or was compiled from something else (a problem for each
+        difference), or no program from a file is safe on these devices.
     """
 
     def __init__(self, engine: SpmdEngine, config: Config, mesh: Mesh):
@@ -144,7 +153,9 @@ class StoredStep:
         self._state = engine.abstract_state()
         self._batch_sharding = NamedSharding(mesh, engine.batch_spec)
         whole = NamedSharding(mesh, PartitionSpec())
-        scalars = dict.fromkeys(stored.metrics, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole))
+        scalars = dict.fromkeys(
+            stored.metrics, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+        )
         self._results, self._tree = jax.tree.flatten((self._state, scalars))
 
     def __getattr__(self, name: str) -> Any:
@@ -152,22 +163,30 @@ class StoredStep:
 
     def step(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         # The executable takes its arguments as they lie; JAX, which would check them, is not asked.
-        assert all(jax.tree.leaves(jax.tree.map(lambda a, s: a.sharding == s.sharding, state, self._state)))
+        assert all(
+            jax.tree.leaves(jax.tree.map(lambda a, s: a.sharding == s.sharding, state, self._state))
+        )
         assert all(a.sharding == self._batch_sharding for a in batch.values())
         results = self._executable.execute_sharded(jax.tree.leaves((state, batch)))
         arrays = [
             jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
-            for like, shards in zip(self._results, results.disassemble_into_single_device_arrays(), strict=True)
+            for like, shards in zip(
+                self._results, results.disassemble_into_single_device_arrays(), strict=True
+            )
         ]
         return jax.tree.unflatten(self._tree, arrays)
 
 
 def _load(file: str, executable: bytes, devices: Sequence[Any]) -> Any:
     try:
-        return devices[0].client.deserialize_executable(executable, executable_devices=DeviceList(tuple(devices)))
+        return devices[0].client.deserialize_executable(
+            executable, executable_devices=DeviceList(tuple(devices))
+        )
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(Problem(LOAD, f"the runtime does not take {file}: {reason}; {_again(file)}")) from None
+        raise ConfigError(
+            Problem(LOAD, f"the runtime does not take {file}: {reason}; {_again(file)}")
+        ) from None
 
 
 def _differences(file: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[Problem]:

@@ -1,18 +1,19 @@
 """The same model in MaxText and in maxpipe, in turns on this machine.
 
-    python scripts/benchmark/compare_maxtext.py PYTHON [--case interleaved one_repeat fsdp] [--rounds 1] [--steps 6]
-        [--json FILE]
+    python scripts/benchmark/compare_maxtext.py PYTHON [--case interleaved one_repeat fsdp]
+        [--rounds 1] [--steps 6] [--json FILE]
 
 PYTHON is a Python 3.12 with MaxText, which runs both trainers, so that JAX and libtpu are the same:
 
-    python3.12 -m venv VENV && VENV/bin/pip install uv
-    VENV/bin/uv pip install --python VENV/bin/python --compile-bytecode 'maxtext[tpu]==0.2.5' --resolution=lowest
+    python3.12 -m venv VENV && VENV/bin/pip install uv VENV/bin/uv pip install --python
+    VENV/bin/python --compile-bytecode 'maxtext[tpu]==0.2.5' --resolution=lowest
 
-Each training command runs as its own process on 8 simulated CPU devices: 8 layers, 4 heads of 64, 32 x 256 tokens,
-float32, full rematerialisation, synthetic data. Reported are seconds from the command to the end of the first step,
-CPU seconds a step (user and system, medians; the first step is left out), and the peak of resident memory. Ratios are
-MaxText over maxpipe. Then both compile a larger model in bfloat16 for 8 v5p chips, with the compilers' figures for the
-memory of one device. Linux only, since CPU time is read from /proc.
+Each training command runs as its own process on 8 simulated CPU devices: 8 layers, 4 heads of 64,
+32 x 256 tokens, float32, full rematerialisation, synthetic data. Reported are seconds from the
+command to the end of the first step, CPU seconds a step (user and system, medians; the first step
+is left out), and the peak of resident memory. Ratios are MaxText over maxpipe. Then both compile a
+larger model in bfloat16 for 8 v5p chips, with the compilers' figures for the memory of one device.
+Linux only, since CPU time is read from /proc.
 """
 
 import argparse
@@ -44,46 +45,111 @@ STEP_LINES = {"maxtext": re.compile(r"completed step: \d+"), "maxpipe": re.compi
 # Every case as (words for MaxText, words for maxpipe).
 CASES = {
     "interleaved": (
-        ("ici_pipeline_parallelism=4", "ici_fsdp_parallelism=2", "num_pipeline_microbatches=8",
-         "num_layers_per_pipeline_stage=1", "num_pipeline_repeats=2"),
-        ("mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_microbatches=8", "pipeline.num_repeats=2",
-         "pipeline.schedule=lockstep_1f1b"),
+        (
+            "ici_pipeline_parallelism=4",
+            "ici_fsdp_parallelism=2",
+            "num_pipeline_microbatches=8",
+            "num_layers_per_pipeline_stage=1",
+            "num_pipeline_repeats=2",
+        ),
+        (
+            "mesh.ici.stage=4",
+            "mesh.ici.fsdp=2",
+            "pipeline.num_microbatches=8",
+            "pipeline.num_repeats=2",
+            "pipeline.schedule=lockstep_1f1b",
+        ),
     ),
     "one_repeat": (
-        ("ici_pipeline_parallelism=4", "ici_fsdp_parallelism=2", "num_pipeline_microbatches=8",
-         "num_layers_per_pipeline_stage=2", "num_pipeline_repeats=1"),
-        ("mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_microbatches=8", "pipeline.num_repeats=1",
-         "pipeline.schedule=lockstep_1f1b"),
+        (
+            "ici_pipeline_parallelism=4",
+            "ici_fsdp_parallelism=2",
+            "num_pipeline_microbatches=8",
+            "num_layers_per_pipeline_stage=2",
+            "num_pipeline_repeats=1",
+        ),
+        (
+            "mesh.ici.stage=4",
+            "mesh.ici.fsdp=2",
+            "pipeline.num_microbatches=8",
+            "pipeline.num_repeats=1",
+            "pipeline.schedule=lockstep_1f1b",
+        ),
     ),
     "fsdp": (
         ("ici_fsdp_parallelism=8",),
-        ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_microbatches=1", "pipeline.num_repeats=-1"),
+        (
+            "mesh.ici.stage=1",
+            "mesh.ici.fsdp=8",
+            "pipeline.num_microbatches=1",
+            "pipeline.num_repeats=-1",
+        ),
     ),
-}  # fmt: skip
+}
 MAXTEXT_SMALL = (
-    "base_emb_dim=256", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=64", "base_mlp_dim=1024",
-    "base_num_decoder_layers=8", "vocab_size=1024", "max_target_length=256", "per_device_batch_size=4",
-    "dtype=float32", "weight_dtype=float32", "attention=dot_product",
-)  # fmt: skip
+    "base_emb_dim=256",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=4",
+    "head_dim=64",
+    "base_mlp_dim=1024",
+    "base_num_decoder_layers=8",
+    "vocab_size=1024",
+    "max_target_length=256",
+    "per_device_batch_size=4",
+    "dtype=float32",
+    "weight_dtype=float32",
+    "attention=dot_product",
+)
 MAXPIPE_SMALL = (
-    "model.embed_dim=256", "model.num_query_heads=4", "model.num_kv_heads=4", "model.head_dim=64",
-    "model.mlp_dim=1024", "model.num_layers=8", "model.vocab_size=1024", "data.sequence_length=256",
-    "data.global_batch_size=32", "model.dtype=float32",
-)  # fmt: skip
+    "model.embed_dim=256",
+    "model.num_query_heads=4",
+    "model.num_kv_heads=4",
+    "model.head_dim=64",
+    "model.mlp_dim=1024",
+    "model.num_layers=8",
+    "model.vocab_size=1024",
+    "data.sequence_length=256",
+    "data.global_batch_size=32",
+    "model.dtype=float32",
+)
 # 4 stages of 2 repeats of 2 layers x 2 fsdp, 32 microbatches of 2 sequences.
 MAXTEXT_V5P = (
-    "base_emb_dim=2048", "base_num_query_heads=16", "base_num_kv_heads=16", "head_dim=128", "base_mlp_dim=8192",
-    "base_num_decoder_layers=16", "vocab_size=32768", "max_target_length=2048", "per_device_batch_size=8",
-    "dtype=bfloat16", "weight_dtype=float32", "ici_pipeline_parallelism=4", "ici_fsdp_parallelism=2",
-    "num_pipeline_microbatches=32", "num_layers_per_pipeline_stage=2", "num_pipeline_repeats=2",
-    "compile_topology=v5p-16", "compile_topology_num_slices=1",
-)  # fmt: skip
+    "base_emb_dim=2048",
+    "base_num_query_heads=16",
+    "base_num_kv_heads=16",
+    "head_dim=128",
+    "base_mlp_dim=8192",
+    "base_num_decoder_layers=16",
+    "vocab_size=32768",
+    "max_target_length=2048",
+    "per_device_batch_size=8",
+    "dtype=bfloat16",
+    "weight_dtype=float32",
+    "ici_pipeline_parallelism=4",
+    "ici_fsdp_parallelism=2",
+    "num_pipeline_microbatches=32",
+    "num_layers_per_pipeline_stage=2",
+    "num_pipeline_repeats=2",
+    "compile_topology=v5p-16",
+    "compile_topology_num_slices=1",
+)
 MAXPIPE_V5P = (
-    "model.embed_dim=2048", "model.num_query_heads=16", "model.num_kv_heads=16", "model.head_dim=128",
-    "model.mlp_dim=8192", "model.num_layers=16", "model.vocab_size=32768", "data.sequence_length=2048",
-    "data.global_batch_size=64", "model.dtype=bfloat16", "mesh.ici.stage=4", "mesh.ici.fsdp=2",
-    "pipeline.num_microbatches=32", "pipeline.num_repeats=2", "compile.topology=v5p:2x2x2",
-)  # fmt: skip
+    "model.embed_dim=2048",
+    "model.num_query_heads=16",
+    "model.num_kv_heads=16",
+    "model.head_dim=128",
+    "model.mlp_dim=8192",
+    "model.num_layers=16",
+    "model.vocab_size=32768",
+    "data.sequence_length=2048",
+    "data.global_batch_size=64",
+    "model.dtype=bfloat16",
+    "mesh.ici.stage=4",
+    "mesh.ici.fsdp=2",
+    "pipeline.num_microbatches=32",
+    "pipeline.num_repeats=2",
+    "compile.topology=v5p:2x2x2",
+)
 
 
 class Failed(Exception):
@@ -136,7 +202,9 @@ def find_peer(python: str) -> Peer:
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     except OSError as error:
-        raise Failed(f"cannot run {python}: {error.strerror}; give the Python that has MaxText") from None
+        raise Failed(
+            f"cannot run {python}: {error.strerror}; give the Python that has MaxText"
+        ) from None
     except subprocess.CalledProcessError as error:
         raise Failed(f"{python} is not a usable Python:\n{error.stderr[-1000:]}") from None
     places, versions, missing = json.loads(done.stdout)
@@ -151,18 +219,38 @@ def find_peer(python: str) -> Peer:
 
 def maxtext_command(peer: Peer, module: str, directory: str, words: Sequence[str]) -> list[str]:
     return [
-        peer.python, "-m", f"maxtext.trainers.pre_train.{module}", peer.base_config, "run_name=compared",
-        f"base_output_directory={directory}", "jax_cache_dir=", "dataset_type=synthetic", "packing=False",
-        "enable_checkpointing=False", "enable_tensorboard=False", "remat_policy=full", "log_config=False", *words,
-    ]  # fmt: skip
+        peer.python,
+        "-m",
+        f"maxtext.trainers.pre_train.{module}",
+        peer.base_config,
+        "run_name=compared",
+        f"base_output_directory={directory}",
+        "jax_cache_dir=",
+        "dataset_type=synthetic",
+        "packing=False",
+        "enable_checkpointing=False",
+        "enable_tensorboard=False",
+        "remat_policy=full",
+        "log_config=False",
+        *words,
+    ]
 
 
 def maxpipe_command(peer: Peer, module: str, directory: str, words: Sequence[str]) -> list[str]:
     return [
-        peer.python, "-m", f"maxpipe.{module}", str(ROOT / "configs" / "base.yml"), f"output_dir={directory}",
-        "data.source=synthetic", "eval.every=0", "checkpoint.every=0", "telemetry.log_every=1",
-        "pipeline.remat_policy=full", "compile.cache_dir=off", *words,
-    ]  # fmt: skip
+        peer.python,
+        "-m",
+        f"maxpipe.{module}",
+        str(ROOT / "configs" / "base.yml"),
+        f"output_dir={directory}",
+        "data.source=synthetic",
+        "eval.every=0",
+        "checkpoint.every=0",
+        "telemetry.log_every=1",
+        "pipeline.remat_policy=full",
+        "compile.cache_dir=off",
+        *words,
+    ]
 
 
 def environment(trainer: str) -> dict[str, str]:
@@ -170,7 +258,10 @@ def environment(trainer: str) -> dict[str, str]:
     own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "LIBTPU_"))}
     own |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     if trainer == "maxtext":
-        return own | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "DECOUPLE_GCLOUD": "TRUE"}
+        return own | {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
+            "DECOUPLE_GCLOUD": "TRUE",
+        }
     return own | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), own.get("PYTHONPATH"))))}
 
 
@@ -182,7 +273,11 @@ def train(trainer: str, command: Sequence[str], steps: int) -> Run:
     """
     started, ends, output = time.perf_counter(), [], []
     process = subprocess.Popen(
-        command, env=environment(trainer), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment(trainer),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -192,9 +287,16 @@ def train(trainer: str, command: Sequence[str], steps: int) -> Run:
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode or len(ends) != steps:
-        raise Failed(f"{' '.join(command)}\nended with {process.returncode}:\n{''.join(output[-30:])}")
+        raise Failed(
+            f"{' '.join(command)}\nended with {process.returncode}:\n{''.join(output[-30:])}"
+        )
     differences = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(ends)]
-    return Run(ends[0][0], [cpu for _, cpu in differences], [wall for wall, _ in differences], usage.ru_maxrss * 1024)
+    return Run(
+        ends[0][0],
+        [cpu for _, cpu in differences],
+        [wall for wall, _ in differences],
+        usage.ru_maxrss * 1024,
+    )
 
 
 def compare_training(
@@ -206,11 +308,19 @@ def compare_training(
         for number in range(rounds):
             for name in names:
                 theirs, ours = CASES[name]
-                words = (*MAXTEXT_SMALL, *theirs, f"steps={steps}", "hardware=cpu", "skip_jax_distributed_system=True")
+                words = (
+                    *MAXTEXT_SMALL,
+                    *theirs,
+                    f"steps={steps}",
+                    "hardware=cpu",
+                    "skip_jax_distributed_system=True",
+                )
                 own = (*MAXPIPE_SMALL, *ours, f"steps={steps}", f"mesh.simulated_devices={DEVICES}")
                 commands = {
                     "maxtext": maxtext_command(peer, "train", directory, words),
-                    "maxpipe": maxpipe_command(peer, "train", directory, (*own, f"run_name={name}-{number}")),
+                    "maxpipe": maxpipe_command(
+                        peer, "train", directory, (*own, f"run_name={name}-{number}")
+                    ),
                 }
                 for trainer, command in commands.items():
                     runs[name][trainer].append(train(trainer, command, steps))
@@ -228,7 +338,9 @@ def compile_memory(peer: Peer, say: Callable[[str], None]) -> dict[str, dict[str
     memory = {}
     with tempfile.TemporaryDirectory() as directory:
         text = _output("maxtext", maxtext_command(peer, "train_compile", directory, MAXTEXT_V5P))
-        found = {name: re.search(rf"{name}_size_in_bytes=(\d+)", text) for name in ("argument", "temp")}
+        found = {
+            name: re.search(rf"{name}_size_in_bytes=(\d+)", text) for name in ("argument", "temp")
+        }
         if not all(found.values()):
             raise Failed(f"MaxText printed no CompiledMemoryStats:\n{text[-2000:]}")
         memory["maxtext circular"] = {name: int(match[1]) for name, match in found.items() if match}
@@ -236,16 +348,26 @@ def compile_memory(peer: Peer, say: Callable[[str], None]) -> dict[str, dict[str
         for schedule in ("circular", "lockstep_1f1b"):
             file = Path(directory) / "report.json"
             words = (*MAXPIPE_V5P, f"pipeline.schedule={schedule}")
-            _output("maxpipe", [*maxpipe_command(peer, "compile", directory, words), "--json", str(file)])
+            _output(
+                "maxpipe",
+                [*maxpipe_command(peer, "compile", directory, words), "--json", str(file)],
+            )
             sizes = json.loads(file.read_text())["memory"]
-            memory[f"maxpipe {schedule}"] = {"argument": sizes["arguments_bytes"], "temp": sizes["temp_bytes"]}
+            memory[f"maxpipe {schedule}"] = {
+                "argument": sizes["arguments_bytes"],
+                "temp": sizes["temp_bytes"],
+            }
             say(f"v5p: maxpipe {schedule} compiled")
     return memory
 
 
 def _output(trainer: str, command: Sequence[str]) -> str:
     done = subprocess.run(
-        command, env=environment(trainer), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=environment(trainer),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     if done.returncode:
         raise Failed(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
@@ -274,7 +396,10 @@ def training_table(runs: dict[str, dict[str, list[Run]]]) -> str:
 def memory_table(memory: dict[str, dict[str, int]]) -> str:
     """Markdown: MiB of one v5p chip, and MaxText's temp over each."""
     reference = memory["maxtext circular"]["temp"]
-    lines = ["| v5p, 32 microbatches | arguments MiB | temp MiB | MaxText / this |", "| --- | ---: | ---: | ---: |"]
+    lines = [
+        "| v5p, 32 microbatches | arguments MiB | temp MiB | MaxText / this |",
+        "| --- | ---: | ---: | ---: |",
+    ]
     for name, sizes in memory.items():
         cells = f"{sizes['argument'] / MIB:.0f} | {sizes['temp'] / MIB:.0f} | {reference / sizes['temp']:.2f}"
         lines.append(f"| {name} | {cells} |")
@@ -282,11 +407,17 @@ def memory_table(memory: dict[str, dict[str, int]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("python", metavar="PYTHON", help="a Python with maxtext")
-    parser.add_argument("--case", nargs="*", default=list(CASES), choices=CASES, help="none: skip training")
+    parser.add_argument(
+        "--case", nargs="*", default=list(CASES), choices=CASES, help="none: skip training"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="runs of each trainer and case")
-    parser.add_argument("--steps", type=int, default=6, help="steps of a run; the first is not counted")
+    parser.add_argument(
+        "--steps", type=int, default=6, help="steps of a run; the first is not counted"
+    )
     parser.add_argument("--no-topology", action="store_true", help="leave out compiling for v5p")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
     options = parser.parse_args(argv)
@@ -300,10 +431,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         peer = find_peer(options.python)
         measured["versions"] = peer.versions
-        print("on both sides: " + ", ".join(f"{name} {version}" for name, version in peer.versions.items() if version))
+        print(
+            "on both sides: "
+            + ", ".join(f"{name} {version}" for name, version in peer.versions.items() if version)
+        )
         if options.case:
             runs = compare_training(peer, options.case, options.rounds, options.steps, say)
-            measured["training"] = {c: {t: [asdict(r) for r in rs] for t, rs in g.items()} for c, g in runs.items()}
+            measured["training"] = {
+                c: {t: [asdict(r) for r in rs] for t, rs in g.items()} for c, g in runs.items()
+            }
             print(training_table(runs), flush=True)
         if not options.no_topology:
             measured["v5p"] = compile_memory(peer, say)

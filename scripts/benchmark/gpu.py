@@ -2,8 +2,9 @@
 
     python scripts/benchmark/run.py --gpu
 
-Both train float32 parameters with bfloat16 matrix products, AdamW and clipped gradients, on the same shapes and
-the same number of tokens per step. MFU counts the FLOPs of the mathematics only, so recomputation lowers it.
+Both train float32 parameters with bfloat16 matrix products, AdamW and clipped gradients, on the
+same shapes and the same number of tokens per step. MFU counts the FLOPs of the mathematics only, so
+recomputation lowers it.
 """
 
 import argparse
@@ -21,22 +22,37 @@ Row = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
 SHAPE = {
-    "num_layers": 16, "embed_dim": 2048, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "mlp_dim": 8192,
+    "num_layers": 16,
+    "embed_dim": 2048,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "mlp_dim": 8192,
     "vocab_size": 32768,
-}  # fmt: skip
+}
 CASES: dict[str, Row] = {
     "1b_2k": SHAPE | {"sequence_length": 2048, "batch_size": 16, "num_microbatches": 4},
     "1b_8k": SHAPE | {"sequence_length": 8192, "batch_size": 4, "num_microbatches": 4},
 }
 TINY: Row = {
-    "num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_dim": 32,
-    "vocab_size": 64, "sequence_length": 8, "batch_size": 4, "num_microbatches": 2,
-}  # fmt: skip
+    "num_layers": 2,
+    "embed_dim": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+    "mlp_dim": 32,
+    "vocab_size": 64,
+    "sequence_length": 8,
+    "batch_size": 4,
+    "num_microbatches": 2,
+}
 POLICIES = ("none", "minimal", "full")
 STEPS = 8
 
 
-def run(rounds: int, say: Callable[[str], None], cases: dict[str, Row] = CASES, *, need_gpu: bool = True) -> list[Row]:
+def run(
+    rounds: int, say: Callable[[str], None], cases: dict[str, Row] = CASES, *, need_gpu: bool = True
+) -> list[Row]:
     """Measures every case with every implementation that is installed, in turns.
 
     Args:
@@ -46,8 +62,9 @@ def run(rounds: int, say: Callable[[str], None], cases: dict[str, Row] = CASES, 
       need_gpu: refuse to run on anything else.
 
     Returns:
-      Rows with "case", "implementation", "tokens_per_second" and "mfu" (None where the chip's peak is unknown),
-      medians over rounds, and "peak_bytes"; or with "error" where it did not run, as when memory is short.
+      Rows with "case", "implementation", "tokens_per_second" and "mfu" (None where the chip's peak
+      is unknown), medians over rounds, and "peak_bytes"; or with "error" where it did not run, as
+      when memory is short.
 
     Raises:
       ValueError: there is no GPU.
@@ -63,19 +80,26 @@ def run(rounds: int, say: Callable[[str], None], cases: dict[str, Row] = CASES, 
             shape = cases[case] | {"steps": STEPS, "need_gpu": need_gpu}
             results.append(_start(workers[worker], shape))
             say(f"{case}, {worker}: {results[-1].get('error') or results[-1]['step_seconds']}")
-    return [_summary(case, worker, cases[case], results) for (case, worker), results in found.items()]
+    return [
+        _summary(case, worker, cases[case], results) for (case, worker), results in found.items()
+    ]
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown."""
-    lines = ["| case | implementation | tokens/s | MFU % | peak GiB |", "| --- | --- | ---: | ---: | ---: |"]
+    lines = [
+        "| case | implementation | tokens/s | MFU % | peak GiB |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
     for row in rows:
         if "error" in row:
             lines.append(f"| {row['case']} | {row['implementation']} | {row['error']} | | |")
             continue
         mfu = f"{100 * row['mfu']:.1f}" if row["mfu"] else "?"
         peak = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "?"
-        lines.append(f"| {row['case']} | {row['implementation']} | {row['tokens_per_second']:.0f} | {mfu} | {peak} |")
+        lines.append(
+            f"| {row['case']} | {row['implementation']} | {row['tokens_per_second']:.0f} | {mfu} | {peak} |"
+        )
     return "\n".join(lines)
 
 
@@ -93,14 +117,18 @@ def _start(words: Sequence[str], shape: Row) -> Row:
 
 def _summary(case: str, worker: str, shape: Row, results: Sequence[Row]) -> Row:
     from maxpipe.config.sections import ModelConfig
-    from maxpipe.telemetry.chips import chip_for
-    from maxpipe.telemetry.flops import model_flops_per_token
+    from maxpipe.devices.chips import chip_for
+    from maxpipe.planning.flops import model_flops_per_token
 
     row = {"case": case, "implementation": worker, "results": list(results)}
     if any("error" in result for result in results):
         return row | {"error": next(r["error"] for r in results if "error" in r)}
     model = ModelConfig(**model_values(shape))
-    rate = shape["batch_size"] * shape["sequence_length"] / statistics.median(r["step_seconds"] for r in results)
+    rate = (
+        shape["batch_size"]
+        * shape["sequence_length"]
+        / statistics.median(r["step_seconds"] for r in results)
+    )
     chip = chip_for(results[0]["device_kind"])
     flops = model_flops_per_token(model, shape["sequence_length"])
     mfu = rate * flops / chip.peak_flops["bfloat16"] if chip else None
@@ -111,7 +139,10 @@ def _summary(case: str, worker: str, shape: Row, results: Sequence[Row]) -> Row:
 def model_values(shape: Row) -> Row:
     """`model.*` of a shape."""
     names = ("num_layers", "embed_dim", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size")
-    return {name: shape[name] for name in names} | {"num_query_heads": shape["num_heads"], "dtype": "bfloat16"}
+    return {name: shape[name] for name in names} | {
+        "num_query_heads": shape["num_heads"],
+        "dtype": "bfloat16",
+    }
 
 
 def measure(policy: str, shape: Row) -> Row:
@@ -121,22 +152,31 @@ def measure(policy: str, shape: Row) -> Row:
 
     from maxpipe.builder import build_engine
     from maxpipe.config import Config, replace, resolve
-    from maxpipe.mesh import build_mesh
+    from maxpipe.devices.mesh import build_mesh
     from maxpipe.training.batches import BatchPlacer
 
     device = jax.devices()[0]
     if shape["need_gpu"] and device.platform != "gpu":
-        raise ValueError(f"--gpu: there is no GPU that JAX can use, only {device.platform}; install maxpipe[cuda]")
+        raise ValueError(
+            f"--gpu: there is no GPU that JAX can use, only {device.platform}; install maxpipe[cuda]"
+        )
     rows, length = shape["batch_size"], shape["sequence_length"]
     values = {f"model.{name}": value for name, value in model_values(shape).items()} | {
-        "data.global_batch_size": rows, "data.sequence_length": length, "eval.every": 0,
-        "pipeline.engine": "sequential", "pipeline.num_microbatches": shape["num_microbatches"],
+        "data.global_batch_size": rows,
+        "data.sequence_length": length,
+        "eval.every": 0,
+        "pipeline.engine": "sequential",
+        "pipeline.num_microbatches": shape["num_microbatches"],
         "pipeline.remat_policy": policy,
-    }  # fmt: skip
+    }
     config = resolve(replace(Config(), **values), 1)
     mesh = build_mesh(config, [device])
     engine = build_engine(config, mesh)
-    tokens = np.random.default_rng(0).integers(0, shape["vocab_size"], (rows, length + 1)).astype(np.int32)
+    tokens = (
+        np.random.default_rng(0)
+        .integers(0, shape["vocab_size"], (rows, length + 1))
+        .astype(np.int32)
+    )
     batch = BatchPlacer(mesh, engine.batch_spec, rows)(
         {
             "tokens": tokens[:, :-1],
@@ -155,13 +195,17 @@ def measure(policy: str, shape: Row) -> Row:
     statistic = device.memory_stats() or {}
     # The first step compiles, the second may still allocate.
     return {
-        "step_seconds": statistics.median(seconds[2:]), "loss": float(metrics["loss"]),
-        "device_kind": device.device_kind, "peak_bytes": statistic.get("peak_bytes_in_use"),
-    }  # fmt: skip
+        "step_seconds": statistics.median(seconds[2:]),
+        "loss": float(metrics["loss"]),
+        "device_kind": device.device_kind,
+        "peak_bytes": statistic.get("peak_bytes_in_use"),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="One turn of maxpipe; scripts/benchmark/run.py --gpu starts it.")
+    parser = argparse.ArgumentParser(
+        description="One turn of maxpipe; scripts/benchmark/run.py --gpu starts it."
+    )
     parser.add_argument("policy", choices=POLICIES)
     parser.add_argument("shape", type=json.loads)
     options = parser.parse_args(argv)

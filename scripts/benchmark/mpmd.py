@@ -3,9 +3,10 @@
     python scripts/benchmark/mpmd.py
     python scripts/benchmark/mpmd.py --stages 2 --microbatches 16 --seconds 0.05
 
-A chunk's forward, input gradient and weight gradient are loops of equal length on one core each, so the machine needs
-as many idle cores as there are stages. The prediction is the simulator's makespan with the time that such a unit took
-by itself. The overhead is the time of a step whose units do next to nothing, by the number of units.
+A chunk's forward, input gradient and weight gradient are loops of equal length on one core each, so
+the machine needs as many idle cores as there are stages. The prediction is the simulator's makespan
+with the time that such a unit took by itself. The overhead is the time of a step whose units do
+next to nothing, by the number of units.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def busy_model(num_chunks: int, trips: int) -> Any:
     import jax
     import jax.numpy as jnp
 
-    from maxpipe.pipeline.mpmd.marks import mark_stage_boundary
+    from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 
     @jax.custom_vjp
     def chunk(x: Any, w: Any) -> Any:
@@ -82,13 +83,15 @@ class Step:
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-        from maxpipe.pipeline.mpmd.runner import Runner, execution_order
-        from maxpipe.pipeline.mpmd.slicing import slice_program
+        from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
+        from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 
         loss = busy_model(table.num_chunks, trips)
         one = jnp.eye(SIZE)
         w, x = [one] * table.num_chunks, one
-        program = slice_program(jax.make_jaxpr(jax.value_and_grad(loss))(w, x), split_backward="W" in table.kinds)
+        program = slice_program(
+            jax.make_jaxpr(jax.value_and_grad(loss))(w, x), split_backward="W" in table.kinds
+        )
         meshes = [Mesh(np.array([d]), ("stage",)) for d in jax.devices()[: table.num_stages]]
         whole = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
         sums = [dict.fromkeys(range(program.num_outputs), sharding) for sharding in whole]
@@ -129,18 +132,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=0.02, help="of a unit, about (default 0.02)")
+    parser.add_argument(
+        "--seconds", type=float, default=0.02, help="of a unit, about (default 0.02)"
+    )
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     options = parser.parse_args(argv)
     os.environ["JAX_PLATFORMS"], os.environ["JAX_NUM_CPU_DEVICES"] = "cpu", str(options.stages)
 
-    from maxpipe.pipeline.schedules._load import load_schedule
-    from maxpipe.pipeline.simulate import Costs, simulate
+    from maxpipe.pipeline.schedules.load import load_schedule
+    from maxpipe.planning.simulate import Costs, simulate
 
     trips = round(CALIBRATION * options.seconds / seconds_of(CALIBRATION))
     unit = seconds_of(trips)
     print(f"a unit takes {1e3 * unit:.2f} ms")
-    print("schedule           units  dispatch us/unit  overhead us/unit  run s   predicted s  difference")
+    print(
+        "schedule           units  dispatch us/unit  overhead us/unit  run s   predicted s  difference"
+    )
     for name in options.schedules:
         table = load_schedule(name, options.stages, options.microbatches, SCHEDULES[name])
         idle = Step(table, 1)

@@ -1,7 +1,8 @@
 """What supervising a run costs a step: guard against bad numbers, watchdog, digests of batches and checkpoints.
 
-Whole steps with and without them differ by less than they scatter. So each part is timed by itself, in turns with the
-others, and set against the step; the guard, which is fused into the update, as the difference of two updates.
+Whole steps with and without them differ by less than they scatter. So each part is timed by itself,
+in turns with the others, and set against the step; the guard, which is fused into the update, as
+the difference of two updates.
 """
 
 import statistics
@@ -15,11 +16,25 @@ TURNS_PER_ROUND = 20
 SAVE_EVERY = 100  # steps that share the digests of a checkpoint
 CALLS = 1000  # of what is too quick to be timed once
 SIZE = {
-    "model.num_layers": 4, "model.embed_dim": 256, "model.num_query_heads": 4, "model.num_kv_heads": 4,
-    "model.head_dim": 64, "model.mlp_dim": 1024, "model.vocab_size": 1024, "data.sequence_length": 128,
-    "data.global_batch_size": 16, "eval.every": 0, "pipeline.engine": "sequential",
-}  # fmt: skip
-STEP, GUARD, SPIKES, WATCHDOG, DIGEST = "the step", "guard", "guard and spike filter", "watchdog", "batch digest"
+    "model.num_layers": 4,
+    "model.embed_dim": 256,
+    "model.num_query_heads": 4,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 64,
+    "model.mlp_dim": 1024,
+    "model.vocab_size": 1024,
+    "data.sequence_length": 128,
+    "data.global_batch_size": 16,
+    "eval.every": 0,
+    "pipeline.engine": "sequential",
+}
+STEP, GUARD, SPIKES, WATCHDOG, DIGEST = (
+    "the step",
+    "guard",
+    "guard and spike filter",
+    "watchdog",
+    "batch digest",
+)
 CHECKPOINT = f"digests of a checkpoint, every {SAVE_EVERY} steps"
 
 
@@ -35,9 +50,9 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
       Rows with "what" and "seconds" (see `seconds`), one of each turn; the first is the step.
     """
     from maxpipe.checkpoint.digest import digests
-    from maxpipe.checkpoint.leaves import named_leaves
-    from maxpipe.telemetry.watchdog import Watchdog
-    from maxpipe.training.batch_digest import batch_digest
+    from maxpipe.checkpoint.record import named_leaves
+    from maxpipe.supervision.watchdog import Watchdog
+    from maxpipe.training.batches import batch_digest
 
     case = make_case(STEP, SIZE, 1)
     bare, guarded = Update(guard=False), Update()
@@ -47,14 +62,18 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
             STEP: lambda: seconds(case.step),
             GUARD: lambda: guarded() - bare(),
             SPIKES: lambda: filtered() - bare(),
-            WATCHDOG: lambda: seconds(lambda: [watchdog.progress("step 1") for _ in range(CALLS)]) / CALLS,
+            WATCHDOG: lambda: (
+                seconds(lambda: [watchdog.progress("step 1") for _ in range(CALLS)]) / CALLS
+            ),
             DIGEST: lambda: seconds(lambda: batch_digest(case.batch).block_until_ready()),
             CHECKPOINT: lambda: seconds(lambda: digests(named_leaves(case.state))) / SAVE_EVERY,
         }
         for part in parts.values():
             part()
         say("compiled")
-        turns = [{what: part() for what, part in parts.items()} for _ in range(rounds * TURNS_PER_ROUND)]
+        turns = [
+            {what: part() for what, part in parts.items()} for _ in range(rounds * TURNS_PER_ROUND)
+        ]
     return [{"what": what, "seconds": [turn[what] for turn in turns]} for what in parts]
 
 
@@ -90,7 +109,9 @@ class Update:
         optimizer = Optimizer(config.optimizer, specs)
         key = jax.random.key(0)
         params = parameters.init_params({name: specs[name] for name in ("embed", "head")}, key)
-        params["layers"] = parameters.init_layers(specs["layers"], key, jnp.arange(config.model.num_layers))
+        params["layers"] = parameters.init_layers(
+            specs["layers"], key, jnp.arange(config.model.num_layers)
+        )
 
         def update(state: Any, gradients: Any, norm: Any) -> Any:
             params, opt_state, history, step = state
@@ -98,7 +119,11 @@ class Update:
                 accept, history = optimizer.spike_filter(history, norm, norm, jnp.isfinite(norm))
             else:
                 accept = jnp.bool_(True)
-            return *optimizer.update(params, gradients, opt_state, step, norm, accept), history, step + 1
+            return (
+                *optimizer.update(params, gradients, opt_state, step, norm, accept),
+                history,
+                step + 1,
+            )
 
         self._gradients = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), params)
         self._state = (params, optimizer.init(params), optimizer.spike_filter.init(), jnp.int32(0))
@@ -109,7 +134,9 @@ class Update:
         import jax
 
         def work() -> None:
-            self._state = jax.block_until_ready(self._update(self._state, self._gradients, self._norm))
+            self._state = jax.block_until_ready(
+                self._update(self._state, self._gradients, self._norm)
+            )
 
         return seconds(work)
 

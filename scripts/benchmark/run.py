@@ -8,10 +8,11 @@
     python scripts/benchmark/run.py --gpu                        one GPU, beside PyTorch if torch is installed
     python scripts/benchmark/run.py --list
 
-Every case is compiled first, without a compilation cache. Then each round runs one step of every case, so that a
-change in the machine's speed hits all of them. Reported are medians over rounds, and medians of the ratios
-within a round. CPU seconds are user and system time of the process: on simulated devices, which share the
-cores, they say what wall time cannot. Temp memory is the compiler's figure for one device.
+Every case is compiled first, without a compilation cache. Then each round runs one step of every
+case, so that a change in the machine's speed hits all of them. Reported are medians over rounds,
+and medians of the ratios within a round. CPU seconds are user and system time of the process: on
+simulated devices, which share the cores, they say what wall time cannot. Temp memory is the
+compiler's figure for one device.
 """
 
 import argparse
@@ -38,7 +39,8 @@ MIB = 2**20
 NUM_DEVICES = 8
 Values = dict[str, Any]
 
-# 8 layers, 4 heads of 64, 32 x 256 tokens: large enough that matrix products count, small enough for a laptop.
+# 8 layers, 4 heads of 64, 32 x 256 tokens: large enough that matrix products count, small enough
+# for a laptop.
 SMALL: Values = {
     "model.num_layers": 8,
     "model.embed_dim": 256,
@@ -60,7 +62,12 @@ TINY: Values = SMALL | {
 }
 
 SEQUENTIAL: Values = {"pipeline.engine": "sequential", "mesh.ici.fsdp": 8}
-STAGES: Values = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 8, "pipeline.num_repeats": 2}
+STAGES: Values = {
+    "mesh.ici.stage": 4,
+    "mesh.ici.fsdp": 2,
+    "pipeline.num_microbatches": 8,
+    "pipeline.num_repeats": 2,
+}
 CIRCULAR: Values = STAGES | {"pipeline.schedule": "circular"}
 LOCKSTEP: Values = STAGES | {"pipeline.schedule": "lockstep_1f1b"}
 ONE_REPEAT: Values = {"pipeline.num_repeats": 1}
@@ -83,14 +90,18 @@ def variants() -> dict[str, Values]:
         for name, values in ENGINES.items():
             cases[f"{name}/{policy}"] = values | {"pipeline.remat_policy": policy}
     # Split backwards want something kept, so its peer is lockstep_1f1b/minimal.
-    cases["lockstep_zb/minimal"] = cases["lockstep_1f1b/minimal"] | {"pipeline.schedule": "lockstep_zb"}
+    cases["lockstep_zb/minimal"] = cases["lockstep_1f1b/minimal"] | {
+        "pipeline.schedule": "lockstep_zb"
+    }
     return cases
 
 
 def more_microbatches() -> dict[str, Values]:
     """Four times the microbatches of the same size: whose memory grows?"""
     more = {"pipeline.num_microbatches": 32, "data.global_batch_size": 128}
-    return {f"{name}/M32": values | more for name, values in ENGINES.items() if name != "sequential"}
+    return {
+        f"{name}/M32": values | more for name, values in ENGINES.items() if name != "sequential"
+    }
 
 
 def prefixed(prefix: str, size: Values) -> dict[str, Values]:
@@ -99,10 +110,17 @@ def prefixed(prefix: str, size: Values) -> dict[str, Values]:
 
 def tiled() -> dict[str, Values]:
     """A vocabulary whose logits are most of the memory: all at once, and in 16 tiles."""
-    size = SMALL | {"model.vocab_size": 128256, "model.embed_dim": 64, "model.head_dim": 16, "model.mlp_dim": 256}
+    size = SMALL | {
+        "model.vocab_size": 128256,
+        "model.embed_dim": 64,
+        "model.head_dim": 16,
+        "model.mlp_dim": 256,
+    }
     size |= {"data.global_batch_size": 16, "model.num_layers": 8}
     cases = prefixed("V128k", size)
-    return cases | {f"{name}/tiled": values | {"model.logit_tiles": 16} for name, values in cases.items()}
+    return cases | {
+        f"{name}/tiled": values | {"model.logit_tiles": 16} for name, values in cases.items()
+    }
 
 
 GROUPS: dict[str, dict[str, Values]] = {
@@ -150,13 +168,17 @@ class Case:
 
         from maxpipe.builder import build_engine
         from maxpipe.config import Config, replace, resolve
-        from maxpipe.mesh import build_mesh
+        from maxpipe.devices.mesh import build_mesh
         from maxpipe.training.batches import BatchPlacer
 
         config = resolve(replace(Config(), **values), num_devices)
         mesh = build_mesh(config, jax.devices()[:num_devices])
         engine = build_engine(config, mesh)
-        rows, length, vocab = config.data.global_batch_size, config.data.sequence_length, config.model.vocab_size
+        rows, length, vocab = (
+            config.data.global_batch_size,
+            config.data.sequence_length,
+            config.model.vocab_size,
+        )
         tokens = np.random.default_rng(0).integers(0, vocab, (rows, length + 1)).astype(np.int32)
         host = {
             "tokens": tokens[:, :-1],
@@ -174,9 +196,13 @@ class Case:
         compiled = time.perf_counter()
         memory = self._step.memory_analysis()
         self.result = Result(
-            name, values, traced - started, compiled - traced,
-            memory.temp_size_in_bytes, memory.argument_size_in_bytes,
-        )  # fmt: skip
+            name,
+            values,
+            traced - started,
+            compiled - traced,
+            memory.temp_size_in_bytes,
+            memory.argument_size_in_bytes,
+        )
         self.step()
 
     def step(self) -> tuple[float, float]:
@@ -196,9 +222,11 @@ def start() -> None:
     import jax
 
     from maxpipe.config import Config, replace
-    from maxpipe.mesh import start_jax
+    from maxpipe.devices.start import start_jax
 
-    start_jax(replace(Config(), **{"mesh.simulated_devices": NUM_DEVICES, "compile.cache_dir": "off"}))
+    start_jax(
+        replace(Config(), **{"mesh.simulated_devices": NUM_DEVICES, "compile.cache_dir": "off"})
+    )
     jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -224,7 +252,11 @@ def ratio(result: Result, other: Result) -> float:
 
 def references(results: Sequence[Result]) -> list[Result]:
     """The cases that others are compared with: those without a pipeline, and the plain circular ones."""
-    plain = {f"{prefix}{name}" for prefix in ("", "V32k/", "bf16/", "tiny/") for name in ("sequential", "circular")}
+    plain = {
+        f"{prefix}{name}"
+        for prefix in ("", "V32k/", "bf16/", "tiny/")
+        for name in ("sequential", "circular")
+    }
     return [result for result in results if result.name in plain]
 
 
@@ -235,9 +267,17 @@ def table(results: Sequence[Result]) -> str:
     head += ["trace s", "compile s", "temp MiB"]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for result in results:
-        row = [result.name, f"{statistics.median(result.wall):.2f}", f"{statistics.median(result.cpu):.2f}"]
+        row = [
+            result.name,
+            f"{statistics.median(result.wall):.2f}",
+            f"{statistics.median(result.cpu):.2f}",
+        ]
         row += [f"{ratio(result, other):.2f}" for other in compared]
-        row += [f"{result.trace_seconds:.1f}", f"{result.compile_seconds:.1f}", f"{result.temp_bytes / MIB:.1f}"]
+        row += [
+            f"{result.trace_seconds:.1f}",
+            f"{result.compile_seconds:.1f}",
+            f"{result.temp_bytes / MIB:.1f}",
+        ]
         rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -247,7 +287,10 @@ def as_json(results: Sequence[Result]) -> list[Values]:
     compared = references(results)
     return [
         vars(result)
-        | {"wall_median": statistics.median(result.wall), "cpu_median": statistics.median(result.cpu)}
+        | {
+            "wall_median": statistics.median(result.wall),
+            "cpu_median": statistics.median(result.cpu),
+        }
         | {"cpu_ratio": {other.name: ratio(result, other) for other in compared}}
         for result in results
     ]
@@ -255,8 +298,15 @@ def as_json(results: Sequence[Result]) -> list[Values]:
 
 def surroundings() -> Values:
     """Machine and versions."""
-    versions = {name: metadata.version(name) for name in ("maxpipe", "jax", "jaxlib", "flax", "numpy")}
-    return {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(), **versions}
+    versions = {
+        name: metadata.version(name) for name in ("maxpipe", "jax", "jaxlib", "flax", "numpy")
+    }
+    return {
+        "cpus": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def chosen(words: Sequence[str]) -> list[str]:
@@ -291,8 +341,12 @@ def say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", default=["engines"], metavar="NAME", help="cases or groups of cases")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case", nargs="+", default=["engines"], metavar="NAME", help="cases or groups of cases"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="counted steps of every case")
     parser.add_argument("--gpu", action="store_true", help="the cases for one GPU instead")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
@@ -310,7 +364,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(text)
     if options.json:
-        options.json.write_text(json.dumps(surroundings() | measured, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps(surroundings() | measured, indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 

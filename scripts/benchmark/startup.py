@@ -19,11 +19,21 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
 SETTINGS = (
-    "mesh.simulated_devices=8", "mesh.ici.stage=4", "mesh.ici.fsdp=2", "pipeline.num_microbatches=8",
-    "model.num_layers=8", "model.embed_dim=256", "model.mlp_dim=1024", "model.vocab_size=1024",
-    "data.sequence_length=256", "data.global_batch_size=32", "eval.every=0", "checkpoint.every=0",
-    "telemetry.log_every=1", f"steps={STEPS}",
-)  # fmt: skip
+    "mesh.simulated_devices=8",
+    "mesh.ici.stage=4",
+    "mesh.ici.fsdp=2",
+    "pipeline.num_microbatches=8",
+    "model.num_layers=8",
+    "model.embed_dim=256",
+    "model.mlp_dim=1024",
+    "model.vocab_size=1024",
+    "data.sequence_length=256",
+    "data.global_batch_size=32",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "telemetry.log_every=1",
+    f"steps={STEPS}",
+)
 ENGINES = {
     "sequential": ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_microbatches=1"),
     "circular": ("pipeline.schedule=circular",),
@@ -40,8 +50,8 @@ def run(directory: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
       say: told of each start.
 
     Returns:
-      Rows with "what", "seconds" and "cpu" (CPU seconds), lists of one entry per round. First steps are less one
-      median step, so that they hold start-up and compilation alone.
+      Rows with "what", "seconds" and "cpu" (CPU seconds), lists of one entry per round. First steps
+      are less one median step, so that they hold start-up and compilation alone.
     """
     rows: list[Row] = [{"what": "validated configuration", "seconds": [], "cpu": []}]
     for _ in range(rounds):
@@ -55,7 +65,10 @@ def run(directory: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
             for cache in ("empty", "warm"):
                 times = _first_step(directory, cache, ENGINES[name])
                 say(f"{name}, {cache} cache: {times[0]:.1f} s, {times[1]:.1f} CPU s")
-                _add(next(r for r in rows if r["what"] == f"first step, {name}, {cache} cache"), times)
+                _add(
+                    next(r for r in rows if r["what"] == f"first step, {name}, {cache} cache"),
+                    times,
+                )
     return rows
 
 
@@ -74,17 +87,30 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "maxpipe.train", str(ROOT / "configs" / "base.yml"), *SETTINGS, *words]
+    return [
+        sys.executable,
+        "-m",
+        "maxpipe.train",
+        str(ROOT / "configs" / "base.yml"),
+        *SETTINGS,
+        *words,
+    ]
 
 
 def _environment() -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("JAX_COMPILATION_CACHE")
+    }
     return own | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def _validate() -> tuple[float, float]:
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(_command("--print-config"), env=_environment(), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        _command("--print-config"), env=_environment(), check=True, stdout=subprocess.DEVNULL
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     return time.perf_counter() - started, cpu
@@ -92,7 +118,12 @@ def _validate() -> tuple[float, float]:
 
 def _first_step(directory: Path, name: str, words: Sequence[str]) -> tuple[float, float]:
     """Seconds and CPU seconds from the start of the process to the line of step 1, less one median step."""
-    command = _command(*words, f"output_dir={directory}", f"run_name={name}", f"compile.cache_dir={directory}/cache")
+    command = _command(
+        *words,
+        f"output_dir={directory}",
+        f"run_name={name}",
+        f"compile.cache_dir={directory}/cache",
+    )
     started, times, output = time.perf_counter(), [], []
     process = subprocess.Popen(
         command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,8 +1,8 @@
 """The model of `gpu.py` in plain PyTorch: torch.compile, scaled-dot-product attention, fused AdamW.
 
-What an experienced user would write first, as the yardstick: float32 parameters, matrix products in bfloat16 by
-autocast, gradients accumulated over microbatches, no recomputation. Letters: B sequences, T tokens, D embed, H query
-heads, K key/value heads, C head width.
+What an experienced user would write first, as the yardstick: float32 parameters, matrix products in
+bfloat16 by autocast, gradients accumulated over microbatches, no recomputation. Letters: B
+sequences, T tokens, D embed, H query heads, K key/value heads, C head width.
 """
 
 import argparse
@@ -35,7 +35,11 @@ class Attention(nn.Module):
 
     def __init__(self, shape: dict[str, Any]):
         super().__init__()
-        self.heads, self.kv_heads, self.width = shape["num_heads"], shape["num_kv_heads"], shape["head_dim"]
+        self.heads, self.kv_heads, self.width = (
+            shape["num_heads"],
+            shape["num_kv_heads"],
+            shape["head_dim"],
+        )
         embed = shape["embed_dim"]
         self.query = nn.Linear(embed, self.heads * self.width, bias=False)
         self.key = nn.Linear(embed, self.kv_heads * self.width, bias=False)
@@ -49,7 +53,9 @@ class Attention(nn.Module):
         k = self.key(x).view(batch, length, self.kv_heads, self.width).transpose(1, 2)
         v = self.value(x).view(batch, length, self.kv_heads, self.width).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
         return self.out(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -59,7 +65,10 @@ class Block(nn.Module):
     def __init__(self, shape: dict[str, Any]):
         super().__init__()
         embed, hidden = shape["embed_dim"], shape["mlp_dim"]
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(embed, eps=1e-5), nn.RMSNorm(embed, eps=1e-5)
+        self.attention_norm, self.mlp_norm = (
+            nn.RMSNorm(embed, eps=1e-5),
+            nn.RMSNorm(embed, eps=1e-5),
+        )
         self.attention = Attention(shape)
         self.gate = nn.Linear(embed, hidden, bias=False)
         self.up = nn.Linear(embed, hidden, bias=False)
@@ -110,7 +119,9 @@ def measure(shape: dict[str, Any], *, compiled: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     model = Llama(shape).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=has_gpu)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=has_gpu
+    )
     loss_of = torch.compile(model) if compiled else model
     size = (shape["batch_size"], shape["sequence_length"] + 1)
     rows = torch.randint(shape["vocab_size"], size, device=device)
@@ -121,7 +132,9 @@ def measure(shape: dict[str, Any], *, compiled: bool = True) -> dict[str, Any]:
         total = torch.zeros((), device=device)
         for micro in microbatches:
             with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(micro[:, :-1].contiguous(), micro[:, 1:].contiguous()) / len(microbatches)
+                loss = loss_of(micro[:, :-1].contiguous(), micro[:, 1:].contiguous()) / len(
+                    microbatches
+                )
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -132,14 +145,17 @@ def measure(shape: dict[str, Any], *, compiled: bool = True) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
     # The first step compiles, the second may still allocate.
     return {
-        "step_seconds": statistics.median(seconds[2:]), "loss": float(total),
+        "step_seconds": statistics.median(seconds[2:]),
+        "loss": float(total),
         "device_kind": torch.cuda.get_device_name() if has_gpu else "cpu",
         "peak_bytes": torch.cuda.max_memory_allocated() if has_gpu else None,
-    }  # fmt: skip
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="One turn of PyTorch; scripts/benchmark/run.py --gpu starts it.")
+    parser = argparse.ArgumentParser(
+        description="One turn of PyTorch; scripts/benchmark/run.py --gpu starts it."
+    )
     parser.add_argument("shape", type=json.loads)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     options = parser.parse_args()

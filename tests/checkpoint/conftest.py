@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.config import CheckpointConfig
-from maxpipe.object_store import open_store
+from maxpipe.storage.object_store import open_store
 
 
 class Samples:
@@ -65,7 +65,9 @@ class Samples:
         assert restored.step == step
         expected = self.state(step)
         assert jax.tree.structure(restored.state) == jax.tree.structure(expected)
-        for got, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(expected), strict=True):
+        for got, wanted in zip(
+            jax.tree.leaves(restored.state), jax.tree.leaves(expected), strict=True
+        ):
             assert self.bits(got) == self.bits(wanted)
         assert self.bits(restored.iterator) == self.bits(self.iterator(step))
         assert restored.meta == self.meta(step)
@@ -127,7 +129,9 @@ def start(directory, mirror_url, said):
 
     def _start(**settings):
         settings = CheckpointConfig(**{"every": 10, "keep": 3} | settings)
-        made.append(Checkpointer(directory, settings, mirror=Mirror(mirror_url, store()), say=said.append))
+        made.append(
+            Checkpointer(directory, settings, mirror=Mirror(mirror_url, store()), say=said.append)
+        )
         return made[-1]
 
     yield _start

@@ -39,7 +39,9 @@ def test_verify_as_a_command(run):
     command = [sys.executable, "-m", "maxpipe.checkpoint", "verify", str(run)]
     sound = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (sound.returncode, sound.stdout) == (0, "10: sound, 7 arrays\n20: sound, 7 arrays\n")
-    data = max((run / "checkpoints" / "10" / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
+    data = max(
+        (run / "checkpoints" / "10" / "arrays").rglob("*"), key=lambda path: path.stat().st_size
+    )
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
@@ -55,7 +57,9 @@ def test_show(run, capsys):
     text = capsys.readouterr().out
     assert text.startswith("step: 20\n")
     assert "num_layers: 20" in text
-    table = {line.split()[0]: line.split()[1:4] for line in text.splitlines() if "[" not in line and line}
+    table = {
+        line.split()[0]: line.split()[1:4] for line in text.splitlines() if "[" not in line and line
+    }
     assert table["params.weight"] == ["float32", "128x64", "8,192"]
     assert table["params.scale"] == ["bfloat16", "33", "33"]
     assert table["step"] == ["int32", "scalar", "1"]
@@ -70,7 +74,9 @@ def test_show_of_a_damaged_record(run, capsys):
     assert "20: DAMAGED: checksum" in capsys.readouterr().err
 
 
-def test_a_newer_format_is_told_from_damage_and_the_other_steps_are_verified(run, capsys, monkeypatch):
+def test_a_newer_format_is_told_from_damage_and_the_other_steps_are_verified(
+    run, capsys, monkeypatch
+):
     oldest = run / "checkpoints" / "10"
     record = read_record(oldest)
     with monkeypatch.context() as newer:
@@ -78,7 +84,9 @@ def test_a_newer_format_is_told_from_damage_and_the_other_steps_are_verified(run
         record_file(oldest).write_text(json.dumps(record.to_json()))
     assert main(["verify", str(run)]) == 3
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("10: UNREADABLE: checkpoint format 2 is not known to this version (knows 1)")
+    assert first.startswith(
+        "10: UNREADABLE: checkpoint format 2 is not known to this version (knows 1)"
+    )
     assert second == "20: sound, 7 arrays"
     assert main(["show", str(run), "--step", "10"]) == 3
     assert capsys.readouterr().err == first + "\n"
@@ -93,7 +101,10 @@ def test_a_step_that_may_not_be_read(run, capsys, monkeypatch):
     monkeypatch.setattr("pathlib.Path.read_bytes", refuse)  # modes do not stop root
     assert main(["verify", str(run)]) == 3
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(": record cannot be read")[0] for line in lines] == ["10: UNREADABLE", "20: UNREADABLE"]
+    assert [line.partition(": record cannot be read")[0] for line in lines] == [
+        "10: UNREADABLE",
+        "20: UNREADABLE",
+    ]
     assert main(["show", str(run)]) == 3
     assert "Permission denied" in capsys.readouterr().err
 

@@ -116,7 +116,11 @@ def test_uncommitted_leftovers_are_ignored_and_cleared(copied, checkpointer, sai
     shutil.copytree(copied / "20", leftover)
     (copied / "notes.txt").write_text("not a checkpoint")
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-    assert [entry.state for entry in step_directories(copied)] == ["committed", "committed", "unfinished"]
+    assert [entry.state for entry in step_directories(copied)] == [
+        "committed",
+        "committed",
+        "unfinished",
+    ]
     samples.save(checkpointer, 30)
     checkpointer.wait()
     assert not leftover.exists()
@@ -205,7 +209,9 @@ def test_a_damaged_step_asked_for_by_number_is_an_error(copied, checkpointer, sa
         (TypeError("bug"), TypeError),
     ],
 )
-def test_trouble_of_this_machine_is_not_damage(copied, checkpointer, samples, monkeypatch, trouble, raised):
+def test_trouble_of_this_machine_is_not_damage(
+    copied, checkpointer, samples, monkeypatch, trouble, raised
+):
     def fail(*_):
         raise trouble
 
@@ -215,9 +221,14 @@ def test_trouble_of_this_machine_is_not_damage(copied, checkpointer, samples, mo
     assert checkpointer.steps() == [10, 20]
 
 
-def test_a_record_of_an_unknown_format_is_refused_not_damaged(copied, checkpointer, samples, monkeypatch):
+def test_a_record_of_an_unknown_format_is_refused_not_damaged(
+    copied, checkpointer, samples, monkeypatch
+):
     monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 2)
-    with pytest.raises(CheckpointUnreadable, match="checkpoints/20: checkpoint format 1 is not known to this version"):
+    with pytest.raises(
+        CheckpointUnreadable,
+        match="checkpoints/20: checkpoint format 1 is not known to this version",
+    ):
         checkpointer.restore(samples.abstract(samples.state(20)))
     assert checkpointer.steps() == [10, 20]
 
@@ -226,7 +237,12 @@ def test_arrays_larger_than_the_read_ahead_are_read(copied, checkpointer, sample
     monkeypatch.setattr("maxpipe.checkpoint.arrays.BYTES_IN_FLIGHT", 64)
     monkeypatch.setattr(reader, "BATCH_BYTES", 64)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-    assert set(reader.verify_step(copied / "20").leaves) > {"iterator", "params.weight", "moments.0", "key"}
+    assert set(reader.verify_step(copied / "20").leaves) > {
+        "iterator",
+        "params.weight",
+        "moments.0",
+        "key",
+    }
 
 
 def test_damage_is_reported_without_tracebacks(copied, checkpointer, samples, capfd):

@@ -6,7 +6,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.digest import digests
 
-DTYPES = [np.float32, jnp.bfloat16, np.float16, np.int32, np.uint32, np.int8, np.uint8, np.int16, np.bool_]
+DTYPES = [
+    np.float32,
+    jnp.bfloat16,
+    np.float16,
+    np.int32,
+    np.uint32,
+    np.int8,
+    np.uint8,
+    np.int16,
+    np.bool_,
+]
 
 
 def digest(array):
@@ -31,7 +41,9 @@ def test_host_and_device_agree_beyond_one_chunk_and_for_strided_views():
     assert digest(array.T) == digest(jnp.asarray(array).T) != digest(array)
 
 
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float64], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "dtype", [np.int64, np.uint64, np.float64], ids=lambda dtype: np.dtype(dtype).name
+)
 def test_host_and_device_agree_on_64_bits(dtype):
     array = (np.random.default_rng(0).standard_normal((5, 3)) * 2**40).astype(dtype)
     with jax.enable_x64(True):
@@ -40,7 +52,9 @@ def test_host_and_device_agree_on_64_bits(dtype):
     assert digest(array) == digest(on_device)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int8], ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, jnp.bfloat16, np.int8], ids=lambda dtype: np.dtype(dtype).name
+)
 def test_does_not_depend_on_the_mesh(samples, dtype):
     array = (np.random.default_rng(0).standard_normal((16, 24, 8)) * 100).astype(dtype)
     specs = [
@@ -50,7 +64,11 @@ def test_does_not_depend_on_the_mesh(samples, dtype):
         PartitionSpec("b", None, "a"),
     ]
     meshes = [samples.mesh(*shape) for shape in [(1, 1), (8, 1), (2, 4), (4, 2)]]
-    found = {digest(jax.device_put(array, NamedSharding(mesh, spec))) for mesh in meshes for spec in specs}
+    found = {
+        digest(jax.device_put(array, NamedSharding(mesh, spec)))
+        for mesh in meshes
+        for spec in specs
+    }
     assert found == {digest(array)}
 
 

@@ -33,7 +33,9 @@ def test_nothing_copied_is_lost_by_kill_and_the_loss_of_the_disk(directory, mirr
     for _ in range(10):
         newest = max(newest, kill_while_saving(random.uniform(0.0, 1.0), directory, mirror_url))
         shutil.rmtree(directory)
-        checkpointer = Checkpointer(directory, CheckpointConfig(keep=2), mirror=open_url(mirror_url, "URL"))
+        checkpointer = Checkpointer(
+            directory, CheckpointConfig(keep=2), mirror=open_url(mirror_url, "URL")
+        )
         newest = restore(checkpointer, newest)
         shutil.rmtree(directory)
 
@@ -58,7 +60,9 @@ def restore(checkpointer, newest):
 
 def kill_while_saving(delay, *arguments):
     """Kills the saver `delay` seconds after its first commits; returns the last one it reported."""
-    process = subprocess.Popen([sys.executable, SAVER, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, SAVER, *arguments], stdout=subprocess.PIPE, text=True
+    )
     try:
         for _ in range(2):
             assert process.stdout.readline().startswith("committed")
@@ -66,4 +70,6 @@ def kill_while_saving(delay, *arguments):
     finally:
         process.kill()
         rest = process.communicate()[0]
-    return max((int(line.split()[1]) for line in rest.splitlines() if len(line.split()) == 2), default=0)
+    return max(
+        (int(line.split()[1]) for line in rest.splitlines() if len(line.split()) == 2), default=0
+    )

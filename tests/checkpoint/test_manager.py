@@ -22,7 +22,9 @@ def test_round_trip_is_bitwise_and_keeps_shardings(checkpointer, samples):
     samples.save(checkpointer, 10)
     restored = checkpointer.restore(samples.abstract(samples.state(10)))
     samples.assert_restored(restored, 10)
-    for got, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(samples.state(10)), strict=True):
+    for got, wanted in zip(
+        jax.tree.leaves(restored.state), jax.tree.leaves(samples.state(10)), strict=True
+    ):
         assert isinstance(got, jax.Array) == isinstance(wanted, jax.Array)
         assert not isinstance(wanted, jax.Array) or got.sharding == wanted.sharding
 
@@ -100,7 +102,9 @@ def test_every_0_is_never_due(directory):
 
 def test_due_when_the_last_save_is_long_ago(directory, samples):
     now = [0.0]
-    checkpointer = Checkpointer(directory, CheckpointConfig(every=10, every_minutes=2), clock=lambda: now[0])
+    checkpointer = Checkpointer(
+        directory, CheckpointConfig(every=10, every_minutes=2), clock=lambda: now[0]
+    )
     now[0] = 119
     assert [step for step in range(1, 12) if checkpointer.due(step)] == [10]
     samples.save(checkpointer, 10)
@@ -155,7 +159,9 @@ def test_a_step_that_cannot_be_deleted_is_no_failed_save(directory, samples, mon
     monkeypatch.setattr(shutil, "rmtree", busy)
     samples.save(checkpointer, 2)
     checkpointer.wait()
-    assert said == ["checkpoint 2 is saved, but older ones could not be deleted: device or resource busy"]
+    assert said == [
+        "checkpoint 2 is saved, but older ones could not be deleted: device or resource busy"
+    ]
     monkeypatch.undo()
     samples.save(checkpointer, 3)
     checkpointer.wait()
@@ -206,7 +212,9 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_the_save(tmp_path, sampl
         samples.save(checkpointer, 1)
 
 
-def test_goes_back_to_a_given_step_and_sets_aside_what_lies_ahead(checkpointer, directory, said, samples):
+def test_goes_back_to_a_given_step_and_sets_aside_what_lies_ahead(
+    checkpointer, directory, said, samples
+):
     samples.save(checkpointer, 10, 20, 30)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10)), step=10), 10)
     assert checkpointer.steps() == [10, 20, 30]
@@ -219,20 +227,28 @@ def test_goes_back_to_a_given_step_and_sets_aside_what_lies_ahead(checkpointer, 
     assert "30.abandoned" in said[1]
 
 
-def test_a_step_that_cannot_be_set_aside_is_a_failed_save(checkpointer, directory, said, samples, monkeypatch):
+def test_a_step_that_cannot_be_set_aside_is_a_failed_save(
+    checkpointer, directory, said, samples, monkeypatch
+):
     def refuse(*_):
         raise PermissionError("not yours")
 
     samples.save(checkpointer, 10, 20)
     checkpointer.restore(samples.abstract(samples.state(10)), step=10)
     monkeypatch.setattr("maxpipe.checkpoint.manager.set_aside", refuse)
-    with pytest.raises(CheckpointSaveError, match="checkpoints/20 failed: PermissionError: not yours"):
+    with pytest.raises(
+        CheckpointSaveError, match="checkpoints/20 failed: PermissionError: not yours"
+    ):
         samples.save(checkpointer, 20)
     assert said == []
     monkeypatch.undo()
     samples.save(checkpointer, 20)
     checkpointer.wait()
-    assert [entry.path.name for entry in step_directories(directory)] == ["10", "20", "20.abandoned"]
+    assert [entry.path.name for entry in step_directories(directory)] == [
+        "10",
+        "20",
+        "20.abandoned",
+    ]
 
 
 def test_restoring_from_nothing_is_an_error(checkpointer, samples):
@@ -276,7 +292,9 @@ def test_a_long_mismatch_is_cut_short():
 
 def test_importing_does_not_import_orbax_or_tensorstore():
     modules = "maxpipe.checkpoint.manager, maxpipe.checkpoint.reader"
-    code = f"import sys, {modules}; sys.exit('orbax' in sys.modules or 'tensorstore' in sys.modules)"
+    code = (
+        f"import sys, {modules}; sys.exit('orbax' in sys.modules or 'tensorstore' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -316,7 +334,9 @@ def intercept_commits(monkeypatch, action):
 
 def test_a_save_does_not_ask_the_preemption_service(checkpointer, samples, monkeypatch):
     asked = []
-    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step)))
+    monkeypatch.setattr(
+        multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step))
+    )
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
     assert checkpointer.steps() == [10, 20]
@@ -332,7 +352,9 @@ class TestGrace:
 
         def _told(grace_seconds):
             said = []
-            checkpointer = Checkpointer(directory, CheckpointConfig(grace_seconds=grace_seconds), say=said.append)
+            checkpointer = Checkpointer(
+                directory, CheckpointConfig(grace_seconds=grace_seconds), say=said.append
+            )
             samples.save(checkpointer, 1, 2)
             checkpointer.close()
             return said

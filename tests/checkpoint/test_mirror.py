@@ -13,9 +13,9 @@ import pytest
 from maxpipe.checkpoint.__main__ import main
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.run_directory import RunDirectory
 from maxpipe.checkpoint.steps import step_directories
 from maxpipe.config import Config, ConfigError, replace
+from maxpipe.training.run_directory import RunDirectory
 
 SAVER = Path(__file__).with_name("save_to_mirror.py")
 
@@ -47,7 +47,9 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_run_that_lost_its_directory_goes_on_from_the_mirror(start, directory, said, samples, objects):
+def test_a_run_that_lost_its_directory_goes_on_from_the_mirror(
+    start, directory, said, samples, objects
+):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
@@ -73,7 +75,9 @@ def test_objects_lie_as_the_files_do_and_the_commit_says_their_sizes(
     samples.save(checkpointer, 10)
     checkpointer.close()
     files = [path for path in directory.rglob("*") if path.is_file()]
-    assert sorted(objects()) == sorted([*(path.relative_to(directory).as_posix() for path in files), "10.json"])
+    assert sorted(objects()) == sorted(
+        [*(path.relative_to(directory).as_posix() for path in files), "10.json"]
+    )
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
     commit = json.loads(s3.get_object(Bucket=bucket, Key=f"{prefix}/10.json")["Body"].read())
     sizes = {path.relative_to(directory / "10").as_posix(): path.stat().st_size for path in files}
@@ -81,9 +85,14 @@ def test_objects_lie_as_the_files_do_and_the_commit_says_their_sizes(
 
 
 @pytest.mark.parametrize(
-    "change", [flip, pytest.param(lambda content: content[:-1], marks=pytest.mark.grid), lambda content: None],
+    "change",
+    [
+        flip,
+        pytest.param(lambda content: content[:-1], marks=pytest.mark.grid),
+        lambda content: None,
+    ],
     ids=["bit flipped", "truncated", "deleted"],
-)  # fmt: skip
+)
 def test_falls_back_from_a_damaged_copy(start, directory, said, samples, objects, damage, change):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
@@ -118,12 +127,17 @@ def test_nothing_is_set_aside_when_all_is_damaged(start, directory, samples, dam
     checkpointer.close()
     shutil.rmtree(directory)
     damage(10, lambda content: content[:-1])
-    with pytest.raises(CheckpointDamaged, match=r"none of the checkpoints in .* and s3://(.|\n)*is missing or has not"):
+    with pytest.raises(
+        CheckpointDamaged,
+        match=r"none of the checkpoints in .* and s3://(.|\n)*is missing or has not",
+    ):
         start().restore(samples.abstract(samples.state(10)))
     assert "10.json" in objects()
 
 
-def test_going_back_sets_aside_what_lies_ahead_in_the_mirror_too(start, directory, samples, said, objects):
+def test_going_back_sets_aside_what_lies_ahead_in_the_mirror_too(
+    start, directory, samples, said, objects
+):
     checkpointer = start()
     samples.save(checkpointer, 10, 20, 30)
     checkpointer.close()
@@ -168,7 +182,12 @@ def fail(*_, **__):
 
 
 @pytest.mark.parametrize(
-    "surfaces", ["step", "close", *(pytest.param(name, marks=pytest.mark.grid) for name in ("save", "wait", "restore"))]
+    "surfaces",
+    [
+        "step",
+        "close",
+        *(pytest.param(name, marks=pytest.mark.grid) for name in ("save", "wait", "restore")),
+    ],
 )
 def test_a_failed_copy_surfaces_once_and_is_made_up_for(start, samples, monkeypatch, surfaces):
     checkpointer = start()
@@ -183,7 +202,10 @@ def test_a_failed_copy_surfaces_once_and_is_made_up_for(start, samples, monkeypa
     }[surfaces]
     while surfaces == "restore" and checkpointer._is_saving:
         checkpointer.due(11)
-    with pytest.raises(CheckpointSaveError, match=r"copying checkpoints to s3://.* failed: ConnectionError: the store"):
+    with pytest.raises(
+        CheckpointSaveError,
+        match=r"copying checkpoints to s3://.* failed: ConnectionError: the store",
+    ):
         action()
     checkpointer.close()  # does not try the same again
 
@@ -241,19 +263,29 @@ def test_what_somebody_else_has_deleted_is_no_failure(start, samples, monkeypatc
     assert start()._mirror.steps() == [20]
 
 
-def test_a_store_that_fails_while_fetching_says_nothing_about_the_checkpoint(start, directory, samples, monkeypatch):
+def test_a_store_that_fails_while_fetching_says_nothing_about_the_checkpoint(
+    start, directory, samples, monkeypatch
+):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
     shutil.rmtree(directory)
     monkeypatch.setattr(Mirror, "download", fail)
-    with pytest.raises(CheckpointUnreadable, match="cannot be fetched: ConnectionError: the store is gone"):
+    with pytest.raises(
+        CheckpointUnreadable, match="cannot be fetched: ConnectionError: the store is gone"
+    ):
         start().restore(samples.abstract(samples.state(20)))
     assert start().steps() == [10, 20]
 
 
-def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(start, samples, monkeypatch, said):
-    checkpointer, release, upload = start(keep=1, grace_seconds=1e-9), threading.Event(), Mirror.upload
+def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(
+    start, samples, monkeypatch, said
+):
+    checkpointer, release, upload = (
+        start(keep=1, grace_seconds=1e-9),
+        threading.Event(),
+        Mirror.upload,
+    )
 
     def slow(self, step, directory):
         assert release.wait(60)
@@ -273,8 +305,12 @@ def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(start, sam
     assert start()._mirror.steps() == [20]
 
 
-def test_killed_while_copying_leaves_the_step_before(mirror_url, start, directory, samples, objects):
-    process = subprocess.Popen([sys.executable, SAVER, directory, mirror_url], stdout=subprocess.PIPE, text=True)
+def test_killed_while_copying_leaves_the_step_before(
+    mirror_url, start, directory, samples, objects
+):
+    process = subprocess.Popen(
+        [sys.executable, SAVER, directory, mirror_url], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout.readline() == "half of 20\n"
     finally:
@@ -294,7 +330,9 @@ def test_killed_while_copying_leaves_the_step_before(mirror_url, start, director
     assert not any(name.startswith("20") for name in objects())  # what was left has been cleared
 
 
-def test_a_step_is_no_less_whole_for_a_kill_before_its_mark_is_gone(start, directory, samples, s3, mirror_url, objects):
+def test_a_step_is_no_less_whole_for_a_kill_before_its_mark_is_gone(
+    start, directory, samples, s3, mirror_url, objects
+):
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
@@ -322,11 +360,15 @@ def run_directory(start, tmp_path):
     return lambda: RunDirectory(config, start()._mirror).claim(config)
 
 
-def test_a_directory_does_not_meet_the_mirror_of_another_run(start, samples, mirror_url, run_directory):
+def test_a_directory_does_not_meet_the_mirror_of_another_run(
+    start, samples, mirror_url, run_directory
+):
     checkpointer = start()
     checkpointer.save(10, samples.state(10), samples.iterator(10), {"config": {"seed": 1}})
     checkpointer.close()
-    with pytest.raises(ConfigError, match=rf"seed: is 0, but the checkpoints in {mirror_url} were made with 1"):
+    with pytest.raises(
+        ConfigError, match=rf"seed: is 0, but the checkpoints in {mirror_url} were made with 1"
+    ):
         run_directory()
 
 
@@ -334,7 +376,9 @@ def test_checkpoints_of_another_program_are_not_mistaken_for_remains(s3, mirror_
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
     for step in (9, 10):
         s3.put_object(Bucket=bucket, Key=f"{prefix}/{step}/items/manifest.ocdbt", Body=b"")
-    with pytest.raises(ConfigError, match=rf"checkpoint.mirror: {mirror_url} holds 9, 10, which another program"):
+    with pytest.raises(
+        ConfigError, match=rf"checkpoint.mirror: {mirror_url} holds 9, 10, which another program"
+    ):
         run_directory()
 
 
@@ -407,5 +451,7 @@ def test_an_empty_place(s3, mirror_url, capsys):
 
 def test_the_command_names_missing_keys(without_s3_keys, capsys):
     assert main(["verify", "s3://bucket/runs/base"]) == 2
-    assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in (error := capsys.readouterr().err)
+    assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in (
+        error := capsys.readouterr().err
+    )
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error

@@ -32,7 +32,9 @@ def saved(checkpointer, samples):
 
 def test_without_the_flag_another_dtype_is_a_mismatch_that_names_it(saved, checkpointer):
     target = with_dtypes(saved, {"weight": jnp.bfloat16, "scale": jnp.float32})
-    with pytest.raises(CheckpointMismatch, match=r"checkpoint\.convert_dtype=true converts them") as caught:
+    with pytest.raises(
+        CheckpointMismatch, match=r"checkpoint\.convert_dtype=true converts them"
+    ) as caught:
         checkpointer.restore(target)
     assert caught.value.differences == (
         "params.scale: bfloat16[33] in the checkpoint, float32[33] in this run",
@@ -43,7 +45,9 @@ def test_without_the_flag_another_dtype_is_a_mismatch_that_names_it(saved, check
 @pytest.mark.parametrize("sharded", [True, False])
 def test_with_the_flag_floating_dtypes_are_converted(saved, directory, said, samples, sharded):
     target = with_dtypes(saved, {"weight": jnp.bfloat16, "scale": jnp.float32})
-    target = jax.tree.map(lambda leaf: leaf if sharded else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target)
+    target = jax.tree.map(
+        lambda leaf: leaf if sharded else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target
+    )
     restored = Checkpointer(directory, CONVERT, say=said.append).restore(target)
     state, expected = restored.state, samples.state(10)
     for name, dtype in (("weight", jnp.bfloat16), ("scale", jnp.float32)):
@@ -51,7 +55,9 @@ def test_with_the_flag_floating_dtypes_are_converted(saved, directory, said, sam
         assert samples.bits(got) == samples.bits(wanted)
         assert not sharded or got.sharding == target["params"][name].sharding
     assert samples.bits(state["key"]) == samples.bits(expected["key"])
-    assert said == ["2 arrays of checkpoint 10 were converted to the dtypes of this run (checkpoint.convert_dtype)"]
+    assert said == [
+        "2 arrays of checkpoint 10 were converted to the dtypes of this run (checkpoint.convert_dtype)"
+    ]
 
 
 def test_with_the_flag_equal_dtypes_stay_to_the_bit(saved, directory, said, samples):

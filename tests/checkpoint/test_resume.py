@@ -1,6 +1,6 @@
 import pytest
 
-from maxpipe.checkpoint.resume import choose
+from maxpipe.checkpoint.steps import choose
 from maxpipe.config import ConfigError
 
 
@@ -23,7 +23,11 @@ def test_choice(resume, steps, chosen):
     ("resume", "steps", "message"),
     [
         ("must", [], r"nothing to resume \(committed steps in runs/a: none\)"),
-        ("never", [10, 20], r"committed steps in runs/a: 10, 20\); delete it or choose another run_name"),
+        (
+            "never",
+            [10, 20],
+            r"committed steps in runs/a: 10, 20\); delete it or choose another run_name",
+        ),
         ("15", [20, 10], r"step 15 does not exist \(committed steps in runs/a: 10, 20\)"),
         ("15", [], r"step 15 does not exist \(committed steps in runs/a: none\)"),
         ("yes", [10], "'yes' is not auto, never, must or the number of a step"),

@@ -43,7 +43,9 @@ def save(directory):
     def _save(losses, **settings):
         checkpointer = Checkpointer(directory, CheckpointConfig(**settings))
         for step, loss in losses.items():
-            checkpointer.save(step, {"x": np.float32([step])}, np.zeros((1, 3), np.int64), {EVAL_LOSS: loss})
+            checkpointer.save(
+                step, {"x": np.float32([step])}, np.zeros((1, 3), np.int64), {EVAL_LOSS: loss}
+            )
         checkpointer.close()
         return checkpointer.steps()
 

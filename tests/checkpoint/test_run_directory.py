@@ -6,13 +6,15 @@ import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
-from maxpipe.checkpoint.run_directory import RunDirectory
 from maxpipe.config import CheckpointConfig, Config, ConfigError, load, replace
+from maxpipe.training.run_directory import RunDirectory
 
 
 @pytest.fixture
 def config(tmp_path):
-    return replace(Config(), **{"output_dir": str(tmp_path), "run_name": "a", "checkpoint.every": 7})
+    return replace(
+        Config(), **{"output_dir": str(tmp_path), "run_name": "a", "checkpoint.every": 7}
+    )
 
 
 def claim(config):
@@ -45,7 +47,12 @@ def test_claim_writes_a_config_that_loads_back_and_nothing_else(config):
 def test_claim_with_checkpoints_accepts_the_same_config_and_records_changes(config):
     claim(config)
     commit(config)
-    allowed = {"steps": 999, "optimizer.learning_rate": 1.0, "mesh.ici.stage": 4, "data.prefetch": 9}
+    allowed = {
+        "steps": 999,
+        "optimizer.learning_rate": 1.0,
+        "mesh.ici.stage": 4,
+        "data.prefetch": 9,
+    }
     changed = replace(config, **allowed)
     claim(changed)
     assert load(RunDirectory(config).config_file).config == changed
@@ -83,7 +90,9 @@ def test_another_dtype_needs_the_flag_that_the_message_names(config, key):
     claim(config)
     commit(config)
     changed = replace(config, **{key: "bfloat16"})
-    with pytest.raises(ConfigError, match=rf"{key}: is 'bfloat16'.*; checkpoint\.convert_dtype=true goes on"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}: is 'bfloat16'.*; checkpoint\.convert_dtype=true goes on"
+    ):
         claim(changed)
     claim(replace(changed, **{"checkpoint.convert_dtype": True}))
     claim(changed)
@@ -94,7 +103,11 @@ def test_claim_shows_all_differences_at_once(config):
     commit(config)
     with pytest.raises(ConfigError) as caught:
         claim(replace(config, **{"seed": 5, "model.embed_dim": 32, "steps": 1}))
-    assert [problem.key for problem in caught.value.problems] == ["seed", "model.embed_dim", "run_name"]
+    assert [problem.key for problem in caught.value.problems] == [
+        "seed",
+        "model.embed_dim",
+        "run_name",
+    ]
 
 
 def test_without_a_committed_step_the_directory_belongs_to_nobody(config):

@@ -42,13 +42,17 @@ def run_both(*arguments):
             member.kill()
         outputs = [member.communicate()[0] for member in members]
     ends = [member.returncode for member in members]
-    assert ends == [0, 0], "\n".join([f"exit codes {ends}, -9 after two minutes or the other's failure", *outputs])
+    assert ends == [0, 0], "\n".join(
+        [f"exit codes {ends}, -9 after two minutes or the other's failure", *outputs]
+    )
     assert all("done" in output for output in outputs)
 
 
 def test_two_processes_save_restore_and_fall_back_together(directory):
     run_both(directory)
-    target = {name: jax.ShapeDtypeStruct((8, 6), np.float32) for name in ("split", "copied", "host")}
+    target = {
+        name: jax.ShapeDtypeStruct((8, 6), np.float32) for name in ("split", "copied", "host")
+    }
     alone = Checkpointer(directory, CheckpointConfig(every=1, keep=2)).restore(target)
     assert alone.step == 2
     assert alone.iterator.tolist() == (np.arange(12).reshape(4, 3) + 2 * 2**40).tolist()

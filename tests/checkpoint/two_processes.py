@@ -21,16 +21,21 @@ import pytest  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from maxpipe.checkpoint import processes, reader  # noqa: E402
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable  # noqa: E402
-from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
-from maxpipe.checkpoint.mirror import Mirror, open_url  # noqa: E402
-from maxpipe.config import CheckpointConfig  # noqa: E402
+from maxpipe.checkpoint import reader
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.mirror import Mirror, open_url
+from maxpipe.config import CheckpointConfig
+from maxpipe.devices import processes
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
 TARGET = {
-    "split": jax.ShapeDtypeStruct((8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("b", None))),
-    "copied": jax.ShapeDtypeStruct((8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec(None, "a"))),
+    "split": jax.ShapeDtypeStruct(
+        (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("b", None))
+    ),
+    "copied": jax.ShapeDtypeStruct(
+        (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec(None, "a"))
+    ),
     "host": jax.ShapeDtypeStruct((8, 6), np.float32),
 }
 
@@ -46,7 +51,11 @@ def numbers(step):
 
 
 def save(checkpointer, step):
-    state = {"split": place(numbers(step), "a", "b"), "copied": place(numbers(step)), "host": numbers(step)}
+    state = {
+        "split": place(numbers(step), "a", "b"),
+        "copied": place(numbers(step)),
+        "host": numbers(step),
+    }
     rows = place(np.arange(12, dtype=np.int64).reshape(4, 3) + step * 2**40, ("a", "b"))
     checkpointer.save(step, state, rows, {"step": step})
 
@@ -56,7 +65,11 @@ def check(restored, step):
     assert restored.meta == {"step": step}
     assert np.array_equal(restored.iterator, np.arange(12).reshape(4, 3) + step * 2**40)
     for name, leaf in restored.state.items():
-        whole = multihost_utils.process_allgather(leaf, tiled=True) if isinstance(leaf, jax.Array) else leaf
+        whole = (
+            multihost_utils.process_allgather(leaf, tiled=True)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        )
         assert np.array_equal(whole, numbers(step)), name
 
 
@@ -76,7 +89,9 @@ def ask_the_clock_of_the_first():
     now, calls = [0.0], itertools.count()
     # That of the other one is always ahead.
     settings = CheckpointConfig(every=0, every_minutes=1)
-    checkpointer = Checkpointer(DIRECTORY, settings, clock=lambda: now[0] if INDEX == 0 else 1e6 * next(calls))
+    checkpointer = Checkpointer(
+        DIRECTORY, settings, clock=lambda: now[0] if INDEX == 0 else 1e6 * next(calls)
+    )
     due = []
     for step in range(1, 6):
         now[0] = 20.0 * step
@@ -87,12 +102,15 @@ def ask_the_clock_of_the_first():
 def forget_old_posts():
     processes._POSTS_KEPT = 3
     for i in range(8):
-        # Without a limit like that of a real run, the first process must not get ahead of the other.
+        # Without a limit like that of a real run, the first process must not get ahead of the
+        # other.
         multihost_utils.sync_global_devices(f"before {i}")
         assert processes.of_first_process(10 * INDEX + i) == i
     multihost_utils.sync_global_devices("posted")
     posts = processes.coordinator().key_value_dir_get("maxpipe/post")
-    assert len(posts) == 2 + 3, posts  # of 13, the first two were beyond reach when the limit was set
+    assert len(posts) == 2 + 3, (
+        posts
+    )  # of 13, the first two were beyond reach when the limit was set
     multihost_utils.sync_global_devices("counted")  # the first process goes on to post
 
 
@@ -114,7 +132,9 @@ def lose(directory):
 
 def go_on_from_the_mirror(url):
     def start(directory=DIRECTORY):
-        return Checkpointer(directory, CheckpointConfig(keep=2), mirror=open_url(url, "checkpoint.mirror"))
+        return Checkpointer(
+            directory, CheckpointConfig(keep=2), mirror=open_url(url, "checkpoint.mirror")
+        )
 
     checkpointer = start()
     for step in (1, 2, 3):

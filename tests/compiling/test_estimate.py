@@ -4,10 +4,10 @@ import jax
 import pytest
 
 from maxpipe.builder import build_engine
-from maxpipe.compiling.estimate import estimate
 from maxpipe.compiling.step import shard_bytes
 from maxpipe.config import Config, replace, resolve
-from maxpipe.mesh import build_mesh
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.planning.estimate import estimate
 
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
 
@@ -49,7 +49,9 @@ def test_split_backwards_are_priced_with_their_stash():
 
 def test_activations_against_the_policy():
     def activations(policy):
-        return estimate(config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy})).activations
+        return estimate(
+            config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy})
+        ).activations
 
     assert activations("full") < activations("minimal") < activations("none")
     assert activations("minimal_offloaded") == activations("full")
@@ -68,7 +70,9 @@ def test_activations_of_split_sequences():
 
 def test_weights_gathered_once_are_whole_over_fsdp():
     apart, once = (
-        estimate(config_of(**{"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather}))
+        estimate(
+            config_of(**{"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather})
+        )
         for gather in ("per_iteration", "once")
     )
     assert once.gradients == 2 * apart.gradients

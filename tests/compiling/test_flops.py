@@ -7,11 +7,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_engine
-from maxpipe.compiling.flops import step_flops
+from maxpipe.compiling.jaxpr_flops import step_flops
 from maxpipe.compiling.step import compile_step
 from maxpipe.config import Config, replace, resolve
-from maxpipe.mesh import build_mesh
-from maxpipe.telemetry.flops import model_flops_per_token
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.planning.flops import model_flops_per_token
 
 A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 B = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -44,7 +44,12 @@ def test_manual_programs_count_on_every_device():
 
     def f(a, b):
         local = jax.shard_map(
-            lambda a, b: a @ b, mesh=mesh, axis_names={"stage"}, in_specs=(P(), P()), out_specs=P(), check_vma=False
+            lambda a, b: a @ b,
+            mesh=mesh,
+            axis_names={"stage"},
+            in_specs=(P(), P()),
+            out_specs=P(),
+            check_vma=False,
         )
         return local(a, b)
 
@@ -55,19 +60,33 @@ def test_a_conditional_on_every_device_counts_the_runs_of_one():
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("stage",))
 
     def tick(total, p):
-        return total + jax.lax.cond(p, lambda: jnp.sum(jnp.ones(A.shape) @ jnp.ones(B.shape)), lambda: 0.0), None
+        return total + jax.lax.cond(
+            p, lambda: jnp.sum(jnp.ones(A.shape) @ jnp.ones(B.shape)), lambda: 0.0
+        ), None
 
     def f(ps):
         scan = jax.shard_map(
-            lambda ps: jax.lax.scan(tick, 0.0, ps)[0], mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+            lambda ps: jax.lax.scan(tick, 0.0, ps)[0],
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
         )
         return scan(ps)
 
-    assert step_flops(jax.make_jaxpr(f)(jnp.ones(7, bool)), lambda runs: min(runs, 5)) == 8 * 5 * PRODUCT
+    assert (
+        step_flops(jax.make_jaxpr(f)(jnp.ones(7, bool)), lambda runs: min(runs, 5))
+        == 8 * 5 * PRODUCT
+    )
 
 
 def test_a_step_without_recomputation_runs_the_models_flops():
-    sizes = {"model.num_layers": 2, "model.embed_dim": 32, "model.mlp_dim": 64, "model.vocab_size": 64}
+    sizes = {
+        "model.num_layers": 2,
+        "model.embed_dim": 32,
+        "model.mlp_dim": 64,
+        "model.vocab_size": 64,
+    }
     batch = {"data.sequence_length": 8, "data.global_batch_size": 4, "eval.every": 0}
     config = resolve(replace(Config(), **sizes, **batch, **{"pipeline.remat_policy": "none"}), 1)
     mesh = build_mesh(config, jax.devices()[:1])

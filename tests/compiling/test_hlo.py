@@ -69,7 +69,9 @@ def test_a_condition_that_cannot_be_read_counts_once():
 
 
 def test_the_compilers_own_trip_count_wins():
-    text = LOOP.replace("body=%body.1", 'body=%body.1, backend_config={"known_trip_count":{"n":"7"}}')
+    text = LOOP.replace(
+        "body=%body.1", 'body=%body.1, backend_config={"known_trip_count":{"n":"7"}}'
+    )
     assert runs_of(text)["next"] == 7
 
 

@@ -4,14 +4,27 @@ import jax
 import pytest
 
 from maxpipe import compile as command
-from maxpipe.pipeline.mpmd.pipeline import MpmdPipeline
+from maxpipe.pipeline.engines.mpmd.engine import MpmdPipeline
 
 SMALL = [
-    "compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4", "model.num_layers=2", "model.embed_dim=16",
-    "model.num_query_heads=2", "model.num_kv_heads=2", "model.mlp_dim=32", "data.sequence_length=16",
-    "pipeline.schedule=zb_h1", "pipeline.layers_per_stage=auto", "model.tie_embeddings=true",
-]  # fmt: skip
-ONE_PROGRAM = ["pipeline.schedule=lockstep_1f1b", "pipeline.layers_per_stage=[]", "pipeline.num_repeats=1"]
+    "compile.topology=cpu",
+    "mesh.simulated_devices=8",
+    "mesh.ici.fsdp=4",
+    "model.num_layers=2",
+    "model.embed_dim=16",
+    "model.num_query_heads=2",
+    "model.num_kv_heads=2",
+    "model.mlp_dim=32",
+    "data.sequence_length=16",
+    "pipeline.schedule=zb_h1",
+    "pipeline.layers_per_stage=auto",
+    "model.tie_embeddings=true",
+]
+ONE_PROGRAM = [
+    "pipeline.schedule=lockstep_1f1b",
+    "pipeline.layers_per_stage=[]",
+    "pipeline.num_repeats=1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +42,10 @@ def test_every_computation_is_there_as_sliced_and_as_compiled(written):
 
 
 def test_the_sliced_program_says_where_values_come_from_and_go(written):
-    forward, late = ((written / f"stage_{stage}" / name).read_text() for stage, name in ((0, "F0.txt"), (1, "W1.txt")))
+    forward, late = (
+        (written / f"stage_{stage}" / name).read_text()
+        for stage, name in ((0, "F0.txt"), (1, "W1.txt"))
+    )
     assert "  reads  ['params']['embed']['embedding'] f32[320,16]\n" in forward
     assert "  writes F0.1 f32[8,16,16] for F1, I1\n" in forward
     assert "sharding_constraint[P('fsdp', None, None)]" in forward
@@ -49,12 +65,24 @@ def test_the_hlo_is_of_the_stages_own_devices(written):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--programs=out", "--hlo=step.hlo"], "--hlo: is for a train step in one program; leave it out"),
-        (["--programs=out", "compile.save=step.bin"], "compile.save: is for a train step in one program"),
+        (
+            ["--programs=out", "--hlo=step.hlo"],
+            "--hlo: is for a train step in one program; leave it out",
+        ),
+        (
+            ["--programs=out", "compile.save=step.bin"],
+            "compile.save: is for a train step in one program",
+        ),
         ([], "--programs DIR writes those of its stages, or use pipeline.schedule=lockstep_1f1b"),
-        (["--programs=out", *ONE_PROGRAM], "--programs: is for the mpmd engine; the scheduled engine has one program"),
+        (
+            ["--programs=out", *ONE_PROGRAM],
+            "--programs: is for the mpmd engine; the scheduled engine has one program",
+        ),
         (["--programs=file/out"], "--programs: cannot write to file/out: Not a directory"),
-        (["--programs=out", "pipeline.memory_limit_gib=1e-4"], "no choice of stages fits 0.0001 GiB a device"),
+        (
+            ["--programs=out", "pipeline.memory_limit_gib=1e-4"],
+            "no choice of stages fits 0.0001 GiB a device",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, words, message):
@@ -68,14 +96,20 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, wor
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(tmp_path, monkeypatch, capsys):
+def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
+    tmp_path, monkeypatch, capsys
+):
     def compile_none(self):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)")
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: memory required (24.90G) exceeds available HBM (15.75G)"
+        )
         yield
 
     monkeypatch.setattr(MpmdPipeline, "compile", compile_none)
     (tmp_path / "stage_7").mkdir()
     (tmp_path / "stage_7" / "F7.txt").touch()
     assert command.main(["configs/base.yml", *SMALL, "--programs", str(tmp_path)]) == 3
-    assert "does not fit: the next computation needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
+    assert (
+        "does not fit: the next computation needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
+    )
     assert not (tmp_path / "stage_7" / "F7.txt").exists()

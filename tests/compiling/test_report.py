@@ -2,44 +2,72 @@
 
 import pytest
 
-from maxpipe.compiling.bounds import bounds
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.estimate import Memory, estimate
 from maxpipe.compiling.knobs import Knob, knobs
 from maxpipe.compiling.report import CompilerMemory, Report, size
 from maxpipe.config import Config, replace, resolve
-from maxpipe.telemetry.chips import GIB, chip_for
+from maxpipe.devices.chips import GIB, chip_for
+from maxpipe.planning.bounds import bounds
+from maxpipe.planning.estimate import Memory, estimate
 
 MEMORY = Memory(1e9, 2e9, 1e9, 4e9)
 WRITTEN = replace(
     Config(),
     **{
-        "mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "pipeline.schedule": "circular",
-        "pipeline.remat_policy": "none", "data.global_batch_size": 64, "eval.every": 0,
+        "mesh.ici.stage": 4,
+        "mesh.ici.fsdp": 2,
+        "pipeline.num_repeats": 2,
+        "pipeline.schedule": "circular",
+        "pipeline.remat_policy": "none",
+        "data.global_batch_size": 64,
+        "eval.every": 0,
     },
-)  # fmt: skip
+)
 
 
 def report(needed=90 * GIB, **values):
     facts = {
-        "device_kind": "TPU v5p", "num_devices": 8, "num_slices": 1, "mesh": {"stage": 4, "fsdp": 2, "tensor": 1},
-        "engine": "scheduled", "schedule": "lockstep_1f1b", "bubble": 0.1, "shapes": MEMORY,
-        "compiler": CompilerMemory(arguments=5, temp=6, program=7, results=8), "needed": needed, "capacity": 95 * GIB,
-        "flops": 2e15, "model_flops": 1e15,
-        "collectives": [Collective("all-gather", "fsdp", "ici", 4, 2**20, 2**21)], "bounds": None,
+        "device_kind": "TPU v5p",
+        "num_devices": 8,
+        "num_slices": 1,
+        "mesh": {"stage": 4, "fsdp": 2, "tensor": 1},
+        "engine": "scheduled",
+        "schedule": "lockstep_1f1b",
+        "bubble": 0.1,
+        "shapes": MEMORY,
+        "compiler": CompilerMemory(arguments=5, temp=6, program=7, results=8),
+        "needed": needed,
+        "capacity": 95 * GIB,
+        "flops": 2e15,
+        "model_flops": 1e15,
+        "collectives": [Collective("all-gather", "fsdp", "ici", 4, 2**20, 2**21)],
+        "bounds": None,
         "compile_seconds": 3.0,
-    }  # fmt: skip
+    }
     return Report(**(facts | values))
 
 
 def test_the_slowest_part_bounds_the_step():
     config, chip = resolve(WRITTEN, 8), chip_for("TPU v5p")
     flops = 8 * 459e12
-    quiet = bounds(config, chip, num_chips=8, flops=flops, model_flops=flops / 2, memory=MEMORY, collectives=[])
+    quiet = bounds(
+        config, chip, num_chips=8, flops=flops, model_flops=flops / 2, memory=MEMORY, collectives=[]
+    )
     assert quiet.compute == pytest.approx(1.0)
     assert quiet.mfu == pytest.approx(0.5)
-    busy = [Collective("all-gather", "fsdp", "ici", 1, 1, 1200e9), Collective("all-reduce", "data", "dcn", 1, 1, 25e9)]
-    loud = bounds(config, chip, num_chips=8, flops=flops, model_flops=flops / 2, memory=MEMORY, collectives=busy)
+    busy = [
+        Collective("all-gather", "fsdp", "ici", 1, 1, 1200e9),
+        Collective("all-reduce", "data", "dcn", 1, 1, 25e9),
+    ]
+    loud = bounds(
+        config,
+        chip,
+        num_chips=8,
+        flops=flops,
+        model_flops=flops / 2,
+        memory=MEMORY,
+        collectives=busy,
+    )
     assert loud.network == pytest.approx(4.0)
     assert loud.step == loud.network
     assert loud.mfu == pytest.approx(0.125)
@@ -48,18 +76,31 @@ def test_the_slowest_part_bounds_the_step():
 def test_traffic_over_a_network_of_unknown_speed_has_no_bound():
     config, chip = resolve(WRITTEN, 8), chip_for("TPU v4")
     busy = [Collective("all-reduce", "data", "dcn", 1, 1, 1)]
-    found = bounds(config, chip, num_chips=8, flops=1e15, model_flops=1e15, memory=MEMORY, collectives=busy)
+    found = bounds(
+        config, chip, num_chips=8, flops=1e15, model_flops=1e15, memory=MEMORY, collectives=busy
+    )
     assert found.network is None
 
 
 def test_json_has_every_number():
     data = report().as_json()
     assert data["memory"] == {
-        "parameters_bytes": 1e9, "optimizer_bytes": 2e9, "gradients_bytes": 1e9, "activations_bytes": 4e9,
-        "arguments_bytes": 5, "temp_bytes": 6, "program_bytes": 7, "needed_bytes": 90 * GIB,
+        "parameters_bytes": 1e9,
+        "optimizer_bytes": 2e9,
+        "gradients_bytes": 1e9,
+        "activations_bytes": 4e9,
+        "arguments_bytes": 5,
+        "temp_bytes": 6,
+        "program_bytes": 7,
+        "needed_bytes": 90 * GIB,
         "capacity_bytes": 95 * GIB,
-    }  # fmt: skip
-    assert (data["flops"], data["model_flops"], data["compile_seconds"], data["fits"]) == (2e15, 1e15, 3.0, True)
+    }
+    assert (data["flops"], data["model_flops"], data["compile_seconds"], data["fits"]) == (
+        2e15,
+        1e15,
+        3.0,
+        True,
+    )
     assert data["collectives"][0]["axes"] == "fsdp"
 
 
@@ -95,7 +136,8 @@ def test_knobs_are_legal_and_save_what_they_say():
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(12, "12 B"), (2048, "2 KiB"), (3 * 2**30, "3 GiB"), (1023 * 2**30, "0.999 TiB")]
+    ("count", "text"),
+    [(12, "12 B"), (2048, "2 KiB"), (3 * 2**30, "3 GiB"), (1023 * 2**30, "0.999 TiB")],
 )
 def test_sizes(count, text):
     assert size(count) == text

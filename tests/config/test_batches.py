@@ -12,7 +12,14 @@ import pytest
         (("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=4"), 4),
         (("pipeline.num_microbatches=8",), 8),
         (("pipeline.num_microbatches=1", "pipeline.schedule=lockstep_1f1b"), 1),
-        (("pipeline.num_microbatches=5", "pipeline.schedule=lockstep_1f1b", "data.global_batch_size=10"), 5),
+        (
+            (
+                "pipeline.num_microbatches=5",
+                "pipeline.schedule=lockstep_1f1b",
+                "data.global_batch_size=10",
+            ),
+            5,
+        ),
     ],
 )
 def test_number_of_microbatches(resolved, words, count):

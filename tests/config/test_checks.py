@@ -34,14 +34,42 @@ def test_a_run_name_is_no_path(problems, name):
         (("telemetry.profile_steps=[0,5]",), "telemetry.profile_steps", "1 <= first"),
         (("checkpoint.resume=mist",), "checkpoint.resume", "did you mean must?"),
         (("checkpoint.resume=-3",), "checkpoint.resume", "the number of a step"),
-        (("checkpoint.keep_every=75",), "checkpoint.keep_every", "a multiple of checkpoint.every=100"),
-        (("checkpoint.keep_every=9", "checkpoint.every=0"), "checkpoint.keep_every", "expected 0, since"),
-        (("checkpoint.keep_best=1", "eval.every=0"), "checkpoint.keep_best", "give eval.every, which is 0"),
-        (("checkpoint.keep_best=1", "checkpoint.every=0"), "checkpoint.keep_best", "give checkpoint.every, which is 0"),
-        (("checkpoint.keep_best=1", "eval.every=30"), "checkpoint.keep_best", "make one of them a multiple"),
+        (
+            ("checkpoint.keep_every=75",),
+            "checkpoint.keep_every",
+            "a multiple of checkpoint.every=100",
+        ),
+        (
+            ("checkpoint.keep_every=9", "checkpoint.every=0"),
+            "checkpoint.keep_every",
+            "expected 0, since",
+        ),
+        (
+            ("checkpoint.keep_best=1", "eval.every=0"),
+            "checkpoint.keep_best",
+            "give eval.every, which is 0",
+        ),
+        (
+            ("checkpoint.keep_best=1", "checkpoint.every=0"),
+            "checkpoint.keep_best",
+            "give checkpoint.every, which is 0",
+        ),
+        (
+            ("checkpoint.keep_best=1", "eval.every=30"),
+            "checkpoint.keep_best",
+            "make one of them a multiple",
+        ),
         (("data.tokenizer=bytes",), "data.tokenizer", "did you mean byte?"),
-        (("data.path=a.txt",), "data.path", "data.source=python_stdlib reads no path: set data.source=text (or "),
-        (("data.path=a.txt", "data.source=synthetic"), "data.path", "data.source=synthetic reads no path"),
+        (
+            ("data.path=a.txt",),
+            "data.path",
+            "data.source=python_stdlib reads no path: set data.source=text (or ",
+        ),
+        (
+            ("data.path=a.txt", "data.source=synthetic"),
+            "data.path",
+            "data.source=synthetic reads no path",
+        ),
         (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: the axis splits the experts"),
         (
             ("mesh.ici.context=2", "mesh.dcn.context=3", "data.sequence_length=100"),
@@ -49,7 +77,10 @@ def test_a_run_name_is_no_path(problems, name):
             "100 is not divisible by 2 x mesh.*.context = 12; nearest legal: 96 or 108",
         ),
         (
-            ("mesh.ici.context=2", "sharding.logical_axis_rules=[[activation_length, [context, tensor]]]"),
+            (
+                "mesh.ici.context=2",
+                "sharding.logical_axis_rules=[[activation_length, [context, tensor]]]",
+            ),
             "sharding.logical_axis_rules",
             "activation_length lies over ['context', 'tensor']; use [activation_length, [context]]",
         ),
@@ -78,7 +109,9 @@ def test_what_is_refused(problems, words, key, message):
     ],
 )
 def test_logical_axis_rules(problems, rules, message):
-    assert message in problems(f"sharding.logical_axis_rules={rules}")["sharding.logical_axis_rules"]
+    assert (
+        message in problems(f"sharding.logical_axis_rules={rules}")["sharding.logical_axis_rules"]
+    )
 
 
 @pytest.mark.parametrize("value", ["auto", "never", "must", "0", "1200"])
@@ -88,7 +121,9 @@ def test_ways_to_resume(resolved, value):
 
 @pytest.mark.parametrize("evaluated", [50, 100, 300])
 def test_ways_to_keep(resolved, evaluated):
-    config = resolved("checkpoint.keep_every=200", "checkpoint.keep_best=2", f"eval.every={evaluated}").checkpoint
+    config = resolved(
+        "checkpoint.keep_every=200", "checkpoint.keep_best=2", f"eval.every={evaluated}"
+    ).checkpoint
     assert (config.keep_every, config.keep_best) == (200, 2)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import describe, exit_on_config_error, parse_args
-from maxpipe.config.schema import OPTIONS, SECTIONS
+from maxpipe.config.options import OPTIONS, SECTIONS
 
 COMMAND = """
 from maxpipe.config import resolve
@@ -44,15 +44,20 @@ def test_a_bad_command_prints_every_problem_and_exits_with_2(base):
     assert lines[-1] == "3 problems found"
     assert all(line.startswith("config error: ") for line in lines[:-1])
     assert any(
-        line == "config error: stepz (command line): unknown key; did you mean steps?" for line in lines
+        line == "config error: stepz (command line): unknown key; did you mean steps?"
+        for line in lines
     )
-    assert seconds < 5  # 0.15 s on an idle machine; the bound only catches an import of JAX on a slow one
+    assert (
+        seconds < 5
+    )  # 0.15 s on an idle machine; the bound only catches an import of JAX on a slow one
 
 
 def test_problems_found_after_the_start_look_the_same(base):
     done = command(base, "mesh.ici.fsdp=4")
     assert done.returncode == 2
-    assert done.stderr.startswith("config error: mesh.ici: stage=2 x fsdp=4 makes 8, but there are 4 devices")
+    assert done.stderr.startswith(
+        "config error: mesh.ici: stage=2 x fsdp=4 makes 8, but there are 4 devices"
+    )
 
 
 def test_the_context_manager_leaves_other_errors_alone():
@@ -85,7 +90,11 @@ def test_flags_of_the_command_may_stand_anywhere(base):
     words = [base, "steps=9", "--svg", "x.svg", "seed=2"]
     arguments = parse_args(words, prog="prog", description="Draws.", add_flags=add_flags)
     assert arguments.flags.svg == "x.svg"
-    assert (arguments.path, arguments.loaded.config.steps, arguments.loaded.config.seed) == (base, 9, 2)
+    assert (arguments.path, arguments.loaded.config.steps, arguments.loaded.config.seed) == (
+        base,
+        9,
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,10 @@ def test_flags_of_the_command_may_stand_anywhere(base):
         (("steps=3",), "no config file"),
         (("nowhere.yml",), "there is no file nowhere.yml; the nearest are configs/"),
         (("configs/base.yml", "--steps=3"), "keys are written without dashes: steps=VALUE"),
-        (("configs/base.yml", "--print"), "there is no flag --print; the flags are --print-config, --help"),
+        (
+            ("configs/base.yml", "--print"),
+            "there is no flag --print; the flags are --print-config, --help",
+        ),
     ],
 )
 def test_command_lines_that_are_refused(words, message):
@@ -107,12 +119,19 @@ def test_command_lines_that_are_refused(words, message):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (("--help",), ["usage: prog", "Does it.", "--print-config", "run_name", "model, data, eval"]),
+        (
+            ("--help",),
+            ["usage: prog", "Does it.", "--print-config", "run_name", "model, data, eval"],
+        ),
         (("configs/base.yml", "--help"), ["usage: prog"]),
         (("--help", "configs/base.yml"), ["usage: prog"]),
         (
             ("--help", "optimizer.name"),
-            ["optimizer.name: optimizer", "default  'adamw'", "choices  adafactor, adamw, lion, muon, sgd"],
+            [
+                "optimizer.name: optimizer",
+                "default  'adamw'",
+                "choices  adafactor, adamw, lion, muon, sgd",
+            ],
         ),
         (("--help", "mesh.ici"), ["mesh.ici.stage", "pipeline stages"]),
     ],
@@ -128,7 +147,7 @@ def test_help(words, parts, capsys):
 
 def test_every_key_and_section_has_help():
     for key in OPTIONS:
-        assert describe(key).startswith(f"{key}: {OPTIONS[key].rule.help}")
+        assert describe(key).startswith(f"{key}: {OPTIONS[key].bounds.help}")
     for section in SECTIONS:
         assert f"{section}." in describe(section)
 

@@ -44,7 +44,9 @@ def test_slices_fill_the_dcn_axes(resolved):
         (("mesh.dcn.data=2",), 16, 2, "mesh.ici", "makes 4, but there are 8 devices per slice;"),
     ],
 )
-def test_a_mesh_that_does_not_fit_prints_both_numbers(problems, words, devices, slices, key, numbers):
+def test_a_mesh_that_does_not_fit_prints_both_numbers(
+    problems, words, devices, slices, key, numbers
+):
     found = problems(*words, devices=devices, slices=slices)
     assert list(found) == [key]
     assert numbers in found[key]
@@ -68,7 +70,9 @@ def test_a_mesh_that_does_not_fit_prints_both_numbers(problems, words, devices, 
 def test_the_meshes_proposed_fit(problems, words, devices, slices):
     words = (*words, "model.num_layers=24", "data.global_batch_size=192")
     found = problems(*words, devices=devices, slices=slices)
-    proposals = re.sub(r"\(.*\)", "", found[next(iter(found))].partition("these fit: ")[2]).split(";")
+    proposals = re.sub(r"\(.*\)", "", found[next(iter(found))].partition("these fit: ")[2]).split(
+        ";"
+    )
     assert 1 <= len(proposals) <= 3
     assert len(proposals) == 3 or devices < 3
     for proposal in proposals:
@@ -99,4 +103,7 @@ def test_mesh_and_other_problems_come_together(base):
     config = replace(load(base).config, **{"optimizer.warmup_steps": 200})
     with pytest.raises(ConfigError) as caught:
         resolve(config, 3)
-    assert {problem.key for problem in caught.value.problems} == {"mesh.ici", "optimizer.warmup_steps"}
+    assert {problem.key for problem in caught.value.problems} == {
+        "mesh.ici",
+        "optimizer.warmup_steps",
+    }

@@ -5,7 +5,12 @@ from engines import tiny
 
 from maxpipe.config import ConfigError, notes
 
-CIRCULAR = {"pipeline.schedule": "circular", "mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
+CIRCULAR = {
+    "pipeline.schedule": "circular",
+    "mesh.ici.stage": 2,
+    "model.num_layers": 8,
+    "pipeline.num_microbatches": 4,
+}
 SCHEDULED = CIRCULAR | {"pipeline.schedule": "lockstep_1f1b"}
 MPMD = CIRCULAR | {"pipeline.schedule": "zb_h1"}
 SPLIT = CIRCULAR | {"pipeline.schedule": "lockstep_zb"}
@@ -32,13 +37,34 @@ def refusal(**values):
             "pipeline.remat_layers",
             "nothing to recompute",
         ),
-        (CIRCULAR | {"pipeline.scan_repeats": False}, "pipeline.scan_repeats", "fsdp_gather=per_repeat or once"),
-        (SCHEDULED | {"pipeline.scan_iterations": False}, "pipeline.scan_iterations", "circular engine only"),
-        (SCHEDULED | {"pipeline.scan_repeats": False}, "pipeline.scan_repeats", "circular engine only"),
-        (SCHEDULED | {"pipeline.remat_policy": "minimal_offloaded"}, "pipeline.remat_policy", "use minimal"),
-        (SCHEDULED | {"pipeline.remat_policy": "qkv_proj_offloaded"}, "pipeline.remat_policy", "use save_qkv_proj"),
         (
-            SCHEDULED | {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.context": "offload"},
+            CIRCULAR | {"pipeline.scan_repeats": False},
+            "pipeline.scan_repeats",
+            "fsdp_gather=per_repeat or once",
+        ),
+        (
+            SCHEDULED | {"pipeline.scan_iterations": False},
+            "pipeline.scan_iterations",
+            "circular engine only",
+        ),
+        (
+            SCHEDULED | {"pipeline.scan_repeats": False},
+            "pipeline.scan_repeats",
+            "circular engine only",
+        ),
+        (
+            SCHEDULED | {"pipeline.remat_policy": "minimal_offloaded"},
+            "pipeline.remat_policy",
+            "use minimal",
+        ),
+        (
+            SCHEDULED | {"pipeline.remat_policy": "qkv_proj_offloaded"},
+            "pipeline.remat_policy",
+            "use save_qkv_proj",
+        ),
+        (
+            SCHEDULED
+            | {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.context": "offload"},
             "pipeline.remat_tensors.context",
             "use device or remat",
         ),
@@ -48,28 +74,56 @@ def refusal(**values):
             "pipeline.fsdp_gather",
             "use per_iteration",
         ),
-        (SCHEDULED | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
+        (
+            SCHEDULED | {"pipeline.parallel_layers": 4},
+            "pipeline.parallel_layers",
+            "circular engine",
+        ),
         (MPMD | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
         (MPMD | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
         (MPMD | {"pipeline.fsdp_gather": "once"}, "pipeline.fsdp_gather", "use per_iteration"),
-        (MPMD | {"pipeline.scan_iterations": False}, "pipeline.scan_iterations", "circular engine only"),
-        (MPMD | {"pipeline.remat_policy": "minimal_offloaded"}, "pipeline.remat_policy", "use minimal"),
-        (MPMD | {"pipeline.scan_layers_per_stage": True}, "pipeline.scan_layers_per_stage", "use false"),
+        (
+            MPMD | {"pipeline.scan_iterations": False},
+            "pipeline.scan_iterations",
+            "circular engine only",
+        ),
+        (
+            MPMD | {"pipeline.remat_policy": "minimal_offloaded"},
+            "pipeline.remat_policy",
+            "use minimal",
+        ),
+        (
+            MPMD | {"pipeline.scan_layers_per_stage": True},
+            "pipeline.scan_layers_per_stage",
+            "use false",
+        ),
         (
             SPLIT | {"pipeline.scan_layers_per_stage": True, "pipeline.remat_policy": "minimal"},
             "pipeline.scan_layers_per_stage",
             "use false",
         ),
         (SPLIT | {"pipeline.remat_policy": "full"}, "pipeline.remat_policy", "use minimal"),
-        (SPLIT | {"pipeline.remat_policy": "custom"}, "pipeline.remat_policy", "give some pipeline.remat_tensors"),
+        (
+            SPLIT | {"pipeline.remat_policy": "custom"},
+            "pipeline.remat_policy",
+            "give some pipeline.remat_tensors",
+        ),
         (
             SPLIT | {"pipeline.remat_iterations": False, "pipeline.remat_layers": True},
             "pipeline.remat_policy",
             "lockstep_1f1b",
         ),
-        (MPMD | {"pipeline.delay_activation_forwarding": True}, "pipeline.delay_activation_forwarding", "use false"),
+        (
+            MPMD | {"pipeline.delay_activation_forwarding": True},
+            "pipeline.delay_activation_forwarding",
+            "use false",
+        ),
         (MPMD | {"compile.load": "step"}, "compile.load", "leave it empty"),
-        (CIRCULAR | {"pipeline.outside_layers": "before"}, "pipeline.outside_layers", "parallel_layers"),
+        (
+            CIRCULAR | {"pipeline.outside_layers": "before"},
+            "pipeline.outside_layers",
+            "parallel_layers",
+        ),
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
 )
@@ -103,7 +157,10 @@ def test_gathers_of_the_mpmd_engine_are_refused_beside_wrong_repeats():
 
 @pytest.mark.parametrize("asked", [12, 9])
 def test_more_layers_in_the_pipeline_than_in_the_model_are_refused(asked):
-    assert "nearest legal: 8" in refusal(**CIRCULAR | {"pipeline.parallel_layers": asked})["pipeline.parallel_layers"]
+    assert (
+        "nearest legal: 8"
+        in refusal(**CIRCULAR | {"pipeline.parallel_layers": asked})["pipeline.parallel_layers"]
+    )
 
 
 @pytest.mark.parametrize("asked", [0, -2])
@@ -125,12 +182,19 @@ def test_layers_in_the_pipeline_must_divide_too():
 
 
 def test_two_gather_modes_at_once_are_refused():
-    message = refusal(**CIRCULAR | {"pipeline.fsdp_gather": "once,per_repeat"})["pipeline.fsdp_gather"]
+    message = refusal(**CIRCULAR | {"pipeline.fsdp_gather": "once,per_repeat"})[
+        "pipeline.fsdp_gather"
+    ]
     assert "is not one of per_iteration, per_repeat, once" in message
 
 
 def test_an_eval_batch_that_does_not_divide_is_refused():
-    values = {"mesh.ici.fsdp": 4, "eval.every": 1, "eval.global_batch_size": 6, "pipeline.num_microbatches": 2}
+    values = {
+        "mesh.ici.fsdp": 4,
+        "eval.every": 1,
+        "eval.global_batch_size": 6,
+        "pipeline.num_microbatches": 2,
+    }
     assert "nearest legal: 4 or 8" in refusal(**CIRCULAR | values)["eval.global_batch_size"]
 
 
@@ -138,7 +202,9 @@ def test_expert_parallelism_without_experts_is_refused():
     assert "must be 1" in refusal(**CIRCULAR | {"mesh.ici.expert": 2})["mesh.ici.expert"]
 
 
-@pytest.mark.parametrize(("microbatches", "delayed", "said"), [(2, False, True), (4, False, False), (4, True, True)])
+@pytest.mark.parametrize(
+    ("microbatches", "delayed", "said"), [(2, False, True), (4, False, False), (4, True, True)]
+)
 def test_a_third_gathered_repeat_is_said(microbatches, delayed, said):
     config = tiny(
         **CIRCULAR

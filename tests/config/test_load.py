@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from maxpipe.config import Config, ConfigError, load, replace, resolve
-from maxpipe.config.schema import OPTIONS, get
+from maxpipe.config.options import OPTIONS, get
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,14 @@ def test_dotted_keys_and_flow_mappings_are_the_same_as_sections(write):
 
 
 def test_all_problems_come_at_once(base):
-    words = ["stepz=4", "steps=abc", "optimizer.name=adam", "run_name=a/b", "model.num_layers=9", "nonsense"]
+    words = [
+        "stepz=4",
+        "steps=abc",
+        "optimizer.name=adam",
+        "run_name=a/b",
+        "model.num_layers=9",
+        "nonsense",
+    ]
     with pytest.raises(ConfigError) as caught:
         load(base, words)
     keys = {problem.key for problem in caught.value.problems}
@@ -81,7 +88,9 @@ def test_a_broken_key_silences_only_what_depends_on_it(problems):
 
 
 def test_problems_carry_the_source_of_the_value(base):
-    with pytest.raises(ConfigError, match=rf"data.global_batch_size \({base}:7\): 16 is not divisible"):
+    with pytest.raises(
+        ConfigError, match=rf"data.global_batch_size \({base}:7\): 16 is not divisible"
+    ):
         load(base, ["pipeline.num_microbatches=6"])
 
 
@@ -95,7 +104,9 @@ def test_checks_that_need_no_device_run_in_load(base):
 
 def test_resolve_leaves_nothing_to_derive(resolved):
     config = resolved()
-    unresolved = [key for key, option in OPTIONS.items() if option.rule.derived and get(config, key) == -1]
+    unresolved = [
+        key for key, option in OPTIONS.items() if option.bounds.derived and get(config, key) == -1
+    ]
     assert unresolved == []
 
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from maxpipe.config import Config, load, notes, print_config, resolve, to_yaml
-from maxpipe.config.schema import OPTIONS
+from maxpipe.config.options import OPTIONS
 
 ODD = [
     "run_name=007",
@@ -56,7 +56,10 @@ def test_notes_give_reasons(base):
 def test_notes_say_what_has_no_effect(base):
     words = ["mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=2", "stop_after=100"]
     lines = notes(resolve(load(base, words), 4))
-    assert any("schedule, repeats, layers per stage" in line and "2 rows a device" in line for line in lines)
+    assert any(
+        "schedule, repeats, layers per stage" in line and "2 rows a device" in line
+        for line in lines
+    )
     assert "stop_after=100 has no effect: the run ends at steps=100" in lines
 
 
@@ -99,7 +102,9 @@ def test_checkpoints_by_the_clock_are_kept_as_many(base):
 def test_a_topology_is_said_to_be_for_another_command(base):
     words = ["compile.topology=v5p:2x2x1", "compile.num_slices=2"]
     (line,) = notes(resolve(load(base, words), 4))
-    assert line.startswith("compile.topology=v5p:2x2x1 compile.num_slices=2: for maxpipe.compile only")
+    assert line.startswith(
+        "compile.topology=v5p:2x2x1 compile.num_slices=2: for maxpipe.compile only"
+    )
 
 
 def test_a_plain_run_has_nothing_to_say_about_given_values(base):

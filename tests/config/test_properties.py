@@ -7,17 +7,51 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import Config, ConfigError, load, resolve, to_yaml
-from maxpipe.config.schema import OPTIONS, get
+from maxpipe.config.options import OPTIONS, get
 
 WORDS = [
-    "-1", "0", "1", "2", "3", "4", "8", "1e3", "4k", "1e15", "1e9999", "-5", "0.5", "nan", "true", "off",
-    "null", "''", "[]", "[1,2]", "[5,3]", "[[embed,[fsdp]]]", "{a: 1}", "circular", "gpipe", "lockstep_1f1b",
-    "zb_h1", "sequential", "${steps}", "${seed}", "${oc.env:HOME}", "a/b", "",
-]  # fmt: skip
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "8",
+    "1e3",
+    "4k",
+    "1e15",
+    "1e9999",
+    "-5",
+    "0.5",
+    "nan",
+    "true",
+    "off",
+    "null",
+    "''",
+    "[]",
+    "[1,2]",
+    "[5,3]",
+    "[[embed,[fsdp]]]",
+    "{a: 1}",
+    "circular",
+    "gpipe",
+    "lockstep_1f1b",
+    "zb_h1",
+    "sequential",
+    "${steps}",
+    "${seed}",
+    "${oc.env:HOME}",
+    "a/b",
+    "",
+]
 values = st.one_of(st.sampled_from(WORDS), st.integers(-3, 64).map(str), st.text(max_size=8))
-keys = st.one_of(st.sampled_from(list(OPTIONS)), st.text(string.ascii_lowercase + "._", max_size=12))
+keys = st.one_of(
+    st.sampled_from(list(OPTIONS)), st.text(string.ascii_lowercase + "._", max_size=12)
+)
 words = st.lists(st.tuples(keys, values).map("=".join), max_size=4)
-fast = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fast = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @fast
@@ -31,11 +65,15 @@ def test_overrides(base, overrides, devices, slices):
         assert all(problem.message and "\n" not in problem.message for problem in config.problems)
         return
     assert isinstance(config, Config)
-    assert not [key for key, option in OPTIONS.items() if option.rule.derived and get(config, key) == -1]
+    assert not [
+        key for key, option in OPTIONS.items() if option.bounds.derived and get(config, key) == -1
+    ]
     pipeline, mesh = config.pipeline, config.mesh
     stages = mesh.ici.stage * mesh.dcn.stage
     if not pipeline.layers_per_stage:
-        assert stages * pipeline.num_repeats * pipeline.num_layers_per_stage == config.model.num_layers
+        assert (
+            stages * pipeline.num_repeats * pipeline.num_layers_per_stage == config.model.num_layers
+        )
     shards = mesh.ici.data * mesh.dcn.data * mesh.ici.fsdp * mesh.dcn.fsdp
     assert config.data.global_batch_size % (shards * pipeline.num_microbatches) == 0
 
@@ -61,7 +99,11 @@ trees = st.recursive(
 
 
 @fast
-@given(st.dictionaries(st.one_of(st.sampled_from(list(OPTIONS)), st.sampled_from(["model", "mesh"])), trees))
+@given(
+    st.dictionaries(
+        st.one_of(st.sampled_from(list(OPTIONS)), st.sampled_from(["model", "mesh"])), trees
+    )
+)
 def test_any_tree_as_a_file(write, tree):
     try:
         loaded = load(write("run.yml", yaml.safe_dump(tree)))

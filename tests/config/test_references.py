@@ -6,19 +6,25 @@ from maxpipe.config import ConfigError, load
 
 
 def test_references_see_the_final_value(base):
-    config = load(base, ["eval.every=${steps}", "run_name=run-${seed}-${model.dtype}", "seed=3"]).config
+    config = load(
+        base, ["eval.every=${steps}", "run_name=run-${seed}-${model.dtype}", "seed=3"]
+    ).config
     assert config.eval.every == 100
     assert config.run_name == "run-3-float32"
 
 
 def test_references_to_references_and_defaults(base):
-    config = load(base, ["eval.every=${checkpoint.every}", "checkpoint.every=${steps}", "steps=1e3"]).config
+    config = load(
+        base, ["eval.every=${checkpoint.every}", "checkpoint.every=${steps}", "steps=1e3"]
+    ).config
     assert (config.eval.every, config.checkpoint.every) == (1000, 1000)
     assert load(base, ["model.norm_eps=${optimizer.eps}"]).config.model.norm_eps == 1e-8
 
 
 def test_references_inside_lists(base):
-    assert load(base, ["telemetry.profile_steps=[10, '${steps}']"]).config.telemetry.profile_steps == [
+    assert load(
+        base, ["telemetry.profile_steps=[10, '${steps}']"]
+    ).config.telemetry.profile_steps == [
         10,
         100,
     ]
@@ -42,12 +48,16 @@ def test_the_environment_is_refused(base, value, monkeypatch):
 
 
 def test_the_environment_is_refused_in_files_and_lists(write):
-    path = write("run.yml", "pipeline: {layers_per_stage: ['${oc.env:HOME}']}\nbase: ${oc.env:HOME}\n")
+    path = write(
+        "run.yml", "pipeline: {layers_per_stage: ['${oc.env:HOME}']}\nbase: ${oc.env:HOME}\n"
+    )
     with pytest.raises(ConfigError, match="secrets must not be"):
         load(path)
 
 
-@pytest.mark.parametrize("value", ["${nothing}", "${steps.x}", "${steps", "${optimizer.decay_steps}"])
+@pytest.mark.parametrize(
+    "value", ["${nothing}", "${steps.x}", "${steps", "${optimizer.decay_steps}"]
+)
 def test_references_that_lead_nowhere(base, value):
     with pytest.raises(ConfigError, match="steps"):
         load(base, [f"steps={value}", "optimizer.decay_steps=${steps}"])

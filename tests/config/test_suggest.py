@@ -4,8 +4,8 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.config.maxtext import KEYS
-from maxpipe.config.schema import OPTIONS
-from maxpipe.config.suggest import unknown_key
+from maxpipe.config.nearest import unknown_key
+from maxpipe.config.options import OPTIONS
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,27 @@
 
 import pytest
 
-from maxpipe.config.schema import OPTIONS
-from maxpipe.config.values import Scalar, check_rule, check_type, convert
+from maxpipe.config.options import OPTIONS
+from maxpipe.config.values import Scalar, check_bounds, check_type, convert
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("8", 8), ("-1", -1), ("1e3", 1000), ("1_000", 1000), ("4k", 4000), ("2M", 2_000_000),
-        ("4Ki", 4096), ("2Mi", 2_097_152), ("1.5k", 1500), ("1.28e5", 128_000), ("010", 10),
+        ("8", 8),
+        ("-1", -1),
+        ("1e3", 1000),
+        ("1_000", 1000),
+        ("4k", 4000),
+        ("2M", 2_000_000),
+        ("4Ki", 4096),
+        ("2Mi", 2_097_152),
+        ("1.5k", 1500),
+        ("1.28e5", 128_000),
+        ("010", 10),
         ("9007199254740993", 9007199254740993),
     ],
-)  # fmt: skip
+)
 def test_whole_numbers(text, value):
     assert convert(OPTIONS["steps"], Scalar(text)) == value
 
@@ -52,7 +61,7 @@ def test_strings_stay_as_written(text):
 def test_a_string_field_with_choices_takes_yaml_booleans():
     option = OPTIONS["pipeline.skip_idle"]
     value = convert(option, Scalar("true"))
-    check_rule(option, value)
+    check_bounds(option, value)
     assert value == "true"
 
 
@@ -62,7 +71,9 @@ def test_null_is_not_a_string_unless_quoted():
     assert convert(OPTIONS["run_name"], Scalar("null", quoted=True)) == "null"
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("False", False), ("on", True), ("no", False)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("False", False), ("on", True), ("no", False)]
+)
 def test_booleans(text, value):
     assert convert(OPTIONS["data.packing"], Scalar(text)) is value
 
@@ -95,14 +106,22 @@ def test_lists():
 )
 def test_rules_name_the_legal_values(key, value, message):
     with pytest.raises(ValueError, match=message):
-        check_rule(OPTIONS[key], value)
+        check_bounds(OPTIONS[key], value)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("steps", True), ("steps", 1.0), ("steps", "5"), ("data.packing", 1), ("model.dropout", "0"),
-     ("pipeline.layers_per_stage", [1, True]), ("pipeline.layers_per_stage", (1, 2)), ("run_name", 7)],
-)  # fmt: skip
+    [
+        ("steps", True),
+        ("steps", 1.0),
+        ("steps", "5"),
+        ("data.packing", 1),
+        ("model.dropout", "0"),
+        ("pipeline.layers_per_stage", [1, True]),
+        ("pipeline.layers_per_stage", (1, 2)),
+        ("run_name", 7),
+    ],
+)
 def test_python_values_of_the_wrong_type(key, value):
     with pytest.raises(ValueError, match="expected"):
         check_type(OPTIONS[key], value)
@@ -111,4 +130,4 @@ def test_python_values_of_the_wrong_type(key, value):
 def test_every_default_obeys_its_own_rule():
     for option in OPTIONS.values():
         check_type(option, option.default)
-        check_rule(option, option.default)
+        check_bounds(option, option.default)

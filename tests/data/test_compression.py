@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.compression import unpacked
+from maxpipe.data.files import unpacked
 
 zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
 
@@ -59,7 +59,9 @@ def test_damaged_files_are_named_and_leave_nothing_behind(tmp_path, ending, dama
 def test_a_file_that_cannot_be_read_is_not_the_fault_of_the_cache(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     path.mkdir()  # unreadable also to those who may read everything
-    with pytest.raises(ConfigError, match=rf"^data\.path: {path} cannot be unpacked: .*Is a directory"):
+    with pytest.raises(
+        ConfigError, match=rf"^data\.path: {path} cannot be unpacked: .*Is a directory"
+    ):
         unpacked(str(path), str(tmp_path / "cache"))
 
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.config.checks import SOURCES_WITHOUT_PATH
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import open_documents, split_documents
-from maxpipe.data.sources import SOURCES
 
 
 def _documents(count: int) -> list[str]:
@@ -55,9 +54,9 @@ def test_no_documents(tmp_path: Path) -> None:
         open_documents(DataConfig(source="jsonl", path=str(tmp_path / "blank.jsonl")), "train")
 
 
-@pytest.mark.parametrize("source", SOURCES.names())
+@pytest.mark.parametrize("source", SOURCES)
 def test_the_sources_that_read_no_path_are_known(source: str) -> None:
-    if source in SOURCES_WITHOUT_PATH:
+    if not SOURCES[source].needs_path:
         assert len(open_documents(DataConfig(source=source), "train"))
     else:
         with pytest.raises(ConfigError, match=r"^data\.path: this data\.source needs a file"):

@@ -100,7 +100,9 @@ PARTS = [[range(3), range(3, 6)], [range(0, 6, 2), range(1, 6, 2)], [[5], range(
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_processes_share_the_rows(make_config: Make, assert_batches_equal: Equal, parts: list) -> None:
+def test_processes_share_the_rows(
+    make_config: Make, assert_batches_equal: Equal, parts: list
+) -> None:
     """Each part reads alone and also takes over in the middle from a single process."""
     config = make_config(batch=6)
     batches, states = _take(make_loader(config, "train", range(6)), 6)
@@ -147,7 +149,9 @@ def test_epochs_are_shuffled_anew(make_config: Make, texts: dict[str, str]) -> N
 
 
 def test_train_and_eval_share_no_document(make_config: Make) -> None:
-    config = replace(make_config(batch=8, eval_fraction=0.3, packing=False), **{"eval.global_batch_size": 5})
+    config = replace(
+        make_config(batch=8, eval_fraction=0.3, packing=False), **{"eval.global_batch_size": 5}
+    )
     seen = {}
     for split, rows in (("train", 8), ("eval", 5)):
         batches, _ = _take(make_loader(config, split, range(rows)), 6)
@@ -171,7 +175,9 @@ def test_state_of_another_run(make_config: Make, tmp_path: Path, change: dict) -
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_errors_while_reading_reach_the_caller(tmp_path: Path, make_config: Make, workers: int) -> None:
+def test_errors_while_reading_reach_the_caller(
+    tmp_path: Path, make_config: Make, workers: int
+) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "abc"}\nnot json\n')
     config = make_config(batch=2, source="jsonl", path=str(path), num_workers=workers)

@@ -32,7 +32,9 @@ def test_every_source_has_its_share_and_goes_through_all_its_documents_in_turn(s
 def test_shares_hold_over_any_stretch():
     sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), range(ROUND))
     for part in np.split(sources, 4):
-        np.testing.assert_allclose(np.bincount(part, minlength=3) / len(part), [0.25, 0.625, 0.125], atol=0.08)
+        np.testing.assert_allclose(
+            np.bincount(part, minlength=3) / len(part), [0.25, 0.625, 0.125], atol=0.08
+        )
 
 
 def test_rows_do_not_stick_to_a_source():
@@ -44,14 +46,18 @@ def test_rows_do_not_stick_to_a_source():
 
 def test_order_depends_on_the_seed_and_the_round():
     def first_of_a_round(seed, number):
-        return draws(MixedOrder(SIZES, WEIGHTS, seed, True), range(number * ROUND, number * ROUND + 50))[0].tolist()
+        return draws(
+            MixedOrder(SIZES, WEIGHTS, seed, True), range(number * ROUND, number * ROUND + 50)
+        )[0].tolist()
 
     assert first_of_a_round(0, 0) == first_of_a_round(0, 0)
     assert first_of_a_round(0, 0) != first_of_a_round(1, 0)
     assert first_of_a_round(0, 0) != first_of_a_round(0, 1)
 
 
-@pytest.mark.parametrize("weights", [[1], [1, 1, 1], [1e-9, 1], [1e9, 1, 1], [0.3, 0.3, 0.4], [5] * 900])
+@pytest.mark.parametrize(
+    "weights", [[1], [1, 1, 1], [1e-9, 1], [1e9, 1, 1], [0.3, 0.3, 0.4], [5] * 900]
+)
 def test_shares_add_up_and_nobody_is_left_out(weights):
     found = shares(weights)
     assert sum(found) == ROUND
@@ -108,20 +114,34 @@ def test_rows_hold_documents_of_all_sources_and_both_splits_have_some(config):
 
 def test_problems_name_the_entry(config, tmp_path):
     (tmp_path / "digits.jsonl").unlink()
-    with pytest.raises(ConfigError, match=r"^data\.mixture: entry 2: data\.path: no file at .*digits\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.mixture: entry 2: data\.path: no file at .*digits\.jsonl"
+    ):
         make_loader(config, "train", range(4))
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("[{source: txt, weight: 1}]", "entry 1: source 'txt' is not one of .*; did you mean text?"),
+        (
+            "[{source: txt, weight: 1}]",
+            "entry 1: source 'txt' is not one of .*; did you mean text?",
+        ),
         ("[{source: text, weight: 0}]", "entry 1 needs a weight above 0; got 0.0"),
         ("[{source: text}]", "entry 1 needs a weight above 0; got None"),
         ("[{source: text, weight: lots}]", "entry 1 needs a weight above 0; got 'lots'"),
-        ("[{source: text, weight: 1}, {source: jsonl, weight: 2000}]", "entry 1: weight 1.* is 0.0005 of all"),
-        ("[{source: synthetic, path: a, weight: 1}]", "entry 1: source synthetic reads no path: set source: text"),
-        ("[{source: text, wait: 1, weight: 1}]", "entry 1 has no 'wait', only source, path, weight"),
+        (
+            "[{source: text, weight: 1}, {source: jsonl, weight: 2000}]",
+            "entry 1: weight 1.* is 0.0005 of all",
+        ),
+        (
+            "[{source: synthetic, path: a, weight: 1}]",
+            "entry 1: source synthetic reads no path: set source: text",
+        ),
+        (
+            "[{source: text, wait: 1, weight: 1}]",
+            "entry 1 has no 'wait', only source, path, weight",
+        ),
         ("[{source: text, path: 7, weight: 1}]", "entry 1: the path is a number; quote it"),
         ("[text]", r"expected a list such as \[\{source: jsonl, .* got 'text' in it"),
         ("text", r"expected a list such as \[\{source"),
@@ -134,4 +154,7 @@ def test_bad_mixtures(value, message):
 
 def test_a_path_beside_a_mixture_is_refused():
     with pytest.raises(ConfigError, match=r"data\.path has no effect beside it"):
-        load("configs/base.yml", ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"])
+        load(
+            "configs/base.yml",
+            ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"],
+        )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxpipe.data.order import DocumentOrder
+from maxpipe.data.mixture import DocumentOrder
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 1000])

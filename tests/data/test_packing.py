@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.order import DocumentOrder
+from maxpipe.data.mixture import DocumentOrder
 from maxpipe.data.packing import Batch, RowStream, empty_batch, fill_row
 
 PAD = -1
@@ -20,7 +20,9 @@ def _framed(lengths: list[int]) -> list[np.ndarray]:
 def _streams(documents: list[np.ndarray], batch: int, shuffle: bool = True) -> list[RowStream]:
     n = len(documents)
     order = DocumentOrder(n, seed=0, shuffle=shuffle)
-    return [RowStream(documents, order, batch, np.array([row // n, row % n, 0])) for row in range(batch)]
+    return [
+        RowStream(documents, order, batch, np.array([row // n, row % n, 0])) for row in range(batch)
+    ]
 
 
 def _next_batch(streams: list[RowStream], length: int, packing: bool = True) -> Batch:
@@ -39,14 +41,18 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
     batch=st.integers(1, 6),
     length=st.integers(1, 20),
 )
-def test_every_pair_of_an_epoch_is_seen_exactly_once(lengths: list[int], batch: int, length: int) -> None:
+def test_every_pair_of_an_epoch_is_seen_exactly_once(
+    lengths: list[int], batch: int, length: int
+) -> None:
     documents = _framed(lengths)
     seen = []
     for stream in _streams(documents, batch):
         while stream.state[0] == 0:
             inputs, targets = stream.take(length)
             seen += [*zip(inputs.tolist(), targets.tolist(), strict=True)]
-    expected = [pair for ids in documents for pair in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)]
+    expected = [
+        pair for ids in documents for pair in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)
+    ]
     assert sorted(seen) == sorted(expected)
 
 
@@ -57,7 +63,8 @@ def test_packed_rows(lengths: list[int], batch: int, length: int) -> None:
     for _ in range(4):
         rows = _next_batch(streams, length)
         assert (rows["weights"] == 1).all()
-        # With ids that count up within a document, a target that leaks from the next one cannot be input + 1.
+        # With ids that count up within a document, a target that leaks from the next one cannot be
+        # input + 1.
         assert (rows["targets"] == rows["tokens"] + 1).all()
         same = np.diff(rows["segment_ids"], axis=1) == 0
         assert (rows["tokens"][:, 1:] == rows["targets"][:, :-1])[same].all()
@@ -72,7 +79,9 @@ def test_packed_rows(lengths: list[int], batch: int, length: int) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, batch=st.integers(1, 4), first=st.integers(1, 20), second=st.integers(1, 20))
+@given(
+    lengths=LENGTHS, batch=st.integers(1, 4), first=st.integers(1, 20), second=st.integers(1, 20)
+)
 def test_a_stream_does_not_depend_on_how_it_is_cut(
     lengths: list[int], batch: int, first: int, second: int
 ) -> None:
@@ -93,16 +102,24 @@ def test_unpacked_rows_hold_one_document(lengths: list[int], length: int) -> Non
     full = [i for i, n in enumerate(lengths) if n]
     streams = _streams(documents, batch=1, shuffle=False)
     for k in range(2 * len(full)):
-        row = {name: array[0] for name, array in _next_batch(streams, length, packing=False).items()}
+        row = {
+            name: array[0] for name, array in _next_batch(streams, length, packing=False).items()
+        }
         ids = documents[full[k % len(full)]]
         used = min(length, len(ids) - 1)
         assert row["tokens"].tolist() == [*ids[:used].tolist(), *[PAD] * (length - used)]
         assert row["targets"].tolist() == [*ids[1 : used + 1].tolist(), *[PAD] * (length - used)]
-        assert row["weights"].tolist() == row["segment_ids"].tolist() == [1] * used + [0] * (length - used)
+        assert (
+            row["weights"].tolist()
+            == row["segment_ids"].tolist()
+            == [1] * used + [0] * (length - used)
+        )
         assert row["positions"].tolist() == [*range(used), *[0] * (length - used)]
 
 
 def test_only_empty_documents() -> None:
     stream = _streams(_framed([0, 0, 0]), batch=2)[0]
-    with pytest.raises(ConfigError, match=r"data\.path: .* one after the other, hold no tokens \(3 in all\)"):
+    with pytest.raises(
+        ConfigError, match=r"data\.path: .* one after the other, hold no tokens \(3 in all\)"
+    ):
         stream.take(4)

@@ -41,7 +41,9 @@ def bucket(s3):
 )
 def test_files_directories_and_globs(bucket, tmp_path, path, names):
     files = find_files(path, (".jsonl", ".jsonl.gz"), str(tmp_path / "cache"))
-    assert [Path(file).read_bytes() for file in files] == [OBJECTS[f"corpus/{name}"] for name in names]
+    assert [Path(file).read_bytes() for file in files] == [
+        OBJECTS[f"corpus/{name}"] for name in names
+    ]
     assert [Path(file).suffixes for file in files] == [Path(name).suffixes for name in names]
 
 
@@ -66,7 +68,9 @@ def test_the_loader_reads_what_lies_there(bucket, tmp_path):
     assert text == b"firstalso first"
 
 
-@pytest.mark.parametrize("path", ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"])
+@pytest.mark.parametrize(
+    "path", ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"]
+)
 def test_nothing_there(bucket, tmp_path, path):
     with pytest.raises(ConfigError, match=r"^data\.path: "):
         find_files(path, (".jsonl",), str(tmp_path))
@@ -75,11 +79,19 @@ def test_nothing_there(bucket, tmp_path, path):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (PermissionError("Forbidden"), r"^data\.path: .*b\.jsonl cannot be read: PermissionError.*AWS_ACCESS_KEY_ID"),
-        (OSError(errno.ENOSPC, "No space left"), r"^data\.cache_dir: cannot keep a copy of .*b\.jsonl.*No space left"),
+        (
+            PermissionError("Forbidden"),
+            r"^data\.path: .*b\.jsonl cannot be read: PermissionError.*AWS_ACCESS_KEY_ID",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left"),
+            r"^data\.cache_dir: cannot keep a copy of .*b\.jsonl.*No space left",
+        ),
     ],
 )
-def test_a_copy_that_fails_blames_the_store_or_the_cache(bucket, monkeypatch, tmp_path, error, message):
+def test_a_copy_that_fails_blames_the_store_or_the_cache(
+    bucket, monkeypatch, tmp_path, error, message
+):
     async def fail(*args, **options):
         raise error
 
@@ -90,7 +102,9 @@ def test_a_copy_that_fails_blames_the_store_or_the_cache(bucket, monkeypatch, tm
 
 def test_without_credentials_the_variables_are_named_in_seconds(without_s3_keys, tmp_path):
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+    with pytest.raises(
+        ConfigError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    ):
         find_files("s3://maxpipe/corpus", cache_dir=str(tmp_path))
     assert time.monotonic() - began < 30
 

@@ -8,8 +8,23 @@ from maxpipe.data.__main__ import main
 def test_rows_as_text_with_their_boundaries_and_the_speed(tmp_path, capsys):
     for name, text in (("a", "first"), ("b", "second document"), ("c", "3rd")):
         (tmp_path / f"{name}.txt").write_text(text)
-    words = ["data.source=text", f"data.path={tmp_path}", "data.shuffle=false", "data.eval_fraction=0", "eval.every=0"]
-    main(["show", "configs/base.yml", *words, "data.sequence_length=24", "--rows=1", "--seconds=0.05"])
+    words = [
+        "data.source=text",
+        f"data.path={tmp_path}",
+        "data.shuffle=false",
+        "data.eval_fraction=0",
+        "eval.every=0",
+    ]
+    main(
+        [
+            "show",
+            "configs/base.yml",
+            *words,
+            "data.sequence_length=24",
+            "--rows=1",
+            "--seconds=0.05",
+        ]
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[:3] == [
         "row 0: 24 tokens, 3 segments, 0 of padding",
@@ -22,7 +37,13 @@ def test_rows_as_text_with_their_boundaries_and_the_speed(tmp_path, capsys):
 
 def test_packing_efficiency_counts_padding(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("12345")
-    words = ["data.source=text", f"data.path={tmp_path}", "data.packing=false", "data.eval_fraction=0", "eval.every=0"]
+    words = [
+        "data.source=text",
+        f"data.path={tmp_path}",
+        "data.packing=false",
+        "data.eval_fraction=0",
+        "eval.every=0",
+    ]
     main(["show", "configs/base.yml", *words, "data.sequence_length=24", "--seconds=0.01"])
     out = capsys.readouterr().out
     assert "row 0: 24 tokens, 1 segments, 18 of padding" in out
@@ -30,7 +51,9 @@ def test_packing_efficiency_counts_padding(tmp_path, capsys):
     assert "1.00 segments a row, 6.0 tokens a segment" in out
 
 
-@pytest.mark.parametrize("words", [[], ["look"], ["show"], ["show", "configs/base.yml", "data.source=text"]])
+@pytest.mark.parametrize(
+    "words", [[], ["look"], ["show"], ["show", "configs/base.yml", "data.source=text"]]
+)
 def test_bad_input_ends_with_2(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
@@ -48,7 +71,9 @@ def test_help(words, capsys):
     assert "and measures the loader. No model is built." in " ".join(said.split())
 
 
-@pytest.mark.parametrize("flag", ["--rows=0", "--rows=few", "--seconds=nan", "--seconds=inf", "--seconds=-1"])
+@pytest.mark.parametrize(
+    "flag", ["--rows=0", "--rows=few", "--seconds=nan", "--seconds=inf", "--seconds=-1"]
+)
 def test_flags_that_mean_nothing_are_named(flag, capsys):
     with pytest.raises(SystemExit) as end:
         main(["show", "configs/base.yml", flag])

@@ -3,8 +3,8 @@
 import pytest
 import tokenizers
 
-from maxpipe.data.text_stream import TextStream
 from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.generation.text_stream import TextStream
 
 BYTE = load_tokenizer("byte")
 
@@ -37,8 +37,13 @@ def test_nothing_of_the_prompt_is_repeated_even_if_it_ends_inside_a_character():
 def test_spaces_before_words_stay(tmp_path):
     """Decoded by itself, a token that begins a word has lost its space."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.BpeTrainer(special_tokens=["</s>"], vocab_size=40, show_progress=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        tokenizers.pre_tokenizers.Metaspace(),
+        tokenizers.decoders.Metaspace(),
+    )
+    trainer = tokenizers.trainers.BpeTrainer(
+        special_tokens=["</s>"], vocab_size=40, show_progress=False
+    )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -10,7 +10,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "gpipe.py"
 
 def test_the_loss_falls():
     command = [sys.executable, SCRIPT, "--stages", "2", "--microbatches", "4", "--steps", "40"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=300
+    ).stdout
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2

@@ -56,7 +56,9 @@ def test_grouped_heads_equal_repeated_key_and_value_heads():
     np.testing.assert_allclose(dot_product_attention(q, k, v, segments), repeated, atol=1e-6)
 
 
-@pytest.mark.parametrize("values", [{}, {"model.qk_norm": True}, {"model.attention_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{}, {"model.qk_norm": True}, {"model.attention_bias": True}], ids=str
+)
 def test_layer_by_hand(values):
     apply, params, x = make(**values)
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
@@ -96,5 +98,7 @@ def test_options_add_their_parameters_and_no_others():
 
 def test_the_attention_function_is_injected():
     config = tiny().model
-    apply, specs = split_module(lambda: Attention(config, lambda q, k, v, segments: jnp.zeros_like(q)))
+    apply, specs = split_module(
+        lambda: Attention(config, lambda q, k, v, segments: jnp.zeros_like(q))
+    )
     assert not apply(init_params(specs, jax.random.key(0)), make()[2], POSITIONS, SEGMENTS).any()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from engines import canonical_params, tiny
 
-from maxpipe.model.blocks import BLOCKS
-from maxpipe.model.decoding import Decoder
+from maxpipe.config.catalog import BLOCKS
+from maxpipe.generation.decoding import Decoder
 from maxpipe.model.program import ModelProgram
 
 ALL_OPTIONS = {
@@ -52,12 +52,16 @@ class Case:
         return np.stack(all_found, axis=1)
 
 
-@pytest.mark.parametrize("values", [{"model.block": name} for name in BLOCKS.names()] + [ALL_OPTIONS], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS], ids=str
+)
 def test_logits_are_those_of_the_training_forward(values):
     case = Case(**values)
     expected = np.asarray(forward(case.config, case.params, jnp.asarray(TOKENS)))
     for prompt in (1, 5):
-        np.testing.assert_allclose(case.logits(TOKENS, prompt), expected[:, prompt - 1 :], atol=2e-4, rtol=1e-4)
+        np.testing.assert_allclose(
+            case.logits(TOKENS, prompt), expected[:, prompt - 1 :], atol=2e-4, rtol=1e-4
+        )
 
 
 def test_greedy_tokens_are_the_argmax_of_the_training_forward():

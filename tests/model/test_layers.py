@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from engines import tiny
 
-from maxpipe.model.dropout import dropout
-from maxpipe.model.mlp import GatedMLP
-from maxpipe.model.norms import RMSNorm
+from maxpipe.model.layers import GatedMLP, RMSNorm, dropout
 from maxpipe.model.parameters import init_params, split_module
 
 
@@ -17,7 +15,9 @@ def test_rms_norm_by_hand():
     x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
     scale = np.linspace(0.5, 2, 6, dtype=np.float32)
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-3) * scale
-    np.testing.assert_allclose(apply({"scale": jnp.asarray(scale)}, jnp.asarray(x)), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        apply({"scale": jnp.asarray(scale)}, jnp.asarray(x)), expected, rtol=1e-5
+    )
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32():
@@ -49,8 +49,14 @@ def dropped():
     def _dropped(rows, key=0, rate=0.25, tokens=range(50)):
         tokens = np.array(tokens)
         x = jnp.ones((len(rows), len(tokens), 20))
-        of_tokens = {"segment_ids": 1 + (tokens >= 30), "positions": np.where(tokens < 30, tokens, tokens - 30)}
-        side = {name: jnp.asarray(np.tile(a, (len(rows), 1)), jnp.int32) for name, a in of_tokens.items()}
+        of_tokens = {
+            "segment_ids": 1 + (tokens >= 30),
+            "positions": np.where(tokens < 30, tokens, tokens - 30),
+        }
+        side = {
+            name: jnp.asarray(np.tile(a, (len(rows), 1)), jnp.int32)
+            for name, a in of_tokens.items()
+        }
         side["sequence_index"] = jnp.asarray(rows, jnp.int32)
         return np.asarray(dropout(x, rate, jax.random.key(key), side))
 

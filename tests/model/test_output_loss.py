@@ -9,7 +9,12 @@ from maxpipe.model.output_loss import OutputLoss
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
 D, V = 16, 40
-OPTIONS = {"plain": {}, "z-loss": {"z_loss": 0.1}, "cap": {"soft_cap": 2.0}, "both": {"z_loss": 0.1, "soft_cap": 2.0}}
+OPTIONS = {
+    "plain": {},
+    "z-loss": {"z_loss": 0.1},
+    "cap": {"soft_cap": 2.0},
+    "both": {"z_loss": 0.1, "soft_cap": 2.0},
+}
 
 
 def output(tiles, **options):
@@ -36,7 +41,9 @@ def losses_and_gradients(output, x, kernel, targets, weights):
 def test_equal_to_all_at_once(shape, tiles, options):
     expected = losses_and_gradients(output(1, **options), *inputs(shape))
     actual = losses_and_gradients(output(tiles, **options), *inputs(shape))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
+    )
 
 
 def test_equal_without_differentiation():
@@ -48,7 +55,9 @@ def test_equal_without_differentiation():
 def test_gradients_of_tiles_are_summed_in_float32():
     """In bfloat16 a sum over 64 tiles would lose more than the one rounding at its end."""
     x, kernel, targets, weights = inputs((256,), jnp.bfloat16)
-    exact = losses_and_gradients(output(1), x.astype(jnp.float32), kernel.astype(jnp.float32), targets, weights)[1][1]
+    exact = losses_and_gradients(
+        output(1), x.astype(jnp.float32), kernel.astype(jnp.float32), targets, weights
+    )[1][1]
     tiled = losses_and_gradients(output(64), x, kernel, targets, weights)[1][1]
     assert tiled.dtype == jnp.bfloat16
     assert np.abs(np.asarray(tiled, np.float32) - exact).max() < 0.01 * np.abs(exact).max()
@@ -69,7 +78,11 @@ def test_no_array_has_all_logits():
 
     def size(tiles):
         arguments = inputs((2, 128))
-        return max(largest(jax.make_jaxpr(lambda *a: losses_and_gradients(output(tiles), *a))(*arguments).jaxpr))
+        return max(
+            largest(
+                jax.make_jaxpr(lambda *a: losses_and_gradients(output(tiles), *a))(*arguments).jaxpr
+            )
+        )
 
     assert size(1) >= 2 * 128 * V
     assert size(8) < 2 * 128 * V

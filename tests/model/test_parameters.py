@@ -56,7 +56,9 @@ def test_initial_values_have_their_distribution():
     values = spec.init(jax.random.key(0))
     assert values.mean() == pytest.approx(1, abs=1e-3)
     assert values.std() == pytest.approx(0.02, rel=0.02)
-    constant = ParamSpec((3,), jnp.dtype("bfloat16"), ("a",), stddev=0.0, fill=0.5).init(jax.random.key(0))
+    constant = ParamSpec((3,), jnp.dtype("bfloat16"), ("a",), stddev=0.0, fill=0.5).init(
+        jax.random.key(0)
+    )
     assert constant.dtype == jnp.bfloat16
     assert (constant == 0.5).all()
 

@@ -8,9 +8,9 @@ from engines import TINY, canonical_params, make_batch, tiny
 from test_presets import PARAMETERS, for_slice
 
 from maxpipe.config import Config, replace
-from maxpipe.config.schema import update
+from maxpipe.config.options import update
 from maxpipe.model.program import ModelProgram
-from maxpipe.telemetry import flops
+from maxpipe.planning import flops
 
 
 def make(**values):
@@ -85,7 +85,9 @@ class TestWhatATokenSees:
             "positions": np.arange(4, dtype=np.int32)[None],
         }
         np.testing.assert_allclose(
-            activations(program, params, packed)[:, 4:], activations(program, params, alone), atol=1e-5
+            activations(program, params, packed)[:, 4:],
+            activations(program, params, alone),
+            atol=1e-5,
         )
 
 
@@ -102,7 +104,9 @@ class TestHead:
     def test_logits_are_the_normed_activations_times_the_kernel(self):
         program, params = make()
         x = self.X.astype(np.float64)
-        normed = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["head"]["norm"]["scale"]
+        normed = (
+            x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * params["head"]["norm"]["scale"]
+        )
         expected = normed @ params["head"]["kernel"]
         np.testing.assert_allclose(program.logits(params, jnp.asarray(self.X)), expected, atol=1e-4)
 
@@ -117,7 +121,9 @@ class TestHead:
         loss, cross_entropy, logits, batch = self.losses(**{"model.z_loss": 0.1})
         log_z = np.log(np.exp(logits).sum(-1))
         assert cross_entropy == pytest.approx(self.losses()[1])
-        assert loss - cross_entropy == pytest.approx(0.1 * (batch["weights"] * log_z**2).sum(), rel=1e-4)
+        assert loss - cross_entropy == pytest.approx(
+            0.1 * (batch["weights"] * log_z**2).sum(), rel=1e-4
+        )
 
     def test_soft_cap_bounds_logits_and_keeps_small_ones(self):
         capped, plain = self.losses(**{"model.logit_soft_cap": 0.05})[2], self.losses()[2]
@@ -127,7 +133,10 @@ class TestHead:
 
     def test_logits_are_float32_whatever_the_activations_are(self):
         program, params = make(**{"model.dtype": "bfloat16"})
-        assert program.logits(program.cast(params), jnp.ones((1, 2, 16), jnp.bfloat16)).dtype == jnp.float32
+        assert (
+            program.logits(program.cast(params), jnp.ones((1, 2, 16), jnp.bfloat16)).dtype
+            == jnp.float32
+        )
 
 
 def test_tied_embeddings_add_both_gradients():
@@ -139,7 +148,9 @@ def test_tied_embeddings_add_both_gradients():
 
     def gradients(program, params):
         def loss(params):
-            return program.head_loss(params, activations(program, params, batch), targets, weights)[0]
+            return program.head_loss(params, activations(program, params, batch), targets, weights)[
+                0
+            ]
 
         return jax.jit(jax.grad(loss))(params)
 

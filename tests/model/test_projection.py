@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.model.projection import project
+from maxpipe.model.layers import project
 
 
 def operands(contracted, dtype=jnp.float32):
@@ -29,7 +29,9 @@ def test_results_have_the_wanted_dtype_and_gradients_that_of_their_operands():
     x, w = operands(1, jnp.bfloat16)
     assert project(x, w).dtype == jnp.bfloat16
     product, gradients = jax.vjp(lambda x, w: project(x, w, 1, jnp.float32), x, w)
-    np.testing.assert_allclose(product, jnp.einsum("bti,iho->btho", x.astype(jnp.float32), w), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        product, jnp.einsum("bti,iho->btho", x.astype(jnp.float32), w), rtol=1e-5, atol=1e-5
+    )
     assert [g.dtype for g in gradients(product)] == [jnp.bfloat16, jnp.bfloat16]
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config import RopeScalingConfig
-from maxpipe.model.rope import frequencies, rotate
+from maxpipe.model.layers import frequencies, rotate
 
 LLAMA_31 = RopeScalingConfig(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
@@ -47,7 +47,9 @@ def test_rotate_is_a_complex_product():
     freq = frequencies(8, 10_000.0, RopeScalingConfig())
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, :, None, None] * freq)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    np.testing.assert_allclose(rotate(jnp.asarray(x), jnp.asarray(positions), freq), expected, atol=2e-5)
+    np.testing.assert_allclose(
+        rotate(jnp.asarray(x), jnp.asarray(positions), freq), expected, atol=2e-5
+    )
 
 
 def test_scores_depend_on_the_distance_only():

@@ -32,7 +32,9 @@ def members(directory, count, arguments, name="start", program=None):
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(index),
             }
-            process = TrainingProcess(directory / f"{name}-{index}.log", arguments, environment, program)
+            process = TrainingProcess(
+                directory / f"{name}-{index}.log", arguments, environment, program
+            )
             processes.append(stack.enter_context(process))
         yield processes
 

@@ -40,8 +40,8 @@ from maxpipe.data.loader import Loader
 original, calls = Loader.__next__, []
 
 def next_batch(self):
-    calls.append(None)
-    if len(calls) == int(os.environ["BAD_BATCH"]) and os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
+    calls.append(None) if len(calls) == int(os.environ["BAD_BATCH"]) and
+    os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
         raise ConfigError(Problem("data.path", "here.txt is not text"))
     return original(self)
 
@@ -71,7 +71,12 @@ def train(tmp_path, processes, arguments, name):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    "counts", [(2, 1), pytest.param((1, 2), marks=pytest.mark.grid), pytest.param((4, 2), marks=pytest.mark.grid)]
+    "counts",
+    [
+        (2, 1),
+        pytest.param((1, 2), marks=pytest.mark.grid),
+        pytest.param((4, 2), marks=pytest.mark.grid),
+    ],
 )
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path, schedule, counts):
     words = (f"pipeline.schedule={schedule}", "steps=4", "data.source=python_stdlib")
@@ -147,7 +152,9 @@ def test_a_config_error_in_one_ends_all_with_2(tmp_path, monkeypatch, bad):
         assert time.monotonic() - found_at < HEARTBEAT / 2
     assert codes == [2, 2], output
     assert "config error: data.path: here.txt is not text" in started[bad].output
-    assert f"config error in process {bad}: data.path: here.txt is not text" in started[1 - bad].output
+    assert (
+        f"config error in process {bad}: data.path: here.txt is not text" in started[1 - bad].output
+    )
     assert "Traceback" not in output
     assert max(checkpoints(tmp_path / "base")) == 2
 
@@ -173,7 +180,9 @@ def test_members_are_killed_when_a_test_fails(tmp_path):
 
 @pytest.mark.grid
 def test_processes_that_do_not_share_output_dir_end_at_once_with_2(tmp_path):
-    with members(tmp_path, 2, command(tmp_path / "OWN", *ENDLESS), program=A_DISK_OF_ITS_OWN) as started:
+    with members(
+        tmp_path, 2, command(tmp_path / "OWN", *ENDLESS), program=A_DISK_OF_ITS_OWN
+    ) as started:
         codes, output = ends(started)
     assert codes == [2, 2], output
     assert "output_dir: not all processes see the same" in output

@@ -61,6 +61,8 @@ def test_without_dropout_no_key_is_folded():
 
 
 def test_each_layer_is_prepared():
-    layer_fn = layer_function(Affine(), lambda layer: {"weight": 10 * layer["weight"]}, padded=False)
+    layer_fn = layer_function(
+        Affine(), lambda layer: {"weight": 10 * layer["weight"]}, padded=False
+    )
     x, _ = apply(layer_fn, [1], [0], scan=False)
     assert (x == 12).all()

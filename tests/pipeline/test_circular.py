@@ -10,7 +10,7 @@ from engines import PipelineUnderTest, assert_same, make_batch, tiny
 from grids import COMMON, assert_equals_sequential, chunk_sizes, config_of, name_of
 from pairwise import covering_array, legal_pairs, sampled_product
 
-from maxpipe.pipeline.remat import REMAT
+from maxpipe.config.catalog import REMAT_POLICIES
 
 FACTORS = COMMON | {
     "microbatches": (1, 2, 3, 4),
@@ -24,9 +24,18 @@ FACTORS = COMMON | {
 }
 # All that `is_legal` looks at.
 CONSTRAINED = (
-    "stages", "repeats", "layers", "microbatches", "mesh", "delay", "uneven", "gather", "remat", "remat_of",
+    "stages",
+    "repeats",
+    "layers",
+    "microbatches",
+    "mesh",
+    "delay",
+    "uneven",
+    "gather",
+    "remat",
+    "remat_of",
     "unroll_repeats",
-)  # fmt: skip
+)
 # Policies that differ in nothing but the names of tensors; they take turns.
 ALIKE = {
     "minimal": ("minimal", "save_qkv_proj", "save_out_proj", "save_dot_except_mlp"),
@@ -38,7 +47,8 @@ CUSTOM = {"pipeline.remat_tensors.query_proj": "device", "pipeline.remat_tensors
 def is_legal(case):
     return (
         case["stages"] * 2 ** len(case["mesh"].split()) <= 8
-        and case["microbatches"] > case["delay"]  # delayed forwarding needs two microbatches a stage
+        and case["microbatches"]
+        > case["delay"]  # delayed forwarding needs two microbatches a stage
         and case["stages"] * case["repeats"] > case["uneven"]
         and not (case["remat"] == "none" and "layers" in case["remat_of"])
         and not (case["unroll_repeats"] and case["gather"] == "per_iteration")
@@ -71,9 +81,13 @@ PAIRWISE = list(pairwise())
 
 def full_product():
     """The product of some factors, in which the others vary."""
-    yield from sampled_product(FACTORS, ("stages", "repeats", "layers", "microbatches", "delay"), is_legal)
-    factors = FACTORS | {"stages": (2, 4), "repeats": (2, 4), "remat": tuple(REMAT.names())}
-    yield from sampled_product(factors, ("stages", "repeats", "microbatches", "delay", "gather", "remat"), is_legal)
+    yield from sampled_product(
+        FACTORS, ("stages", "repeats", "layers", "microbatches", "delay"), is_legal
+    )
+    factors = FACTORS | {"stages": (2, 4), "repeats": (2, 4), "remat": tuple(REMAT_POLICIES)}
+    yield from sampled_product(
+        factors, ("stages", "repeats", "microbatches", "delay", "gather", "remat"), is_legal
+    )
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
@@ -88,7 +102,7 @@ def test_equals_sequential_in_the_full_product(case):
 
 
 def test_every_policy_is_run():
-    assert {case["remat"] for case in PAIRWISE} == set(REMAT.names())
+    assert {case["remat"] for case in PAIRWISE} == set(REMAT_POLICIES)
 
 
 def test_few_pairs_of_options_are_impossible():
@@ -137,10 +151,30 @@ def sequential_like(config):
         ({}, 24),
         ({}, 10),
         ({"pipeline.delay_activation_forwarding": True}, 8),
-        ({"pipeline.fsdp_gather": "per_repeat", "pipeline.parallel_layers": 4, "model.num_layers": 5}, 72),
-        ({"pipeline.fsdp_gather": "once", "pipeline.layers_per_stage": [1, 3, 1, 2], "model.num_layers": 7}, 10),
+        (
+            {
+                "pipeline.fsdp_gather": "per_repeat",
+                "pipeline.parallel_layers": 4,
+                "model.num_layers": 5,
+            },
+            72,
+        ),
+        (
+            {
+                "pipeline.fsdp_gather": "once",
+                "pipeline.layers_per_stage": [1, 3, 1, 2],
+                "model.num_layers": 7,
+            },
+            10,
+        ),
     ],
-    ids=["as_trained", "padded", "smaller_delay", "larger_outside_per_repeat", "padded_uneven_once"],
+    ids=[
+        "as_trained",
+        "padded",
+        "smaller_delay",
+        "larger_outside_per_repeat",
+        "padded_uneven_once",
+    ],
 )
 def test_evaluation_takes_any_batch_size(values, rows):
     """As large as the training batch, smaller, larger, and not divisible by the microbatches."""

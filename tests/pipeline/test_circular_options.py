@@ -47,7 +47,9 @@ def kept_values(config):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scan_layers"), [("float32", True), ("bfloat16", False)], ids=["float32-scan", "bfloat16-unroll"]
+    ("dtype", "scan_layers"),
+    [("float32", True), ("bfloat16", False)],
+    ids=["float32-scan", "bfloat16-unroll"],
 )
 @pytest.mark.parametrize(
     ("policy", "flags"),
@@ -82,14 +84,28 @@ def loops(config):
             if eqn.primitive.name == "scan":
                 body = open_jaxpr(eqn.params["jaxpr"])
                 # What is stacked has a dimension more outside.
-                pairs = [(o.aval.shape, i.aval.shape) for o, i in zip(eqn.outvars, body.outvars, strict=True)]
-                found.append((eqn.params["length"], [outside for outside, inside in pairs if outside == inside]))
-            programs += [p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "eqns")]
+                pairs = [
+                    (o.aval.shape, i.aval.shape)
+                    for o, i in zip(eqn.outvars, body.outvars, strict=True)
+                ]
+                found.append(
+                    (
+                        eqn.params["length"],
+                        [outside for outside, inside in pairs if outside == inside],
+                    )
+                )
+            programs += [
+                p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "eqns")
+            ]
     return found
 
 
-@pytest.mark.parametrize(("repeats", "microbatches", "delay"), [(1, 2, 1), (3, 2, 1), (3, 8, 1), (1, 4, 2), (3, 8, 2)])
-def test_no_more_than_the_microbatches_wait_beside_what_the_stages_send(repeats, microbatches, delay):
+@pytest.mark.parametrize(
+    ("repeats", "microbatches", "delay"), [(1, 2, 1), (3, 2, 1), (3, 8, 1), (1, 4, 2), (3, 8, 2)]
+)
+def test_no_more_than_the_microbatches_wait_beside_what_the_stages_send(
+    repeats, microbatches, delay
+):
     """Inputs, what waits for its next repeat, and outputs share the room of M; d S more are between the stages."""
     values = {
         "pipeline.num_repeats": repeats,
@@ -120,7 +136,9 @@ def test_loops_or_copies(option, gather, length):
     sizes = {"pipeline.num_repeats": 4, "pipeline.num_microbatches": 8, "model.num_layers": 40}
     values = sizes | {"pipeline.fsdp_gather": gather}
     assert any(length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": True})))
-    assert not any(length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": False})))
+    assert not any(
+        length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": False}))
+    )
 
 
 @pytest.mark.parametrize("gather", ["per_iteration", "per_repeat"])

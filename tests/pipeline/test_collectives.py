@@ -35,7 +35,9 @@ def compiled(gather, repeats, microbatches):
         }
     )
     subject = PipelineUnderTest(config)
-    batch = {name: jax.device_put(x, subject.batch_sharding) for name, x in make_batch(ROWS).items()}
+    batch = {
+        name: jax.device_put(x, subject.batch_sharding) for name, x in make_batch(ROWS).items()
+    }
     step = jax.jit(subject.pipeline.loss_and_gradients)
     # What is fused decides about memory, so kernels are built as they are outside of tests.
     quick = "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]
@@ -56,7 +58,9 @@ def sets_moved(program, *kinds):
 def collectives_of_a_weight(program, kind):
     """How often each collective of the query projection, whole or in shards, is executed."""
     counts = executed(program.as_text())
-    return {n for c, n in counts.items() if c.kind == kind and c.shape[-3:] in ((24, 6, 4), (12, 6, 4))}
+    return {
+        n for c, n in counts.items() if c.kind == kind and c.shape[-3:] in ((24, 6, 4), (12, 6, 4))
+    }
 
 
 def _is_weight(shape):
@@ -67,7 +71,11 @@ def _is_weight(shape):
     return any(sizes in (dims, sorted([*dims, n])) for dims in whole + shards for n in (2, 4))
 
 
-SIZES = [(2, 8), (4, 8), (4, 4)]  # repeats, microbatches; the last with as many microbatches as stages
+SIZES = [
+    (2, 8),
+    (4, 8),
+    (4, 4),
+]  # repeats, microbatches; the last with as many microbatches as stages
 
 
 @pytest.mark.parametrize(("repeats", "microbatches"), SIZES)
@@ -97,7 +105,8 @@ def test_once_the_step_gathers_and_reduces_all_repeats_together():
 
 def test_per_repeat_gathers_at_most_a_quarter_of_the_bytes():
     per_iteration, per_repeat = (
-        sets_moved(compiled(gather, 2, 8), "all-gather") for gather in ("per_iteration", "per_repeat")
+        sets_moved(compiled(gather, 2, 8), "all-gather")
+        for gather in ("per_iteration", "per_repeat")
     )
     assert 0 < per_repeat <= per_iteration / 4
 
@@ -106,7 +115,8 @@ def test_per_repeat_gathers_at_most_a_quarter_of_the_bytes():
 def test_memory_of_gathered_repeats(repeats, microbatches, sets):
     """Per repeat takes at most two gathered repeats more than per iteration.
 
-    Where M = S there are three, of which XLA for CPUs copies those that change places from one repeat to the next.
+    Where M = S there are three, of which XLA for CPUs copies those that change places from one
+    repeat to the next.
     """
     per_iteration, per_repeat = (
         compiled(gather, repeats, microbatches).memory_analysis().temp_size_in_bytes

@@ -11,7 +11,7 @@ from under_test import MpmdUnderTest
 from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.step import shard_bytes
-from maxpipe.config.sections.mesh import DEFAULT_RULES
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 ROWS = 16
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
@@ -56,7 +56,12 @@ def test_equals_sequential(engine):
 
 def test_equals_sequential_without_stages():
     """A chunk is one token; dropout masks belong to tokens, and tiles of logits to devices."""
-    values = {"mesh.ici.context": 4, "mesh.ici.tensor": 2, "model.dropout": 0.2, "model.logit_tiles": 2}
+    values = {
+        "mesh.ici.context": 4,
+        "mesh.ici.tensor": 2,
+        "model.dropout": 0.2,
+        "model.logit_tiles": 2,
+    }
     check(config_of("sequential", **values))
 
 
@@ -66,7 +71,12 @@ def test_equals_sequential_on_meshes_of_their_own():
 
 def test_equals_sequential_with_weights_gathered_once():
     """Microbatches of parts in a program that is manual over the axis."""
-    check(config_of("circular", **{"mesh.ici.fsdp": 2, "pipeline.fsdp_gather": "once", "pipeline.num_microbatches": 2}))
+    check(
+        config_of(
+            "circular",
+            **{"mesh.ici.fsdp": 2, "pipeline.fsdp_gather": "once", "pipeline.num_microbatches": 2},
+        )
+    )
 
 
 @pytest.mark.parametrize("engine", ["circular", "scheduled"])
@@ -83,12 +93,16 @@ def test_keys_and_values_are_gathered_and_their_gradients_scattered(engine):
 
 def test_the_scheduled_engine_sums_gradients_over_parts_once():
     _, subject, found = compiled("scheduled")
-    summed = sum(c.bytes for (kind, axes), c in found.items() if kind == "all-reduce" and "context" in axes)
+    summed = sum(
+        c.bytes for (kind, axes), c in found.items() if kind == "all-reduce" and "context" in axes
+    )
     once = shard_bytes(subject.params)
     assert once <= summed < 2 * once  # tied embeddings twice
 
 
-@pytest.mark.parametrize("values", [{"mesh.ici.tensor": 4}, {"mesh.ici.tensor": 4, "mesh.ici.context": 1}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"mesh.ici.tensor": 4}, {"mesh.ici.tensor": 4, "mesh.ici.context": 1}], ids=str
+)
 def test_more_devices_than_key_heads(values):
     check(config_of("sequential", **values))
 
@@ -98,7 +112,11 @@ GRID = [
     *product(
         ["circular"],
         [
-            {"pipeline.num_repeats": 2, "pipeline.fsdp_gather": gather, "pipeline.delay_activation_forwarding": delay}
+            {
+                "pipeline.num_repeats": 2,
+                "pipeline.fsdp_gather": gather,
+                "pipeline.delay_activation_forwarding": delay,
+            }
             for gather in ("per_iteration", "per_repeat", "once")
             for delay in (False, True)
         ]
@@ -107,14 +125,21 @@ GRID = [
     *product(
         ["scheduled"],
         [
-            {"pipeline.fsdp_gather": gather, "pipeline.skip_idle": skip, "pipeline.delay_activation_forwarding": delay}
+            {
+                "pipeline.fsdp_gather": gather,
+                "pipeline.skip_idle": skip,
+                "pipeline.delay_activation_forwarding": delay,
+            }
             for gather in ("per_iteration", "once")
             for skip in ("true", "false")
             for delay in (False, True)
         ]
         + [{"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"}],
     ),
-    *product(["mpmd"], [{"pipeline.schedule": name} for name in ("1f1b", "zb_h1", "zb_v", "interleaved_1f1b")]),
+    *product(
+        ["mpmd"],
+        [{"pipeline.schedule": name} for name in ("1f1b", "zb_h1", "zb_v", "interleaved_1f1b")],
+    ),
 ]
 MESHES = {
     "context4": {"mesh.ici.context": 4},
@@ -141,4 +166,6 @@ def test_equals_sequential_in_the_full_product(engine, values, mesh):
     if engine != "mpmd":
         batch = make_batch(ROWS, seed=1)
         plain = dataclasses.replace(tiny(**{"pipeline.engine": "sequential"}), model=config.model)
-        assert subject.evaluate(batch) == pytest.approx(PipelineUnderTest(plain).evaluate(batch), rel=1e-5)
+        assert subject.evaluate(batch) == pytest.approx(
+            PipelineUnderTest(plain).evaluate(batch), rel=1e-5
+        )

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.pipeline.conveyor import Conveyor
+from maxpipe.pipeline.engines.circular.conveyor import Conveyor
 
 
 @pytest.mark.parametrize("delay", [1, 2])

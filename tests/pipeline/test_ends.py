@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.pipeline.ends import Embedding, Head
+from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
 from maxpipe.pipeline.manual import MANUAL_AXES, manual_part, psum
 
 P = PartitionSpec
@@ -23,7 +23,12 @@ def make_mesh(stage=1, data=1, fsdp=1, context=1, tensor=1):
 
 def manual(mesh, f, in_specs, out_specs):
     run = jax.shard_map(
-        f, mesh=mesh, axis_names=set(MANUAL_AXES), check_vma=False, in_specs=in_specs, out_specs=out_specs
+        f,
+        mesh=mesh,
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+        in_specs=in_specs,
+        out_specs=out_specs,
     )
     return jax.jit(run)
 
@@ -34,9 +39,20 @@ def random(*shape, seed=0):
 
 MESH = {"stage": 2, "data": 2, "fsdp": 2}
 COLUMNS = [
-    None, "stage", "fsdp", "data", ("stage", "fsdp"), ("fsdp", "stage"), ("data", "fsdp"), ("fsdp", "data"),
-    ("stage", "data", "fsdp"), ("data", "stage", "fsdp"), "context", ("context", "stage"), ("fsdp", "context"),
-]  # fmt: skip
+    None,
+    "stage",
+    "fsdp",
+    "data",
+    ("stage", "fsdp"),
+    ("fsdp", "stage"),
+    ("data", "fsdp"),
+    ("fsdp", "data"),
+    ("stage", "data", "fsdp"),
+    ("data", "stage", "fsdp"),
+    "context",
+    ("context", "stage"),
+    ("fsdp", "context"),
+]
 
 
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
@@ -51,7 +67,12 @@ def test_embedding_lookup_and_gradient(columns):
     def run(table, tokens, gradient):
         mine = jnp.where(lax.axis_index("stage") == 0, gradient, jnp.nan)
         total = embedding.add_gradient(jnp.ones_like(table), tokens, mine) - 1
-        spread = {axis for entry in spec if entry for axis in (entry if isinstance(entry, tuple) else (entry,))}
+        spread = {
+            axis
+            for entry in spec
+            if entry
+            for axis in (entry if isinstance(entry, tuple) else (entry,))
+        }
         total = psum(total, tuple(axis for axis in MANUAL_AXES if axis not in spread))
         return embedding.lookup(table, tokens)[None], total
 
@@ -73,11 +94,15 @@ def test_embedding_with_rows_over_an_automatic_axis():
     table, tokens = random(16, D), np.arange(16, dtype=np.int32).reshape(4, T)
 
     def run(table, tokens, gradient):
-        return embedding.lookup(table, tokens), embedding.add_gradient(jnp.zeros_like(table), tokens, gradient)
+        return embedding.lookup(table, tokens), embedding.add_gradient(
+            jnp.zeros_like(table), tokens, gradient
+        )
 
     specs = P(None, ("stage", "fsdp"))
     table = jax.device_put(table, jax.NamedSharding(mesh, spec))
-    lookup, total = manual(mesh, run, (specs, BATCH, BATCH), (BATCH, specs))(table, tokens, table[tokens])
+    lookup, total = manual(mesh, run, (specs, BATCH, BATCH), (BATCH, specs))(
+        table, tokens, table[tokens]
+    )
     assert lookup.dtype == jnp.bfloat16
     assert total.dtype == jnp.float32
     np.testing.assert_array_equal(lookup, table[tokens].astype(jnp.bfloat16))
@@ -88,7 +113,9 @@ def head_loss(outer, x, targets, weights):
     """(loss, cross-entropy) sums, as `ModelProgram.head_loss`; the loss is not the cross-entropy."""
     logits = x @ outer["kernel"]
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    cross_entropy = jnp.sum(weights * (log_z - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]))
+    cross_entropy = jnp.sum(
+        weights * (log_z - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0])
+    )
     return cross_entropy + 0.1 * jnp.sum(weights * log_z**2), cross_entropy
 
 
@@ -99,7 +126,9 @@ def head_inputs(rows):
     return {"kernel": random(D, VOCAB)}, random(rows, T, D, seed=4), targets, weights
 
 
-@pytest.mark.parametrize(("stages", "rows"), [(1, 2), (2, 2), (2, 1), (4, 4), (4, 1), (4, 3), (8, 1)])
+@pytest.mark.parametrize(
+    ("stages", "rows"), [(1, 2), (2, 2), (2, 1), (4, 4), (4, 1), (4, 3), (8, 1)]
+)
 def test_head_shares_are_all_tokens_once(stages, rows):
     """Also where the stages do not divide the tokens, or there are fewer tokens than stages."""
     head = Head(head_loss, stages)
@@ -110,7 +139,9 @@ def test_head_shares_are_all_tokens_once(stages, rows):
         return head.share(mine, targets, weights)
 
     specs = P("stage"), P("stage"), P("stage")
-    x, dealt, weighted = manual(make_mesh(stages), share, (P(), P(), P()), specs)(y, targets, weights)
+    x, dealt, weighted = manual(make_mesh(stages), share, (P(), P(), P()), specs)(
+        y, targets, weights
+    )
     tokens, size = rows * T, stages * -(-rows * T // stages)
     assert x.shape == (size, D)
     np.testing.assert_array_equal(x[:tokens], y.reshape(-1, D))
@@ -119,7 +150,9 @@ def test_head_shares_are_all_tokens_once(stages, rows):
     assert not weighted[tokens:].any()
 
 
-@pytest.mark.parametrize(("stages", "data", "rows"), [(1, 1, 2), (2, 2, 4), (4, 1, 1), (4, 2, 6), (8, 1, 1)])
+@pytest.mark.parametrize(
+    ("stages", "data", "rows"), [(1, 1, 2), (2, 2, 4), (4, 1, 1), (4, 2, 6), (8, 1, 1)]
+)
 def test_head_loss_and_gradients(stages, data, rows):
     head = Head(head_loss, stages)
     outer, y, targets, weights = head_inputs(rows)
@@ -127,19 +160,31 @@ def test_head_loss_and_gradients(stages, data, rows):
 
     def run(outer, y, targets, weights, scale):
         mine = jnp.where(lax.axis_index("stage") == stages - 1, y, jnp.nan)
-        loss, gradient, outer_gradient = head.losses_and_gradients(outer, mine, targets, weights, scale)
-        sums = psum(loss, MANUAL_AXES), psum(head.losses(outer, mine, targets, weights)[1], MANUAL_AXES)
+        loss, gradient, outer_gradient = head.losses_and_gradients(
+            outer, mine, targets, weights, scale
+        )
+        sums = (
+            psum(loss, MANUAL_AXES),
+            psum(head.losses(outer, mine, targets, weights)[1], MANUAL_AXES),
+        )
         return *sums, gradient[None], jax.tree.map(lambda g: psum(g, MANUAL_AXES), outer_gradient)
 
     actual = manual(
-        make_mesh(stages, data), run, (P(), BATCH, BATCH, BATCH, P()), (P(), P(), P("stage", BATCH[0]), P())
+        make_mesh(stages, data),
+        run,
+        (P(), BATCH, BATCH, BATCH, P()),
+        (P(), P(), P("stage", BATCH[0]), P()),
     )(outer, y, targets, weights, scale)
 
     def dense(outer, y):
-        loss, cross_entropy = head_loss(outer, y.reshape(-1, D), targets.reshape(-1), weights.reshape(-1))
+        loss, cross_entropy = head_loss(
+            outer, y.reshape(-1, D), targets.reshape(-1), weights.reshape(-1)
+        )
         return scale * loss, (loss, cross_entropy)
 
-    (_, sums), gradients = jax.value_and_grad(dense, argnums=(0, 1), has_aux=True)(outer, jnp.asarray(y))
+    (_, sums), gradients = jax.value_and_grad(dense, argnums=(0, 1), has_aux=True)(
+        outer, jnp.asarray(y)
+    )
     np.testing.assert_allclose(actual[:2], sums, rtol=1e-5)
     np.testing.assert_allclose(actual[3]["kernel"], gradients[0]["kernel"], rtol=1e-4, atol=1e-6)
     for stage in actual[2]:

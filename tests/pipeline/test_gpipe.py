@@ -23,7 +23,9 @@ def mesh(stages, data=1):
 
 def shard_map(f, stages, in_specs, out_specs, check_vma=True, data=1):
     return jax.jit(
-        jax.shard_map(f, mesh=mesh(stages, data), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+        jax.shard_map(
+            f, mesh=mesh(stages, data), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        )
     )
 
 
@@ -47,11 +49,14 @@ def in_turn(w, x, scale):
 
 def assert_close(a, b):
     """max|a - b| is at most 1e-5 of max|b|, in every leaf."""
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b))), a, b)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.max(np.abs(b))), a, b
+    )
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "check_vma"), [(1, 1, True), (2, 1, False), (2, 4, True), (4, 2, False), (4, 8, True)]
+    ("stages", "microbatches", "check_vma"),
+    [(1, 1, True), (2, 1, False), (2, 4, True), (4, 2, False), (4, 8, True)],
 )
 def test_output_and_gradients_of_a_function(stages, microbatches, check_vma):
     def forward(w, x, scale):
@@ -71,7 +76,9 @@ def test_output_and_gradients_of_a_function(stages, microbatches, check_vma):
 
 def test_batches_are_split_over_another_axis():
     def forward(w, x):
-        y = execute_pipeline(lambda y: layer(w[0], y, 1.0), x, num_microbatches=2, model_axis_name="pipe")
+        y = execute_pipeline(
+            lambda y: layer(w[0], y, 1.0), x, num_microbatches=2, model_axis_name="pipe"
+        )
         return jax.lax.psum(y, "pipe")
 
     rows = PartitionSpec("data")
@@ -136,9 +143,14 @@ def on_two_stages(f, *in_specs):
 
 def test_a_bound_linen_module():
     x = batch()
-    params = shard_map(Bound().init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)(jax.random.key(0), x)
+    params = shard_map(Bound().init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)(
+        jax.random.key(0), x
+    )
     y = on_two_stages(Bound().apply, WHOLE, WHOLE)(params, x)
-    kernel, bias = params["params"]["Layer_0"]["Dense_0"]["kernel"], params["params"]["Layer_0"]["Dense_0"]["bias"]
+    kernel, bias = (
+        params["params"]["Layer_0"]["Dense_0"]["kernel"],
+        params["params"]["Layer_0"]["Dense_0"]["bias"],
+    )
     for _ in range(2):
         x = x + jnp.tanh(x @ kernel + bias)
     assert_close(y, x)
@@ -148,8 +160,12 @@ def test_a_bound_linen_module_draws_dropout_masks():
     model = Bound(rate=0.5)
     init = shard_map(model.init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)
     params = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
-    run = on_two_stages(lambda p, x, key: model.apply(p, x, rngs={"dropout": key}), WHOLE, WHOLE, WHOLE)
-    assert (run(params, batch(), jax.random.key(2)) != run(params, batch(), jax.random.key(3))).any()
+    run = on_two_stages(
+        lambda p, x, key: model.apply(p, x, rngs={"dropout": key}), WHOLE, WHOLE, WHOLE
+    )
+    assert (
+        run(params, batch(), jax.random.key(2)) != run(params, batch(), jax.random.key(3))
+    ).any()
 
 
 def test_a_pipeline_module():
@@ -163,10 +179,14 @@ def test_a_pipeline_module():
 
     def plain(params, x):
         for i in range(stages):
-            x = Layer().apply({"params": jax.tree.map(lambda p, i=i: p[i], params["params"]["stages"])}, x)
+            x = Layer().apply(
+                {"params": jax.tree.map(lambda p, i=i: p[i], params["params"]["stages"])}, x
+            )
         return x
 
-    piped = shard_map(lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), stages, (STACKED, WHOLE), WHOLE)
+    piped = shard_map(
+        lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), stages, (STACKED, WHOLE), WHOLE
+    )
     assert_close(piped(params, x), plain(params, x))
     actual = jax.grad(lambda p: jnp.sum(piped(p, x) ** 2))(params)
     assert_close(actual, jax.grad(lambda p: jnp.sum(plain(p, x) ** 2))(params))
@@ -185,12 +205,32 @@ def test_a_step_hands_on_to_the_next_stage():
 @pytest.mark.parametrize(
     ("run", "says"),
     [
-        (lambda x: execute_pipeline(jnp.sin, x, num_microbatches=3, model_axis_name="pipe"), "must divide the batch"),
-        (lambda x: execute_pipeline(jnp.sum, x, num_microbatches=2, model_axis_name="pipe"), "array like its input"),
-        (lambda x: execute_pipeline(lambda x: (x, x), x, num_microbatches=2, model_axis_name="pipe"), "got tuple"),
-        (lambda x: execute_pipeline(Layer(), x, num_microbatches=2, model_axis_name="pipe"), "must be bound"),
-        (lambda x: execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="x"), "model_axis_name='x'"),
-        (lambda x: execute_pipeline_step(jnp.sum, x, x, model_axis_name="pipe")[1], "array like its input"),
+        (
+            lambda x: execute_pipeline(jnp.sin, x, num_microbatches=3, model_axis_name="pipe"),
+            "must divide the batch",
+        ),
+        (
+            lambda x: execute_pipeline(jnp.sum, x, num_microbatches=2, model_axis_name="pipe"),
+            "array like its input",
+        ),
+        (
+            lambda x: execute_pipeline(
+                lambda x: (x, x), x, num_microbatches=2, model_axis_name="pipe"
+            ),
+            "got tuple",
+        ),
+        (
+            lambda x: execute_pipeline(Layer(), x, num_microbatches=2, model_axis_name="pipe"),
+            "must be bound",
+        ),
+        (
+            lambda x: execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="x"),
+            "model_axis_name='x'",
+        ),
+        (
+            lambda x: execute_pipeline_step(jnp.sum, x, x, model_axis_name="pipe")[1],
+            "array like its input",
+        ),
     ],
 )
 def test_mistakes_are_named(run, says):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from maxpipe.pipeline.halved_vjp import HalvedVjp
+from maxpipe.pipeline.engines.scheduled.split_vjp import HalvedVjp
 
 X = (3, 4)
 
@@ -31,7 +31,11 @@ def halves(f, weights, rest=()):
     dx, stash = split.input_gradient(kept, weights, rest, cotangent)
     assert [(a.shape, a.dtype) for a in stash] == [(a.shape, a.dtype) for a in split.stash]
     dw = split.weight_gradients(kept, weights, rest, stash)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), (dx, dw), vjp(cotangent))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        (dx, dw),
+        vjp(cotangent),
+    )
     first = products(split.input_gradient, kept, weights, rest, cotangent)
     second = products(split.weight_gradients, kept, weights, rest, stash)
     return sorted((a.shape, a.dtype.name) for a in stash), first, second
@@ -59,7 +63,10 @@ def test_a_cast_and_a_reshaped_cotangent_are_stashed_as_they_came():
     # bfloat16 sums in different orders.
     x, weights = array(*X), {"scale": array(12), "product": array(4, 7)}
     split = HalvedVjp(f, x, weights, ())
-    assert sorted((a.shape, a.dtype.name) for a in split.stash) == [((3, 4), "bfloat16"), ((3, 7), "bfloat16")]
+    assert sorted((a.shape, a.dtype.name) for a in split.stash) == [
+        ((3, 4), "bfloat16"),
+        ((3, 7), "bfloat16"),
+    ]
 
 
 def test_a_sum_of_two_cotangents_is_stashed_instead_of_both():
@@ -68,10 +75,16 @@ def test_a_sum_of_two_cotangents_is_stashed_instead_of_both():
         return y @ w["a"], y @ w["b"]
 
     weights = {"scale": array(4), "a": array(4, 6), "b": array(4, 5, seed=3)}
-    assert halves(f, weights) == ([((3, 4), "float32"), ((3, 5), "float32"), ((3, 6), "float32")], 2, 2)
+    assert halves(f, weights) == (
+        [((3, 4), "float32"), ((3, 5), "float32"), ((3, 6), "float32")],
+        2,
+        2,
+    )
 
 
-@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.checkpoint(f)))])
+@pytest.mark.parametrize(
+    "wrap", [jax.checkpoint, lambda f: jax.jit(jax.checkpoint(jax.checkpoint(f)))]
+)
 def test_products_of_a_rematerialised_forward_are_computed_again_once_and_stashed(wrap):
     def f(x, w, _):
         return wrap(lambda x, w: jnp.sin(x @ w["a"]) @ w["b"])(x, w)

@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.pipeline.jaxprs import CALLS, CHECKPOINTS, ancestors, inline, inner_jaxprs, is_cheap, open_jaxpr, part
+from maxpipe.pipeline.jaxprs import (
+    CALLS,
+    CHECKPOINTS,
+    ancestors,
+    inline,
+    inner_jaxprs,
+    is_cheap,
+    open_jaxpr,
+    part,
+)
 
 
 def test_branches_of_a_conditional_are_found() -> None:

@@ -45,9 +45,12 @@ def test_v_placement_runs_back():
 
 
 LAYOUTS = [
-    StageLayout.even(1, 1, 6), StageLayout.even(2, 3, 2), StageLayout(2, 2, (1, 3, 2, 1)),
-    StageLayout(2, 2, (2, 2, 2, 2), placement="v"), StageLayout(3, 2, (1, 3, 2, 1, 2, 2), placement="v"),
-]  # fmt: skip
+    StageLayout.even(1, 1, 6),
+    StageLayout.even(2, 3, 2),
+    StageLayout(2, 2, (1, 3, 2, 1)),
+    StageLayout(2, 2, (2, 2, 2, 2), placement="v"),
+    StageLayout(3, 2, (1, 3, 2, 1, 2, 2), placement="v"),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -9,10 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.builder import build_parts
 from maxpipe.config import ConfigError
-from maxpipe.config.sections.mesh import DEFAULT_RULES
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.pipeline.engines.scheduled.engine import ScheduledPipeline, check_rules
 from maxpipe.pipeline.manual import MANUAL_AXES, Gather, gather_tree, psum, ring, sum_replicas
-from maxpipe.pipeline.manual_rules import check_rules
-from maxpipe.pipeline.scheduled import ScheduledPipeline
 
 P = PartitionSpec
 
@@ -27,10 +26,14 @@ def run(f, in_specs, out_specs, **sizes):
     """`f` on a mesh of these sizes, manual over `MANUAL_AXES`, as a function of whole arrays."""
     return jax.jit(
         jax.shard_map(
-            f, mesh=make_axes(**sizes), axis_names=set(MANUAL_AXES), check_vma=False,
-            in_specs=in_specs, out_specs=out_specs,
+            f,
+            mesh=make_axes(**sizes),
+            axis_names=set(MANUAL_AXES),
+            check_vma=False,
+            in_specs=in_specs,
+            out_specs=out_specs,
         )
-    )  # fmt: skip
+    )
 
 
 def random(*shape, seed=0):
@@ -38,8 +41,13 @@ def random(*shape, seed=0):
 
 
 SPECS = [
-    P(), P("fsdp"), P(None, "fsdp"), P(None, ("stage", "fsdp")), P(("fsdp", "data"), "stage"), P("tensor", "fsdp")
-]  # fmt: skip
+    P(),
+    P("fsdp"),
+    P(None, "fsdp"),
+    P(None, ("stage", "fsdp")),
+    P(("fsdp", "data"), "stage"),
+    P("tensor", "fsdp"),
+]
 
 
 @pytest.mark.parametrize("num_leading", [0, 2])
@@ -58,7 +66,9 @@ def test_whole_parameters_and_scattered_sums(spec, num_leading):
 
     sizes = {"data": 2, "fsdp": 2} | ({"tensor": 2} if "tensor" in spec else {"stage": 2})
     num_manual = 4 if "tensor" in spec else 8
-    whole, total = run(f, (manual, P(MANUAL_AXES)), (P(), manual), **sizes)(weight, scales[:num_manual])
+    whole, total = run(f, (manual, P(MANUAL_AXES)), (P(), manual), **sizes)(
+        weight, scales[:num_manual]
+    )
     np.testing.assert_array_equal(whole, weight)
     np.testing.assert_allclose(total, weight * scales[:num_manual].sum(), rtol=1e-6)
 
@@ -70,7 +80,9 @@ def test_gradients_through_a_gather_are_summed_in_float32(param_dtype):
     weight, values = np.ones((8, 2), param_dtype), np.array([256] + [1] * 7, np.float32)
 
     def f(shard, value):
-        loss = lambda tree: jnp.sum(gather_tree({"w": gather}, tree)["w"].astype(jnp.float32) * value[0])  # noqa: E731
+        loss = lambda tree: jnp.sum(
+            gather_tree({"w": gather}, tree)["w"].astype(jnp.float32) * value[0]
+        )  # noqa: E731
         assert gather(shard).dtype == jnp.bfloat16
         return jax.grad(loss)({"w": shard})["w"]
 
@@ -91,7 +103,9 @@ def test_integers_are_gathered_as_they_are():
 def test_ring(size, shift):
     """With other axes beside it, every one of their devices in a ring of its own."""
     values = np.arange(size * 2, dtype=np.float32).reshape(size, 2)
-    moved = run(lambda x: ring(x, size, shift), P("stage", "data"), P("stage", "data"), stage=size, data=2)(values)
+    moved = run(
+        lambda x: ring(x, size, shift), P("stage", "data"), P("stage", "data"), stage=size, data=2
+    )(values)
     np.testing.assert_array_equal(moved, np.roll(values, shift, axis=0))
 
 

@@ -10,22 +10,22 @@ from engines import canonical_params, make_batch, tiny
 from jax.ad_checkpoint import print_saved_residuals
 
 from maxpipe.config import PipelineConfig, RematTensorsConfig
+from maxpipe.config.catalog import MATMULS, QKV, REMAT_POLICIES, RematPolicy
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.remat import MATMULS, QKV, REMAT, Kept
-from maxpipe.pipeline.remat._apply import checkpoint
+from maxpipe.pipeline.remat import checkpoint, remat_policy
 
 NAMED = {
-    "minimal": Kept(device=MATMULS),
-    "minimal_offloaded": Kept(host=MATMULS),
-    "qkv_proj_offloaded": Kept(host=QKV),
-    "save_dot_except_mlp": Kept(device=(*QKV, "out_proj")),
-    "save_out_proj": Kept(device=("out_proj",)),
-    "save_qkv_proj": Kept(device=QKV),
+    "minimal": RematPolicy(device=MATMULS),
+    "minimal_offloaded": RematPolicy(host=MATMULS),
+    "qkv_proj_offloaded": RematPolicy(host=QKV),
+    "save_dot_except_mlp": RematPolicy(device=(*QKV, "out_proj")),
+    "save_out_proj": RematPolicy(device=("out_proj",)),
+    "save_qkv_proj": RematPolicy(device=QKV),
 }
 
 
 def kept_by(policy):
-    return REMAT.get(policy)(PipelineConfig())
+    return remat_policy(PipelineConfig(remat_policy=policy))
 
 
 def layer_and_inputs():
@@ -46,13 +46,15 @@ def saved(capsys):
         block, layer, x = layer_and_inputs()
         print_saved_residuals(checkpoint(block, kept_by(policy)), layer, x)
         found = capsys.readouterr().out.splitlines()
-        return [line for line in found if "from the argument" not in line and "constant" not in line]
+        return [
+            line for line in found if "from the argument" not in line and "constant" not in line
+        ]
 
     return lines
 
 
 def test_every_policy_is_tested():
-    assert REMAT.names() == sorted([*NAMED, "custom", "full", "none"])
+    assert [*REMAT_POLICIES] == sorted([*NAMED, "custom", "full", "none"])
 
 
 @pytest.mark.parametrize("policy", NAMED)
@@ -62,8 +64,8 @@ def test_policies_keep_what_their_names_say(policy):
 
 def test_custom_keeps_tensors_one_by_one():
     tensors = RematTensorsConfig(key_proj="device", mlp_up="offload", mlp_down="device")
-    kept = REMAT.get("custom")(PipelineConfig(remat_policy="custom", remat_tensors=tensors))
-    assert kept == Kept(device=("key_proj", "mlp_down"), host=("mlp_up",))
+    kept = remat_policy(PipelineConfig(remat_policy="custom", remat_tensors=tensors))
+    assert kept == RematPolicy(device=("key_proj", "mlp_down"), host=("mlp_up",))
 
 
 def test_custom_can_choose_every_named_tensor_of_a_layer():
@@ -78,7 +80,8 @@ def test_minimal_saves_the_matrix_products_and_nothing_else(saved):
     inner = {"query_proj", "key_proj", "value_proj", "context", "mlp_gate", "mlp_up"}
     names = [re.search(r"named '(\w+)'", line) for line in saved("minimal")]
     assert all(names)
-    # The backward pass of a sum does not look at its terms, so the last product of a sublayer may be missing.
+    # The backward pass of a sum does not look at its terms, so the last product of a sublayer may
+    # be missing.
     assert inner <= {name[1] for name in names} <= inner | {"out_proj", "mlp_down"}
 
 
@@ -89,7 +92,9 @@ def test_none_saves_more(saved):
 def test_an_offloaded_tensor_waits_on_the_host():
     block, layer, x = layer_and_inputs()
     wrapped = checkpoint(block, kept_by("qkv_proj_offloaded"))
-    jaxpr = jax.make_jaxpr(lambda layer, x: jax.tree.leaves(jax.vjp(wrapped, layer, x)[1]))(layer, x)
+    jaxpr = jax.make_jaxpr(lambda layer, x: jax.tree.leaves(jax.vjp(wrapped, layer, x)[1]))(
+        layer, x
+    )
     on_host = [aval.shape for aval in jaxpr.out_avals if aval.memory_space == jax.memory.Space.Host]
     assert sorted(on_host) == [(4, 8, 2, 4), (4, 8, 2, 4), (4, 8, 4, 4)]  # key, value, query
 

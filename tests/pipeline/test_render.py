@@ -7,20 +7,23 @@ from itertools import pairwise
 
 import pytest
 
-from maxpipe.pipeline.render.chart import chart_svg
-from maxpipe.pipeline.render.colours import Rgb, ink, unit_colour
-from maxpipe.pipeline.render.comparison import HEADER, comparison_rows, comparison_text
-from maxpipe.pipeline.render.page import page_html
-from maxpipe.pipeline.render.terminal import render_terminal, wants_colour
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.simulate import Costs, simulate
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.render.chart import chart_svg
+from maxpipe.render.colours import Rgb, ink, unit_colour
+from maxpipe.render.comparison import HEADER, comparison_rows, comparison_text
+from maxpipe.render.page import page_html
+from maxpipe.render.terminal import render_terminal, wants_colour
 
 SVG = "{http://www.w3.org/2000/svg}"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 def run(name, *sizes, costs=None, **options):
-    return simulate(SCHEDULES.get(name).build(*sizes, **options), costs)
+    return simulate(load_schedule(name, *sizes, **options), costs)
 
 
 class Terminal(io.StringIO):
@@ -73,14 +76,16 @@ def test_very_long_tables_are_cut_and_say_so():
     assert len(text.splitlines()) < 50
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_chart_holds_a_box_for_every_unit(name):
-    result = run(name, 3, 5, SCHEDULES.get(name).repeats_for(1))
+    result = run(name, 3, 5, SCHEDULES[name].repeats_for(1))
     root = ElementTree.fromstring(chart_svg(result))
     titles = [title.text for title in root.iter(f"{SVG}title")]
     units = sum(len(result.table.units(kind)[0]) for kind in result.table.kinds)
     assert len(titles) == len(set(titles)) == units
-    assert any(title.startswith("1F4: forward of microbatch 4, chunk 0 of stage 1, ") for title in titles)
+    assert any(
+        title.startswith("1F4: forward of microbatch 4, chunk 0 of stage 1, ") for title in titles
+    )
 
 
 def test_boxes_are_where_their_times_are_and_no_two_on_a_stage_overlap():
@@ -117,7 +122,9 @@ def test_the_head_is_drawn_on_every_lockstep_stage():
 
 def test_numbers_can_be_read_on_every_shade():
     def luminance(colour):
-        linear = [(c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
+        linear = [
+            (c / 255 / 12.92) if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     for kind in "FBIW":
@@ -129,18 +136,33 @@ def test_numbers_can_be_read_on_every_shade():
 
 
 def test_comparison_is_sorted_by_time_and_counts_whole_stages():
-    runs = [run("gpipe", 4, 8), run("lockstep_1f1b", 4, 8, 2, costs=Costs(0.5, 1)), run("1f1b", 4, 8)]
+    runs = [
+        run("gpipe", 4, 8),
+        run("lockstep_1f1b", 4, 8, 2, costs=Costs(0.5, 1)),
+        run("1f1b", 4, 8),
+    ]
     rows = comparison_rows(runs)
     assert [row[0] for row in rows] == ["lockstep_1f1b", "gpipe", "1f1b"]
     assert [row[HEADER.index("peak in flight")] for row in rows] == ["5.5", "8", "4"]
     assert [row[HEADER.index("runs on")] for row in rows] == ["scheduled", "circular, mpmd", "mpmd"]
     lines = comparison_text(runs).splitlines()
-    assert lines[1].split() == ["lockstep_1f1b", "2", "28.5", "4.5", "15.8%", "5.5", "112", "scheduled"]
+    assert lines[1].split() == [
+        "lockstep_1f1b",
+        "2",
+        "28.5",
+        "4.5",
+        "15.8%",
+        "5.5",
+        "112",
+        "scheduled",
+    ]
 
 
 def test_the_page_needs_nothing_but_itself():
     page = page_html([run("gpipe", 2, 3), run("1f1b", 2, 3)], "a < b")
-    assert not re.search(r"""(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)""", page)
+    assert not re.search(
+        r"""(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org/2000/svg)""", page
+    )
     assert "a &lt; b" in page
     assert page.count("<svg") == 2
 
@@ -155,16 +177,29 @@ def test_the_page_opens_and_a_unit_can_be_hovered(tmp_path):
       const at = {bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
       target.dispatchEvent(new PointerEvent("pointermove", at));
       return tip.textContent;
-    };
-    const traced = () => document.querySelectorAll(".traced").length;
-    document.title = JSON.stringify([hover('[data-unit="5B3"]'), traced(), hover("[data-curves]"), traced()]);
+    }; const traced = () => document.querySelectorAll(".traced").length; document.title =
+    JSON.stringify([hover('[data-unit="5B3"]'), traced(), hover("[data-curves]"), traced()]);
     </script></body>"""
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", hover))
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-               "--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-               path.as_uri()]  # fmt: skip
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        path.as_uri(),
+    ]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     title = re.search(r"<title>(.*)</title>", dom)[1].replace("\\n", " | ")
-    assert "5B3: backward of microbatch 3 | chunk 1 of the stage, 5 of the model | stage 1, time " in title
-    assert '",16,"in flight at time 28.5 | stage 0: 11 | stage 1: 9 | stage 2: 7 | stage 3: 5",0]' in title
+    assert (
+        "5B3: backward of microbatch 3 | chunk 1 of the stage, 5 of the model | stage 1, time "
+        in title
+    )
+    assert (
+        '",16,"in flight at time 28.5 | stage 0: 11 | stage 1: 9 | stage 2: 7 | stage 3: 5",0]'
+        in title
+    )

@@ -9,10 +9,10 @@ import pytest
 from engines import PipelineUnderTest, assert_same, make_batch, make_mesh, reference, tiny
 
 from maxpipe.builder import build_parts
-from maxpipe.config.sections.mesh import DEFAULT_RULES
-from maxpipe.pipeline.scheduled import skips_idle
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._csv import to_csv
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.pipeline.engines.scheduled.engine import skips_idle
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import load_schedule
 
 NAN = math.nan
 
@@ -35,7 +35,9 @@ def small(**values):
 
 def sequential_like(config):
     """The same model and batch on one device."""
-    plain = tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": config.data.global_batch_size})
+    plain = tiny(
+        **{"pipeline.engine": "sequential", "data.global_batch_size": config.data.global_batch_size}
+    )
     return dataclasses.replace(plain, model=config.model)
 
 
@@ -51,7 +53,11 @@ def check(config):
     [
         {},
         {"pipeline.delay_activation_forwarding": True, "pipeline.skip_idle": "false"},
-        {"pipeline.layers_per_stage": [1, 3, 1, 2], "model.num_layers": 7, "pipeline.fsdp_gather": "once"},
+        {
+            "pipeline.layers_per_stage": [1, 3, 1, 2],
+            "model.num_layers": 7,
+            "pipeline.fsdp_gather": "once",
+        },
     ],
     ids=["plain", "delay", "uneven"],
 )
@@ -59,16 +65,25 @@ def test_evaluation_takes_any_batch_size(values, rows):
     """As large as the training batch, smaller, larger, and not divisible by the microbatches."""
     config, batch = small(**values), make_batch(rows, seed=1)
     expected = PipelineUnderTest(sequential_like(config)).evaluate(batch)
-    assert PipelineUnderTest(config, idle_fill=NAN).evaluate(batch) == pytest.approx(expected, rel=1e-5)
+    assert PipelineUnderTest(config, idle_fill=NAN).evaluate(batch) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("S", "V", "M", "delay"),
     [
-        (2, 2, 1, False), (2, 2, 5, False), (4, 1, 1, False), (4, 2, 3, False), (4, 2, 9, False),
-        (2, 2, 1, True), (2, 2, 5, True), (4, 1, 7, True), (4, 2, 13, True),
+        (2, 2, 1, False),
+        (2, 2, 5, False),
+        (4, 1, 1, False),
+        (4, 2, 3, False),
+        (4, 2, 9, False),
+        (2, 2, 1, True),
+        (2, 2, 5, True),
+        (4, 1, 7, True),
+        (4, 2, 13, True),
     ],
-)  # fmt: skip
+)
 def test_any_number_of_microbatches(S, V, M, delay):
     """Fewer than stages, and groups of different sizes."""
     values = {
@@ -86,7 +101,7 @@ def test_any_number_of_microbatches(S, V, M, delay):
 @pytest.mark.parametrize("delay", [1, 2])
 def test_a_table_from_a_file(delay, tmp_path):
     """Lockstep 1F1B as a file does what it does by name."""
-    table = SCHEDULES.get("lockstep_1f1b").build(2, 6, 2, forwarding_delay=delay, slack=1)
+    table = load_schedule("lockstep_1f1b", 2, 6, 2, forwarding_delay=delay, slack=1)
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(table))
     check(
@@ -103,14 +118,14 @@ def test_a_table_from_a_file(delay, tmp_path):
 def test_a_free_running_table_from_a_file(tmp_path):
     """Every tick has one unit, and idle ticks lie between; all F before any B, as in GPipe."""
     path = tmp_path / "mine.csv"
-    path.write_text(to_csv(SCHEDULES.get("gpipe").build(2, 6, 1)))
+    path.write_text(to_csv(load_schedule("gpipe", 2, 6, 1)))
     check(small(**{"pipeline.schedule": str(path), "pipeline.num_repeats": 1}))
 
 
 def test_a_free_running_table_with_split_backwards_from_a_file(tmp_path):
     """A weight gradient has a tick of its own, on every stage another number of ticks behind its input gradient."""
     path = tmp_path / "mine.csv"
-    path.write_text(to_csv(SCHEDULES.get("zb_h1").build(2, 6, 1)))
+    path.write_text(to_csv(load_schedule("zb_h1", 2, 6, 1)))
     check(
         small(
             **{
@@ -127,7 +142,11 @@ def test_a_table_by_hand(tmp_path):
     """Microbatches out of order, holes, and one backward before the other's forward."""
     path = tmp_path / "mine.csv"
     path.write_text("0F1,,0F0,,,,,0B1,,,,0B0\n,,1F1,,,1B1,1F0,,,1B0\n")
-    values = {"pipeline.schedule": str(path), "pipeline.num_repeats": 1, "pipeline.num_microbatches": 2}
+    values = {
+        "pipeline.schedule": str(path),
+        "pipeline.num_repeats": 1,
+        "pipeline.num_microbatches": 2,
+    }
     check(small(**values))
 
 
@@ -136,7 +155,11 @@ def test_a_table_by_hand(tmp_path):
     [
         {"model.tie_embeddings": True},
         {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "none"},
-        {"pipeline.delay_activation_forwarding": True, "pipeline.remat_policy": "minimal", "mesh.ici.data": 2},
+        {
+            "pipeline.delay_activation_forwarding": True,
+            "pipeline.remat_policy": "minimal",
+            "mesh.ici.data": 2,
+        },
     ],
     ids=["tied", "once", "delay"],
 )

@@ -8,9 +8,17 @@ from pairwise import covering_array, legal_pairs, sampled_product
 
 FACTORS = COMMON | {
     "schedule": ("lockstep_1f1b",),
-    # times stages; fractions are fewer microbatches than stages, and numbers that the stages do not divide
+    # times stages; fractions are fewer microbatches than stages, and numbers that the stages do not
+    # divide
     "microbatches": (0.5, 1, 1.5, 2, 4),
-    "mesh": ("", "fsdp", "tensor", "data fsdp", "fsdp tensor", "data fsdp tensor"),  # two devices each
+    "mesh": (
+        "",
+        "fsdp",
+        "tensor",
+        "data fsdp",
+        "fsdp tensor",
+        "data fsdp tensor",
+    ),  # two devices each
     "remat": ("full", "minimal", "none"),
     "remat_of": ("iterations", "layers", "iterations layers", ""),
     "overlap": (False, True),
@@ -20,7 +28,17 @@ FACTORS = COMMON | {
 }
 BOTH = FACTORS | {"schedule": ("lockstep_1f1b", "lockstep_zb")}
 # The full product is taken of these; in it the others vary.
-GRID = ("schedule", "stages", "repeats", "layers", "microbatches", "mesh", "delay", "overlap", "skip_idle")
+GRID = (
+    "schedule",
+    "stages",
+    "repeats",
+    "layers",
+    "microbatches",
+    "mesh",
+    "delay",
+    "overlap",
+    "skip_idle",
+)
 # All that `is_legal` looks at.
 CONSTRAINED = ("stages", "repeats", "microbatches", "mesh", "uneven", "remat", "remat_of")
 
@@ -31,7 +49,10 @@ def is_legal(case):
         and case["stages"] * case["microbatches"] % 1 == 0
         and case["stages"] * case["repeats"] > case["uneven"]
         and not (case["remat"] == "none" and "layers" in case["remat_of"])
-        and not (case["schedule"] == "lockstep_zb" and (case["scan"] or (case["remat"] == "full" and case["remat_of"])))
+        and not (
+            case["schedule"] == "lockstep_zb"
+            and (case["scan"] or (case["remat"] == "full" and case["remat_of"]))
+        )
     )
 
 
@@ -55,8 +76,22 @@ SPLIT = {name: values[0] for name, values in FACTORS.items()} | {
     "nan_idle": True,
 }
 SPLIT_CASES = [
-    {"repeats": 2, "microbatches": 1.5, "mesh": "fsdp", "tied": True, "block": "balanced", "uneven": True},
-    {"layers": 2, "microbatches": 1, "mesh": "fsdp tensor", "gather": "once", "delay": True, "skip_idle": False},
+    {
+        "repeats": 2,
+        "microbatches": 1.5,
+        "mesh": "fsdp",
+        "tied": True,
+        "block": "balanced",
+        "uneven": True,
+    },
+    {
+        "layers": 2,
+        "microbatches": 1,
+        "mesh": "fsdp tensor",
+        "gather": "once",
+        "delay": True,
+        "skip_idle": False,
+    },
     {"stages": 4, "microbatches": 4, "packed": False, "remat": "none", "overlap": True},
 ]
 

@@ -11,13 +11,14 @@ from engines import make_mesh, tiny
 
 from maxpipe.builder import PIPELINES, build_parts
 from maxpipe.model.parameters import ParamSpec
-from maxpipe.pipeline.footprint import stash_width
+from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
 from maxpipe.pipeline.microbatches import ARRAYS
-from maxpipe.pipeline.simulate import simulate
-from maxpipe.pipeline.stage_program import StageProgram
 from maxpipe.pipeline.weights import Weights
+from maxpipe.planning.footprint import stash_width
+from maxpipe.planning.simulate import simulate
 
-# No product of sizes of an activation is that of a weight, whole or sharded, of one layer or of all.
+# No product of sizes of an activation is that of a weight, whole or sharded, of one layer or of
+# all.
 T, D, HEADS, KV_HEADS, HEAD_DIM, MLP = 13, 24, 6, 3, 4, 40
 MODEL = {
     "model.num_layers": 8,
@@ -30,7 +31,11 @@ MODEL = {
 
 
 def scheduled(**values):
-    defaults = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b", "mesh.ici.stage": 2}
+    defaults = {
+        "pipeline.engine": "scheduled",
+        "pipeline.schedule": "lockstep_1f1b",
+        "mesh.ici.stage": 2,
+    }
     return tiny(**MODEL | defaults | values)
 
 
@@ -45,14 +50,22 @@ def abstract_arguments(config, pipeline, parts):
             lambda spec, sharding: jax.ShapeDtypeStruct(
                 (leading if name == "layers" else ()) + spec.shape, dtype, sharding=sharding
             ),
-            parts.program.specs[name], shardings[name], is_leaf=lambda x: isinstance(x, ParamSpec),
-        )  # fmt: skip
+            parts.program.specs[name],
+            shardings[name],
+            is_leaf=lambda x: isinstance(x, ParamSpec),
+        )
 
     rows = parts.rules.sharding(("activation_batch", "activation_length"))
     shape = config.data.global_batch_size, config.data.sequence_length
     dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in ARRAYS}
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
-    return {n: shapes(n) for n in ("embed", "layers", "head")}, batch, jax.eval_shape(lambda: jax.random.key(0))
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()
+    }
+    return (
+        {n: shapes(n) for n in ("embed", "layers", "head")},
+        batch,
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,9 @@ def test_stores_do_not_grow_with_the_number_of_microbatches(schedule, monkeypatc
     assert carry(8) == carry(32)
 
 
-@pytest.mark.parametrize(("S", "V", "M", "delay"), [(2, 2, 8, False), (4, 1, 8, True), (4, 2, 16, False)])
+@pytest.mark.parametrize(
+    ("S", "V", "M", "delay"), [(2, 2, 8, False), (4, 1, 8, True), (4, 2, 16, False)]
+)
 def test_stores_of_split_backwards_are_the_peaks_of_the_table(S, V, M, delay, monkeypatch):
     """Residuals as for whole ones; in the stash d(S-1)+1 units, none of them larger than its residuals."""
     values = {
@@ -139,7 +154,11 @@ def test_stores_of_split_backwards_are_the_peaks_of_the_table(S, V, M, delay, mo
     run = simulate(build_parts(config, make_mesh(config)).table)
     assert {a.shape[0] for a in split.carry.residuals} == {run.peak_in_flight.max() + 1}
     assert split.carry.residuals == whole.carry.residuals
-    assert {a.shape[0] for a in split.carry.stash} == {run.peak_stash.max() + 1} == {(delay + 1) * (S - 1) + 2}
+    assert (
+        {a.shape[0] for a in split.carry.stash}
+        == {run.peak_stash.max() + 1}
+        == {(delay + 1) * (S - 1) + 2}
+    )
     assert num_bytes(split.carry.stash) / (run.peak_stash.max() + 1) <= num_bytes(split.kept)
     assert whole.carry.stash == []
 
@@ -167,7 +186,9 @@ def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, mo
     found = stores(config, monkeypatch)
     program = build_parts(config, make_mesh(config)).program
     specs = jax.tree.leaves(program.specs["layers"], is_leaf=lambda x: isinstance(x, ParamSpec))
-    weights = {math.prod(spec.shape) for spec in specs} | {math.prod(p.shape[2:]) for p in found.layers}
+    weights = {math.prod(spec.shape) for spec in specs} | {
+        math.prod(p.shape[2:]) for p in found.layers
+    }
     layers = config.pipeline.num_layers_per_stage
     sizes = {math.prod(kept.shape) for kept in found.kept}
     assert not sizes & {count * size for size in weights for count in (1, layers)}
@@ -181,7 +202,9 @@ def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, mo
         "minimal": (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + D + 2 * MLP + D,
     }
     if policy == "full":
-        assert [(k.shape, k.dtype) for k in found.kept] == [((found.microbatch_rows, T, D), jnp.dtype(dtype))]
+        assert [(k.shape, k.dtype) for k in found.kept] == [
+            ((found.microbatch_rows, T, D), jnp.dtype(dtype))
+        ]
     elif policy in named:
         # The chunk's input beside them; results that no gradient needs are not kept.
         assert named["save_qkv_proj"] * layers + D <= per_token <= named[policy] * layers + D
@@ -189,15 +212,25 @@ def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, mo
         assert per_token > named["minimal"] * layers
 
 
-@pytest.mark.parametrize(("policy", "unknown"), [("minimal", 0), ("none", 0), ("save_qkv_proj", 0.1)])
-def test_what_input_gradients_stash_is_what_weight_gradients_cannot_make_for_little(policy, unknown, monkeypatch):
+@pytest.mark.parametrize(
+    ("policy", "unknown"), [("minimal", 0), ("none", 0), ("save_qkv_proj", 0.1)]
+)
+def test_what_input_gradients_stash_is_what_weight_gradients_cannot_make_for_little(
+    policy, unknown, monkeypatch
+):
     config = scheduled(
-        **{"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": policy, "pipeline.num_repeats": 2}
+        **{
+            "pipeline.schedule": "lockstep_zb",
+            "pipeline.remat_policy": policy,
+            "pipeline.num_repeats": 2,
+        }
     )
     found = stores(config, monkeypatch)
     one = [jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in found.carry.stash]
     per_token = num_bytes(one) / (found.microbatch_rows * T) / 4
-    assert stash_width(config) * config.pipeline.num_layers_per_stage == pytest.approx(per_token, rel=unknown, abs=0)
+    assert stash_width(config) * config.pipeline.num_layers_per_stage == pytest.approx(
+        per_token, rel=unknown, abs=0
+    )
 
 
 STAGES, LONG, ROWS, DATA = 4, 64, 2, 2  # ROWS of a microbatch on each of DATA shards

@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import TOLERANCE, PipelineUnderTest, assert_same, canonical_params, make_batch, reference, tiny
+from engines import (
+    TOLERANCE,
+    PipelineUnderTest,
+    assert_same,
+    canonical_params,
+    make_batch,
+    reference,
+    tiny,
+)
 
 from maxpipe.model.program import ModelProgram
 
@@ -12,21 +20,29 @@ ROWS = 16
 
 
 def sequential(**values):
-    defaults = {"pipeline.engine": "sequential", "data.global_batch_size": ROWS, "model.dropout": 0.2}
+    defaults = {
+        "pipeline.engine": "sequential",
+        "data.global_batch_size": ROWS,
+        "model.dropout": 0.2,
+    }
     return tiny(**(defaults | values))
 
 
 def by_hand(config, batch, key):
     """Loss of a batch from the program's functions: no scan, no rematerialisation, no microbatches."""
     program = ModelProgram(config.model)
-    side = {name: batch[name] for name in ("positions", "segment_ids")} | {"sequence_index": jnp.arange(ROWS)}
+    side = {name: batch[name] for name in ("positions", "segment_ids")} | {
+        "sequence_index": jnp.arange(ROWS)
+    }
 
     def loss(params):
         x = program.embed(params, batch["tokens"])
         for i in range(config.model.num_layers):
             layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
             x, _ = program.block(layer, x, side, jax.random.fold_in(key, i))
-        return program.head_loss(params, x, batch["targets"], batch["weights"])[0] / jnp.sum(batch["weights"])
+        return program.head_loss(params, x, batch["targets"], batch["weights"])[0] / jnp.sum(
+            batch["weights"]
+        )
 
     return jax.jit(jax.value_and_grad(loss))(canonical_params(program))
 
@@ -50,7 +66,9 @@ def test_equals_a_plain_loop_over_layers():
         {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
         {"mesh.ici.data": 4, "pipeline.num_microbatches": 4},
     ],
-    ids=lambda values: "-".join(f"{key.rpartition('.')[2]}={value}" for key, value in values.items()),
+    ids=lambda values: "-".join(
+        f"{key.rpartition('.')[2]}={value}" for key, value in values.items()
+    ),
 )
 def test_layout_and_microbatches_change_nothing(values):
     config = sequential(**values)

@@ -5,28 +5,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._order import dependency
-from maxpipe.pipeline.schedules._slots import activation_slots
-from maxpipe.pipeline.schedules._table import forward_only
-from maxpipe.pipeline.schedules._validate import validate
-from maxpipe.pipeline.simulate import Costs, simulate
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.order import dependency
+from maxpipe.pipeline.schedules.slots import activation_slots
+from maxpipe.pipeline.schedules.table import forward_only
+from maxpipe.pipeline.schedules.validate import validate
+from maxpipe.planning.simulate import Costs, simulate
 
 FREE_RUNNING = [
-    "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v",
-]  # fmt: skip
+    "1f1b",
+    "eager_1f1b",
+    "interleaved_1f1b",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "v_min",
+    "dualpipe_v",
+]
 COST = st.sampled_from([0.0, 0.5, 1.0, 2.0])
 
 
 def build(name, S, M, V=1, **options):
-    schedule = SCHEDULES.get(name)
-    return schedule.build(S, M, schedule.repeats_for(V), **options)
+    schedule = SCHEDULES[name]
+    return load_schedule(name, S, M, schedule.repeats_for(V), **options)
 
 
 @given(
-    name=st.sampled_from(FREE_RUNNING), S=st.integers(1, 4), M=st.integers(1, 9), V=st.integers(1, 3),
-    communication=COST, head=COST, data=st.data(),
-)  # fmt: skip
+    name=st.sampled_from(FREE_RUNNING),
+    S=st.integers(1, 4),
+    M=st.integers(1, 9),
+    V=st.integers(1, 3),
+    communication=COST,
+    head=COST,
+    data=st.data(),
+)
 def test_free_running_units_start_as_soon_as_they_can(name, S, M, V, communication, head, data):
     table = build(name, S, M, V)
     count = data.draw(st.sampled_from([S, table.num_chunks]), label="times of stages or of chunks")
@@ -50,10 +64,14 @@ def test_free_running_units_start_as_soon_as_they_can(name, S, M, V, communicati
             kind == "F" and g == table.num_chunks - 1
         )
     assert run.makespan == pytest.approx(max(free))
-    assert run.work.sum() == pytest.approx(sum(np.nansum(run.end[k] - run.start[k]) for k in table.kinds) + M * head)
+    assert run.work.sum() == pytest.approx(
+        sum(np.nansum(run.end[k] - run.start[k]) for k in table.kinds) + M * head
+    )
 
 
-@given(name=st.sampled_from(SCHEDULES.names()), S=st.integers(1, 4), M=st.integers(1, 9), V=st.integers(1, 3))
+@given(
+    name=st.sampled_from(SCHEDULES), S=st.integers(1, 4), M=st.integers(1, 9), V=st.integers(1, 3)
+)
 def test_no_schedule_beats_its_work_or_its_longest_chain(name, S, M, V):
     run = simulate(build(name, S, M, V), Costs(head=0.5))
     assert (run.span + 1e-9 >= run.work).all()
@@ -94,7 +112,9 @@ def test_slack_overlaps_the_input_gradient_and_leaves_the_weight_gradient_behind
     S, M, F, I, W = 4, 16, 1.0, 2.0, 1.5
     run = simulate(build("lockstep_zb", S, M, slack=1), Costs(F, I + W, I, W, collectives=0.25))
     ticks_with_both = M + S - 1 - S
-    assert run.makespan == pytest.approx(M * (F + I + W) + (S - 1) * (F + I) - ticks_with_both * 0.25 * (F + I))
+    assert run.makespan == pytest.approx(
+        M * (F + I + W) + (S - 1) * (F + I) - ticks_with_both * 0.25 * (F + I)
+    )
     assert (run.end["I"] <= run.start["W"] + 1e-9).all()
     assert all((run.end[kind] <= run.makespan + 1e-9).all() for kind in "FIW")
 
@@ -109,7 +129,9 @@ def test_the_slowest_stage_sets_the_tick():
 
 def test_the_head_is_spread_over_lockstep_stages_and_sits_on_the_last_free_running_one():
     S, M, head = 4, 8, 2.0
-    lockstep, free = (simulate(build(name, S, M), Costs(head=head)) for name in ("lockstep_1f1b", "1f1b"))
+    lockstep, free = (
+        simulate(build(name, S, M), Costs(head=head)) for name in ("lockstep_1f1b", "1f1b")
+    )
     assert lockstep.work.tolist() == [3 * M + head * M / S] * S
     assert lockstep.makespan == pytest.approx((M + S - 1) * 3 + M * head / S)
     assert free.work.tolist() == [3 * M] * (S - 1) + [(3 + head) * M]
@@ -145,7 +167,10 @@ def test_forward_alone():
 @pytest.mark.parametrize(
     ("costs", "message"),
     [
-        (Costs(forward=[1, 2, 3]), r"forward=\[1.0, 2.0, 3.0\]: give one number, or one per stage \(2\)"),
+        (
+            Costs(forward=[1, 2, 3]),
+            r"forward=\[1.0, 2.0, 3.0\]: give one number, or one per stage \(2\)",
+        ),
         (Costs(backward=-1), "backward=-1.0: must not be negative"),
         (Costs(communication=-1), "communication=-1: must not be negative"),
         (Costs(collectives=1.5), "collectives=1.5: must be a fraction from 0 to 1"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from engines import make_batch, make_mesh, tiny
 
 from maxpipe.builder import build_parts
-from maxpipe.pipeline.scheduled import ScheduledPipeline
+from maxpipe.pipeline.engines.scheduled.engine import ScheduledPipeline
 
 
 def make_pipeline(**values):
@@ -23,8 +23,13 @@ def make_pipeline(**values):
     )
     parts = build_parts(config, make_mesh(config))
     layers = parts.layout.shape
-    params = {name: jax.tree.map(lambda s: jnp.zeros(s.shape), parts.program.specs[name]) for name in ("embed", "head")}
-    params["layers"] = jax.tree.map(lambda s: jnp.zeros(layers + s.shape), parts.program.specs["layers"])
+    params = {
+        name: jax.tree.map(lambda s: jnp.zeros(s.shape), parts.program.specs[name])
+        for name in ("embed", "head")
+    }
+    params["layers"] = jax.tree.map(
+        lambda s: jnp.zeros(layers + s.shape), parts.program.specs["layers"]
+    )
     return ScheduledPipeline(parts), params
 
 
@@ -49,14 +54,19 @@ def count(jaxpr):
 
 def phases(run, *args):
     """The bodies of the loops over ticks."""
-    (program,) = (e for e in jax.make_jaxpr(run)(*args).jaxpr.eqns if e.primitive.name == "shard_map")
+    (program,) = (
+        e for e in jax.make_jaxpr(run)(*args).jaxpr.eqns if e.primitive.name == "shard_map"
+    )
     (jaxpr,) = inner_jaxprs(program)
     return [inner for e in jaxpr.eqns if e.primitive.name == "scan" for inner in inner_jaxprs(e)]
 
 
 def train_phases(**values):
     pipeline, params = make_pipeline(**values)
-    return [count(p) for p in phases(pipeline.loss_and_gradients, params, make_batch(16), jax.random.key(0))]
+    return [
+        count(p)
+        for p in phases(pipeline.loss_and_gradients, params, make_batch(16), jax.random.key(0))
+    ]
 
 
 def test_three_loops_each_with_its_slots_and_transfers():
@@ -84,7 +94,9 @@ def test_split_backwards_have_four_loops_and_no_product_twice():
     forward, both, every, backward = train_phases(**{"pipeline.skip_idle": "false"} | split)
     assert [p["ppermute"] for p in (forward, both, every, backward)] == [1, 2, 2, 1]
     assert every["dot_general"] - both["dot_general"] == 7
-    whole = train_phases(**{"pipeline.skip_idle": "false"} | split | {"pipeline.schedule": "lockstep_1f1b"})
+    whole = train_phases(
+        **{"pipeline.skip_idle": "false"} | split | {"pipeline.schedule": "lockstep_1f1b"}
+    )
     assert every["dot_general"] == whole[1]["dot_general"]
     assert backward["dot_general"] == whole[2]["dot_general"]
     skipped = train_phases(**{"pipeline.skip_idle": "true"} | split)
@@ -96,7 +108,10 @@ def test_weights_are_gathered_in_the_slots_or_before_the_loops():
     per_iteration = train_phases(**{"pipeline.skip_idle": "false"})
     once = train_phases(**{"pipeline.skip_idle": "false", "pipeline.fsdp_gather": "once"})
     for before, after in zip(per_iteration, once, strict=True):
-        assert before["reduce_scatter"] + before["all_gather"] > after["reduce_scatter"] + after["all_gather"]
+        assert (
+            before["reduce_scatter"] + before["all_gather"]
+            > after["reduce_scatter"] + after["all_gather"]
+        )
     assert not any(phase["reduce_scatter"] for phase in once)
 
 

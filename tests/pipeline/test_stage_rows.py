@@ -3,19 +3,20 @@
 import numpy as np
 import pytest
 
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._plan import lockstep_plan
-from maxpipe.pipeline.schedules._table import forward_only
-from maxpipe.pipeline.stage_rows import PhaseFacts
+from maxpipe.pipeline.engines.scheduled.plan import PhaseFacts, lockstep_plan
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.table import forward_only
 
 
 @pytest.mark.parametrize("name", ["lockstep_1f1b", "lockstep_zb"])
 @pytest.mark.parametrize("delay", [1, 2])
 @pytest.mark.parametrize("slack", [0, 1])
-@pytest.mark.parametrize(("S", "V", "M"), [(1, 1, 1), (1, 2, 3), (2, 1, 1), (2, 2, 5), (4, 2, 16), (4, 1, 3)])
+@pytest.mark.parametrize(
+    ("S", "V", "M"), [(1, 1, 1), (1, 2, 3), (2, 1, 1), (2, 2, 5), (4, 2, 16), (4, 1, 3)]
+)
 def test_facts_of_phases(name, S, V, M, delay, slack):
     """What a tick of the plan does, its phase knows of."""
-    table = SCHEDULES.get(name).build(S, M, V, forwarding_delay=delay, slack=slack)
+    table = load_schedule(name, S, M, V, forwarding_delay=delay, slack=slack)
     plan = lockstep_plan(table)
     for phase in plan.phases:
         facts = PhaseFacts.of(plan, phase)
@@ -45,10 +46,16 @@ def test_facts_of_phases(name, S, V, M, delay, slack):
 
 
 def test_a_forward_plan_has_no_backward():
-    plan = lockstep_plan(forward_only(SCHEDULES.get("lockstep_1f1b").build(4, 8, 2)))
+    plan = lockstep_plan(forward_only(load_schedule("lockstep_1f1b", 4, 8, 2)))
     for phase in plan.phases:
         facts = PhaseFacts.of(plan, phase)
-        needed = facts.has_B, facts.has_W, facts.gradients_arrive, facts.stores_head_gradient, facts.head_in_tick
+        needed = (
+            facts.has_B,
+            facts.has_W,
+            facts.gradients_arrive,
+            facts.stores_head_gradient,
+            facts.head_in_tick,
+        )
         assert facts.has_F
         assert not any(needed)
     np.testing.assert_array_equal(plan.head_used_at, -1)

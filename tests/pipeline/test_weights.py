@@ -15,7 +15,9 @@ def setting():
     axes = {f"mesh.ici.{axis}": 2 for axis in ("stage", "fsdp", "tensor")}
     config = tiny(**axes, **{"pipeline.num_repeats": 2, "model.qk_norm": True})
     parts = build_parts(config, make_mesh(config))
-    weights = Weights(parts.rules, parts.program.specs, ("repeat", "stage", "layers_per_stage"), (2, 2, 1))
+    weights = Weights(
+        parts.rules, parts.program.specs, ("repeat", "stage", "layers_per_stage"), (2, 2, 1)
+    )
     params = canonical_params(parts.program)
     params["layers"] = jax.tree.map(lambda p: p.reshape(2, 2, 1, *p.shape[1:]), params["layers"])
     return weights, jax.device_put(params, weights.shardings())

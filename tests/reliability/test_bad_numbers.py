@@ -11,7 +11,13 @@ from maxpipe.config import OptimizerConfig
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.spikes import SpikeFilter
 
-HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1", "checkpoint.every=2")
+HERE = (
+    "mesh.simulated_devices=0",
+    "mesh.ici.data=8",
+    "mesh.ici.stage=1",
+    "mesh.ici.fsdp=1",
+    "checkpoint.every=2",
+)
 
 
 def run(tmp_path, *words):
@@ -52,7 +58,10 @@ def test_a_run_that_stays_bad_ends_with_42_and_keeps_its_last_good_step(tmp_path
     poison(3, 1000)
     assert run(tmp_path, "steps=100", "optimizer.max_consecutive_skips=3") == 42
     output = capsys.readouterr().out
-    assert "3 steps in a row were not finite (optimizer.max_consecutive_skips); stopped without saving" in output
+    assert (
+        "3 steps in a row were not finite (optimizer.max_consecutive_skips); stopped without saving"
+        in output
+    )
     assert "step 2 is saved" in output.splitlines()[-1]
     assert checkpoints(tmp_path / "base") == [2]
 

@@ -21,14 +21,23 @@ def main(tmp_path, *words):
 
 @pytest.mark.grid
 def test_the_best_and_every_third_are_kept_beside_the_newest(tmp_path):
-    words = ("steps=8", "checkpoint.every=1", "checkpoint.keep=1", "eval.every=2", "data.source=python_stdlib")
+    words = (
+        "steps=8",
+        "checkpoint.every=1",
+        "checkpoint.keep=1",
+        "eval.every=2",
+        "data.source=python_stdlib",
+    )
     assert main(tmp_path, *words, "checkpoint.keep_every=3", "checkpoint.keep_best=2") == 0
     root = tmp_path / "base"
     evaluated = {row["step"]: row["eval_loss"] for row in rows(root) if "eval_loss" in row}
     assert list(evaluated) == [2, 4, 6, 8]
     best = sorted(evaluated, key=evaluated.get)[:2]
     assert checkpoints(root) == sorted({3, 6, 8, *best})
-    in_records = {step: read_record(root / "checkpoints" / str(step)).meta["eval_loss"] for step in checkpoints(root)}
+    in_records = {
+        step: read_record(root / "checkpoints" / str(step)).meta["eval_loss"]
+        for step in checkpoints(root)
+    }
     assert in_records == {step: evaluated.get(step) for step in checkpoints(root)}
 
 
@@ -37,11 +46,19 @@ def test_parameters_are_converted_when_asked_to(tmp_path, capsys):
     assert main(tmp_path, *words, "stop_after=2") == 0
     assert main(tmp_path, *words, "model.param_dtype=bfloat16") == 2
     assert "checkpoint.convert_dtype=true goes on all the same" in capsys.readouterr().err
-    assert main(tmp_path, *words, "model.param_dtype=bfloat16", "checkpoint.convert_dtype=true") == 0
-    assert "arrays of checkpoint 2 were converted to the dtypes of this run" in capsys.readouterr().out
+    assert (
+        main(tmp_path, *words, "model.param_dtype=bfloat16", "checkpoint.convert_dtype=true") == 0
+    )
+    assert (
+        "arrays of checkpoint 2 were converted to the dtypes of this run" in capsys.readouterr().out
+    )
     before, after = saved(tmp_path / "base", 2), saved(tmp_path / "base", 4)
-    assert {array.dtype.name for name, array in before.items() if name.startswith("params")} == {"float32"}
-    assert {array.dtype.name for name, array in after.items() if name.startswith("params")} == {"bfloat16"}
+    assert {array.dtype.name for name, array in before.items() if name.startswith("params")} == {
+        "float32"
+    }
+    assert {array.dtype.name for name, array in after.items() if name.startswith("params")} == {
+        "bfloat16"
+    }
     found = losses(tmp_path / "base")
     assert list(found) == [1, 2, 3, 4]
     assert found[3][0] == pytest.approx(found[2][0], abs=0.5)

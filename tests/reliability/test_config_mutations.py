@@ -10,17 +10,51 @@ import yaml
 from training_process import BASE, command, run
 
 from maxpipe.config import ConfigError, load, resolve
-from maxpipe.config.schema import OPTIONS, SECTIONS
+from maxpipe.config.options import OPTIONS, SECTIONS
 
 VALUES = (
-    "0", "-1", "1", "3", "1e400", "-7", "7.5", "1k", "2Mi", "99999999999999999999", "nan", "inf", "true", "null", "~",
-    "", "''", "abc", "../up", "/dev/null", "\u00e9\u2603", "[1, 2", "[a, [b]]", "{a: 1}", "[]", "${seed}",
-    "${oc.env:HOME}", "${nowhere}", "!!python/object/apply:os.system [ls]", "2026-01-01", "0x10", "1_000", "a: b: c",
-)  # fmt: skip
+    "0",
+    "-1",
+    "1",
+    "3",
+    "1e400",
+    "-7",
+    "7.5",
+    "1k",
+    "2Mi",
+    "99999999999999999999",
+    "nan",
+    "inf",
+    "true",
+    "null",
+    "~",
+    "",
+    "''",
+    "abc",
+    "../up",
+    "/dev/null",
+    "\u00e9\u2603",
+    "[1, 2",
+    "[a, [b]]",
+    "{a: 1}",
+    "[]",
+    "${seed}",
+    "${oc.env:HOME}",
+    "${nowhere}",
+    "!!python/object/apply:os.system [ls]",
+    "2026-01-01",
+    "0x10",
+    "1_000",
+    "a: b: c",
+)
 # A run of a thousand layers is legal, and too long for a test.
-SMALL_VALUES = tuple(value for value in VALUES if value not in ("1k", "2Mi", "1_000", "99999999999999999999", "0x10"))
+SMALL_VALUES = tuple(
+    value for value in VALUES if value not in ("1k", "2Mi", "1_000", "99999999999999999999", "0x10")
+)
 DAMAGE = ("", "\t", ":", "\n", "- ", "{", "'", "\x00", "&a ", "*a")
-OWN_KEYS = re.compile("|".join(map(re.escape, sorted({*OPTIONS, *SECTIONS}, key=len, reverse=True))))
+OWN_KEYS = re.compile(
+    "|".join(map(re.escape, sorted({*OPTIONS, *SECTIONS}, key=len, reverse=True)))
+)
 
 
 def mutate(draw, values=VALUES):
@@ -78,10 +112,14 @@ def test_damaged_files_are_accepted_or_explained(tmp_path, seed):
             check(error.problems, file.read_text())
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(1, 20))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(1, 20))]
+)
 def test_a_mutated_command_runs_or_ends_with_code_2(tmp_path, seed):
     draw = random.Random(1000 + seed)
-    words = [word for word in mutate(draw, SMALL_VALUES) if not word.startswith(("steps", "output_dir"))]
+    words = [
+        word for word in mutate(draw, SMALL_VALUES) if not word.startswith(("steps", "output_dir"))
+    ]
     code, output = run(tmp_path / "log", command(tmp_path / "runs", *words, "steps=1"))
     assert "Traceback" not in output, (words, output)
     assert code in (0, 2), (words, output)
@@ -111,13 +149,17 @@ def test_a_run_name_is_no_path(name):
 
 
 def test_no_key_takes_a_secret():
-    assert not [key for key in OPTIONS if re.search("token$|secret|password|api_key|credential", key)]
+    assert not [
+        key for key in OPTIONS if re.search("token$|secret|password|api_key|credential", key)
+    ]
 
 
 def test_print_config_shows_no_environment(monkeypatch, tmp_path):
     environment = {"HF_TOKEN": "secret-value", "PATH": "/usr/bin"}
     words = [sys.executable, "-m", "maxpipe.train", str(BASE), "--print-config"]
-    shown = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=BASE.parents[1])
+    shown = subprocess.run(
+        words, env=environment, capture_output=True, text=True, cwd=BASE.parents[1]
+    )
     assert shown.returncode == 0, shown.stderr
     assert "secret-value" not in shown.stdout
     assert yaml.safe_load(shown.stdout)["run_name"] == "base"

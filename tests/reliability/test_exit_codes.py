@@ -1,6 +1,7 @@
 """Ways to end that have no file of their own: 0, 1 and 2.
 
-42 is in test_bad_numbers, 75 and 130 in test_signals, 124 in test_watchdog, 134 in tests/multiprocess.
+42 is in test_bad_numbers, 75 and 130 in test_signals, 124 in test_watchdog, 134 in
+tests/multiprocess.
 """
 
 import pytest

@@ -38,7 +38,12 @@ def test_every_second_belongs_to_one_phase(account, clock):
     with account.phase("checkpoint"):
         clock.now = 15
     clock.now = 16
-    assert account.seconds() == dict.fromkeys(PHASES, 0) | {"init": 5, "step": 4, "data": 3, "checkpoint": 4}
+    assert account.seconds() == dict.fromkeys(PHASES, 0) | {
+        "init": 5,
+        "step": 4,
+        "data": 3,
+        "checkpoint": 4,
+    }
 
 
 def test_a_phase_ends_with_an_error_in_it(account, clock):
@@ -80,7 +85,9 @@ def test_goodput_is_the_share_of_steps_in_all_time_spent():
     assert row["seconds_lost"] == 10
     line = goodput_line(row)
     assert line.startswith("goodput 70.0 %: init 20.0 s, compile 0.0 s")
-    assert line.endswith("step 1:10, checkpoint 0.0 s, evaluation 0.0 s, lost before this start 10.0 s")
+    assert line.endswith(
+        "step 1:10, checkpoint 0.0 s, evaluation 0.0 s, lost before this start 10.0 s"
+    )
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.grid)])

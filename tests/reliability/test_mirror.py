@@ -39,17 +39,26 @@ def keys(s3):
 
 def test_a_run_that_lost_its_disk_ends_as_if_it_had_not(tmp_path, bucket, capsys):
     assert main(tmp_path / "whole") == 0
-    code, output = run(tmp_path / "log", command(tmp_path / "lost", *HERE, *STEPS, MIRROR, "stop_after=2"))
+    code, output = run(
+        tmp_path / "log", command(tmp_path / "lost", *HERE, *STEPS, MIRROR, "stop_after=2")
+    )
     assert code == 0, output
-    assert {"base/config.yml", "base/checkpoints/1.json", "base/checkpoints/2.json"} <= set(keys(bucket))
+    assert {"base/config.yml", "base/checkpoints/1.json", "base/checkpoints/2.json"} <= set(
+        keys(bucket)
+    )
     shutil.rmtree(tmp_path / "lost")
     assert main(tmp_path / "lost", MIRROR, "seed=1") == 2
-    assert "seed: is 1, but the checkpoints in s3://runs/base/checkpoints were made with 0" in capsys.readouterr().err
+    assert (
+        "seed: is 1, but the checkpoints in s3://runs/base/checkpoints were made with 0"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "lost").exists()
     assert main(tmp_path / "lost", MIRROR) == 0
     assert "resumed after step 2" in capsys.readouterr().out
     ours, theirs = (saved(tmp_path / name / "base", 4) for name in ("lost", "whole"))
-    assert {name: array.tobytes() for name, array in ours.items()} == {n: a.tobytes() for n, a in theirs.items()}
+    assert {name: array.tobytes() for name, array in ours.items()} == {
+        n: a.tobytes() for n, a in theirs.items()
+    }
     for key in (key for key in keys(bucket) if key.startswith("base/checkpoints/4")):
         bucket.delete_object(Bucket="runs", Key=key)
     assert main(tmp_path / "lost", MIRROR) == 0
@@ -70,7 +79,9 @@ def test_a_store_that_fails_during_the_run_ends_it_with_1(tmp_path, bucket, caps
     monkeypatch.setattr(Mirror, "upload", fail)
     assert main(tmp_path, MIRROR, "checkpoint.every=4") == 1
     error = capsys.readouterr().err
-    assert "error: copying checkpoints to s3://runs/base/checkpoints failed: ConnectionError" in error
+    assert (
+        "error: copying checkpoints to s3://runs/base/checkpoints failed: ConnectionError" in error
+    )
     assert "Traceback" not in error
     assert checkpoints(tmp_path / "base") == [4]
 
@@ -95,15 +106,23 @@ class TestExitCode2:
     def test_a_server_that_is_not_there(self, tmp_path, s3, monkeypatch, capsys):
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         assert main(tmp_path, MIRROR) == 2
-        assert "checkpoint.mirror: s3://runs/base/checkpoints cannot be read" in capsys.readouterr().err
+        assert (
+            "checkpoint.mirror: s3://runs/base/checkpoints cannot be read"
+            in capsys.readouterr().err
+        )
 
     def test_a_bucket_that_is_not_there(self, tmp_path, s3, capsys):
         assert main(tmp_path, MIRROR) == 2
-        assert "checkpoint.mirror: s3://runs/base/checkpoints cannot be written to" in capsys.readouterr().err
+        assert (
+            "checkpoint.mirror: s3://runs/base/checkpoints cannot be written to"
+            in capsys.readouterr().err
+        )
 
     @pytest.mark.parametrize(("protocol", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])
     def test_a_library_that_is_not_there(self, tmp_path, monkeypatch, capsys, protocol, library):
-        monkeypatch.delitem(pytest.importorskip("fsspec.registry")._registry, protocol, raising=False)
+        monkeypatch.delitem(
+            pytest.importorskip("fsspec.registry")._registry, protocol, raising=False
+        )
         monkeypatch.setitem(sys.modules, library, None)
         assert main(tmp_path, f"checkpoint.mirror={protocol}://runs") == 2
         assert f"checkpoint.mirror: needs {library}, " in (error := capsys.readouterr().err)
@@ -112,7 +131,9 @@ class TestExitCode2:
     @pytest.mark.parametrize("url", ["hdfs://runs", "/data", "s3://", "s3:/runs"])
     def test_a_mirror_that_is_no_object_store(self, tmp_path, capsys, url):
         assert main(tmp_path, f"checkpoint.mirror={url}") == 2
-        assert "is not a place in an object store, such as s3://bucket/runs" in capsys.readouterr().err
+        assert (
+            "is not a place in an object store, such as s3://bucket/runs" in capsys.readouterr().err
+        )
 
     def test_an_output_dir_in_a_store_is_told_about_the_mirror(self, capsys):
         assert main("s3://runs") == 2

@@ -7,7 +7,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "maxpipe"
 MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch"}
-CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "yaml.load", "yaml.full_load"}
+CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "yaml.load",
+    "yaml.full_load",
+}
 # The one place that imports by name: modules of the package's own registries.
 IMPORTS_BY_NAME = {"registry.py"}
 
@@ -17,14 +26,20 @@ def findings(source, imports_by_name=False):
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            names = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [alias.name for alias in node.names]
+            )
             found += [(node.lineno, name) for name in names if name.partition(".")[0] in MODULES]
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             if name in CALLS or (name.endswith("import_module") and not imports_by_name):
                 found.append((node.lineno, name))
             for keyword in node.keywords:
-                is_true = not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
+                is_true = not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                )
                 if keyword.arg in ("allow_pickle", "trust_remote_code", "shell") and is_true:
                     found.append((node.lineno, keyword.arg))
     return found
@@ -33,16 +48,24 @@ def findings(source, imports_by_name=False):
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle", "from torch import load", "import dill.source as d", "eval(text)", "yaml.load(f, Loader=L)",
-        "np.load(f, allow_pickle=True)", "load(x, trust_remote_code=flag)", "subprocess.run(x, shell=True)",
+        "import pickle",
+        "from torch import load",
+        "import dill.source as d",
+        "eval(text)",
+        "yaml.load(f, Loader=L)",
+        "np.load(f, allow_pickle=True)",
+        "load(x, trust_remote_code=flag)",
+        "subprocess.run(x, shell=True)",
         "importlib.import_module(name)",
     ],
-)  # fmt: skip
+)
 def test_each_of_them_is_found(source):
     assert findings(source)
 
 
-@pytest.mark.parametrize("source", ["np.load(f, allow_pickle=False)", "yaml.safe_load(f)", "re.compile(x)"])
+@pytest.mark.parametrize(
+    "source", ["np.load(f, allow_pickle=False)", "yaml.safe_load(f)", "re.compile(x)"]
+)
 def test_harmless_relatives_are_not(source):
     assert not findings(source)
 

@@ -17,7 +17,9 @@ STOP = 50
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """The command; every run has a name of its own."""
-    return write_config(tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint=f"{{every: {EVERY}, keep: 100}}")
+    return write_config(
+        tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint=f"{{every: {EVERY}, keep: 100}}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +69,12 @@ def test_going_back_to_an_older_step_is_the_same_to_the_bit(words, stopped, unin
 def test_killed_at_random_is_the_same_to_the_bit(words, runs, uninterrupted, times):
     root, command = runs / f"killed-{times}", [*words, f"run_name=killed-{times}"]
     for n in range(times):
-        # The window moves on, and each kill but the first may also hit what the one before has left behind.
-        step, delay = 1 + n * (STEPS - 20) // times + random.randint(0, 100 // times - 1), random.uniform(0, 0.05)
+        # The window moves on, and each kill but the first may also hit what the one before has left
+        # behind.
+        step, delay = (
+            1 + n * (STEPS - 20) // times + random.randint(0, 100 // times - 1),
+            random.uniform(0, 0.05),
+        )
         before = max(checkpoints(root), default=0) if n else 0
         kill_after(root, command, max(step, before + 1), delay)
         reached, kept = max(losses(root)), max(checkpoints(root), default=0)
@@ -85,20 +91,29 @@ def kill_after(root, command, step, delay):
         process.wait_for(f" {step}/{STEPS}  loss")
         time.sleep(delay)
         process.send(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, f"ended before it was killed at step {step} + {delay} s"
+        assert process.wait() == -signal.SIGKILL, (
+            f"ended before it was killed at step {step} + {delay} s"
+        )
 
 
 @pytest.mark.parametrize(
     "layout",
     [
         ["mesh.ici.stage=4", "mesh.ici.fsdp=1", "pipeline.num_repeats=1"],
-        ["mesh.ici.fsdp=1", "mesh.ici.tensor=2", "pipeline.layers_per_stage=[1,3]", "pipeline.num_microbatches=4"],
+        [
+            "mesh.ici.fsdp=1",
+            "mesh.ici.tensor=2",
+            "pipeline.layers_per_stage=[1,3]",
+            "pipeline.num_microbatches=4",
+        ],
         ["pipeline.schedule=circular"],
         ["pipeline.engine=sequential", "mesh.ici.stage=1", "mesh.ici.fsdp=4"],
     ],
     ids=["stages", "uneven tensor", "circular", "sequential"],
 )
-def test_continued_in_another_layout_the_losses_agree(words, stopped, uninterrupted, layout, request):
+def test_continued_in_another_layout_the_losses_agree(
+    words, stopped, uninterrupted, layout, request
+):
     name = request.node.callspec.id.replace(" ", "-")
     root = copy_of(stopped, name)
     train([*words, f"run_name={name}", f"stop_after={STOP + 20}", *layout])

@@ -6,8 +6,8 @@ import time
 import pytest
 from training_process import TrainingProcess, command, run, steps_of
 
-from maxpipe.training import signals
-from maxpipe.training.signals import INTERRUPTED, PREEMPTED, Interruption
+from maxpipe.supervision import signals
+from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED, Interruption
 
 ENDLESS = "steps=1000000"
 
@@ -27,7 +27,9 @@ def ended(monkeypatch):
     return codes
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)]
+)
 def test_a_signal_asks_to_stop_after_the_step(number, code, ended, capfd):
     with Interruption() as interruption:
         interruption.begin()
@@ -68,7 +70,9 @@ def test_second_ctrl_c_stops_at_once_while_the_main_thread_is_stuck(ended):
     assert ended == [INTERRUPTED]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)]
+)
 def test_before_the_first_step_a_signal_ends_the_process(number, code, ended):
     with Interruption():
         os.kill(os.getpid(), number)

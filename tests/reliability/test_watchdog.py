@@ -5,7 +5,7 @@ import time
 import pytest
 from training_process import command, run
 
-from maxpipe.telemetry.watchdog import HUNG, Watchdog
+from maxpipe.supervision.watchdog import HUNG, Watchdog
 
 HANGS = """
 import sys, time

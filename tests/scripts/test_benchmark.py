@@ -44,7 +44,16 @@ def test_the_engines_see_the_same_model_and_batch():
 
 def test_measures_cases_in_turns_and_writes_json(tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, SCRIPTS / "run.py", "--case", "tiny", "--rounds", "3", "--json", file]
+    command = [
+        sys.executable,
+        SCRIPTS / "run.py",
+        "--case",
+        "tiny",
+        "--rounds",
+        "3",
+        "--json",
+        file,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS.parents[1])
     assert done.returncode == 0, done.stderr
     cases = json.loads(file.read_text())["cases"]
@@ -97,7 +106,10 @@ def test_an_unknown_case_is_refused(capsys):
 def test_list_shows_every_case(capsys):
     assert benchmark.main(["--list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in (*benchmark.CASES, *benchmark_gpu.CASES, benchmark.STARTUP, benchmark.OVERHEAD))
+    assert all(
+        name in text
+        for name in (*benchmark.CASES, *benchmark_gpu.CASES, benchmark.STARTUP, benchmark.OVERHEAD)
+    )
 
 
 def test_gpu_cases_need_a_gpu(capsys):

@@ -20,11 +20,17 @@ def script():
 
 
 def printing(line, times=3, code=0):
-    return [sys.executable, "-u", "-c", f"import sys\nfor i in range({times}): print({line!r} % i)\nsys.exit({code})"]
+    return [
+        sys.executable,
+        "-u",
+        "-c",
+        f"import sys\nfor i in range({times}): print({line!r} % i)\nsys.exit({code})",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("trainer", "line"), [("maxtext", "I1121 completed step: %d, seconds: 0.1"), ("maxpipe", "step %d/3  loss 5.6")]
+    ("trainer", "line"),
+    [("maxtext", "I1121 completed step: %d, seconds: 0.1"), ("maxpipe", "step %d/3  loss 5.6")],
 )
 def test_steps_are_told_by_the_lines_of_each_trainer(script, trainer, line):
     run = script.train(trainer, printing(line), steps=3)
@@ -41,14 +47,22 @@ def test_a_run_that_ends_early_or_fails_shows_its_command_and_output(script, tim
 
 def test_a_python_without_maxtext_is_refused_with_the_command_that_installs_it(script, capsys):
     assert script.main([sys.executable]) == 1
-    assert f"uv pip install --python {sys.executable} 'maxtext[tpu]==0.2.5'" in capsys.readouterr().err
+    assert (
+        f"uv pip install --python {sys.executable} 'maxtext[tpu]==0.2.5'" in capsys.readouterr().err
+    )
     assert script.main(["/nowhere/python"]) == 1
     assert "cannot run /nowhere/python: No such file" in capsys.readouterr().err
 
 
 def test_ratios_are_maxtext_over_maxpipe(script):
-    theirs, ours = script.Run(30.0, [4.0, 6.0, 5.0], [2.0], 300 * 2**20), script.Run(10.0, [4.0], [4.0], 200 * 2**20)
+    theirs, ours = (
+        script.Run(30.0, [4.0, 6.0, 5.0], [2.0], 300 * 2**20),
+        script.Run(10.0, [4.0], [4.0], 200 * 2**20),
+    )
     row = script.training_table({"fsdp": {"maxtext": [theirs], "maxpipe": [ours]}}).splitlines()[-1]
     assert row == "| fsdp | 30 | 10 | 3.00 | 5 | 4 | 1.25 | 2 | 4 | 0.50 | 300 | 200 | 1.50 |"
-    sizes = {"maxtext circular": {"argument": 2**20, "temp": 8 * 2**20}, "maxpipe": {"argument": 2**20, "temp": 2**22}}
+    sizes = {
+        "maxtext circular": {"argument": 2**20, "temp": 8 * 2**20},
+        "maxpipe": {"argument": 2**20, "temp": 2**22},
+    }
     assert script.memory_table(sizes).splitlines()[-1] == "| maxpipe | 1 | 4 | 2.00 |"

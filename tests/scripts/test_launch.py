@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "launch"
-AWKWARD = "run_name=it's $(touch pwned) \"x\"; rm -rf *"
+AWKWARD = 'run_name=it\'s $(touch pwned) "x"; rm -rf *'
 
 NOTES_AND_ANSWERS = """#!{python}
 import json, os, sys
@@ -55,7 +55,13 @@ class Fakes:
         path = f"{self.directory}{os.pathsep}{os.environ['PATH']}"
         return subprocess.run(
             list(map(str, words)),
-            env={**os.environ, "PATH": path, "POLL_SECONDS": "0", "TMPDIR": str(self.directory), **environment},
+            env={
+                **os.environ,
+                "PATH": path,
+                "POLL_SECONDS": "0",
+                "TMPDIR": str(self.directory),
+                **environment,
+            },
             cwd=self.directory,
             capture_output=True,
             text=True,
@@ -76,7 +82,9 @@ def ended(code):
 class TestRestart:
     @pytest.mark.parametrize("code", [75, 124, 134])
     def test_restarts_with_growing_pauses_and_gives_up(self, fakes, code):
-        done = fakes.run(SCRIPTS / "restart.sh", *ended(code), MAX_RESTARTS="2", RESTART_SECONDS="0")
+        done = fakes.run(
+            SCRIPTS / "restart.sh", *ended(code), MAX_RESTARTS="2", RESTART_SECONDS="0"
+        )
         assert done.returncode == code
         assert done.stdout == "attempt\n" * 3
         assert "after 2 restarts: giving up" in done.stderr
@@ -90,7 +98,16 @@ class TestRestart:
         fakes.add("sleep")
         done = fakes.run(SCRIPTS / "restart.sh", *ended(75), MAX_RESTARTS="8")
         assert done.returncode == 75
-        assert [call[1] for call in fakes.calls] == ["10", "20", "40", "80", "160", "320", "600", "600"]
+        assert [call[1] for call in fakes.calls] == [
+            "10",
+            "20",
+            "40",
+            "80",
+            "160",
+            "320",
+            "600",
+            "600",
+        ]
 
     def test_a_dry_run_only_shows_the_command(self, fakes):
         done = fakes.run(SCRIPTS / "restart.sh", "--dry-run", "touch", AWKWARD)
@@ -122,7 +139,9 @@ class TestRestart:
 def words_of(line):
     """The words of a command as the scripts show it."""
     shown = line.removeprefix("+ ")
-    printed = subprocess.run(["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, text=True, check=True
+    )
     return printed.stdout.split("\0")[:-1]
 
 
@@ -139,13 +158,25 @@ class TestLocal:
 
     @pytest.mark.parametrize(
         ("codes", "verdict"),
-        [("0 0", 0), ("1 134", 1), ("134 2", 2), ("130 75", 130), ("75 75", 75), ("137 134", 134), ("0 137", 137)],
+        [
+            ("0 0", 0),
+            ("1 134", 1),
+            ("134 2", 2),
+            ("130 75", 130),
+            ("75 75", 75),
+            ("137 134", 134),
+            ("0 137", 137),
+        ],
     )
     def test_the_code_that_matters(self, fakes, codes, verdict):
         program = fakes.directory / "python"
-        program.write_text('#!/bin/bash\n[ "$1" = -c ] && echo 1 && exit\nc=($CODES); exit ${c[JAX_PROCESS_ID]}\n')
+        program.write_text(
+            '#!/bin/bash\n[ "$1" = -c ] && echo 1 && exit\nc=($CODES); exit ${c[JAX_PROCESS_ID]}\n'
+        )
         program.chmod(0o755)
-        done = fakes.run(SCRIPTS / "local.sh", "2", "a.yml", CODES=codes, PYTHON=str(program), MAX_RESTARTS="0")
+        done = fakes.run(
+            SCRIPTS / "local.sh", "2", "a.yml", CODES=codes, PYTHON=str(program), MAX_RESTARTS="0"
+        )
         assert done.returncode == verdict, done.stderr
 
     @pytest.mark.parametrize("words", [[], ["2"], ["0", "a.yml"], ["two", "a.yml"]])
@@ -167,7 +198,9 @@ class TestTpuVm:
 
     def commands(self, fakes):
         """gcloud's calls that change something, without `gcloud compute tpus`."""
-        assert all(call[:3] == ["gcloud", "compute", "tpus"] and "--zone" in call for call in fakes.calls)
+        assert all(
+            call[:3] == ["gcloud", "compute", "tpus"] and "--zone" in call for call in fakes.calls
+        )
         return [call[3:] for call in fakes.calls if "describe" not in call]
 
     def test_create_asks_once_and_waits_until_it_is_active(self, fakes, tpu_vm):
@@ -195,9 +228,17 @@ class TestTpuVm:
         done = tpu_vm("setup", "pod")
         assert done.returncode == 0, done.stderr
         calls = [call[1:] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call]
-        assert sorted((call[3], node) for call in calls for node in ("pod-0", "pod-1") if node in " ".join(call)) == [
-            ("scp", "pod-0"), ("scp", "pod-1"), ("ssh", "pod-0"), ("ssh", "pod-1"),
-        ]  # fmt: skip
+        assert sorted(
+            (call[3], node)
+            for call in calls
+            for node in ("pod-0", "pod-1")
+            if node in " ".join(call)
+        ) == [
+            ("scp", "pod-0"),
+            ("scp", "pod-1"),
+            ("ssh", "pod-0"),
+            ("ssh", "pod-1"),
+        ]
         assert all("--worker=all" in call for call in calls)
 
     def test_run_starts_exactly_the_words_given_and_only_once(self, fakes, tpu_vm, tmp_path):
@@ -211,7 +252,9 @@ class TestTpuVm:
         )
         (worker / "maxpipe" / "scripts" / "launch" / "restart.sh").chmod(0o755)
         outputs = [
-            subprocess.run(["bash", "-c", remote], cwd=worker, capture_output=True, text=True, check=True).stdout
+            subprocess.run(
+                ["bash", "-c", remote], cwd=worker, capture_output=True, text=True, check=True
+            ).stdout
             for _ in range(2)
         ]
         assert outputs == ["", "already running\n"]
@@ -231,16 +274,22 @@ class TestTpuVm:
         fakes.answer({self.STATE: ["SUSPENDED", "SUSPENDED", "", "ACTIVE"]})
         done = tpu_vm("resume", "pod", "--type", "v5p-16", "--", "a.yml")
         assert done.returncode == 0, done.stderr
-        done_in_turn = [call[4] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call]
+        done_in_turn = [
+            call[4] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call
+        ]
         assert done_in_turn == ["delete", "create", "scp", "ssh", "ssh"]
 
     def test_delete_of_what_is_gone_does_nothing(self, fakes, tpu_vm):
         assert tpu_vm("delete", "pod").returncode == 0
         assert self.commands(fakes) == []
 
-    @pytest.mark.parametrize("action", ["create", "setup", "run", "status", "logs", "resume", "delete"])
+    @pytest.mark.parametrize(
+        "action", ["create", "setup", "run", "status", "logs", "resume", "delete"]
+    )
     def test_a_dry_run_calls_nothing(self, fakes, tpu_vm, action):
-        done = tpu_vm(action, "pod", "--dry-run", "--type", "v5p-16", "--slices", "2", "--", "a.yml")
+        done = tpu_vm(
+            action, "pod", "--dry-run", "--type", "v5p-16", "--slices", "2", "--", "a.yml"
+        )
         assert done.returncode == 0, done.stderr
         assert fakes.calls == []
         assert "+ gcloud compute tpus" in done.stderr
@@ -272,7 +321,9 @@ class TestSlurm:
         (fakes.directory / "srun").write_text(
             '#!/bin/bash\nshift\nfor code in $CODES; do export CODE=$code SLURM_PROCID=$((n++)); "$@"; done\nexit 137\n'
         )
-        (fakes.directory / "python").write_text('#!/bin/bash\nprintf "%s\\0" "$@" >"$OUT"; exit $CODE\n')
+        (fakes.directory / "python").write_text(
+            '#!/bin/bash\nprintf "%s\\0" "$@" >"$OUT"; exit $CODE\n'
+        )
         for name in ("srun", "python"):
             (fakes.directory / name).chmod(0o755)
 
@@ -290,7 +341,12 @@ class TestSlurm:
         done = slurm(codes, "a.yml", AWKWARD)
         assert done.returncode == code, done.stderr
         assert fakes.calls == [["scontrol", "requeue", "9"]] * again
-        assert (fakes.directory / "words").read_text().split("\0")[:-1] == ["-m", "maxpipe.train", "a.yml", AWKWARD]
+        assert (fakes.directory / "words").read_text().split("\0")[:-1] == [
+            "-m",
+            "maxpipe.train",
+            "a.yml",
+            AWKWARD,
+        ]
 
     def test_not_for_ever(self, fakes, slurm):
         assert slurm("75", "a.yml", SLURM_RESTART_COUNT="20").returncode == 75
@@ -304,7 +360,17 @@ class TestSlurm:
 
 
 class TestJobSet:
-    WORDS = ("run-1", "--image", "i", "--accelerator", "tpu-v5p-slice", "--topology", "2x2x4", "--slices", "2")
+    WORDS = (
+        "run-1",
+        "--image",
+        "i",
+        "--accelerator",
+        "tpu-v5p-slice",
+        "--topology",
+        "2x2x4",
+        "--slices",
+        "2",
+    )
 
     def jobset(self, fakes, *words):
         return fakes.run(sys.executable, SCRIPTS / "gke" / "jobset.py", *words)
@@ -324,20 +390,27 @@ class TestJobSet:
         job = spec["replicatedJobs"][0]["template"]["spec"]
         (rule,) = job["podFailurePolicy"]["rules"]
         assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [1, 2, 42, 130])
-        assert spec["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+        assert spec["failurePolicy"]["rules"] == [
+            {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+        ]
         assert (job["backoffLimit"], spec["failurePolicy"]["maxRestarts"]) == (0, 20)
 
     @pytest.mark.parametrize(
-        "words", [WORDS, ("A_b", *WORDS[1:], "--", "a.yml"), (*WORDS, "--topology", "4", "--", "a.yml")]
+        "words",
+        [WORDS, ("A_b", *WORDS[1:], "--", "a.yml"), (*WORDS, "--topology", "4", "--", "a.yml")],
     )
     def test_a_bad_command_line_is_refused(self, fakes, words):
         assert self.jobset(fakes, *words).returncode == 2
 
 
 def test_shell_scripts_are_clean():
-    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    shellcheck = shutil.which(
+        "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
     scripts = [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), SCRIPTS.parents[1] / ".ci" / "run"]
-    done = subprocess.run([shellcheck, "-x", "-P", SCRIPTS, *scripts], capture_output=True, text=True)
+    done = subprocess.run(
+        [shellcheck, "-x", "-P", SCRIPTS, *scripts], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout

@@ -20,7 +20,9 @@ def write_metrics(path, rows):
 
 
 def test_draws_a_line_per_run_and_a_dot_per_evaluation(tmp_path):
-    rows = [{"step": step, "loss": 6.0 / step} for step in range(1, 9)] + [{"step": 8, "eval_loss": 1.0}]
+    rows = [{"step": step, "loss": 6.0 / step} for step in range(1, 9)] + [
+        {"step": 8, "eval_loss": 1.0}
+    ]
     first = write_metrics(tmp_path / "a<b" / "metrics.jsonl", rows)
     second = write_metrics(tmp_path / "plain" / "metrics.jsonl", rows[:4])
     picture = tmp_path / "out" / "loss.svg"
@@ -53,7 +55,11 @@ def test_a_file_without_losses_is_refused_without_a_traceback(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [(0, 200, [0, 50, 100, 150, 200]), (2.4, 5.8, [3, 4, 5]), (1, 1.3, [1, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3])],
+    [
+        (0, 200, [0, 50, 100, 150, 200]),
+        (2.4, 5.8, [3, 4, 5]),
+        (1, 1.3, [1, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3]),
+    ],
 )
 def test_ticks_are_round_numbers(low, high, expected):
     assert loss_curve.ticks(low, high) == pytest.approx(expected)

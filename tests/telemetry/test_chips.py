@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from maxpipe.config.sections.model import DTYPES
-from maxpipe.telemetry.chips import CHIPS, chip_for, device_memory
+from maxpipe.devices.chips import CHIPS, chip_for, device_memory
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,15 @@ def test_device_kinds_of_jax_are_known(device_kind, name, tera):
 @pytest.mark.parametrize(
     "device_kind",
     [
-        "cpu", "TPU v2", "TPU v4 lite", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-SXM4-40GB",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GB200", "NVIDIA GeForce RTX 4090",
+        "cpu",
+        "TPU v2",
+        "TPU v4 lite",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 NVL",
+        "NVIDIA A100-SXM4-40GB",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GB200",
+        "NVIDIA GeForce RTX 4090",
     ],
 )
 def test_other_devices_have_no_known_peak(device_kind):
@@ -53,7 +60,10 @@ def test_units_are_consistent(chip):
 def test_devices_that_share_a_chip_share_its_memory():
     def cores(count, per_chip):
         kind = "TPU v4"
-        return [SimpleNamespace(device_kind=kind, platform="tpu", coords=(i // per_chip, 0, 0)) for i in range(count)]
+        return [
+            SimpleNamespace(device_kind=kind, platform="tpu", coords=(i // per_chip, 0, 0))
+            for i in range(count)
+        ]
 
     whole = chip_for("TPU v4").hbm_bytes
     assert device_memory(cores(4, 1)) == whole

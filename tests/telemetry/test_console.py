@@ -4,7 +4,13 @@ import pty
 
 import pytest
 
-from maxpipe.telemetry.console import Console, Progress, format_count, format_seconds, format_step_time
+from maxpipe.telemetry.console import (
+    Console,
+    Progress,
+    format_count,
+    format_seconds,
+    format_step_time,
+)
 
 
 class Terminal(io.StringIO):
@@ -12,10 +18,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(stream, steps, *, start_step=0, total_steps=100, log_every=10, peak_flops=None, compile_seconds=60.0):
+def run(
+    stream,
+    steps,
+    *,
+    start_step=0,
+    total_steps=100,
+    log_every=10,
+    peak_flops=None,
+    compile_seconds=60.0,
+):
     console = Console(
-        total_steps=total_steps, start_step=start_step, log_every=log_every, tokens_per_step=4096,
-        flops_per_step=1e9, peak_flops=peak_flops, stream=stream,
+        total_steps=total_steps,
+        start_step=start_step,
+        log_every=log_every,
+        tokens_per_step=4096,
+        flops_per_step=1e9,
+        peak_flops=peak_flops,
+        stream=stream,
     )
     for step in range(start_step + 1, start_step + steps + 1):
         console.step(Progress(step, 2.5, 3e-4, compile_seconds if step == start_step + 1 else 0.5))
@@ -92,7 +112,9 @@ def test_time_left_is_easy_to_read(seconds, text):
     assert format_seconds(seconds) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(12.345, "12.35 s"), (0.0642, "64 ms"), (0.00123, "1.23 ms")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(12.345, "12.35 s"), (0.0642, "64 ms"), (0.00123, "1.23 ms")]
+)
 def test_step_times_keep_three_digits(seconds, text):
     assert format_step_time(seconds) == text
 

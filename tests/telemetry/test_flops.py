@@ -3,10 +3,16 @@ import dataclasses
 import pytest
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.telemetry.flops import model_flops_per_token, parameter_count
+from maxpipe.planning.flops import model_flops_per_token, parameter_count
 
 TINY = ModelConfig(
-    num_layers=3, embed_dim=8, num_query_heads=4, num_kv_heads=2, head_dim=5, mlp_dim=16, vocab_size=32
+    num_layers=3,
+    embed_dim=8,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_dim=5,
+    mlp_dim=16,
+    vocab_size=32,
 )
 
 
@@ -14,8 +20,13 @@ def count_by_hand(model):
     heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
     embed, mlp = model.embed_dim, model.mlp_dim
     shapes = [
-        (embed, heads), (embed, kv_heads), (embed, kv_heads), (heads, embed),
-        (embed, mlp), (embed, mlp), (mlp, embed),
+        (embed, heads),
+        (embed, kv_heads),
+        (embed, kv_heads),
+        (heads, embed),
+        (embed, mlp),
+        (embed, mlp),
+        (mlp, embed),
     ]
     return sum(rows * columns for rows, columns in shapes)
 
@@ -34,7 +45,9 @@ def test_parameters_of_a_plain_decoder():
     ],
 )
 def test_options_change_the_parameters(change, difference):
-    assert parameter_count(dataclasses.replace(TINY, **change)) - parameter_count(TINY) == difference
+    assert (
+        parameter_count(dataclasses.replace(TINY, **change)) - parameter_count(TINY) == difference
+    )
 
 
 def test_flops_are_six_per_weight_and_causal_attention():

@@ -8,15 +8,24 @@ from maxpipe.telemetry.recorder import Recorder
 
 
 def recorder(tmp_path, *, start_step=0, log_every=10, peak_flops=None, is_main=True, steps=20):
-    config = dataclasses.replace(Config(), steps=steps, telemetry=TelemetryConfig(log_every=log_every))
+    config = dataclasses.replace(
+        Config(), steps=steps, telemetry=TelemetryConfig(log_every=log_every)
+    )
     return Recorder(
-        config, tmp_path / "run", start_step=start_step, tokens_per_step=4096, flops_per_step=2e9,
-        peak_flops=peak_flops, is_main=is_main,
+        config,
+        tmp_path / "run",
+        start_step=start_step,
+        tokens_per_step=4096,
+        flops_per_step=2e9,
+        peak_flops=peak_flops,
+        is_main=is_main,
     )
 
 
 def rows(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def logged_scalars(directory):
@@ -43,8 +52,14 @@ def test_every_step_is_in_the_file_whatever_log_every_is(tmp_path):
     written = rows(tmp_path)
     assert [row["step"] for row in written] == [*range(1, 13), 12]
     assert written[2] == {
-        "step": 3, "loss": 5.0 / 3, "grad_norm": 1.5, "learning_rate": 3e-4, "step_seconds": 0.5,
-        "tokens_per_second": 8192.0, "mfu": 0.4, "skipped": 0,
+        "step": 3,
+        "loss": 5.0 / 3,
+        "grad_norm": 1.5,
+        "learning_rate": 3e-4,
+        "step_seconds": 0.5,
+        "tokens_per_second": 8192.0,
+        "mfu": 0.4,
+        "skipped": 0,
     }
     assert written[-1] == {"step": 12, "eval_loss": 2.25}
 
@@ -77,7 +92,8 @@ def test_a_resumed_run_continues_the_file_without_a_double(tmp_path):
         r.step(step, 4.0, 1.5, 3e-4, 0.5)
     r.close()
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [
-        *((step, 5.0) for step in range(1, 6)), *((step, 4.0) for step in range(6, 9)),
+        *((step, 5.0) for step in range(1, 6)),
+        *((step, 4.0) for step in range(6, 9)),
     ]
 
 

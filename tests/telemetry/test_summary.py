@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from maxpipe.telemetry.summary import MAX_LINES, RunSummary, compress, start_summary
+from maxpipe.training.start_report import MAX_LINES, RunSummary, compress, start_summary
 
 RUN = RunSummary(
     run_dir="runs/base",
@@ -38,7 +38,9 @@ def test_the_whole_report():
 
 
 def test_without_a_pipeline_there_are_no_stages_and_no_bubble():
-    sequential = dataclasses.replace(RUN, stage_layers=[], schedule="sequential", num_microbatches=1)
+    sequential = dataclasses.replace(
+        RUN, stage_layers=[], schedule="sequential", num_microbatches=1
+    )
     report = "\n".join(start_summary(dataclasses.replace(sequential, resumed_step=100)))
     assert "none (sequential), 1 microbatch" in report
     assert "bubble" not in report
@@ -65,7 +67,8 @@ def test_parameter_bytes_have_a_fitting_unit(count, text):
 
 
 @pytest.mark.parametrize(
-    ("indices", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 8, 9, 12], "0-2, 8-9, 12"), (range(5), "0-4")]
+    ("indices", "text"),
+    [([], ""), ([3], "3"), ([0, 1, 2, 8, 9, 12], "0-2, 8-9, 12"), (range(5), "0-4")],
 )
 def test_indices_become_ranges(indices, text):
     assert compress(indices) == text

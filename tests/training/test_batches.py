@@ -9,7 +9,9 @@ from maxpipe.training.batches import BatchPlacer, all_rows
 AXES = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
 
-@pytest.mark.parametrize("spec", [P(("data", "fsdp"), None), P("fsdp", None), P(None, None)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(("data", "fsdp"), None), P("fsdp", None), P(None, None)], ids=str
+)
 def test_rows_come_back_in_their_order_over_any_sharding(spec):
     batch = make_batch(8)
     place = BatchPlacer(make_mesh(tiny(**AXES)), spec, 8)

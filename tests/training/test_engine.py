@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_engine
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.engine import to_host
+from maxpipe.training.trainer import to_host
 
 ROWS = 16
 LAYOUTS = {
@@ -16,13 +16,21 @@ LAYOUTS = {
     "sequential fsdp": {"pipeline.engine": "sequential", "mesh.ici.fsdp": 4, "mesh.ici.tensor": 2},
     "circular 2x2x2": {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2},
     "circular 4x1x2": {"mesh.ici.stage": 4, "pipeline.num_repeats": 1, "mesh.ici.tensor": 2},
-    "circular uneven": {"mesh.ici.stage": 2, "mesh.ici.data": 2, "pipeline.layers_per_stage": [1, 4, 2, 1]},
+    "circular uneven": {
+        "mesh.ici.stage": 2,
+        "mesh.ici.data": 2,
+        "pipeline.layers_per_stage": [1, 4, 2, 1],
+    },
 }
 
 
 def make_engine(layout, **values):
     """(engine, place) of a model with eight layers."""
-    defaults = {"model.num_layers": 8, "optimizer.learning_rate": 1e-2, "data.global_batch_size": ROWS}
+    defaults = {
+        "model.num_layers": 8,
+        "optimizer.learning_rate": 1e-2,
+        "data.global_batch_size": ROWS,
+    }
     config = tiny(**(defaults | LAYOUTS[layout] | values))
     mesh = make_mesh(config)
     engine = build_engine(config, mesh)
@@ -31,9 +39,13 @@ def make_engine(layout, **values):
 
 def assert_same_bits(actual, expected):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
         a, b = np.asarray(a), np.asarray(b)
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), jax.tree_util.keystr(path)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), (
+            jax.tree_util.keystr(path)
+        )
 
 
 def numbers(state):
@@ -48,7 +60,9 @@ def numbers(state):
 
 def restored(engine, canonical):
     """What a checkpoint of `canonical` holds, laid out as the engine asks for."""
-    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), canonical, engine.abstract_canonical())
+    return jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding), canonical, engine.abstract_canonical()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +81,16 @@ def test_initial_values_depend_on_the_seed_and_not_on_the_layout(layout, initial
 def test_another_seed_gives_other_values(initial):
     engine, _ = make_engine("sequential")
     other = engine.to_canonical(engine.init(jax.random.key(8)))
-    assert (other.params["layers"]["mlp"]["up"] != initial.params["layers"]["mlp"]["up"]).mean() > 0.99
+    assert (
+        other.params["layers"]["mlp"]["up"] != initial.params["layers"]["mlp"]["up"]
+    ).mean() > 0.99
 
 
 def test_every_layer_has_initial_values_of_its_own(initial):
-    for leaf in (initial.params["layers"]["mlp"]["up"], initial.params["layers"]["attention"]["out"]):
+    for leaf in (
+        initial.params["layers"]["mlp"]["up"],
+        initial.params["layers"]["attention"]["out"],
+    ):
         assert len(np.unique(leaf)) > 0.99 * leaf.size
 
 
@@ -81,7 +100,9 @@ def test_layouts_round_trip_to_the_bit(layout):
     canonical = engine.to_canonical(numbers(engine.init(jax.random.key(0))))
     live = engine.from_canonical(restored(engine, canonical))
     assert_same_bits(engine.to_canonical(live), canonical)
-    for leaf, described in zip(jax.tree.leaves(live), jax.tree.leaves(engine.abstract_state()), strict=True):
+    for leaf, described in zip(
+        jax.tree.leaves(live), jax.tree.leaves(engine.abstract_state()), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(described.sharding, leaf.ndim)
 
 
@@ -97,7 +118,10 @@ def test_what_one_layout_saves_another_restores():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_disk_layers_are_in_model_order_and_described_as_they_are(layout):
     engine, _ = make_engine(layout)
-    canonical, abstract = engine.to_canonical(engine.init(jax.random.key(0))), engine.abstract_canonical()
+    canonical, abstract = (
+        engine.to_canonical(engine.init(jax.random.key(0))),
+        engine.abstract_canonical(),
+    )
     for leaf, described in zip(jax.tree.leaves(canonical), jax.tree.leaves(abstract), strict=True):
         assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
         described.sharding.shard_shape(described.shape)  # raises if it does not divide
@@ -115,7 +139,9 @@ def test_on_disk_the_stage_axis_lies_over_another_dimension():
 def test_moments_lie_where_their_parameters_lie():
     state = make_engine("circular 2x2x2")[0].abstract_state()
     sharding = {"params": state.params, "mu": state.opt_state.mu, "nu": state.opt_state.nu}
-    specs = {name: jax.tree.map(lambda leaf: leaf.sharding, tree) for name, tree in sharding.items()}
+    specs = {
+        name: jax.tree.map(lambda leaf: leaf.sharding, tree) for name, tree in sharding.items()
+    }
     assert specs["params"] == specs["mu"] == specs["nu"]
     assert specs["params"]["layers"]["mlp"]["up"].spec == P(None, "stage", None, "fsdp", None)
 
@@ -132,7 +158,9 @@ class TestSteps:
             losses = []
             for i in range(3):
                 state, metrics = engine.step(state, place(make_batch(ROWS, seed=i)))
-                losses.append([float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")])
+                losses.append(
+                    [float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")]
+                )
             ends.append((losses, engine.to_canonical(state).opt_state.mu["layers"]["mlp"]["up"]))
         np.testing.assert_allclose(ends[0][0], ends[1][0], rtol=1e-5)
         assert np.max(np.abs(ends[0][1] - ends[1][1])) <= 1e-4 * np.max(np.abs(ends[1][1]))
@@ -158,7 +186,10 @@ class TestSteps:
             assert not metrics["finite"]
             assert int(state.skips) == skips
         after = engine.to_canonical(state)
-        assert_same_bits((after.params, after.opt_state, after.key), (before.params, before.opt_state, before.key))
+        assert_same_bits(
+            (after.params, after.opt_state, after.key),
+            (before.params, before.opt_state, before.key),
+        )
         assert int(after.step) == 3
         state, metrics = engine.step(state, place(make_batch(ROWS)))
         assert metrics["finite"]
@@ -180,7 +211,9 @@ class TestSteps:
         _, metrics = engine.step(state, place(batch))
         assert {name: value.shape for name, value in metrics.items()} == dict.fromkeys(metrics, ())
         assert float(sums["weight"]) == batch["weights"].sum()
-        assert float(sums["cross_entropy"] / sums["weight"]) == pytest.approx(float(metrics["loss"]), rel=1e-5)
+        assert float(sums["cross_entropy"] / sums["weight"]) == pytest.approx(
+            float(metrics["loss"]), rel=1e-5
+        )
 
 
 def test_the_host_copy_owns_its_memory():

@@ -1,7 +1,7 @@
 import pytest
 
 from maxpipe.checkpoint.errors import CheckpointUnreadable
-from maxpipe.training.failure import failing_fast
+from maxpipe.supervision.failure import failing_fast
 
 
 def test_an_explained_error_ends_with_1_and_one_line(capsys):

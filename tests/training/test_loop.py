@@ -18,7 +18,9 @@ class Engine:
         assert batch == state, "the state after step N takes batch N"
         finite = state + 1 not in self.bad
         self.notes.append(f"step {state + 1}")
-        numbers = dict.fromkeys(("loss", "grad_norm", "learning_rate"), np.float32(state + 1 if finite else np.nan))
+        numbers = dict.fromkeys(
+            ("loss", "grad_norm", "learning_rate"), np.float32(state + 1 if finite else np.nan)
+        )
         return state + 1, numbers | {"finite": np.bool_(finite), "skipped": np.int32(not finite)}
 
     def to_canonical(self, state):
@@ -99,9 +101,18 @@ def run(notes):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
         checkpointer = Checkpointer(notes, config.checkpoint.every, late)
         parts = Run(
-            config, Engine(notes, bad), start, start, Loader(start), Place(), Place(),
-            checkpointer, Recorder(notes), Profiler(), {},
-        )  # fmt: skip
+            config,
+            Engine(notes, bad),
+            start,
+            start,
+            Loader(start),
+            Place(),
+            Place(),
+            checkpointer,
+            Recorder(notes),
+            Profiler(),
+            {},
+        )
         _run.losses = checkpointer.losses
         return train(parts)
 
@@ -129,7 +140,13 @@ def test_every_step_is_logged_once_in_order_and_one_step_late(run, notes):
 
 def test_a_step_is_logged_before_what_follows_from_it(run, notes):
     run(**{"checkpoint.every": 3, "eval.every": 3})
-    assert notes[-5:] == ["step 6", "log 5: 5", "log 6: 6", "evaluate 6", "save 6: state 6, batch 6"]
+    assert notes[-5:] == [
+        "step 6",
+        "log 5: 5",
+        "log 6: 6",
+        "evaluate 6",
+        "save 6: state 6, batch 6",
+    ]
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 6"]
 
 
@@ -178,7 +195,10 @@ def test_a_bad_step_is_said_and_never_saved(run, notes):
 
 
 def test_too_many_bad_steps_in_a_row_end_the_run_unsaved(run, notes):
-    assert run(bad={2, 3, 4}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 1}) == DIVERGED
+    assert (
+        run(bad={2, 3, 4}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 1})
+        == DIVERGED
+    )
     assert of(notes, "save") == ["save 1: state 1, batch 1"]
     assert "optimizer.max_consecutive_skips" in notes[-1]
 

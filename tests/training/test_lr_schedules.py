@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxpipe.config import OptimizerConfig
-from maxpipe.training.lr_schedules import LR_SCHEDULES
+from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.training.optimizer import Optimizer
 
 # Ten steps of warm-up, then a hundred to decay from 2 to a tenth of it.
@@ -18,12 +18,14 @@ def rate(name, step, **values):
 
 
 def test_all_are_tested():
-    assert LR_SCHEDULES.names() == ["constant", "cosine", "inverse_sqrt", "linear", "wsd"]
+    assert [*LR_SCHEDULES] == ["constant", "cosine", "inverse_sqrt", "linear", "wsd"]
 
 
-@pytest.mark.parametrize("name", LR_SCHEDULES.names())
+@pytest.mark.parametrize("name", LR_SCHEDULES)
 def test_warm_up_is_linear_from_the_first_update(name):
-    assert [rate(name, step) for step in range(10)] == pytest.approx([0.2 * (i + 1) for i in range(10)])
+    assert [rate(name, step) for step in range(10)] == pytest.approx(
+        [0.2 * (i + 1) for i in range(10)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,17 @@ def test_warm_up_is_linear_from_the_first_update(name):
     [
         ("constant", {10: 2, 60: 2, 110: 2, 500: 2}),
         ("linear", {10: 2, 35: 1.55, 60: 1.1, 85: 0.65, 110: 0.2, 500: 0.2}),
-        ("cosine", {10: 2, 35: 0.2 + 1.8 * 0.853553, 60: 1.1, 85: 0.2 + 1.8 * 0.146447, 110: 0.2, 500: 0.2}),
+        (
+            "cosine",
+            {
+                10: 2,
+                35: 0.2 + 1.8 * 0.853553,
+                60: 1.1,
+                85: 0.2 + 1.8 * 0.146447,
+                110: 0.2,
+                500: 0.2,
+            },
+        ),
         ("inverse_sqrt", {10: 2, 40: 1, 90: 2 / 3, 110: 2 / 11**0.5, 500: 2 / 11**0.5}),
         ("wsd", {10: 2, 60: 2, 90: 2, 95: 1.55, 100: 1.1, 105: 0.65, 110: 0.2, 500: 0.2}),
     ],

@@ -10,16 +10,22 @@ from maxpipe.training.batches import BatchPlacer
 
 ROWS = 16
 MPMD = {
-    "pipeline.schedule": "1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.layers_per_stage": [3, 1],
+    "pipeline.schedule": "1f1b",
+    "mesh.ici.stage": 2,
+    "mesh.ici.fsdp": 2,
+    "pipeline.layers_per_stage": [3, 1],
     "pipeline.num_microbatches": 4,
-}  # fmt: skip
+}
 
 
 def make_engine(**values):
     defaults = {
-        "optimizer.learning_rate": 1e-2, "data.global_batch_size": ROWS, "model.tie_embeddings": True,
-        "optimizer.max_consecutive_skips": 5, "optimizer.spike_window": 16,
-    }  # fmt: skip
+        "optimizer.learning_rate": 1e-2,
+        "data.global_batch_size": ROWS,
+        "model.tie_embeddings": True,
+        "optimizer.max_consecutive_skips": 5,
+        "optimizer.spike_window": 16,
+    }
     config = tiny(**(defaults | values))
     mesh = make_mesh(config)
     engine = build_engine(config, mesh)
@@ -38,14 +44,20 @@ def sequential():
 
 def assert_same_bits(actual, expected):
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
         a, b = np.asarray(a), np.asarray(b)
-        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), jax.tree_util.keystr(path)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), (
+            jax.tree_util.keystr(path)
+        )
 
 
 def restored(engine, canonical):
     """What a checkpoint of `canonical` holds, laid out as the engine asks for."""
-    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), canonical, engine.abstract_canonical())
+    return jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding), canonical, engine.abstract_canonical()
+    )
 
 
 def run(engine, place, state, steps):
@@ -57,14 +69,18 @@ def run(engine, place, state, steps):
 
 
 def test_initial_values_are_those_of_the_sequential_engine(mpmd, sequential):
-    states = [engine.to_canonical(engine.init(jax.random.key(7))) for engine, _ in (mpmd, sequential)]
+    states = [
+        engine.to_canonical(engine.init(jax.random.key(7))) for engine, _ in (mpmd, sequential)
+    ]
     assert_same_bits(*states)
 
 
 def test_the_layout_on_disk_is_described_as_it_is(mpmd):
     engine, _ = mpmd
     canonical = engine.to_canonical(engine.init(jax.random.key(0)))
-    for leaf, described in zip(jax.tree.leaves(canonical), jax.tree.leaves(engine.abstract_canonical()), strict=True):
+    for leaf, described in zip(
+        jax.tree.leaves(canonical), jax.tree.leaves(engine.abstract_canonical()), strict=True
+    ):
         assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
         described.sharding.shard_shape(described.shape)  # raises if it does not divide
 
@@ -74,7 +90,9 @@ def test_layouts_round_trip_to_the_bit(mpmd):
     shapes = engine.abstract_canonical()
     rng = np.random.default_rng(0)
     canonical = jax.tree.map(lambda leaf: (rng.random(leaf.shape) * 100).astype(leaf.dtype), shapes)
-    assert_same_bits(engine.to_canonical(engine.from_canonical(restored(engine, canonical))), canonical)
+    assert_same_bits(
+        engine.to_canonical(engine.from_canonical(restored(engine, canonical))), canonical
+    )
 
 
 def test_a_checkpoint_of_one_engine_continues_on_the_other(mpmd, sequential):
@@ -88,7 +106,9 @@ def test_a_checkpoint_of_one_engine_continues_on_the_other(mpmd, sequential):
     for name in ends[0][0][0]:
         values = [[metrics[name] for metrics in end[0]] for end in ends]
         np.testing.assert_allclose(*values, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(ends[0][1].params), jax.tree.leaves(ends[1][1].params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(ends[0][1].params), jax.tree.leaves(ends[1][1].params), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=1e-4)
     assert_same_bits(ends[0][1].key, ends[1][1].key)
     assert int(ends[0][1].step) == int(ends[1][1].step) == 4
@@ -105,7 +125,9 @@ def test_a_step_that_is_not_finite_changes_counters_only(mpmd):
     assert not metrics["finite"]
     assert int(after.skips) == 1
     assert int(after.step) == 2
-    assert_same_bits((after.params, after.opt_state, after.key), (before.params, before.opt_state, before.key))
+    assert_same_bits(
+        (after.params, after.opt_state, after.key), (before.params, before.opt_state, before.key)
+    )
 
 
 def test_copies_of_tied_embeddings_follow_their_owner(mpmd):
@@ -113,7 +135,9 @@ def test_copies_of_tied_embeddings_follow_their_owner(mpmd):
     state, _ = run(engine, place, engine.init(jax.random.key(0)), range(1))
     (name,) = state.copies[1]
     assert name == "['params']['embed']['embedding']"
-    np.testing.assert_array_equal(state.copies[1][name], state.stages[0].params["embed"]["embedding"])
+    np.testing.assert_array_equal(
+        state.copies[1][name], state.stages[0].params["embed"]["embedding"]
+    )
 
 
 def test_parameters_are_given_away_and_nothing_moves_unasked(mpmd):
@@ -121,4 +145,6 @@ def test_parameters_are_given_away_and_nothing_moves_unasked(mpmd):
     state, batch = engine.init(jax.random.key(0)), place(make_batch(ROWS))
     with jax.transfer_guard("disallow"):
         engine.step(state, batch)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves([stage.params for stage in state.stages]))
+    assert all(
+        leaf.is_deleted() for leaf in jax.tree.leaves([stage.params for stage in state.stages])
+    )

@@ -11,15 +11,20 @@ from engines import PipelineUnderTest, make_batch, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_engine
-from maxpipe.checkpoint.leaves import named_leaves
+from maxpipe.checkpoint.record import named_leaves
+from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.optimizer import Optimizer, global_norm
-from maxpipe.training.optimizers import OPTIMIZERS, adafactor
-from maxpipe.training.state import map_by_parameter
+from maxpipe.training.optimizers import adafactor
+from maxpipe.training.step import map_by_parameter
 
 LAYOUTS = {
     "one stage": {"pipeline.engine": "sequential"},
-    "two stages": {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.schedule": "lockstep_1f1b"},
+    "two stages": {
+        "mesh.ici.stage": 2,
+        "pipeline.num_repeats": 2,
+        "pipeline.schedule": "lockstep_1f1b",
+    },
 }
 ROWS = 4
 STEPS = 20
@@ -37,7 +42,9 @@ class Training:
 
     def __init__(self, layout, name):
         config = tiny()
-        settings = dataclasses.replace(config.optimizer, name=name, learning_rate=1e-3, schedule="constant")
+        settings = dataclasses.replace(
+            config.optimizer, name=name, learning_rate=1e-3, schedule="constant"
+        )
         self.optimizer = Optimizer(settings, ModelProgram(config.model).specs)
         self.tested, self._gradients = compiled(layout)
         self._update = jax.jit(self.optimizer.update)
@@ -54,15 +61,21 @@ class Training:
             batch = {name: jnp.asarray(x) for name, x in make_batch(ROWS, seed=step % 3).items()}
             metrics, gradients = self._gradients(params, batch, jax.random.key(0))
             norm = global_norm(gradients)
-            params, opt_state = self._update(params, gradients, opt_state, jnp.int32(step), norm, jnp.bool_(True))
+            params, opt_state = self._update(
+                params, gradients, opt_state, jnp.int32(step), norm, jnp.bool_(True)
+            )
             losses.append(float(metrics["loss"]))
         return losses, {"params": params, "opt_state": opt_state}
 
     def convert(self, state, name):
         """The state in the layout on disk (`to_canonical`), or back (`from_canonical`)."""
-        is_layer = {n: jax.tree.map(lambda _, n=n: n == "layers", p) for n, p in state["params"].items()}
+        is_layer = {
+            n: jax.tree.map(lambda _, n=n: n == "layers", p) for n, p in state["params"].items()
+        }
         to = getattr(self.tested.pipeline, name)
-        return map_by_parameter(lambda leaf, layer: np.asarray(to(leaf) if layer else leaf), state, is_layer, False)
+        return map_by_parameter(
+            lambda leaf, layer: np.asarray(to(leaf) if layer else leaf), state, is_layer, False
+        )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,7 +88,7 @@ def _factor_small_matrices():
 training_of = cache(Training)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_and_state_do_not_depend_on_the_layout(name):
     ends = []
     for layout in LAYOUTS:
@@ -86,28 +99,41 @@ def test_losses_and_state_do_not_depend_on_the_layout(name):
     assert losses[-1] < losses[0]
     np.testing.assert_allclose(losses, other_losses, rtol=1e-5)
     assert jax.tree.structure(state) == jax.tree.structure(other_state)
-    for a, b in zip(jax.tree.leaves(state["opt_state"]), jax.tree.leaves(other_state["opt_state"]), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(state["opt_state"]), jax.tree.leaves(other_state["opt_state"]), strict=True
+    ):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert np.max(np.abs(a - b)) <= 1e-3 * np.max(np.abs(b))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS.names())
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_half_of_the_steps_the_layout_on_disk_and_the_other_half_equal_all_of_them(name):
     training = training_of("two stages", name)
     _, expected = training.run(training.begin(), range(STEPS))
     _, half = training.run(training.begin(), range(STEPS // 2))
     canonical = training.convert(half, "to_canonical")
-    assert {leaf.shape[0] for key, leaf in named_leaves(canonical).items() if ".layers." in key} == {4}
+    assert {
+        leaf.shape[0] for key, leaf in named_leaves(canonical).items() if ".layers." in key
+    } == {4}
     live = training.convert(canonical, "from_canonical")
     live = jax.tree.map(lambda x, before: jax.device_put(x, before.sharding), live, half)
     _, actual = training.run(live, range(STEPS // 2, STEPS))
     actual, expected = named_leaves(actual), named_leaves(expected)
     assert actual.keys() == expected.keys()
-    assert [key for key in actual if np.asarray(actual[key]).tobytes() != np.asarray(expected[key]).tobytes()] == []
+    assert [
+        key
+        for key in actual
+        if np.asarray(actual[key]).tobytes() != np.asarray(expected[key]).tobytes()
+    ] == []
 
 
 def test_statistics_of_rows_and_columns_lie_with_their_layers_and_come_back_from_disk():
-    values = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "optimizer.name": "adafactor"}
+    values = {
+        "mesh.ici.stage": 2,
+        "mesh.ici.fsdp": 2,
+        "pipeline.num_repeats": 2,
+        "optimizer.name": "adafactor",
+    }
     config = tiny(**values)
     engine = build_engine(config, make_mesh(config))
     rows = engine.abstract_state().opt_state["layers"]["mlp"]["up"][0].v_row
@@ -119,7 +145,9 @@ def test_statistics_of_rows_and_columns_lie_with_their_layers_and_come_back_from
         engine.abstract_state(),
     )
     saved = engine.to_canonical(state)
-    placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), saved, engine.abstract_canonical())
+    placed = jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding), saved, engine.abstract_canonical()
+    )
     again = engine.from_canonical(placed)
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         assert a.sharding == b.sharding

@@ -1,6 +1,6 @@
 from engines import make_mesh, tiny
 
-from maxpipe.training.report import report
+from maxpipe.training.start_report import report
 
 
 def report_of(decisions=(), step=0, **values):
@@ -9,7 +9,12 @@ def report_of(decisions=(), step=0, **values):
 
 
 def test_a_pipeline_is_described_by_its_stages_and_its_bubble():
-    values = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbatches": 4, "model.num_layers": 8}
+    values = {
+        "mesh.ici.stage": 2,
+        "pipeline.num_repeats": 2,
+        "pipeline.num_microbatches": 4,
+        "model.num_layers": 8,
+    }
     text = "\n".join(report_of(**values))
     assert "stage=2" in text
     assert "layers 0-1, 4-5" in text
@@ -31,6 +36,8 @@ def test_a_resumed_run_says_from_where():
 
 def test_never_more_than_25_lines():
     decisions = [f"model.key{i}={i}: reason" for i in range(40)]
-    lines = report_of(decisions, **{"mesh.ici.stage": 8, "model.num_layers": 16, "data.global_batch_size": 64})
+    lines = report_of(
+        decisions, **{"mesh.ici.stage": 8, "model.num_layers": 16, "data.global_batch_size": 64}
+    )
     assert len(lines) <= 25
     assert any(decisions[0] in line for line in lines)

@@ -3,22 +3,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config import OptimizerConfig
-from maxpipe.training.optimizers import OPTIMIZERS
-from maxpipe.training.state import map_by_parameter, new_state
+from maxpipe.training.optimizers import adamw
+from maxpipe.training.step import map_by_parameter, new_state
 
 PARAMS = {"embed": {"table": jnp.zeros(2)}, "layers": {"mlp": {"table": jnp.zeros(3)}}}
 NAMES = {"embed": {"table": "E"}, "layers": {"mlp": {"table": "L"}}}
 
 
 def make_state():
-    optimizer_state = OPTIMIZERS.get("adamw")(OptimizerConfig(), {}).init(PARAMS)
+    optimizer_state = adamw(OptimizerConfig(), {}).init(PARAMS)
     return new_state(PARAMS, optimizer_state, jax.random.key(3))
 
 
 def test_moments_belong_to_their_parameter_and_counters_to_none():
     found = map_by_parameter(lambda leaf, name: (leaf.shape, name), make_state(), NAMES, "other")
     for mirror in (found.params, found.opt_state.mu, found.opt_state.nu):
-        assert mirror == {"embed": {"table": ((2,), "E")}, "layers": {"mlp": {"table": ((3,), "L")}}}
+        assert mirror == {
+            "embed": {"table": ((2,), "E")},
+            "layers": {"mlp": {"table": ((3,), "L")}},
+        }
     assert [found.step, found.skips, found.opt_state.count] == [((), "other")] * 3
     assert found.key[1] == "other"
 

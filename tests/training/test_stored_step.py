@@ -53,20 +53,28 @@ def test_a_loaded_step_does_what_the_compiled_one_does(config, mesh, file):
         state = engine.init(jax.random.key(3))
         for seed in range(2):
             before = state.params["embed"]["embedding"]
-            state, metrics = engine.step(state, place(make_batch(config.data.global_batch_size, seed=seed)))
+            state, metrics = engine.step(
+                state, place(make_batch(config.data.global_batch_size, seed=seed))
+            )
             assert before.is_deleted()
         results.append((state, metrics))
     (state, metrics), (loaded_state, loaded_metrics) = results
     assert "batch_digest" in loaded_metrics
     assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
     jax.tree.map(np.testing.assert_array_equal, *results)
-    assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(lambda a: a.sharding, loaded_state)
+    assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(
+        lambda a: a.sharding, loaded_state
+    )
 
 
 @pytest.mark.parametrize(
     ("values", "key", "words"),
     [
-        ({"optimizer.learning_rate": 0.5}, "optimizer.learning_rate", "compiled with 0.0003, this run has 0.5"),
+        (
+            {"optimizer.learning_rate": 0.5},
+            "optimizer.learning_rate",
+            "compiled with 0.0003, this run has 0.5",
+        ),
         ({"data.sequence_length": 16}, "data.sequence_length", "compiled with 8, this run has 16"),
     ],
 )
@@ -80,7 +88,10 @@ def test_another_configuration_is_refused_by_key(config, mesh, file, values, key
 
 
 def test_what_is_not_in_the_program_may_differ(config, mesh):
-    other = replace(config, **{"steps": 7, "checkpoint.every": 3, "data.source": "synthetic", "run_name": "other"})
+    other = replace(
+        config,
+        **{"steps": 7, "checkpoint.every": 3, "data.source": "synthetic", "run_name": "other"},
+    )
     assert origin(other, mesh) == origin(config, mesh)
 
 
@@ -97,7 +108,11 @@ def test_files_that_cannot_be_used(config, file, tmp_path):
     missing, foreign, cut = tmp_path / "missing", tmp_path / "foreign", tmp_path / "cut"
     foreign.write_bytes(b"\x80\x04\x95pickle")
     cut.write_bytes(whole[:-1])
-    cases = {missing: "cannot read .*No such file", foreign: "not written by compile.save", cut: "is damaged"}
+    cases = {
+        missing: "cannot read .*No such file",
+        foreign: "not written by compile.save",
+        cut: "is damaged",
+    }
     for path, reason in cases.items():
         with pytest.raises(ConfigError, match=f"compile.load: .*{reason}"):
             read(str(path))
@@ -105,7 +120,9 @@ def test_files_that_cannot_be_used(config, file, tmp_path):
         write(str(tmp_path / "no" / "directory"), _Compiled, config, make_mesh(config))
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(config, mesh, tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    config, mesh, tmp_path, monkeypatch
+):
     file = tmp_path / "step.bin"
     file.write_bytes(b"old")
 
@@ -146,5 +163,7 @@ def test_several_cpu_devices_run_one(tmp_path):
 
 def test_with_few_threads_several_cpu_devices_are_refused(config, mesh, file, monkeypatch):
     monkeypatch.setenv("NPROC", "16")
-    with pytest.raises(ConfigError, match=r"compile\.load: .*need NPROC=128 threads .*, not 16; or leave out"):
+    with pytest.raises(
+        ConfigError, match=r"compile\.load: .*need NPROC=128 threads .*, not 16; or leave out"
+    ):
         build_engine(loading(config, file), mesh)

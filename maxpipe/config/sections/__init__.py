@@ -2,12 +2,23 @@
 
 from dataclasses import dataclass, field
 
-from maxpipe.config.sections._option import Rule, option
 from maxpipe.config.sections.data import DataConfig, EvalConfig
-from maxpipe.config.sections.mesh import MESH_AXES, AxesConfig, MeshConfig, ShardingConfig
+from maxpipe.config.sections.fields import Bounds, option
 from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
-from maxpipe.config.sections.pipeline import PipelineConfig, RematTensorsConfig
-from maxpipe.config.sections.training import CheckpointConfig, CompileConfig, OptimizerConfig, TelemetryConfig
+from maxpipe.config.sections.parallelism import (
+    MESH_AXES,
+    AxesConfig,
+    MeshConfig,
+    PipelineConfig,
+    RematTensorsConfig,
+    ShardingConfig,
+)
+from maxpipe.config.sections.training import (
+    CheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+    TelemetryConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -17,10 +28,15 @@ class Config:
     run_name: str = option("base", "name of the run's directory: letters, digits, '.', '_' and '-'")
     output_dir: str = option("runs", "directory that holds run directories")
     seed: int = option(
-        0, "seed of initial values, dropout and the order of documents", minimum=0, maximum=2**32 - 1
+        0,
+        "seed of initial values, dropout and the order of documents",
+        minimum=0,
+        maximum=2**32 - 1,
     )
     steps: int = option(200, "training steps in all", minimum=1)
-    stop_after: int = option(0, "end after this step as if interrupted; 0 = run to the end", minimum=0)
+    stop_after: int = option(
+        0, "end after this step as if interrupted; 0 = run to the end", minimum=0
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -36,6 +52,7 @@ class Config:
 __all__ = [
     "MESH_AXES",
     "AxesConfig",
+    "Bounds",
     "CheckpointConfig",
     "CompileConfig",
     "Config",
@@ -47,7 +64,6 @@ __all__ = [
     "PipelineConfig",
     "RematTensorsConfig",
     "RopeScalingConfig",
-    "Rule",
     "ShardingConfig",
     "TelemetryConfig",
     "option",

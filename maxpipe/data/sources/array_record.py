@@ -3,11 +3,10 @@
 from typing import Any
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.extras import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import find_files, require_content
-from maxpipe.data.sources import SOURCES
 from maxpipe.data.tf_example import bytes_feature
-from maxpipe.optional import optional
 
 
 class ArrayRecords:
@@ -52,14 +51,19 @@ def _open(paths: list[str]) -> Any:
         if len(paths) > 1:  # the error does not say which
             for path in paths:
                 _open([path])
-        raise ConfigError(Problem("data.path", f"{', '.join(paths)} cannot be read as ArrayRecord: {error}")) from error
+        raise ConfigError(
+            Problem("data.path", f"{', '.join(paths)} cannot be read as ArrayRecord: {error}")
+        ) from error
 
 
-@SOURCES.register()
 def build(config: DataConfig) -> ArrayRecords:
     """The records of the files of `data.path` (in a directory: *.array_record, *.arrayrecord), files in sorted order.
 
     Raises:
       ConfigError: there is no file, one is no ArrayRecord file, or array_record is not installed.
     """
-    return ArrayRecords(require_content(find_files(config.path, (".array_record", ".arrayrecord"), config.cache_dir)))
+    return ArrayRecords(
+        require_content(
+            find_files(config.path, (".array_record", ".arrayrecord"), config.cache_dir)
+        )
+    )

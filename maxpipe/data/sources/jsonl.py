@@ -8,9 +8,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.compression import GZIP, ZSTD, unpacked
-from maxpipe.data.files import Spans, find_all, find_files, require_content
-from maxpipe.data.sources import SOURCES
+from maxpipe.data.files import GZIP, ZSTD, Spans, find_all, find_files, require_content, unpacked
 
 
 class JsonLines:
@@ -68,7 +66,6 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
     return np.stack([starts, ends], axis=1)[~blank]
 
 
-@SOURCES.register()
 def build(config: DataConfig) -> JsonLines:
     """The lines of the files of `data.path` (in a directory: *.jsonl, *.jsonl.gz, *.jsonl.zst), files in sorted order.
 

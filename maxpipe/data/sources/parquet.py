@@ -1,7 +1,8 @@
 """Parquet files: one document per row, from the column "text" (strings) or "tokens" (lists of token ids).
 
-A row of a parquet file cannot be read without the thousands around it, so each file is rewritten once as an
-uncompressed Arrow file of that column alone, which is memory-mapped; see `data.cache_dir`.
+A row of a parquet file cannot be read without the thousands around it, so each file is rewritten
+once as an uncompressed Arrow file of that column alone, which is memory-mapped; see
+`data.cache_dir`.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,9 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.extras import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import Spans, find_files, require_content
-from maxpipe.data.local_copy import local_copy, version_of
-from maxpipe.data.sources import SOURCES
-from maxpipe.optional import optional
+from maxpipe.data.files import Spans, find_files, local_copy, require_content, version_of
 
 COLUMNS = ("text", "tokens")
 
@@ -86,8 +85,14 @@ def _field(path: str, schema: Any) -> Any:
         if name in schema.names:
             stored = schema.field(name).type
             kind = stored.value_type if types.is_dictionary(stored) else stored
-            is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-            if types.is_string(kind) or types.is_large_string(kind) or (is_list and types.is_integer(kind.value_type)):
+            is_list = (
+                types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+            )
+            if (
+                types.is_string(kind)
+                or types.is_large_string(kind)
+                or (is_list and types.is_integer(kind.value_type))
+            ):
                 return pyarrow.field(name, kind)
             message = f"{path}: column {name!r} holds {stored}, not text (strings) or token ids (lists of integers)"
             raise ConfigError(Problem("data.path", message))
@@ -106,8 +111,12 @@ def _columns(path: str, file: Any, field: Any) -> Iterator[Any]:
         for batch in file.iter_batches(columns=[field.name]):
             column = batch.column(0).cast(field.type)
             if _pyarrow().types.is_nested(field.type) and column.flatten().null_count:
-                row = first + next(i for i, ids in enumerate(column.to_pylist()) if ids and None in ids)
-                raise ConfigError(Problem("data.path", f"{path}: row {row}: a null among the token ids"))
+                row = first + next(
+                    i for i, ids in enumerate(column.to_pylist()) if ids and None in ids
+                )
+                raise ConfigError(
+                    Problem("data.path", f"{path}: row {row}: a null among the token ids")
+                )
             first += len(column)
             yield column
 
@@ -118,13 +127,12 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-@SOURCES.register()
 def build(config: DataConfig) -> ArrowRows:
     """The rows of the files of `data.path` (in a directory: *.parquet), files in sorted order.
 
     Raises:
-      ConfigError: there is no file, one is no parquet file, has no such column or a null among its token ids, or
-        pyarrow is not installed.
+      ConfigError: there is no file, one is no parquet file, has no such column or a null among its
+        token ids, or pyarrow is not installed.
     """
     files = require_content(find_files(config.path, (".parquet",), config.cache_dir))
     return ArrowRows([_as_arrow(path, config.cache_dir) for path in files])

@@ -3,7 +3,6 @@
 import numpy as np
 
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.sources import SOURCES
 from maxpipe.data.tokenizers import load_tokenizer
 
 NUM_DOCUMENTS = 1 << 16
@@ -29,11 +28,12 @@ class SyntheticDocuments:
     def __getitem__(self, index: int) -> np.ndarray:
         """Token ids, int32 [tokens]."""
         random = np.random.default_rng(index)
-        ids = random.integers(self._vocab_size - 1, size=random.integers(1, self._max_tokens, endpoint=True))
+        ids = random.integers(
+            self._vocab_size - 1, size=random.integers(1, self._max_tokens, endpoint=True)
+        )
         return (ids + (ids >= self._eos_id)).astype(np.int32)
 
 
-@SOURCES.register()
 def build(config: DataConfig) -> SyntheticDocuments:
     """Documents of one data.sequence_length on average; `data.path` is not used."""
     tokenizer = load_tokenizer(config.tokenizer)

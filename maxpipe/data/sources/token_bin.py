@@ -1,10 +1,12 @@
 """Token ids made beforehand: flat little-endian .bin files, or one-dimensional .npy files; memory-mapped.
 
-A .bin file holds uint16 where the vocabulary of `data.tokenizer` has at most 65,536 ids, uint32 otherwise.
+A .bin file holds uint16 where the vocabulary of `data.tokenizer` has at most 65,536 ids, uint32
+otherwise.
 
 Where documents end: `shard.idx.npy` beside `shard.bin`, if there is one, holds the position of each
 document's first token (integers, ascending, the first 0; write it with numpy.save). Otherwise each
-end-of-document token of `data.tokenizer` ends a document, and opening the file reads it through once.
+end-of-document token of `data.tokenizer` ends a document, and opening the file reads it through
+once.
 """
 
 from functools import lru_cache
@@ -15,9 +17,8 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_all, find_files, require_content
-from maxpipe.data.sources import SOURCES
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.object_store import is_remote
+from maxpipe.storage.object_store import is_remote
 
 INDEX_SUFFIX = ".idx.npy"
 
@@ -34,7 +35,9 @@ class TokenFiles:
     def __init__(self, paths: list[str], dtype: str, eos_id: int):
         self._paths = paths
         self._dtype = dtype
-        self._spans = Spans([_document_spans(path, _map_tokens(path, dtype), eos_id) for path in paths])
+        self._spans = Spans(
+            [_document_spans(path, _map_tokens(path, dtype), eos_id) for path in paths]
+        )
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -45,7 +48,8 @@ class TokenFiles:
         return np.array(_map_tokens(self._paths[file], self._dtype)[start:end])
 
 
-# A mapping is held per process, outside the object: pickling a memmap would copy the file to every worker.
+# A mapping is held per process, outside the object: pickling a memmap would copy the file to every
+# worker.
 @lru_cache(maxsize=1024)
 def _map_tokens(path: str, dtype: str) -> np.ndarray:
     """The file's tokens, [tokens], read-only.
@@ -57,7 +61,9 @@ def _map_tokens(path: str, dtype: str) -> np.ndarray:
         return _load_integers(path)
     size, width = Path(path).stat().st_size, np.dtype(dtype).itemsize
     if size % width:
-        message = f"{path} has {size} bytes, not a multiple of the {width} bytes per id of data.tokenizer"
+        message = (
+            f"{path} has {size} bytes, not a multiple of the {width} bytes per id of data.tokenizer"
+        )
         raise ConfigError(Problem("data.path", message))
     return np.memmap(path, dtype, mode="r")
 
@@ -90,7 +96,6 @@ def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
     return np.stack([starts, ends], axis=1)[ends > starts]
 
 
-@SOURCES.register()
 def build(config: DataConfig) -> TokenFiles:
     """The documents of the files of `data.path` (in a directory: *.bin and *.npy), files in sorted order.
 
@@ -100,7 +105,15 @@ def build(config: DataConfig) -> TokenFiles:
     tokenizer = load_tokenizer(config.tokenizer)
     if is_remote(config.path):
         # A copy under another name would have lost its index, and with it where documents end.
-        raise ConfigError(Problem("data.path", "token files must be on this machine; copy them with their indices"))
-    files = [path for path in find_files(config.path, (".bin", ".npy")) if not path.endswith(INDEX_SUFFIX)]
+        raise ConfigError(
+            Problem(
+                "data.path", "token files must be on this machine; copy them with their indices"
+            )
+        )
+    files = [
+        path
+        for path in find_files(config.path, (".bin", ".npy"))
+        if not path.endswith(INDEX_SUFFIX)
+    ]
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     return TokenFiles(require_content(files), dtype, tokenizer.eos_id)

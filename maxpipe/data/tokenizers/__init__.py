@@ -1,15 +1,14 @@
-"""Tokenizers; `data.tokenizer` names a module here or is the path of a tokenizer.json or SentencePiece model."""
+"""Tokenizers; `data.tokenizer` is a name of the catalogue or the path of a tokenizer.json or SentencePiece model."""
 
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
-from maxpipe.registry import Registry
+from maxpipe.config.catalog import TOKENIZERS
+from maxpipe.config.variants import implementation
 
 if TYPE_CHECKING:
     import numpy as np
-
-TOKENIZERS: Registry = Registry(__name__, __path__, "data.tokenizer")
 
 
 class Tokenizer(Protocol):
@@ -43,12 +42,13 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     Raises:
       ConfigError: it is neither a name nor a usable file.
     """
-    if name_or_path in TOKENIZERS.names():
-        return TOKENIZERS.get(name_or_path)()
+    if name_or_path in TOKENIZERS:
+        tokenizer: Tokenizer = implementation(TOKENIZERS[name_or_path])()
+        return tokenizer
     if name_or_path.endswith(".model"):
-        from maxpipe.data.tokenizers._sentencepiece import SentencePieceTokenizer
+        from maxpipe.data.tokenizers.sentencepiece import SentencePieceTokenizer
 
         return SentencePieceTokenizer(name_or_path)
-    from maxpipe.data.tokenizers._hugging_face import HuggingFaceTokenizer
+    from maxpipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(name_or_path)

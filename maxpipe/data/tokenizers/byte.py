@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxpipe.data.tokenizers import TOKENIZERS
 
-
-@TOKENIZERS.register()
 class ByteTokenizer:
     vocab_size = 259
     bos_id = 256
@@ -19,4 +16,6 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Bytes that are not UTF-8, as a model may well produce, become U+FFFD."""
-        return bytes(i for i in np.asarray(ids).tolist() if i < 256).decode("utf-8", errors="replace")
+        return bytes(i for i in np.asarray(ids).tolist() if i < 256).decode(
+            "utf-8", errors="replace"
+        )

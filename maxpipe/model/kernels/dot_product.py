@@ -5,16 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.context_parallel import PartAttention
 from maxpipe.model.attention import AttentionFn, attention_of_queries, dot_product_attention
-from maxpipe.model.kernels import KERNELS
+from maxpipe.sharding.context_parallel import PartAttention
 
 
-@KERNELS.register()
 class DotProduct:
     """`jax.nn.dot_product_attention` as XLA compiles it."""
-
-    platforms = ("cpu", "gpu", "tpu")
 
     @staticmethod
     def unfit(config: ModelConfig, sequence_length: int, num_parts: int) -> str:
@@ -26,7 +22,9 @@ class DotProduct:
 
     @staticmethod
     def build_parts(config: ModelConfig, parts: np.ndarray) -> PartAttention:
-        def attention(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array) -> jax.Array:
+        def attention(
+            q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array
+        ) -> jax.Array:
             return attention_of_queries(q, k, v, segment_ids, jnp.asarray(parts)[part])
 
         return attention

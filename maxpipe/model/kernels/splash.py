@@ -12,18 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.context_parallel import PartAttention
 from maxpipe.model.attention import AttentionFn
-from maxpipe.model.kernels import KERNELS
+from maxpipe.sharding.context_parallel import PartAttention
 
 LANES = 128  # of a TPU vector register; blocks are multiples of it
 
 
-@KERNELS.register()
 class Splash:
     """`jax.experimental.pallas.ops.tpu.splash_attention`, causal, with segment ids."""
-
-    platforms = ("tpu",)
 
     @staticmethod
     def unfit(config: ModelConfig, sequence_length: int, num_parts: int) -> str:
@@ -43,13 +39,18 @@ class Splash:
         return lambda q, k, v, segment_ids: attention(q, k, v, segment_ids, None)
 
     @staticmethod
-    def build_parts(config: ModelConfig, parts: np.ndarray, *, interpret: bool = False) -> PartAttention:
+    def build_parts(
+        config: ModelConfig, parts: np.ndarray, *, interpret: bool = False
+    ) -> PartAttention:
         """`interpret` as in `build`."""
-        # A block of queries must not reach from one chunk of a part into the other: fewer would be masked whole.
+        # A block of queries must not reach from one chunk of a part into the other: fewer would be
+        # masked whole.
         return _build(config, parts, parts.shape[1] // 2, interpret)
 
 
-def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) -> Callable[..., jax.Array]:
+def _build(
+    config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool
+) -> Callable[..., jax.Array]:
     """A `PartAttention`, or with None as the last argument one of all queries; blocks of queries divide `chunk`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -57,9 +58,15 @@ def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) 
     count, T = len(parts), parts.size
     block_q, block = (largest_block(n, config.attention_block_size) for n in (chunk, T))
     sizes = splash.BlockSizes(
-        block_q=block_q, block_kv=block, block_kv_compute=block, block_q_dkv=block_q, block_kv_dkv=block,
-        block_kv_dkv_compute=block, block_q_dq=block_q, block_kv_dq=block,
-    )  # fmt: skip
+        block_q=block_q,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block_q,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block_q,
+        block_kv_dq=block,
+    )
 
     def attention(
         q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array | None
@@ -67,9 +74,13 @@ def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) 
         causal = masks.CausalMask((T, T))
         causal.q_sequence = parts.reshape(-1)
         kernel = splash.make_splash_mha(
-            masks.MultiHeadMask([causal] * q.shape[2]), block_sizes=sizes, head_shards=1, q_seq_shards=count,
-            residual_checkpoint_name="context", interpret=interpret,
-        )  # fmt: skip
+            masks.MultiHeadMask([causal] * q.shape[2]),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=count,
+            residual_checkpoint_name="context",
+            interpret=interpret,
+        )
         of_queries = segment_ids
         if part is not None:
             # Arrays of the mask: [heads, blocks of queries, blocks of keys] and [queries].
@@ -78,7 +89,9 @@ def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) 
 
         def one(q_PHC: Any, k_TKC: Any, v_TKC: Any, segments_P: Any, segments_T: Any) -> jax.Array:
             heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
-            return kernel(*heads_first, segment_ids=splash.SegmentIds(segments_P, segments_T)).swapaxes(0, 1)
+            return kernel(
+                *heads_first, segment_ids=splash.SegmentIds(segments_P, segments_T)
+            ).swapaxes(0, 1)
 
         return jax.vmap(one)(q / math.sqrt(q.shape[3]), k, v, of_queries, segment_ids)
 

@@ -1,5 +1,1 @@
-"""Pipeline schedules; each module registers one generator of a table, chosen by `pipeline.schedule`."""
-
-from maxpipe.registry import Registry
-
-SCHEDULES: Registry = Registry(__name__, __path__, "pipeline.schedule")
+"""Pipeline schedules: a schedule is a table of which unit of work each stage runs in each tick. No JAX."""

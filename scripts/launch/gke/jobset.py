@@ -1,14 +1,16 @@
 """Prints a JobSet that trains on TPU slices of a GKE cluster, for `kubectl apply`.
 
-    python scripts/launch/gke/jobset.py my-run --image IMAGE --accelerator tpu-v5p-slice --topology 4x4x4 --slices 2 \\
-        --claim shared-disk -- configs/models/llama3-8b.yml output_dir=/shared/runs | kubectl apply -f -
+    python scripts/launch/gke/jobset.py my-run --image IMAGE --accelerator tpu-v5p-slice --topology
+        4x4x4 --slices 2 \\ --claim shared-disk -- configs/models/llama3-8b.yml
+        output_dir=/shared/runs | kubectl apply -f -
     kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=my-run --max-log-requests 64
     kubectl delete jobset my-run
 
-Without `| kubectl apply -f -` nothing is changed; applying the same JobSet twice changes nothing either. All pods are
-made anew after exit codes 75, 124 and 134, and after the loss of a node; never after 1, 2, 42 and 130. The cluster
-needs the JobSet controller (https://jobset.sigs.k8s.io) and TPU node pools; `--claim` names a persistent volume claim
-that all pods can write to, mounted at /shared. Tokens come from secrets of the cluster, never from here.
+Without `| kubectl apply -f -` nothing is changed; applying the same JobSet twice changes nothing
+either. All pods are made anew after exit codes 75, 124 and 134, and after the loss of a node; never
+after 1, 2, 42 and 130. The cluster needs the JobSet controller (https://jobset.sigs.k8s.io) and TPU
+node pools; `--claim` names a persistent volume claim that all pods can write to, mounted at
+/shared. Tokens come from secrets of the cluster, never from here.
 """
 
 import argparse
@@ -42,7 +44,11 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
             "rules": [
                 {
                     "action": "FailJob",
-                    "onExitCodes": {"containerName": "train", "operator": "In", "values": FINAL_CODES},
+                    "onExitCodes": {
+                        "containerName": "train",
+                        "operator": "In",
+                        "values": FINAL_CODES,
+                    },
                 }
             ]
         },
@@ -53,14 +59,18 @@ def manifest(options: argparse.Namespace) -> dict[str, Any]:
         "kind": "JobSet",
         "metadata": {
             "name": options.name,
-            "annotations": {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"},
+            "annotations": {
+                "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+            },
         },
         "spec": {
             "failurePolicy": {
                 "maxRestarts": options.max_restarts,
                 "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}],
             },
-            "replicatedJobs": [{"name": "slice", "replicas": options.slices, "template": {"spec": job}}],
+            "replicatedJobs": [
+                {"name": "slice", "replicas": options.slices, "template": {"spec": job}}
+            ],
         },
     }
 
@@ -98,8 +108,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("name", type=_name, help="of the JobSet")
     parser.add_argument("--image", required=True, help="built from the Dockerfile with EXTRA=tpu")
-    parser.add_argument("--accelerator", required=True, help="such as tpu-v5p-slice or tpu-v6e-slice")
-    parser.add_argument("--topology", required=True, type=_topology, help="of a slice, such as 4x4x4")
+    parser.add_argument(
+        "--accelerator", required=True, help="such as tpu-v5p-slice or tpu-v6e-slice"
+    )
+    parser.add_argument(
+        "--topology", required=True, type=_topology, help="of a slice, such as 4x4x4"
+    )
     parser.add_argument("--chips-per-host", type=int, default=4)
     parser.add_argument("--slices", type=int, default=1)
     parser.add_argument("--claim", default="", help=f"persistent volume claim, mounted at {SHARED}")
@@ -110,13 +124,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not options.training:
         parser.error("what to train is missing: -- CONFIG.yml [key=value ...]")
     if math.prod(options.topology) % options.chips_per_host:
-        parser.error(f"--chips-per-host {options.chips_per_host} does not divide the chips of --topology")
+        parser.error(
+            f"--chips-per-host {options.chips_per_host} does not divide the chips of --topology"
+        )
     return options
 
 
 def _name(text: str) -> str:
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", text):
-        raise argparse.ArgumentTypeError("lower-case letters, digits and '-', at most 40, beginning with a letter")
+        raise argparse.ArgumentTypeError(
+            "lower-case letters, digits and '-', at most 40, beginning with a letter"
+        )
     return text
 
 

@@ -5,9 +5,10 @@ import pickle
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.sources import SOURCES
+from maxpipe.config.variants import implementation
 
 TEXTS = ["plain", "é 漢字", "", "x" * 1000]
 
@@ -25,7 +26,9 @@ def example(**features):
     entries = b""
     for name, value in features.items():
         is_number = isinstance(value, int)
-        feature = delimited(3 if is_number else 1, delimited(1, bytes([value]) if is_number else value))
+        feature = delimited(
+            3 if is_number else 1, delimited(1, bytes([value]) if is_number else value)
+        )
         entries += delimited(1, delimited(1, name.encode()) + delimited(2, feature))
     return delimited(1, entries)
 
@@ -39,7 +42,9 @@ def write(path, *records):
 
 def open_source(tmp_path, *records):
     write(tmp_path / "a.array_record", *records)
-    return SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))
+    return implementation(SOURCES["array_record"])(
+        DataConfig(source="array_record", path=str(tmp_path))
+    )
 
 
 def test_texts_in_any_order(tmp_path):
@@ -50,13 +55,17 @@ def test_texts_in_any_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "record", [example(content=b"a"), b"plain text", example(text=b"abc")[:-2], example(text=b"\xff")]
+    "record",
+    [example(content=b"a"), b"plain text", example(text=b"abc")[:-2], example(text=b"\xff")],
 )
 def test_other_records_are_named(tmp_path, record):
     write(tmp_path / "0.array_record", *[example(text=b"fine")] * 3)
     documents = open_source(tmp_path, example(text=b"fine"), record)
     assert documents[3] == "fine"
-    with pytest.raises(ConfigError, match=r"^data\.path: .*/a\.array_record: record 1 is no tf\.train\.Example with"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.path: .*/a\.array_record: record 1 is no tf\.train\.Example with",
+    ):
         documents[4]
 
 
@@ -66,13 +75,21 @@ def test_damaged_records_are_named(tmp_path):
     content = bytearray(path.read_bytes())
     content[100] ^= 1  # in the first chunk, after the headers of the file
     path.write_bytes(content)
-    documents = SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))
-    with pytest.raises(ConfigError, match=r"^data\.path: .*/a\.array_record: record 0 is no .*mismatch"):
+    documents = implementation(SOURCES["array_record"])(
+        DataConfig(source="array_record", path=str(tmp_path))
+    )
+    with pytest.raises(
+        ConfigError, match=r"^data\.path: .*/a\.array_record: record 0 is no .*mismatch"
+    ):
         documents[0]
 
 
 def test_other_files(tmp_path):
     write(tmp_path / "a.array_record", example(text=b"fine"))
     (tmp_path / "b.array_record").write_text("no records")
-    with pytest.raises(ConfigError, match=r"^data\.path: .*/b\.array_record cannot be read as ArrayRecord"):
-        SOURCES.get("array_record")(DataConfig(source="array_record", path=str(tmp_path)))
+    with pytest.raises(
+        ConfigError, match=r"^data\.path: .*/b\.array_record cannot be read as ArrayRecord"
+    ):
+        implementation(SOURCES["array_record"])(
+            DataConfig(source="array_record", path=str(tmp_path))
+        )

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
+from maxpipe.config.variants import implementation
 from maxpipe.data.documents import Documents
-from maxpipe.data.sources import SOURCES
 
 TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 100]
 
 
 def _open(path: Path) -> Documents:
-    return SOURCES.get("jsonl")(DataConfig(source="jsonl", path=str(path)))
+    return implementation(SOURCES["jsonl"])(DataConfig(source="jsonl", path=str(path)))
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n\r\n"])
@@ -28,7 +29,15 @@ def test_round_trip(tmp_path: Path, end: str, last: bool) -> None:
     assert [documents[i] for i in range(len(documents))] == TEXTS + TEXTS[::-1]
 
 
-CORRUPT = [b"{", b"[1]", b'{"a": 1}', b'{"text": 3}', b'"text"', b'{"text": "\\ud800"}', b'{"text": "\xff"}']
+CORRUPT = [
+    b"{",
+    b"[1]",
+    b'{"a": 1}',
+    b'{"text": 3}',
+    b'"text"',
+    b'{"text": "\\ud800"}',
+    b'{"text": "\xff"}',
+]
 
 
 @pytest.mark.parametrize("line", CORRUPT)
@@ -37,7 +46,9 @@ def test_corrupt_line(tmp_path: Path, line: bytes) -> None:
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "also fine"}\n')
     documents = _open(path)
     assert (documents[0], documents[2]) == ("fine", "also fine")
-    with pytest.raises(ConfigError, match=rf'^data\.path: {path}:3: not a JSON object with a string under'):
+    with pytest.raises(
+        ConfigError, match=rf"^data\.path: {path}:3: not a JSON object with a string under"
+    ):
         documents[1]
 
 

@@ -6,9 +6,10 @@ import sys
 import numpy as np
 import pytest
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.sources import SOURCES
+from maxpipe.config.variants import implementation
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -18,10 +19,12 @@ TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 1000, "last"]
 
 def open_source(tmp_path):
     config = DataConfig(source="parquet", path=str(tmp_path), cache_dir=str(tmp_path / "cache"))
-    return SOURCES.get("parquet")(config)
+    return implementation(SOURCES["parquet"])(config)
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+)
 def test_texts_of_all_files_and_row_groups(tmp_path, kind):
     for name, texts in (("a.parquet", TEXTS), ("b.parquet", TEXTS[::-1])):
         table = pa.table({"id": range(6), "text": pa.array(texts, kind)})
@@ -39,11 +42,15 @@ def test_token_ids(tmp_path, kind):
         np.testing.assert_array_equal(documents[i], row)
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 2)])
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 2)]
+)
 def test_a_null_among_token_ids_is_named(tmp_path, kind):
     rows = [[1, 2]] * 70_000 + [None, [3, None]]  # more than one batch
     pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"^data\.path: .*a\.parquet: row 70001: a null among the token ids"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.path: .*a\.parquet: row 70001: a null among the token ids"
+    ):
         open_source(tmp_path)
 
 
@@ -56,7 +63,10 @@ def test_a_row_without_a_value_is_empty(tmp_path):
     ("columns", "message"),
     [
         ({"content": ["a"], "id": [1]}, 'has the columns content, id; it needs "text" or "tokens"'),
-        ({"text": [1.5]}, "column 'text' holds double, not text (strings) or token ids (lists of integers)"),
+        (
+            {"text": [1.5]},
+            "column 'text' holds double, not text (strings) or token ids (lists of integers)",
+        ),
     ],
 )
 def test_files_without_documents(tmp_path, columns, message):
@@ -85,5 +95,7 @@ def test_damaged_pages_are_not_the_fault_of_the_cache(tmp_path):
 def test_a_missing_library_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_text("never read")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"data\.source: needs pyarrow.*pip install 'maxpipe\[data\]'"):
+    with pytest.raises(
+        ConfigError, match=r"data\.source: needs pyarrow.*pip install 'maxpipe\[data\]'"
+    ):
         open_source(tmp_path)

@@ -2,12 +2,13 @@
 
 import os
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.sources import SOURCES
+from maxpipe.config.variants import implementation
 
 
 def test_documents() -> None:
-    documents = SOURCES.get("python_stdlib")(DataConfig())
+    documents = implementation(SOURCES["python_stdlib"])(DataConfig())
     assert len(documents) > 300
     texts = [documents[i] for i in range(len(documents))]
     assert sum(map(len, texts)) > 4_000_000
@@ -17,5 +18,5 @@ def test_documents() -> None:
 
 
 def test_no_tests_and_no_packages() -> None:
-    documents = SOURCES.get("python_stdlib")(DataConfig())
+    documents = implementation(SOURCES["python_stdlib"])(DataConfig())
     assert "import pytest" not in "".join(documents[i] for i in range(len(documents)))

@@ -2,12 +2,15 @@
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.sources import SOURCES
+from maxpipe.config.variants import implementation
 
 
 def test_documents() -> None:
-    documents = SOURCES.get("synthetic")(DataConfig(source="synthetic", sequence_length=64))
+    documents = implementation(SOURCES["synthetic"])(
+        DataConfig(source="synthetic", sequence_length=64)
+    )
     drawn = [documents[i] for i in range(300)]
     np.testing.assert_array_equal(drawn[7], documents[7])
     lengths = [len(ids) for ids in drawn]

@@ -6,17 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
+from maxpipe.config.variants import implementation
 from maxpipe.data.documents import Documents
-from maxpipe.data.sources import SOURCES
 
 EOS = 257
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
 
 
 def _open(path: Path) -> Documents:
-    return SOURCES.get("token_bin")(DataConfig(source="token_bin", path=str(path)))
+    return implementation(SOURCES["token_bin"])(DataConfig(source="token_bin", path=str(path)))
 
 
 def _read(documents: Documents) -> list[list[int]]:
@@ -61,7 +62,9 @@ def test_bad_index(tmp_path: Path, starts: list[int]) -> None:
 
 def test_half_a_token(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"123")
-    with pytest.raises(ConfigError, match=r"data\.path: \S*a\.bin has 3 bytes, not a multiple of the 2"):
+    with pytest.raises(
+        ConfigError, match=r"data\.path: \S*a\.bin has 3 bytes, not a multiple of the 2"
+    ):
         _open(tmp_path)
 
 
@@ -71,7 +74,9 @@ def test_no_document_end(tmp_path: Path) -> None:
         _open(tmp_path)
 
 
-@pytest.mark.parametrize("array", [np.ones(3), np.ones((2, 2), np.int32), np.array([{"a": 1}], object)])
+@pytest.mark.parametrize(
+    "array", [np.ones(3), np.ones((2, 2), np.int32), np.array([{"a": 1}], object)]
+)
 def test_npy_that_is_no_row_of_integers(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(ConfigError, match=r"data\.path: \S*a\.npy is "):

@@ -72,7 +72,10 @@ def test_no_end_of_document(tmp_path: Path) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: '.*/none' is neither 'byte' nor .* SentencePiece \.model"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.tokenizer: '.*/none' is neither 'byte' nor .* SentencePiece \.model",
+    ):
         load_tokenizer(str(tmp_path / "none"))
 
 
@@ -80,5 +83,7 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_file_that_is_no_tokenizer(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: \S* is not a Hugging Face tokenizer\.json"):
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer: \S* is not a Hugging Face tokenizer\.json"
+    ):
         load_tokenizer(str(path))

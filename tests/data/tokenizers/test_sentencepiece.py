@@ -18,7 +18,11 @@ def train(tmp_path_factory):
     def _train(**options):
         prefix = tmp_path_factory.mktemp("model") / "tokenizer"
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(TEXTS), model_prefix=str(prefix), vocab_size=44, minloglevel=2, **options
+            sentence_iterator=iter(TEXTS),
+            model_prefix=str(prefix),
+            vocab_size=44,
+            minloglevel=2,
+            **options,
         )
         return f"{prefix}.model"
 
@@ -32,7 +36,12 @@ def test_round_trip_and_special_tokens(train):
     assert ids.dtype == np.int32
     assert 0 < len(ids) < len(TEXTS[0])
     assert tokenizer.decode(ids) == TEXTS[0]
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (44, 1, 2, 3)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (
+        44,
+        1,
+        2,
+        3,
+    )
     assert tokenizer.decode([1, *ids, 2, 50]) == TEXTS[0]
     again = pickle.loads(pickle.dumps(tokenizer))
     np.testing.assert_array_equal(again.encode(TEXTS[1]), tokenizer.encode(TEXTS[1]))

@@ -7,7 +7,7 @@ from stage_configs import config_of
 
 from maxpipe.model.parameters import map_specs
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.auto_stages.costs import work
+from maxpipe.planning.auto_stages import work
 
 ROWS = 2
 
@@ -17,7 +17,9 @@ class Compiled:
 
     def __init__(self, config):
         self.program, length = ModelProgram(config.model), config.data.sequence_length
-        shapes = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), self.program.specs)
+        shapes = map_specs(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), self.program.specs
+        )
         ids = jax.ShapeDtypeStruct((ROWS, length), jnp.int32)
         row = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
         self.x = jax.ShapeDtypeStruct((ROWS, length, config.model.embed_dim), jnp.float32)
@@ -58,7 +60,12 @@ def flops(f, *args):
 @pytest.fixture(scope="module")
 def config():
     """Wide enough for what is beside matrix products to be little; no recomputation, which depends on the chunk."""
-    wide = {"model.embed_dim": 512, "model.num_kv_heads": 2, "model.mlp_dim": 1024, "model.vocab_size": 2048}
+    wide = {
+        "model.embed_dim": 512,
+        "model.num_kv_heads": 2,
+        "model.mlp_dim": 1024,
+        "model.vocab_size": 2048,
+    }
     return config_of(**wide, **{"model.dtype": "float32", "pipeline.remat_policy": "none"})
 
 
@@ -85,7 +92,9 @@ def test_a_layer(config, compiled, unit):
     times = work(config)
     layer = weights + attention
     assert compiled.forward() == pytest.approx(layer + attention, rel=TOLERANCE)
-    assert compiled.backward(1) == pytest.approx(times.input_gradient * layer + 2 * attention, rel=TOLERANCE)
+    assert compiled.backward(1) == pytest.approx(
+        times.input_gradient * layer + 2 * attention, rel=TOLERANCE
+    )
     both = (times.input_gradient + times.weight_gradient) * layer + 2 * attention
     assert compiled.backward(0, 1) == pytest.approx(both, rel=TOLERANCE)
 
@@ -116,6 +125,9 @@ def test_what_is_computed_again_counts(values, more):
 
 
 def test_a_policy_that_keeps_one_product_saves_its_share():
-    full, kept = (work(config_of(**{"pipeline.remat_policy": p})).input_gradient for p in ("full", "save_out_proj"))
+    full, kept = (
+        work(config_of(**{"pipeline.remat_policy": p})).input_gradient
+        for p in ("full", "save_out_proj")
+    )
     products = 64 * (4 * 64 + 3 * 192) + 64 * 32
     assert full - kept == pytest.approx(64 * 64 / products)

@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 from stage_configs import PRESETS, config_of, preset
 
 from maxpipe.config import ConfigError
-from maxpipe.pipeline.auto_stages.plan import choose_stages, plan_stages, predict, run_table, uniform_sizes
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._csv import to_csv
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.planning.auto_stages import (
+    choose_stages,
+    plan_stages,
+    predict,
+    run_table,
+    uniform_sizes,
+)
 
 LARGE_HEAD = {"model.vocab_size": 8192}
 
@@ -26,11 +32,18 @@ def every_cut(total, chunks):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    layers=st.integers(4, 9), S=st.sampled_from([2, 4]), vocabulary=st.sampled_from([64, 2048, 16384]),
-    schedule=st.sampled_from(["1f1b", "gpipe", "zb_h2", "eager_1f1b"]), share=st.floats(0, 1),
-)  # fmt: skip
+    layers=st.integers(4, 9),
+    S=st.sampled_from([2, 4]),
+    vocabulary=st.sampled_from([64, 2048, 16384]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "zb_h2", "eager_1f1b"]),
+    share=st.floats(0, 1),
+)
 def test_no_cut_that_fits_has_a_faster_slowest_stage(layers, S, vocabulary, schedule, share):
-    values = {"model.num_layers": layers, "model.vocab_size": vocabulary, "pipeline.schedule": schedule}
+    values = {
+        "model.num_layers": layers,
+        "model.vocab_size": vocabulary,
+        "pipeline.schedule": schedule,
+    }
     config = config_of(S, **values)
     cuts = [predict(config, sizes) for sizes in every_cut(layers, S)]
     needed = sorted(max(cut.memory) for cut in cuts)
@@ -40,7 +53,9 @@ def test_no_cut_that_fits_has_a_faster_slowest_stage(layers, S, vocabulary, sche
     chosen = plan_stages(config, limit)
     assert max(chosen.memory) <= limit
     if chosen.sizes == uniform_sizes(config):
-        assert chosen.run.makespan <= max(cut.run.makespan for cut in fitting if cut.slowest <= least) * (1 + 1e-9)
+        assert chosen.run.makespan <= max(
+            cut.run.makespan for cut in fitting if cut.slowest <= least
+        ) * (1 + 1e-9)
     else:
         assert chosen.slowest <= least
 
@@ -50,12 +65,15 @@ def test_a_stage_is_all_its_chunks(schedule):
     values = {"pipeline.schedule": schedule, "pipeline.num_repeats": 2, "model.num_layers": 9}
     config = config_of(2, **LARGE_HEAD, **values)
     chosen = plan_stages(config, inf)
-    assert chosen.slowest == pytest.approx(min(predict(config, cut).slowest for cut in every_cut(9, 4)))
+    assert chosen.slowest == pytest.approx(
+        min(predict(config, cut).slowest for cut in every_cut(9, 4))
+    )
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
-    ("schedule", "repeats"), [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)]
+    ("schedule", "repeats"),
+    [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)],
 )
 def test_presets_are_no_slower_than_with_uniform_stages(path, schedule, repeats):
     for stages in (2, 4):
@@ -65,12 +83,16 @@ def test_presets_are_no_slower_than_with_uniform_stages(path, schedule, repeats)
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "schedule"), [("llama3-8b", 8, "1f1b"), ("qwen3-0.6b", 4, "1f1b"), ("qwen3-0.6b", 4, "zb_h1")]
+    ("name", "stages", "schedule"),
+    [("llama3-8b", 8, "1f1b"), ("qwen3-0.6b", 4, "1f1b"), ("qwen3-0.6b", 4, "zb_h1")],
 )
 def test_a_tenth_faster_where_the_head_dominates(name, stages, schedule):
     """Their heads cost as much as two and almost five layers with recomputation, and stages have four or seven."""
     config = preset(next(path for path in PRESETS if path.stem == name), schedule, stages)
-    assert plan_stages(config, inf).run.makespan < 0.9 * predict(config, uniform_sizes(config)).run.makespan
+    assert (
+        plan_stages(config, inf).run.makespan
+        < 0.9 * predict(config, uniform_sizes(config)).run.makespan
+    )
 
 
 def test_uniform_stages_stay_where_the_simulator_finds_them_as_fast():
@@ -79,12 +101,18 @@ def test_uniform_stages_stay_where_the_simulator_finds_them_as_fast():
 
 def test_a_smaller_limit_moves_layers_to_later_stages():
     """Of eight microbatches, eager 1F1B keeps seven in flight on the first stage of four, and one on the last."""
-    values = {"model.vocab_size": 64, "pipeline.schedule": "eager_1f1b", "pipeline.remat_policy": "none"}
+    values = {
+        "model.vocab_size": 64,
+        "pipeline.schedule": "eager_1f1b",
+        "pipeline.remat_policy": "none",
+    }
     config = config_of(**values)
     needs = max(plan_stages(config, inf).memory)
     assert [plan_stages(config, share * needs).layers for share in (1.0, 0.95, 0.8)] == [
-        [4, 4, 4, 4], [3, 5, 4, 4], [3, 4, 5, 4]
-    ]  # fmt: skip
+        [4, 4, 4, 4],
+        [3, 5, 4, 4],
+        [3, 4, 5, 4],
+    ]
 
 
 def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
@@ -106,8 +134,12 @@ def test_the_choice_is_said_with_its_reason():
     sizes = config.pipeline.layers_per_stage
     assert sizes == plan_stages(config_of(**LARGE_HEAD), inf).sizes
     assert config.pipeline.num_layers_per_stage == max(sizes)
-    assert choice.startswith(f"pipeline.layers_per_stage={str(sizes).replace(' ', '')}: the slowest stage takes ")
-    assert re.search(r" forwards of a layer a microbatch; of uniform ones [0-9.]+, a step \+[0-9.]+%$", choice)
+    assert choice.startswith(
+        f"pipeline.layers_per_stage={str(sizes).replace(' ', '')}: the slowest stage takes "
+    )
+    assert re.search(
+        r" forwards of a layer a microbatch; of uniform ones [0-9.]+, a step \+[0-9.]+%$", choice
+    )
     assert f"F {' '.join(map(str, sizes))}, B " in prediction
     assert "of 14.9 GiB a device" in prediction
     assert chosen(config) == (config, [])
@@ -121,7 +153,9 @@ def test_the_key_goes_before_the_chip():
 
 
 def test_what_fits_nowhere_is_refused_with_how_much_is_missing_and_what_would_help():
-    config = config_of(**{"pipeline.remat_policy": "none", "pipeline.schedule": "gpipe", "pipeline.engine": "mpmd"})
+    config = config_of(
+        **{"pipeline.remat_policy": "none", "pipeline.schedule": "gpipe", "pipeline.engine": "mpmd"}
+    )
     least = max(plan_stages(config, inf).memory)
     with pytest.raises(ConfigError) as error:
         choose_stages(config, 0.6 * least, print)
@@ -131,13 +165,23 @@ def test_what_fits_nowhere_is_refused_with_how_much_is_missing_and_what_would_he
     assert "GiB too much; what would help: pipeline.remat_policy=full; " in problem.message
     assert "pipeline.schedule=1f1b" in problem.message
     full = dataclasses.replace(config.pipeline, remat_policy="full")
-    assert max(plan_stages(dataclasses.replace(config, pipeline=full), 0.6 * least).memory) <= 0.6 * least
+    assert (
+        max(plan_stages(dataclasses.replace(config, pipeline=full), 0.6 * least).memory)
+        <= 0.6 * least
+    )
 
 
 def test_a_csv_file_that_fits_nowhere_is_not_tried_with_other_microbatches(tmp_path):
     path = tmp_path / "own.csv"
-    path.write_text(to_csv(SCHEDULES.get("1f1b").build(2, 4)))
-    config = config_of(2, **{"pipeline.schedule": str(path), "pipeline.engine": "mpmd", "pipeline.num_microbatches": 4})
+    path.write_text(to_csv(load_schedule("1f1b", 2, 4)))
+    config = config_of(
+        2,
+        **{
+            "pipeline.schedule": str(path),
+            "pipeline.engine": "mpmd",
+            "pipeline.num_microbatches": 4,
+        },
+    )
     with pytest.raises(ConfigError, match="no choice of stages fits"):
         choose_stages(config, 1.0, print)
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.pipeline.mpmd.marks import mark_stage_boundary as mark
-from maxpipe.pipeline.mpmd.program import Name
-from maxpipe.pipeline.mpmd.slicing import slice_program
+from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
+from maxpipe.pipeline.engines.mpmd.program import Name
+from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 
 WIDTH = 4
 
@@ -28,7 +28,9 @@ def chain(w, x):
 
 
 def sliced(loss, *args, split_backward=False):
-    return slice_program(jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backward=split_backward)
+    return slice_program(
+        jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backward=split_backward
+    )
 
 
 def computation(program, text):

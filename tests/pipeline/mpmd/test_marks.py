@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.pipeline.mpmd.marks import mark_p, mark_stage_boundary
+from maxpipe.pipeline.engines.mpmd.marks import mark_p, mark_stage_boundary
 
 
 def phases(f, *args):
@@ -34,7 +34,9 @@ def without_marks(w, x):
 @pytest.fixture
 def args():
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.standard_normal((2, 3, 3)), jnp.float32), jnp.ones((4, 3)) * jnp.arange(1.0, 4.0)
+    return jnp.asarray(rng.standard_normal((2, 3, 3)), jnp.float32), jnp.ones((4, 3)) * jnp.arange(
+        1.0, 4.0
+    )
 
 
 def test_is_the_identity_on_any_tree():
@@ -44,7 +46,9 @@ def test_is_the_identity_on_any_tree():
     jax.tree.map(np.testing.assert_array_equal, marked, tree)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
+)
 def test_gradients_are_those_without_marks(args, wrap):
     found = jax.grad(wrap(two_stages), argnums=(0, 1))(*args)
     for a, b in zip(found, jax.grad(without_marks, argnums=(0, 1))(*args), strict=True):
@@ -52,8 +56,18 @@ def test_gradients_are_those_without_marks(args, wrap):
 
 
 def test_a_gradient_has_a_backward_mark_for_every_mark(args):
-    assert phases(jax.value_and_grad(two_stages), *args) == ["forward", "forward", "backward", "backward"]
-    assert phases(jax.jit(jax.value_and_grad(two_stages)), *args) == ["forward", "forward", "backward", "backward"]
+    assert phases(jax.value_and_grad(two_stages), *args) == [
+        "forward",
+        "forward",
+        "backward",
+        "backward",
+    ]
+    assert phases(jax.jit(jax.value_and_grad(two_stages)), *args) == [
+        "forward",
+        "forward",
+        "backward",
+        "backward",
+    ]
 
 
 def test_forward_derivatives_mark_tangents(args):
@@ -69,7 +83,9 @@ def test_second_derivatives(args):
 
 def test_survives_loops(args):
     def looped(w, x):
-        return jnp.sum(jax.lax.scan(lambda x, w: (mark_stage_boundary(jnp.sin(x @ w)), None), x, w)[0])
+        return jnp.sum(
+            jax.lax.scan(lambda x, w: (mark_stage_boundary(jnp.sin(x @ w)), None), x, w)[0]
+        )
 
     assert phases(jax.value_and_grad(looped), *args) == ["forward", "backward"]
     plain = jax.grad(lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w[0]) @ w[1])))(*args)
@@ -90,5 +106,7 @@ def test_only_what_has_a_gradient_is_marked_backward():
         return x * n
 
     jaxpr = jax.make_jaxpr(jax.grad(f))(2.0, 3)
-    backward = [e for e in jaxpr.jaxpr.eqns if e.primitive is mark_p and e.params["phase"] == "backward"]
+    backward = [
+        e for e in jaxpr.jaxpr.eqns if e.primitive is mark_p and e.params["phase"] == "backward"
+    ]
     assert [len(eqn.invars) for eqn in backward] == [1]

@@ -9,8 +9,8 @@ import pytest
 from engines import PipelineUnderTest, assert_same, make_batch, reference, tiny
 from under_test import MpmdUnderTest
 
-from maxpipe.pipeline.schedules._slots import activation_slots
-from maxpipe.pipeline.simulate import simulate
+from maxpipe.pipeline.schedules.slots import activation_slots
+from maxpipe.planning.simulate import simulate
 
 ROWS = 48
 
@@ -27,7 +27,8 @@ def config_of(**case):
             "pipeline.remat_policy": case.get("remat", "full"),
             "pipeline.remat_layers": case.get("remat_layers", False),
             "pipeline.scan_layers_per_stage": case.get("scan", False),
-            "model.num_layers": sum(chunks) or stages * case.get("repeats", 1) * case.get("layers", 1),
+            "model.num_layers": sum(chunks)
+            or stages * case.get("repeats", 1) * case.get("layers", 1),
             "model.tie_embeddings": case.get("tied", False),
             "model.dropout": case.get("dropout", 0.0),
             "model.block": case.get("block", "llama"),
@@ -42,7 +43,9 @@ def config_of(**case):
 
 def test_equals_sequential():
     """Tied embeddings lie on both stages; every stage has four devices."""
-    config = config_of(tied=True, dropout=0.2, fsdp=2, tensor=2, microbatches=3, remat="none", scan=True)
+    config = config_of(
+        tied=True, dropout=0.2, fsdp=2, tensor=2, microbatches=3, remat="none", scan=True
+    )
     assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
@@ -55,9 +58,17 @@ def test_equals_sequential_with_both_ends_of_the_model_on_one_stage():
 
 
 REPEATS = {
-    "gpipe": (1,), "1f1b": (1,), "eager_1f1b": (1,), "interleaved_1f1b": (1, 2), "zb_h1": (1,), "zb_h2": (1,),
-    "zb_v": (2,), "v_half": (2,), "v_min": (2,), "dualpipe_v": (2,),
-}  # fmt: skip
+    "gpipe": (1,),
+    "1f1b": (1,),
+    "eager_1f1b": (1,),
+    "interleaved_1f1b": (1, 2),
+    "zb_h1": (1,),
+    "zb_h2": (1,),
+    "zb_v": (2,),
+    "v_half": (2,),
+    "v_min": (2,),
+    "dualpipe_v": (2,),
+}
 REMAT = (("full", False), ("minimal", True), ("none", False))
 
 
@@ -70,13 +81,25 @@ def product():
         for V in repeats
         for M in (S, S + 2, 4 * S)
     ]
-    options = itertools.cycle(itertools.product((False, True), (0.0, 0.2), (True, False), (False, True), REMAT))
-    for (name, S, V, M), (tied, dropout, packed, uneven, (remat, layers)) in zip(sizes, options, strict=False):
+    options = itertools.cycle(
+        itertools.product((False, True), (0.0, 0.2), (True, False), (False, True), REMAT)
+    )
+    for (name, S, V, M), (tied, dropout, packed, uneven, (remat, layers)) in zip(
+        sizes, options, strict=False
+    ):
         chunks = [1 + (c % 3 == 1) for c in range(S * V)] if uneven else []
         case = {
-            "schedule": name, "stages": S, "repeats": V, "microbatches": M, "tied": tied, "dropout": dropout,
-            "packed": packed, "chunks": chunks, "remat": remat, "remat_layers": layers,
-        }  # fmt: skip
+            "schedule": name,
+            "stages": S,
+            "repeats": V,
+            "microbatches": M,
+            "tied": tied,
+            "dropout": dropout,
+            "packed": packed,
+            "chunks": chunks,
+            "remat": remat,
+            "remat_layers": layers,
+        }
         yield pytest.param(case, id=f"{name}-S{S}-V{V}-M{M}")
 
 
@@ -119,7 +142,9 @@ class TestInterleaved:
         most = Counter()
 
         def observe(stage, name, m):
-            devices = Counter(next(iter(x.devices())).id for x in jax.live_arrays() if x.shape == shape)
+            devices = Counter(
+                next(iter(x.devices())).id for x in jax.live_arrays() if x.shape == shape
+            )
             for device, count in devices.items():
                 most[device] = max(most[device], count)
 

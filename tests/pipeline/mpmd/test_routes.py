@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import pytest
 from programs import assert_computes, chain, inputs, sliced, weights
 
-from maxpipe.pipeline.mpmd.marks import mark_stage_boundary as mark
-from maxpipe.pipeline.mpmd.program import Name
-from maxpipe.pipeline.mpmd.routes import before, route
+from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
+from maxpipe.pipeline.engines.mpmd.program import Name
+from maxpipe.pipeline.engines.mpmd.runner import before, route
 
 
 def skip(w, x):
@@ -25,7 +25,14 @@ def test_a_value_for_a_far_stage_is_handed_on():
     program = sliced(skip, weights(4), inputs())
     assert_computes(program, skip, weights(4), inputs())
     # Back from chunk 3 travel the gradients of the activation and of the skipped value.
-    assert counts(route(program, [0, 1, 2, 3])) == {"F0": 1, "F1": 2, "F2": 2, "B3": 2, "B2": 2, "B1": 1}
+    assert counts(route(program, [0, 1, 2, 3])) == {
+        "F0": 1,
+        "F1": 2,
+        "F2": 2,
+        "B3": 2,
+        "B2": 2,
+        "B1": 1,
+    }
 
 
 def test_nothing_is_sent_to_a_stage_that_has_it():

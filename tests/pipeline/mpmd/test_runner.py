@@ -9,29 +9,37 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from programs import chain, sliced, weights
 
-from maxpipe.pipeline.mpmd.marks import mark_stage_boundary
-from maxpipe.pipeline.mpmd.program import Name
-from maxpipe.pipeline.mpmd.runner import Runner, execution_order
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._slots import activation_slots
-from maxpipe.pipeline.schedules._table import from_ticks
-from maxpipe.pipeline.simulate import simulate
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
+from maxpipe.pipeline.engines.mpmd.program import Name
+from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.slots import activation_slots
+from maxpipe.pipeline.schedules.table import from_ticks
+from maxpipe.planning.simulate import simulate
 
 S, M = 3, 4
 
 
 def microbatches():
-    return [jnp.asarray(np.random.default_rng(m).standard_normal((2, 4)), jnp.float32) for m in range(M)]
+    return [
+        jnp.asarray(np.random.default_rng(m).standard_normal((2, 4)), jnp.float32) for m in range(M)
+    ]
 
 
 class Case:
     """A chain of matrix products, one for each chunk, on three devices."""
 
     def __init__(self, schedule, loss=chain):
-        self.table = SCHEDULES.get(schedule).build(S, M, SCHEDULES.get(schedule).repeats_for(1))
+        self.table = load_schedule(schedule, S, M, SCHEDULES[schedule].repeats_for(1))
         self.weights = weights(self.table.num_chunks)
-        self.program = sliced(loss, self.weights, microbatches()[0], split_backward="W" in self.table.kinds)
-        self.whole = [NamedSharding(Mesh(np.array([d]), ("stage",)), PartitionSpec()) for d in jax.devices()[:S]]
+        self.program = sliced(
+            loss, self.weights, microbatches()[0], split_backward="W" in self.table.kinds
+        )
+        self.whole = [
+            NamedSharding(Mesh(np.array([d]), ("stage",)), PartitionSpec())
+            for d in jax.devices()[:S]
+        ]
         sums = [dict.fromkeys(range(1 + len(self.weights)), sharding) for sharding in self.whole]
         meshes = [sharding.mesh for sharding in self.whole]
         self.runner = Runner(self.program, self.table, meshes, self.program.inputs[-1:], sums)
@@ -40,7 +48,10 @@ class Case:
         """(the arrays that sums started from, the sums)."""
         values = list(zip(self.program.inputs, self.weights, strict=False))
         fixed = [{v: jax.device_put(w, to) for v, w in values} for to in self.whole]
-        varying = [[{self.program.inputs[-1]: jax.device_put(x, to)} for x in microbatches()] for to in self.whole]
+        varying = [
+            [{self.program.inputs[-1]: jax.device_put(x, to)} for x in microbatches()]
+            for to in self.whole
+        ]
         start = [
             {i: jax.device_put(jnp.zeros(() if i == 0 else (4, 4)), sharding) for i in outputs}
             for outputs, sharding in zip(self.runner.outputs, self.whole, strict=True)
@@ -75,7 +86,9 @@ def test_what_dies_in_a_unit_is_given_to_it(case):
     assert executable.donated
     assert not set(executable.donated) & set(executable.kept)
     assert {v.aval.shape for v in executable.donated} == {(2, 4)}
-    assert not case.runner.executables[Name("F", 1)].donated  # its input is read again by the backward
+    assert not case.runner.executables[
+        Name("F", 1)
+    ].donated  # its input is read again by the backward
 
 
 def test_nothing_is_alive_behind_the_last_unit(case):
@@ -99,7 +112,9 @@ def checkpointed_chain(w, x):
     return jnp.sum(x * x)
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULES.names() if "mpmd" in SCHEDULES.get(name).engines])
+@pytest.mark.parametrize(
+    "schedule", [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
+)
 def test_no_more_activations_are_alive_than_the_table_says(schedule):
     """A chunk in flight is its input, and until its W a gradient; others wait for their turn."""
     case, most = Case(schedule, checkpointed_chain), Counter()

@@ -4,17 +4,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import assert_computes, chain, computation, evaluate, inputs, operations, sliced, weights
+from programs import (
+    assert_computes,
+    chain,
+    computation,
+    evaluate,
+    inputs,
+    operations,
+    sliced,
+    weights,
+)
 
-from maxpipe.pipeline.mpmd.dump import dump
-from maxpipe.pipeline.mpmd.marks import mark_stage_boundary as mark
-from maxpipe.pipeline.mpmd.program import Name
-from maxpipe.pipeline.mpmd.routes import route
-from maxpipe.pipeline.mpmd.slicing import slice_program
+from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
+from maxpipe.pipeline.engines.mpmd.program import Name, dump
+from maxpipe.pipeline.engines.mpmd.runner import route
+from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
+)
 def test_the_parts_compute_the_whole(wrap, split):
     def loss(w, x):
         for one in w:
@@ -24,7 +34,9 @@ def test_the_parts_compute_the_whole(wrap, split):
     program = sliced(loss, weights(), inputs(), split_backward=split)
     assert_computes(program, loss, weights(), inputs())
     kinds = "FIW" if split else "FB"
-    assert sorted(map(str, program.computations)) == [f"{k}{c}" for k in sorted(kinds) for c in range(3)]
+    assert sorted(map(str, program.computations)) == [
+        f"{k}{c}" for k in sorted(kinds) for c in range(3)
+    ]
 
 
 def test_a_stage_reads_its_own_weights_only():
@@ -38,8 +50,13 @@ def test_a_stage_reads_its_own_weights_only():
 def test_neighbours_exchange_one_activation_and_one_gradient():
     sends = route(sliced(chain, weights(), inputs()), [0, 1, 2]).sends
     assert {str(name): len(values) for name, values in sends.items()} == {
-        "F0": 1, "F1": 1, "F2": 0, "B2": 1, "B1": 1, "B0": 0,
-    }  # fmt: skip
+        "F0": 1,
+        "F1": 1,
+        "F2": 0,
+        "B2": 1,
+        "B1": 1,
+        "B0": 0,
+    }
     assert all(v.aval.shape == (2, 4) for values in sends.values() for v in values)
 
 
@@ -53,7 +70,9 @@ def test_the_loss_and_its_gradient_are_the_end_of_the_last_forward():
 def test_a_forward_alone():
     program = slice_program(jax.make_jaxpr(chain)(weights(), inputs()))
     assert list(map(str, program.computations)) == ["F0", "F1", "F2"]
-    np.testing.assert_allclose(evaluate(program, weights(), inputs())[0], chain(weights(), inputs()), rtol=1e-6)
+    np.testing.assert_allclose(
+        evaluate(program, weights(), inputs())[0], chain(weights(), inputs()), rtol=1e-6
+    )
 
 
 def test_casts_of_weights_are_computed_again_and_not_kept():

@@ -7,7 +7,9 @@ from maxpipe.builder import build_engine
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("values", [{}, {"model.tie_embeddings": True, "pipeline.remat_policy": "none"}])
+@pytest.mark.parametrize(
+    "values", [{}, {"model.tie_embeddings": True, "pipeline.remat_policy": "none"}]
+)
 def test_no_gradient_of_a_parameter_waits_for_its_w(dtype, values):
     """Activations are [4, 8, ...] here, and no parameter is."""
     config = tiny(

@@ -31,11 +31,17 @@ class MpmdUnderTest:
         drawn = jax.random.key(key) if self.pipeline.needs_key else None
         keys = [jax.device_put(drawn, stage.step.sharding) for stage in self.state.stages]
         params = [stage.params for stage in self.state.stages]
-        loss, gradients = self.pipeline.loss_and_gradients(params, self.state.copies, self.place(batch), keys, observe)
-        whole = {name: tree for stage in gradients for name, tree in stage.items() if name != "chunks"}
+        loss, gradients = self.pipeline.loss_and_gradients(
+            params, self.state.copies, self.place(batch), keys, observe
+        )
+        whole = {
+            name: tree for stage in gradients for name, tree in stage.items() if name != "chunks"
+        }
         chunks = {c: tree for stage in gradients for c, tree in stage["chunks"].items()}
         ordered = [chunks[c] for c in sorted(chunks)]
-        whole["layers"] = jax.tree.map(lambda *leaves: np.concatenate([np.asarray(leaf) for leaf in leaves]), *ordered)
+        whole["layers"] = jax.tree.map(
+            lambda *leaves: np.concatenate([np.asarray(leaf) for leaf in leaves]), *ordered
+        )
         return Result(float(loss), jax.tree.map(np.asarray, whole))
 
     def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:

@@ -3,12 +3,14 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from maxpipe.pipeline.schedules._order import dependency
-from maxpipe.pipeline.schedules._table import Table, from_ticks, stages_of_chunks
+from maxpipe.pipeline.schedules.order import dependency
+from maxpipe.pipeline.schedules.table import Table, from_ticks, stages_of_chunks
 
 
 @st.composite
-def tables(draw: st.DrawFn, placements: tuple[str, ...] = ("loop", "v"), lockstep: bool = True) -> Table:
+def tables(
+    draw: st.DrawFn, placements: tuple[str, ...] = ("loop", "v"), lockstep: bool = True
+) -> Table:
     """Valid tables in which every stage picks any unit that is ready, or idles."""
     S, M, V = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
     placement = draw(st.sampled_from(placements))
@@ -37,7 +39,8 @@ def tables(draw: st.DrawFn, placements: tuple[str, ...] = ("loop", "v"), lockste
                     todo.remove(unit)
         tick += 1
     ticks = {
-        kind: np.array([[done[kind, m, g] for g in range(last + 1)] for m in range(M)]) for kind in kinds
+        kind: np.array([[done[kind, m, g] for g in range(last + 1)] for m in range(M)])
+        for kind in kinds
     }
     return from_ticks(
         "random", S, V, ticks, placement=placement, lockstep=is_lockstep, forwarding_delay=delay
@@ -49,7 +52,9 @@ def is_ready(unit, units, done, tick, last, delay, lockstep):
     kind, microbatch, chunk = unit
     needs = dependency(unit, last, units)
     local = 0 if lockstep else 1
-    if needs and not (needs in done and done[needs] + (local if needs[2] == chunk else delay) <= tick):
+    if needs and not (
+        needs in done and done[needs] + (local if needs[2] == chunk else delay) <= tick
+    ):
         return False
     own = ("F", microbatch, chunk)
     return kind == "F" or (own in done and done[own] + local <= tick)

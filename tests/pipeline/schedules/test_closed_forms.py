@@ -5,9 +5,10 @@ import math
 
 import pytest
 
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._slots import activation_slots
-from maxpipe.pipeline.simulate import Costs, simulate
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.slots import activation_slots
+from maxpipe.planning.simulate import Costs, simulate
 
 STAGES = (1, 2, 3, 4, 8)
 REPEATS = (1, 2, 3, 4)
@@ -22,7 +23,7 @@ def grid(*axes):
 @pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13)))
 @pytest.mark.parametrize("delay", [1, 2])
 def test_gpipe(S, M, delay):
-    run = simulate(SCHEDULES.get("gpipe").build(S, M, forwarding_delay=delay), COSTS)
+    run = simulate(load_schedule("gpipe", S, M, forwarding_delay=delay), COSTS)
     assert run.table.num_ticks == 2 * (M + delay * (S - 1))
     assert run.bubble == pytest.approx(delay * (S - 1) * (F + B))
     assert run.bubble_fraction == pytest.approx(delay * (S - 1) / (M + delay * (S - 1)))
@@ -34,7 +35,7 @@ def test_gpipe(S, M, delay):
 )
 def test_circular(S, V, multiple, extra, delay):
     M = multiple * delay * S + extra
-    run = simulate(SCHEDULES.get("circular").build(S, M, V, forwarding_delay=delay), COSTS)
+    run = simulate(load_schedule("circular", S, M, V, forwarding_delay=delay), COSTS)
     assert run.table.num_ticks == 2 * (M * V + delay * (S - 1))
     assert run.bubble_fraction == pytest.approx(delay * (S - 1) / (M * V + delay * (S - 1)))
     assert run.peak_in_flight.tolist() == [M * V] * S
@@ -42,7 +43,7 @@ def test_circular(S, V, multiple, extra, delay):
 
 @pytest.mark.parametrize(("S", "V", "M"), grid(STAGES, (2, 3), (1, 2)))
 def test_circular_with_fewer_microbatches_than_stages_waits_for_the_ring(S, V, M):
-    table = SCHEDULES.get("circular").build(S, M, V)
+    table = load_schedule("circular", S, M, V)
     assert table.num_ticks == 2 * ((V - 1) * max(M, S) + M + S - 1)
 
 
@@ -51,7 +52,7 @@ def test_circular_with_fewer_microbatches_than_stages_waits_for_the_ring(S, V, M
 )
 def test_lockstep_1f1b(S, V, groups, delay, slack):
     M = groups * delay * S
-    table = SCHEDULES.get("lockstep_1f1b").build(S, M, V, forwarding_delay=delay, slack=slack)
+    table = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
     run = simulate(table, COSTS)
     assert run.makespan == pytest.approx((M * V + delay * (S - 1)) * (F + B))
     expected = [min(M * V, delay * ((V + 1) * S - 2 - 2 * s) + 1 + slack) for s in range(S)]
@@ -64,7 +65,7 @@ def test_lockstep_1f1b(S, V, groups, delay, slack):
 )
 def test_lockstep_zb(S, V, groups, delay, slack):
     M, I, W = groups * delay * S, 1.5, 1.25
-    table = SCHEDULES.get("lockstep_zb").build(S, M, V, forwarding_delay=delay, slack=slack)
+    table = load_schedule("lockstep_zb", S, M, V, forwarding_delay=delay, slack=slack)
     run, slots = simulate(table, Costs(F, I + W, I, W)), activation_slots(table)
     assert run.makespan == pytest.approx(M * V * (F + I + W) + delay * (S - 1) * (F + I))
     assert run.bubble == pytest.approx(delay * (S - 1) * (F + I))
@@ -72,7 +73,7 @@ def test_lockstep_zb(S, V, groups, delay, slack):
     assert run.peak_in_flight.tolist() == slots.residuals.peak.tolist() == expected
     stash = [min(M * V, delay * s + 1) for s in range(S)]
     assert run.peak_stash.tolist() == slots.stash.peak.tolist() == stash
-    whole = SCHEDULES.get("lockstep_1f1b").build(S, M, V, forwarding_delay=delay, slack=slack)
+    whole = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
     assert slots.residuals.size == activation_slots(whole).residuals.size
 
 
@@ -80,7 +81,7 @@ def test_lockstep_zb(S, V, groups, delay, slack):
 def test_lockstep_zb_saves_time_whatever_the_number_of_microbatches(S, V):
     for M, delay in grid(range(1, 3 * S), (1, 2)):
         split, whole = (
-            simulate(SCHEDULES.get(name).build(S, M, V, forwarding_delay=delay), Costs(1, 2, 1, 1))
+            simulate(load_schedule(name, S, M, V, forwarding_delay=delay), Costs(1, 2, 1, 1))
             for name in ("lockstep_zb", "lockstep_1f1b")
         )
         assert split.makespan == pytest.approx(whole.makespan - delay * (S - 1))
@@ -88,7 +89,7 @@ def test_lockstep_zb_saves_time_whatever_the_number_of_microbatches(S, V):
 
 @pytest.mark.parametrize(("S", "V", "M"), grid((2, 3, 4, 8), REPEATS, (9, 14, 17, 30)))
 def test_lockstep_1f1b_pays_no_time_for_a_ragged_number_of_microbatches(S, V, M):
-    run = simulate(SCHEDULES.get("lockstep_1f1b").build(S, M, V), COSTS)
+    run = simulate(load_schedule("lockstep_1f1b", S, M, V), COSTS)
     assert run.makespan == pytest.approx((M * V + S - 1) * (F + B))
     larger = -(-(M % S) // (M // S))
     expected = [min(M * V, (V + 1) * S - 1 - 2 * s + (V - 1) * larger) for s in range(S)]
@@ -98,13 +99,13 @@ def test_lockstep_1f1b_pays_no_time_for_a_ragged_number_of_microbatches(S, V, M)
 @pytest.mark.parametrize(("S", "V"), grid((2, 4, 8), (1, 2, 4)))
 def test_lockstep_1f1b_with_fewer_microbatches_than_stages_is_as_fast_as_its_dependencies(S, V):
     for M in range(1, S):
-        run = simulate(SCHEDULES.get("lockstep_1f1b").build(S, M, V), COSTS)
+        run = simulate(load_schedule("lockstep_1f1b", S, M, V), COSTS)
         assert run.makespan == pytest.approx((V * S + M - 1) * (F + B))
 
 
 @pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
 def test_1f1b(S, M):
-    run = simulate(SCHEDULES.get("1f1b").build(S, M), COSTS)
+    run = simulate(load_schedule("1f1b", S, M), COSTS)
     assert run.makespan == pytest.approx((M + S - 1) * (F + B))
     assert run.bubble == pytest.approx((S - 1) * (F + B))
     assert run.peak_in_flight.tolist() == [min(M, S - s) for s in range(S)]
@@ -112,7 +113,7 @@ def test_1f1b(S, M):
 
 @pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
 def test_eager_1f1b(S, M):
-    run = simulate(SCHEDULES.get("eager_1f1b").build(S, M), COSTS)
+    run = simulate(load_schedule("eager_1f1b", S, M), COSTS)
     assert run.bubble == pytest.approx((S - 1) * (F + B))
     assert run.peak_in_flight.tolist() == [min(M, 2 * (S - s) - 1) for s in range(S)]
 
@@ -122,14 +123,14 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(S):
     M, communication = 6 * S, 0.3
     costs = Costs(forward=1, backward=1, communication=communication)
     ends = (S - 1) * (2 + 2 * communication)
-    assert simulate(SCHEDULES.get("eager_1f1b").build(S, M), costs).bubble == pytest.approx(ends)
-    assert simulate(SCHEDULES.get("1f1b").build(S, M), costs).bubble > ends + M * communication / 2
+    assert simulate(load_schedule("eager_1f1b", S, M), costs).bubble == pytest.approx(ends)
+    assert simulate(load_schedule("1f1b", S, M), costs).bubble > ends + M * communication / 2
 
 
 @pytest.mark.parametrize(("S", "V", "groups"), grid(STAGES, REPEATS, (1, 2, 4)))
 def test_interleaved_1f1b(S, V, groups):
     M = groups * S
-    run = simulate(SCHEDULES.get("interleaved_1f1b").build(S, M, V), COSTS)
+    run = simulate(load_schedule("interleaved_1f1b", S, M, V), COSTS)
     ideal = M * V * (F + B)
     assert run.bubble / ideal == pytest.approx((S - 1) / (V * M))
     assert run.peak_in_flight.tolist() == [min(V * M, (V + 1) * S - 1 - 2 * s) for s in range(S)]
@@ -142,7 +143,7 @@ SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1), (3, 1, 2)]
 @pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
 def test_zb_h1(S, rest, F, I, W):
     M = S + rest
-    run = simulate(SCHEDULES.get("zb_h1").build(S, M), Costs(F, F, I, W))
+    run = simulate(load_schedule("zb_h1", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - W))
     assert run.peak_in_flight.tolist() == [S] * S
 
@@ -151,7 +152,7 @@ def test_zb_h1(S, rest, F, I, W):
 @pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
 def test_zb_h2(S, rest, F, I, W):
     M = 2 * S - 1 + rest
-    run = simulate(SCHEDULES.get("zb_h2").build(S, M), Costs(F, F, I, W))
+    run = simulate(load_schedule("zb_h2", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - 2 * W))
     assert run.peak_in_flight.tolist() == [2 * S - 1] * S
 
@@ -161,7 +162,7 @@ V_STAGES = (1, 2, 3, 4, 5, 6, 8, 16)
 
 @pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (-1, 0, 1, 7)))
 def test_zb_v(S, rest):
-    run = simulate(SCHEDULES.get("zb_v").build(S, max(2 * S + rest, 2), 2), Costs(1, 2, 1, 1))
+    run = simulate(load_schedule("zb_v", S, max(2 * S + rest, 2), 2), Costs(1, 2, 1, 1))
     assert run.bubble == 0
     assert run.peak_in_flight.tolist() == [2 * S] * S
 
@@ -169,7 +170,7 @@ def test_zb_v(S, rest):
 @pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (0, 1, 7)))
 def test_v_half(S, rest):
     """Half of the memory of 1F1B's 2S chunks and a microbatch; half of its bubble of 6(S-1) chunk times."""
-    run = simulate(SCHEDULES.get("v_half").build(S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+    run = simulate(load_schedule("v_half", S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
     assert run.bubble <= 3 * (S - 1)
     assert run.peak_in_flight.max() == S + (1 if S % 2 else 2)
 
@@ -177,7 +178,7 @@ def test_v_half(S, rest):
 @pytest.mark.parametrize(("S", "rest"), grid(V_STAGES[1:], (0, 1, 7)))
 def test_v_min(S, rest):
     """A third of the memory of 1F1B's 2S chunks and a constant; two thirds of its bubble of 6(S-1) chunk times."""
-    run = simulate(SCHEDULES.get("v_min").build(S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+    run = simulate(load_schedule("v_min", S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
     assert run.bubble == 4 * (S - 1) + (1 if S % 3 == 0 else -1)
     assert run.peak_in_flight.max() == 2 * math.ceil((S + 2) / 3)
 
@@ -186,16 +187,18 @@ def test_v_min(S, rest):
 @pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5)])
 def test_dualpipe_v(S, rest, F, I, W):
     B = I + W
-    run = simulate(SCHEDULES.get("dualpipe_v").build(S, 2 * S + rest, 2), Costs(F, B, I, W))
+    run = simulate(load_schedule("dualpipe_v", S, 2 * S + rest, 2), Costs(F, B, I, W))
     assert run.bubble <= (S - 1) * (F + 2 * B - 3 * W) + 1e-9
     assert run.peak_in_flight.tolist() == [2 * S + 1] * S
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_unit_is_computed_whatever_the_sizes(name):
-    schedule = SCHEDULES.get(name)
-    for S, M, V in grid((1, 2, 3, 5), (1, 2, 4, 7, 11), {schedule.repeats_for(V) for V in (1, 2, 3)}):
-        table = schedule.build(S, M, V)
+    schedule = SCHEDULES[name]
+    for S, M, V in grid(
+        (1, 2, 3, 5), (1, 2, 4, 7, 11), {schedule.repeats_for(V) for V in (1, 2, 3)}
+    ):
+        table = load_schedule(name, S, M, V)
         kinds = ["F", "BI", "BW"] if len(table.kinds) > 1 else ["F"]
         assert all(table.merged_ticks(kind).min() >= 0 for kind in kinds)
         assert table.name == name

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given
 from random_tables import tables
 
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._phases import phases
-from maxpipe.pipeline.schedules._plan import lockstep_plan
-from maxpipe.pipeline.schedules._table import ScheduleError, forward_only, from_ticks
-from maxpipe.pipeline.schedules._validate import validate
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.table import ScheduleError, forward_only, from_ticks, phases
+from maxpipe.pipeline.schedules.validate import validate
 
 
 def replay(table):
@@ -71,27 +71,34 @@ def test_replays_any_loop_placed_table(table):
 
 
 @pytest.mark.parametrize(
-    "name", ["lockstep_1f1b", "lockstep_zb", "circular", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"]
+    "name",
+    ["lockstep_1f1b", "lockstep_zb", "circular", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
 )
 @pytest.mark.parametrize(("S", "M", "V"), [(1, 4, 2), (2, 3, 2), (4, 8, 2), (4, 11, 3), (4, 2, 2)])
 def test_replays_schedules(name, S, M, V):
-    schedule = SCHEDULES.get(name)
-    for delay in (1, 2) if schedule.delayable else (1,):
-        for slack in (0, 1, 2) if schedule.slots_overlap else (0,):
-            replay(schedule.build(S, M, schedule.repeats_for(V), forwarding_delay=delay, slack=slack))
+    schedule = SCHEDULES[name]
+    for delay in (1, 2) if schedule.delays else (1,):
+        for slack in (0, 1, 2) if schedule.overlaps else (0,):
+            replay(
+                load_schedule(
+                    name, S, M, schedule.repeats_for(V), forwarding_delay=delay, slack=slack
+                )
+            )
 
 
 def test_indices_are_legal_where_nothing_runs():
-    plan = lockstep_plan(SCHEDULES.get("lockstep_1f1b").build(4, 8, 2))
+    plan = lockstep_plan(load_schedule("lockstep_1f1b", 4, 8, 2))
     for array in (plan.f_microbatch, plan.f_chunk, plan.b_microbatch, plan.b_chunk):
         assert array.dtype == np.int32
         assert array.min() == 0
-    assert plan.f_in_slot.dtype == plan.arrive_b_slot.dtype == plan.head_microbatch.dtype == np.int32
+    assert (
+        plan.f_in_slot.dtype == plan.arrive_b_slot.dtype == plan.head_microbatch.dtype == np.int32
+    )
 
 
 def test_phases_of_lockstep_1f1b_are_forward_both_backward():
     S, M, V = 4, 8, 2
-    table = SCHEDULES.get("lockstep_1f1b").build(S, M, V)
+    table = load_schedule("lockstep_1f1b", S, M, V)
     D = V * S - 1
     expected = [
         (0, D, True, False, False, False),
@@ -106,7 +113,7 @@ def test_phases_of_lockstep_1f1b_are_forward_both_backward():
 def test_phases_of_lockstep_zb_have_weight_gradients_where_every_stage_may_have_one():
     S, M, V = 4, 8, 2
     D = V * S - 1
-    assert [tuple(p) for p in lockstep_plan(SCHEDULES.get("lockstep_zb").build(S, M, V)).phases] == [
+    assert [tuple(p) for p in lockstep_plan(load_schedule("lockstep_zb", S, M, V)).phases] == [
         (0, D, True, False, False, False),
         (D, D + S - 1, True, True, True, False),
         (D + S - 1, M * V + S - 1, True, True, True, True),
@@ -115,25 +122,29 @@ def test_phases_of_lockstep_zb_have_weight_gradients_where_every_stage_may_have_
 
 
 def test_slack_moves_the_head_into_the_first_phase():
-    plan = lockstep_plan(SCHEDULES.get("lockstep_1f1b").build(4, 8, 1, slack=1))
+    plan = lockstep_plan(load_schedule("lockstep_1f1b", 4, 8, 1, slack=1))
     assert [p.has_head for p in plan.phases] == [True, True, False]
     assert (plan.head_gradient_slot >= 0).sum() == 8
 
 
 def test_phases_stay_few_however_often_a_table_alternates():
-    table = SCHEDULES.get("1f1b").build(1, 16)
+    table = load_schedule("1f1b", 1, 16)
     assert len(phases(table)) > 8
     assert len(lockstep_plan(table).phases) == 3
 
 
-@pytest.mark.parametrize(("name", "reason"), [("dualpipe_v", "places chunks as 'v'"), ("mixed", "both B and I units")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("dualpipe_v", "places chunks as 'v'"), ("mixed", "both B and I units")]
+)
 def test_what_the_engine_has_no_slot_for_is_refused(name, reason):
     if name == "mixed":
         # One stage, two microbatches: the first backward whole, the second in two.
         ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
         table = from_ticks(name, 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
     else:
-        table = SCHEDULES.get(name).build(2, 4, 2)
+        table = load_schedule(name, 2, 4, 2)
     validate(table)
-    with pytest.raises(ScheduleError, match=f"{name}: cannot run on the scheduled engine: it .*{reason}"):
+    with pytest.raises(
+        ScheduleError, match=f"{name}: cannot run on the scheduled engine: it .*{reason}"
+    ):
         lockstep_plan(table)

@@ -3,10 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_tables import tables
 
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._csv import csv_sizes, load_csv, to_csv
-from maxpipe.pipeline.schedules._load import load_schedule
-from maxpipe.pipeline.schedules._table import ScheduleError
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.csv_files import csv_sizes, load_csv, to_csv
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.table import ScheduleError
 
 
 def sizes(table):
@@ -29,11 +29,11 @@ def read(path, text, S, M, V=1, **options):
     return load_csv(path, S, M, V, **options)
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_round_trip_of_every_schedule(name, path):
-    schedule = SCHEDULES.get(name)
+    schedule = SCHEDULES[name]
     for S, M, V in ((1, 1, 1), (2, 3, 1), (4, 6, 2), (3, 2, 3)):
-        table = schedule.build(S, M, schedule.repeats_for(V))
+        table = load_schedule(name, S, M, schedule.repeats_for(V))
         again = read(path, to_csv(table), *sizes(table))
         assert again.lockstep == table.lockstep or S == 1
         assert same_cells(again, table)
@@ -61,15 +61,17 @@ def test_a_file_without_one_cell_or_with_one_twice_is_refused(table, data, path)
 
 
 def test_notation(path):
-    assert to_csv(SCHEDULES.get("1f1b").build(2, 2)) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
-    assert to_csv(SCHEDULES.get("lockstep_1f1b").build(2, 1)) == "0F0,,,,,0B0\n,,1F0,1B0,,\n"
+    assert to_csv(load_schedule("1f1b", 2, 2)) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+    assert to_csv(load_schedule("lockstep_1f1b", 2, 1)) == "0F0,,,,,0B0\n,,1F0,1B0,,\n"
 
 
 def test_a_lockstep_tick_with_weight_gradients_has_three_columns(path):
-    table = SCHEDULES.get("lockstep_zb").build(2, 1)
+    table = load_schedule("lockstep_zb", 2, 1)
     assert to_csv(table) == "0F0,,,,,,,0I0,0W0\n,,,1F0,1I0,,,,1W0\n"
     assert read(path, to_csv(table), 2, 1).lockstep
-    with pytest.raises(ScheduleError, match=r"1W0 \(row 2, column 3\) is too early.*so its first is column 6"):
+    with pytest.raises(
+        ScheduleError, match=r"1W0 \(row 2, column 3\) is too early.*so its first is column 6"
+    ):
         read(path, "0F0,,,,,,,0I0,0W0\n,,1W0,1F0,1I0,,,,\n", 2, 1)
 
 
@@ -94,7 +96,10 @@ def test_v_placement_is_recognised(path):
             "0F0,0F0,,,0B0\n,1F0,1B0,\n",
             r"0F0 \(row 1, column 2\) is doubled: it runs already as 0F0 \(row 1, column 1\)",
         ),
-        ("0F0,1F0,,0B0\n,,1B0,\n", r"1F0 \(row 1, column 2\) is on the wrong stage; chunk 1 is row 2's"),
+        (
+            "0F0,1F0,,0B0\n,,1B0,\n",
+            r"1F0 \(row 1, column 2\) is on the wrong stage; chunk 1 is row 2's",
+        ),
         ("0F0,\n,1F0\n", "1B0 is missing on row 2|0B0 is missing on row 1"),
         (
             "0F0\n",
@@ -118,7 +123,7 @@ def test_columns_of_a_lockstep_file_are_counted_in_the_file(path):
 
 
 def test_a_delay_that_the_file_has_no_room_for_is_refused(path):
-    text = to_csv(SCHEDULES.get("lockstep_1f1b").build(2, 4))
+    text = to_csv(load_schedule("lockstep_1f1b", 2, 4))
     with pytest.raises(ScheduleError, match="too early"):
         read(path, text, 2, 4, forwarding_delay=2)
 
@@ -134,6 +139,6 @@ def test_a_schedule_is_loaded_by_name_or_by_file(path):
     again = load_schedule(str(path), 2, 4, 2, slack=1)
     assert (again.ticks["B"] == table.ticks["B"]).all()
     with pytest.raises(
-        ValueError, match=r"pipeline.schedule='2f2b' does not exist; choose one of 1f1b, circular"
+        ValueError, match=r"pipeline.schedule='2f2b' does not exist; choose one of circular, gpipe"
     ):
         load_schedule("2f2b", 2, 4, 1)

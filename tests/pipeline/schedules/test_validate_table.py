@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_tables import tables
 
-from maxpipe.pipeline.schedules import SCHEDULES
-from maxpipe.pipeline.schedules._table import IDLE, ScheduleError, forward_only
-from maxpipe.pipeline.schedules._validate import validate
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.table import IDLE, ScheduleError, forward_only
+from maxpipe.pipeline.schedules.validate import validate
 
 
 def changed(table, **cells):
@@ -21,15 +22,15 @@ def changed(table, **cells):
     return dataclasses.replace(table, microbatch=microbatch, chunk=chunk)
 
 
-@pytest.mark.parametrize("name", SCHEDULES.names())
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_generated_tables_are_valid(name):
-    schedule = SCHEDULES.get(name)
+    schedule = SCHEDULES[name]
     for S in (1, 2, 3, 4):
         for M in (1, 2, 3, 5, 8, 11):
             for V in {schedule.repeats_for(V) for V in (1, 2, 3)}:
-                for delay in (1, 2) if schedule.delayable else (1,):
-                    for slack in (0, 1) if schedule.slots_overlap else (0,):
-                        table = schedule.build(S, M, V, forwarding_delay=delay, slack=slack)
+                for delay in (1, 2) if schedule.delays else (1,):
+                    for slack in (0, 1) if schedule.overlaps else (0,):
+                        table = load_schedule(name, S, M, V, forwarding_delay=delay, slack=slack)
                         validate(table)
                         validate(forward_only(table))
 
@@ -50,9 +51,14 @@ def test_a_dropped_unit_is_missed(table, data):
 @given(tables(), st.data())
 def test_a_doubled_unit_is_found(table, data):
     kind, tick, stage = pick(table, data)
-    rows = {k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in table.microbatch.items()}
+    rows = {
+        k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in table.microbatch.items()
+    }
     chunks = {k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in table.chunk.items()}
-    rows[kind][-1, stage], chunks[kind][-1, stage] = rows[kind][tick, stage], chunks[kind][tick, stage]
+    rows[kind][-1, stage], chunks[kind][-1, stage] = (
+        rows[kind][tick, stage],
+        chunks[kind][tick, stage],
+    )
     with pytest.raises(ScheduleError, match=f"at tick {table.num_ticks}, stage {stage} is doubled"):
         validate(dataclasses.replace(table, microbatch=rows, chunk=chunks))
 
@@ -70,7 +76,9 @@ def test_a_unit_that_outruns_its_input_is_found(table):
         chunks[kind] = np.pad(table.chunk[kind], ((0, late), (0, 0)), constant_values=IDLE)
     rows["F"][first, 0] = chunks["F"][first, 0] = IDLE
     rows["F"][-1, 0], chunks["F"][-1, 0] = 0, 0
-    with pytest.raises(ScheduleError, match=rf"needs 0F0 at tick {table.num_ticks + late - 1}, stage 0"):
+    with pytest.raises(
+        ScheduleError, match=rf"needs 0F0 at tick {table.num_ticks + late - 1}, stage 0"
+    ):
         validate(dataclasses.replace(table, microbatch=rows, chunk=chunks))
 
 
@@ -82,7 +90,7 @@ def pick(table, data):
 
 
 def test_the_message_names_unit_tick_stage_and_dependency():
-    table = SCHEDULES.get("gpipe").build(2, 2)
+    table = load_schedule("gpipe", 2, 2)
     with pytest.raises(ScheduleError) as error:
         validate(changed(table, F_1_0=(IDLE, IDLE), F_2_0=(1, 0), F_2_1=(1, 0)))
     assert str(error.value) == (
@@ -92,7 +100,7 @@ def test_the_message_names_unit_tick_stage_and_dependency():
 
 
 def test_two_units_in_a_free_running_tick_are_refused():
-    table = SCHEDULES.get("1f1b").build(1, 2)
+    table = load_schedule("1f1b", 1, 2)
     both = changed(table, B_1_0=(IDLE, IDLE), B_2_0=(0, 0))
     with pytest.raises(
         ScheduleError, match="0F1 at tick 2, stage 0 and 0B0 at tick 2, stage 0 are in one tick"
@@ -101,15 +109,16 @@ def test_two_units_in_a_free_running_tick_are_refused():
 
 
 def test_cells_out_of_range_are_refused():
-    table = SCHEDULES.get("gpipe").build(2, 2)
+    table = load_schedule("gpipe", 2, 2)
     with pytest.raises(
-        ScheduleError, match="0F7 at tick 0, stage 0 does not exist with 2 microbatches and 2 chunks"
+        ScheduleError,
+        match="0F7 at tick 0, stage 0 does not exist with 2 microbatches and 2 chunks",
     ):
         validate(changed(table, F_0_0=(7, 0)))
 
 
 def test_slack_and_delay_are_required_where_the_table_claims_them():
-    table = SCHEDULES.get("lockstep_1f1b").build(2, 4)
+    table = load_schedule("lockstep_1f1b", 2, 4)
     with pytest.raises(
         ScheduleError, match="1B0 at tick 1, stage 1 is too early: it needs 1F0 at tick 1, stage 1"
     ):
@@ -119,11 +128,12 @@ def test_slack_and_delay_are_required_where_the_table_claims_them():
 
 
 def test_a_gradient_is_not_computed_both_whole_and_split():
-    table = SCHEDULES.get("zb_h1").build(1, 1)
+    table = load_schedule("zb_h1", 1, 1)
     idle = np.full_like(table.microbatch["F"], IDLE)
     rows, chunks = {**table.microbatch, "B": idle}, {**table.chunk, "B": idle}
     rows, chunks = (
-        {k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in x.items()} for x in (rows, chunks)
+        {k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in x.items()}
+        for x in (rows, chunks)
     )
     rows["B"][-1, 0] = chunks["B"][-1, 0] = 0
     with pytest.raises(

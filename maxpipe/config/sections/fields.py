@@ -1,0 +1,37 @@
+"""`option(...)`: a dataclass field that carries its help text and its legal values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a value must satisfy by itself; rules across keys live in `maxpipe.config.rules`.
+
+    Attributes:
+      help: one line for users, printed by `--help KEY`.
+      choices: legal values, or None for any of the field's type.
+      variants: table of the catalogue whose names are legal values.
+      also: legal values besides the variants.
+      minimum, above: inclusive and exclusive lower bounds.
+      maximum: inclusive upper bound.
+      derived: True if -1 stands for "derive it".
+    """
+
+    help: str
+    choices: tuple[Any, ...] | None = None
+    variants: Mapping[str, object] | None = None
+    also: tuple[str, ...] = ()
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    derived: bool = False
+
+
+def option(default: Any, help: str, **bounds: Any) -> Any:
+    """A field with that default and `Bounds(help, **bounds)` under metadata["bounds"]; lists are copied."""
+    metadata = {"bounds": Bounds(help, **bounds)}
+    if isinstance(default, list):
+        return field(default_factory=lambda: [*default], metadata=metadata)
+    return field(default=default, metadata=metadata)

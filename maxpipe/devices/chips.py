@@ -1,0 +1,108 @@
+"""What accelerators can do at best, per JAX device, from the vendors' public data sheets.
+
+TPUs: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. NVIDIA: the data sheets of A100 80GB
+SXM, H100 SXM, H200 SXM and HGX B200, without sparsity; network cards as in the DGX system of the
+generation, one per GPU.
+
+Conventions: FLOP/s and bytes/s, 10^9 per giga; bandwidths of links are per chip and per direction
+(what data sheets call bidirectional is halved), ICI summed over all links of a chip, NVLink in the
+place of ICI on GPUs. A v4 or v5p chip is one JAX device, its two cores working as one.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GB = 1e9
+GIB = 2**30
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peak figures of one accelerator.
+
+    Attributes:
+      name: the usual short name.
+      peak_flops: FLOP/s of dense matrix products, by `model.dtype`. float32 is what XLA runs at its
+        default precision: one bfloat16 pass on TPUs, TF32 on GPUs.
+      hbm_bytes: memory size.
+      hbm_bandwidth: bytes/s.
+      ici_bandwidth: bytes/s one way to the other chips of the slice, or of the NVLink domain.
+      dcn_bandwidth: bytes/s one way to other slices or nodes, its share of the host's; None if
+        unpublished.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    hbm_bytes: float
+    hbm_bandwidth: float
+    ici_bandwidth: float
+    dcn_bandwidth: float | None
+
+
+def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
+    return {"bfloat16": bfloat16 * TERA, "float32": float32 * TERA}
+
+
+CHIPS = (
+    Chip("v4", _peaks(275, 275), 32 * GIB, 1200 * GB, 300 * GB, None),
+    # 2 network cards of 100 Gbit/s for 8 chips.
+    Chip("v5e", _peaks(197, 197), 16 * GB, 819 * GB, 200 * GB, 3.125 * GB),
+    # 50 Gbit/s per chip.
+    Chip("v5p", _peaks(459, 459), 95 * GIB, 2765 * GB, 600 * GB, 6.25 * GB),
+    # 4 network cards of 200 Gbit/s for 8 chips.
+    Chip("v6e", _peaks(918, 918), 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB),
+    Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
+    Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB),
+    Chip("H200", _peaks(989.4, 494.7), 141 * GB, 4800 * GB, 450 * GB, 50 * GB),
+    Chip("B200", _peaks(2250, 1125), 180 * GB, 7700 * GB, 900 * GB, 50 * GB),
+)
+
+_BY_NAME = {chip.name: chip for chip in CHIPS}
+_TPU_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+# Cut-down variants share a name with the full chip but not its figures; unknown is better than
+# wrong.
+_OTHER_VARIANTS = ("PCIe", "NVL", "MIG", "40GB")
+
+
+def chip_of(topology: str) -> Chip | None:
+    """The chip of a value of `compile.topology`, such as v5p:4x4x4; None if it names none."""
+    return _BY_NAME.get(topology.partition(":")[0])
+
+
+def chip_for(device_kind: str) -> Chip | None:
+    """The chip behind `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
+
+    Returns:
+      None for CPUs and for accelerators that are not in the table: their peak is unknown.
+    """
+    if device_kind.startswith("TPU"):
+        name = _TPU_KINDS.get(device_kind)
+        return _BY_NAME[name] if name else None
+    words = device_kind.replace("-", " ").split()
+    if any(variant in word for word in words for variant in _OTHER_VARIANTS):
+        return None
+    return next((_BY_NAME[word] for word in words if word in _BY_NAME), None)
+
+
+def devices_per_chip(devices: Sequence[Any]) -> int:
+    """How many JAX devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
+    if devices[0].platform != "tpu":
+        return 1
+    return max(Counter((getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices).values())
+
+
+def device_memory(devices: Sequence[Any]) -> float | None:
+    """Bytes that one of these JAX devices may hold, None for a chip that is not in the table."""
+    chip = chip_for(devices[0].device_kind)
+    return chip.hbm_bytes / devices_per_chip(devices) if chip else None

@@ -1,0 +1,58 @@
+"""The device mesh with its axes data, stage, fsdp, context, tensor and expert."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, PartitionSpec
+
+from maxpipe.config.sections import MESH_AXES, Config
+
+
+def num_slices(devices: Sequence[Any]) -> int:
+    """Number of slices (ICI domains) that the devices form."""
+    return len({getattr(d, "slice_index", 0) for d in devices})
+
+
+def build_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a resolved configuration.
+
+    Args:
+      config: resolved, so that the product of `mesh.ici` and `mesh.dcn` is the number of devices.
+      devices: the devices to use; all by default.
+
+    Returns:
+      A mesh with the axes `MESH_AXES`, automatic partitioning on each. Each axis has its DCN part
+      outside its ICI part.
+    """
+    devices = jax.devices() if devices is None else devices
+    ici = [getattr(config.mesh.ici, axis) for axis in MESH_AXES]
+    dcn = [getattr(config.mesh.dcn, axis) for axis in MESH_AXES]
+    if num_slices(devices) > 1:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices, allow_split_physical_axes=True
+        )
+    elif devices[0].platform == "cpu":
+        grid = np.asarray(devices).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
+    else:
+        grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    return Mesh(grid, MESH_AXES)
+
+
+def rows_of_this_process(mesh: Mesh, spec: PartitionSpec, num_rows: int) -> list[int]:
+    """Indices of the batch rows that this process's devices hold, in order.
+
+    Args:
+      mesh: the device mesh.
+      spec: PartitionSpec of a [rows, ...] array.
+      num_rows: rows of the global batch.
+    """
+    # Of the rows alone: whether and how other dimensions are split makes no difference here.
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(*spec[:1]))
+    rows: set[int] = set()
+    for index in sharding.addressable_devices_indices_map((num_rows,)).values():
+        assert index is not None
+        rows.update(range(*index[0].indices(num_rows)))
+    return sorted(rows)

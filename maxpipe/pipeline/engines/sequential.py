@@ -1,0 +1,110 @@
+"""The sequential engine: no pipeline. A scan over layers; microbatches are gradient accumulation.
+
+The reference for every other engine. Letters: M microbatches, B sequences of a microbatch, T
+sequence, D embed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.config.catalog import RematPolicy
+from maxpipe.model.parameters import Params
+from maxpipe.pipeline import microbatches
+from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.engines.base import Batch, Metrics, Parts
+from maxpipe.pipeline.remat import checkpoint, remat_policy
+from maxpipe.pipeline.weights import Weights
+
+
+class SequentialPipeline:
+    """All layers in model order on every device; see `contract.Pipeline`."""
+
+    layer_axes = ("layers_per_stage",)
+
+    def __init__(self, parts: Parts):
+        self._program = parts.program
+        self._rules = parts.rules
+        self._num_microbatches = parts.config.num_microbatches
+        self._context = parts.context
+        self.weights = Weights(
+            parts.rules, parts.program.specs, self.layer_axes, (parts.layout.num_layers,)
+        )
+        layer_fn = layer_function(parts.program, self._prepare, padded=False)
+        self._layer_fn = checkpoint(layer_fn, remat_policy(parts.config))
+        self._num_layers = parts.layout.num_layers
+
+    def _prepare(self, layer: Params) -> Params:
+        return self.weights.gather_layer(self._program.cast(layer))
+
+    def to_canonical(self, leaf: jax.Array) -> jax.Array:
+        return leaf
+
+    def from_canonical(self, leaf: jax.Array) -> jax.Array:
+        return leaf
+
+    def layer_index(self) -> np.ndarray:
+        return np.arange(self._num_layers, dtype=np.int32)
+
+    def loss_and_gradients(
+        self, params: Params, batch: Batch, key: jax.Array
+    ) -> tuple[Metrics, Params]:
+        batch = microbatches.prepared(batch, self._context)
+        weight = microbatches.weight_sum(batch)
+        num_sequences = batch["tokens"].shape[0]
+
+        def loss(params: Params, micro: Batch) -> jax.Array:
+            loss_sum, _, aux = self._forward(params, micro, key)
+            return loss_sum / weight + aux / num_sequences
+
+        def accumulate(
+            total: tuple[jax.Array, Params], micro: Batch
+        ) -> tuple[tuple[jax.Array, Params], None]:
+            found = jax.value_and_grad(loss)(params, micro)
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, found), None
+
+        if self._num_microbatches == 1:
+            value, gradients = jax.value_and_grad(loss)(params, batch)
+        else:
+            zero = (jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+            (value, gradients), _ = jax.lax.scan(
+                accumulate, zero, microbatches.split(batch, self._num_microbatches)
+            )
+        return {"loss": value}, gradients
+
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
+        batch = microbatches.pad_rows(
+            batch, self._num_microbatches * self._rules.size("activation_batch")
+        )
+        batch = microbatches.prepared(batch, self._context)
+
+        def accumulate(total: jax.Array, micro: Batch) -> tuple[jax.Array, None]:
+            return total + self._forward(params, micro, None)[1], None
+
+        parts = microbatches.split(batch, self._num_microbatches)
+        cross_entropy, _ = jax.lax.scan(accumulate, jnp.zeros(()), parts)
+        return {"cross_entropy": cross_entropy, "weight": jnp.sum(batch["weights"])}
+
+    def _forward(
+        self, params: Params, batch: Batch, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(loss sum, cross-entropy sum, auxiliary loss sum) of one microbatch."""
+        outer = self.weights.gather_outer(
+            self._program.cast({n: params[n] for n in ("embed", "head")})
+        )
+        axes = ("activation_batch", "activation_length", None)
+        x = self._rules.constrain(self._program.embed(outer, batch["tokens"]), axes)
+        x, aux = apply_layers(
+            self._layer_fn,
+            params["layers"],
+            jnp.asarray(self.layer_index()),
+            x,
+            microbatches.side_inputs(batch),
+            key,
+            scan=True,
+        )
+        head = checkpoint(self._program.head_loss, RematPolicy())
+        loss, cross_entropy = head(
+            outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"]
+        )
+        return loss, cross_entropy, aux

@@ -1,1 +1,0 @@
-"""Pictures of simulated schedules: terminal, SVG and a self-contained HTML page."""

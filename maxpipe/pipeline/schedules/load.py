@@ -1,0 +1,117 @@
+"""A schedule's table by name, from a CSV file, or as configured; sizes and options are checked here."""
+
+from maxpipe.config.catalog import SCHEDULES, Schedule
+from maxpipe.config.rules.stages import num_stages
+from maxpipe.config.sections import Config
+from maxpipe.config.variants import implementation
+from maxpipe.pipeline.schedules.csv_files import load_csv
+from maxpipe.pipeline.schedules.table import ScheduleError, Table
+
+
+def is_csv(schedule: str) -> bool:
+    """Return whether `pipeline.schedule` names a file; no schedule's name ends so."""
+    return schedule.endswith(".csv")
+
+
+def build_table(config: Config) -> Table:
+    """Build the schedule's table for a resolved configuration with a pipeline.
+
+    Raises:
+      ScheduleError: a CSV file is wrong or of other sizes, or the schedule does not have an option
+        that is on.
+    """
+    pipeline = config.pipeline
+    return load_schedule(
+        pipeline.schedule,
+        num_stages(config),
+        pipeline.num_microbatches,
+        pipeline.num_repeats,
+        forwarding_delay=2 if pipeline.delay_activation_forwarding else 1,
+        slack=int(pipeline.overlap_slots),
+    )
+
+
+def load_schedule(
+    schedule: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int = 1,
+    *,
+    forwarding_delay: int = 1,
+    slack: int = 0,
+) -> Table:
+    """Build the valid table of a schedule of the catalogue, or read that of a CSV file.
+
+    Args:
+      schedule: value of `pipeline.schedule`.
+      num_stages: S, at least 1.
+      num_microbatches: M, at least 1; need not be a multiple of S.
+      num_repeats: V, chunks per stage, at least 1.
+      forwarding_delay: ticks from sending to first use; 2 is
+        `pipeline.delay_activation_forwarding`.
+      slack: ticks between the last chunk's F and its B; 1 is `pipeline.overlap_slots`.
+
+    Raises:
+      ValueError: there is no such schedule.
+      ScheduleError: the sizes or options do not go with it, or the file is no valid schedule.
+    """
+    if is_csv(schedule):
+        return load_csv(
+            schedule,
+            num_stages,
+            num_microbatches,
+            num_repeats,
+            forwarding_delay=forwarding_delay,
+            slack=slack,
+        )
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)}"
+        )
+    facts = SCHEDULES[schedule]
+    _check(schedule, facts, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
+    options: dict[str, int] = {}
+    if facts.repeats is None:
+        options["num_repeats"] = num_repeats
+    if facts.delays:
+        options["forwarding_delay"] = forwarding_delay
+    if facts.overlaps:
+        options["slack"] = slack
+    table: Table = implementation(facts)(num_stages, num_microbatches, **options)
+    return table
+
+
+def _check(
+    name: str,
+    facts: Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    forwarding_delay: int,
+    slack: int,
+) -> None:
+    """Raise ScheduleError if a size is below 1 or the schedule does not have an option."""
+    sizes = {
+        "mesh.ici.stage": num_stages,
+        "pipeline.num_microbatches": num_microbatches,
+        "pipeline.num_repeats": num_repeats,
+    }
+    for key, size in sizes.items():
+        if size < 1:
+            raise ScheduleError(f"{key}={size}: must be at least 1")
+    if num_repeats != facts.repeats_for(num_repeats):
+        chunks = "one chunk" if facts.repeats == 1 else f"{facts.repeats} chunks"
+        raise ScheduleError(
+            f"pipeline.num_repeats={num_repeats}: schedule {name} has {chunks} per stage; "
+            f"set it to {facts.repeats}, or use lockstep_1f1b, interleaved_1f1b or circular"
+        )
+    if forwarding_delay > 1 and not facts.delays:
+        raise ScheduleError(
+            f"pipeline.delay_activation_forwarding=true: schedule {name} has no fixed ticks to "
+            f"delay; set it to false, or use lockstep_1f1b or circular"
+        )
+    if slack > 0 and not facts.overlaps:
+        raise ScheduleError(
+            f"pipeline.overlap_slots=true: no tick of schedule {name} has an F and a B slot to "
+            f"overlap; set it to false, or use lockstep_1f1b"
+        )

@@ -1,0 +1,104 @@
+"""Lockstep 1F1B and lockstep zero bubble: tables for one SPMD program, in which all stages move together.
+
+Letters: S stages, M microbatches, V repeats, d forwarding delay, N ticks; F, B, I and W the time of
+a unit of one chunk.
+
+Every tick of `lockstep_1f1b` has an F slot, then a B slot. An example with S=2, M=3, V=1:
+
+    tick      0    1    2    3    4
+    stage 0   F0   F1   F2B0 B1   B2        D = 1: the last stage starts its first B in the tick of its first F
+    stage 1        F0B0 F1B1 F2B2
+"""
+
+import numpy as np
+
+from maxpipe.pipeline.schedules.order import depth_first, group_microbatches
+from maxpipe.pipeline.schedules.table import Table, from_ticks, stages_of_chunks
+
+
+def lockstep_1f1b(
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    forwarding_delay: int = 1,
+    slack: int = 0,
+) -> Table:
+    """Build lockstep interleaved 1F1B.
+
+    Stage s runs its k-th F at tick k + d*s and its j-th B at tick j + D + d*(S-1-s), where k walks
+    (group of microbatches, chunk, microbatch) and j the same with chunks reversed; groups have at
+    least d*S microbatches and D is the tick at which the last stage can start the first B. The
+    order is Megatron's interleaved schedule (Narayanan et al., arXiv:2104.04473), its time and
+    memory too, but no stage ever branches on its own.
+
+    With groups of exactly d*S microbatches (M a multiple of d*S), D = d(V*S-1) + slack and
+
+        time       (M*V + d(S-1)) (F + B), so a bubble of d(S-1) chunks of F + B
+        in flight  d((V+1)S - 2 - 2s) + 1 + slack on stage s; (V+1)S - 1 - 2s for d = 1: independent of M
+
+    A remainder of M is spread over the groups, which costs no time; where groups grow by r, D and
+    the peak grow by (V-1)r. Fewer than d*S microbatches leave positions empty.
+    """
+    forward, backward = _ticks(num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
+    return from_ticks(
+        "lockstep_1f1b",
+        num_stages,
+        num_repeats,
+        {"F": forward, "B": backward},
+        lockstep=True,
+        forwarding_delay=forwarding_delay,
+        slack=slack,
+    )
+
+
+def lockstep_zb(
+    num_stages: int,
+    num_microbatches: int,
+    num_repeats: int,
+    forwarding_delay: int = 1,
+    slack: int = 0,
+) -> Table:
+    """Build lockstep 1F1B with split backwards: ticks have a slot of their own for weight gradients.
+
+    F and I run in the ticks of `lockstep_1f1b`'s F and B, and the j-th W of every stage at tick j +
+    D + d(S-1), when the first stage runs its j-th I: that is d*s ticks after the I on stage s, so
+    every W has what it needs. Ticks in which only the first or the last stages have an I then cost
+    no W. The split is that of zero bubble (Qi et al., arXiv:2401.10241, whose B is our I), brought
+    into lockstep. With M a multiple of d*S
+
+        time       M*V (F + I + W) + d(S-1) (F + I), which is d(S-1) W less than lockstep_1f1b if B = I + W
+        bubble     d(S-1) chunks of F + I
+        in flight  d((V+1)S - 2 - s) + 1 + slack on stage s, counted until W has run: the first stage, which
+                   sets the size of the program's buffers, has no more than with lockstep_1f1b
+        stash      d*s + 1 chunks between their I and their W on stage s; the program's buffers are those of the
+                   last stage, d(S-1) + 1 on each
+
+    Other numbers of microbatches as in `lockstep_1f1b`.
+    """
+    forward, backward = _ticks(num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
+    stage = stages_of_chunks(num_stages, num_repeats, "loop")
+    return from_ticks(
+        "lockstep_zb",
+        num_stages,
+        num_repeats,
+        {"F": forward, "I": backward, "W": backward + forwarding_delay * stage},
+        lockstep=True,
+        forwarding_delay=forwarding_delay,
+        slack=slack,
+    )
+
+
+def _ticks(
+    num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ticks of every forward and of every backward, int [M, V*S] each."""
+    sizes = group_microbatches(num_microbatches, forwarding_delay * num_stages)
+    strides = np.maximum(sizes, forwarding_delay * num_stages)
+    position = depth_first(sizes, strides, num_repeats)  # [M, V]
+    stage = np.arange(num_stages)
+    first_backward = (num_repeats - 1) * strides.max() + forwarding_delay * (num_stages - 1) + slack
+    shape = (num_microbatches, num_repeats * num_stages)
+    # [M, V, 1] + [S] -> [M, V, S] -> [M, V*S]
+    forward = position[:, :, None] + forwarding_delay * stage
+    backward = position[:, ::-1, None] + first_backward + forwarding_delay * stage[::-1]
+    return forward.reshape(shape), backward.reshape(shape)

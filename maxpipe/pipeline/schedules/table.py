@@ -1,0 +1,236 @@
+"""What a schedule is: for every tick and stage, the unit of work of each kind that runs there.
+
+Shape suffixes: N ticks, S stages, M microbatches, V repeats (chunks per stage), G = V * S global
+chunks.
+
+Units of work, in the order of the slots within a lockstep tick:
+
+    F  forward of one chunk for one microbatch
+    B  backward of it, input and weight gradients together
+    I  the input gradient only            I and W together replace one B
+    W  the weight gradient only
+
+Chunks are numbered per stage (`chunk`, 0..V-1, the repeat) or over the whole model (`global chunk`,
+0..G-1). In `loop` placement chunk c of stage s is global chunk c*S + s. In `v` placement odd chunks
+run back through the stages: c*S + (S-1-s), so that for V = 2 the second chunk of stage s is global
+chunk 2S-1-s.
+
+Tables come in two forms:
+
+    lockstep      all stages move from tick to tick together, as one SPMD program does. A tick has one slot of
+                  each kind, F before B (or I) before W, and the loss between F and B.
+    free-running  a tick holds at most one unit per stage; only the order of units on each stage matters, as
+                  in systems that dispatch every stage on its own.
+
+Phases of a table: what one loop of a compiled program can cover."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = ("F", "B", "I", "W")
+# Of the columns of a lockstep tick in a CSV file, the one that a kind is in.
+LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
+IDLE = -1
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot be built, is wrong, or cannot run where it was asked to."""
+
+
+class Unit(NamedTuple):
+    """One unit of work; prints as `2F0`: global chunk, kind, microbatch."""
+
+    kind: str
+    microbatch: int
+    global_chunk: int
+
+    def __str__(self) -> str:
+        return f"{self.global_chunk}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A schedule for given sizes, from `Schedule.build`, `from_ticks` or `load_csv`; arrays are read-only.
+
+    Attributes:
+      name: the schedule's name, for messages and pictures.
+      num_stages: S.
+      num_microbatches: M.
+      num_repeats: V, chunks per stage.
+      microbatch: for each kind present, int32 [N, S]: the microbatch that runs there, `IDLE` (-1)
+        if none.
+      chunk: the same for the chunk index on that stage, 0..V-1.
+      placement: `loop` or `v`.
+      lockstep: whether ticks are lockstep or free-running, see above.
+      forwarding_delay: ticks from sending an activation or a gradient to its first use, at least 1.
+      slack: ticks that at least lie between the last chunk's F and its B (lockstep only; 0 = the
+        same tick will do).
+      source: file that the table was read from; errors then speak of its rows and columns.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int
+    microbatch: Mapping[str, np.ndarray]
+    chunk: Mapping[str, np.ndarray]
+    placement: str = "loop"
+    lockstep: bool = False
+    forwarding_delay: int = 1
+    slack: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.placement in ("loop", "v")
+        assert self.forwarding_delay >= 1
+        assert self.slack >= 0
+        assert self.microbatch.keys() == self.chunk.keys()
+        for array in (*self.microbatch.values(), *self.chunk.values()):
+            assert array.shape == (self.num_ticks, self.num_stages)
+            array.flags.writeable = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds that have a slot in this table, in slot order."""
+        return tuple(k for k in KINDS if k in self.microbatch)
+
+    @property
+    def columns_per_tick(self) -> int:
+        """Columns of a tick in a CSV file; a lockstep table without W has none for it."""
+        return (3 if "W" in self.kinds else 2) if self.lockstep else 1
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.microbatch["F"])
+
+    @property
+    def num_chunks(self) -> int:
+        """G, chunks of the whole model."""
+        return self.num_repeats * self.num_stages
+
+    def global_chunk(self, chunk: np.ndarray | int, stage: np.ndarray | int) -> np.ndarray:
+        """Position in the model of a stage's chunk; broadcasts."""
+        chunk, stage = np.asarray(chunk), np.asarray(stage)
+        back = (self.placement == "v") & (chunk % 2 == 1)
+        return chunk * self.num_stages + np.where(back, self.num_stages - 1 - stage, stage)
+
+    @cached_property
+    def stage_of_chunk(self) -> np.ndarray:
+        """int [G]: the stage that holds each global chunk."""
+        return stages_of_chunks(self.num_stages, self.num_repeats, self.placement)
+
+    @cached_property
+    def ticks(self) -> Mapping[str, np.ndarray]:
+        """For each kind, int [M, G]: the tick of each unit, -1 if it never runs (the last one if doubled)."""
+        found = {}
+        for kind in self.kinds:
+            tick, stage, microbatch, chunk = self.units(kind)
+            found[kind] = np.full((self.num_microbatches, self.num_chunks), -1)
+            found[kind][microbatch, self.global_chunk(chunk, stage)] = tick
+        return found
+
+    def merged_ticks(self, kinds: str) -> np.ndarray:
+        """int [M, G]: the tick of whichever of `kinds` runs, -1 if none.
+
+        `BI` gives the ticks of input gradients, `BW` those of weight gradients.
+        """
+        merged = np.full((self.num_microbatches, self.num_chunks), -1)
+        for kind in set(kinds) & self.ticks.keys():
+            np.maximum(merged, self.ticks[kind], out=merged)
+        return merged
+
+    def units(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Tick, stage, microbatch and chunk of every unit of a kind, ordered by tick, then stage."""
+        tick, stage = np.nonzero(self.microbatch[kind] != IDLE)
+        return tick, stage, self.microbatch[kind][tick, stage], self.chunk[kind][tick, stage]
+
+
+def stages_of_chunks(num_stages: int, num_repeats: int, placement: str) -> np.ndarray:
+    """int [G]: the stage that holds each global chunk."""
+    repeat, stage = np.divmod(np.arange(num_repeats * num_stages), num_stages)
+    return np.where((placement == "v") & (repeat % 2 == 1), num_stages - 1 - stage, stage)
+
+
+def from_ticks(
+    name: str,
+    num_stages: int,
+    num_repeats: int,
+    ticks: Mapping[str, np.ndarray],
+    *,
+    placement: str = "loop",
+    lockstep: bool = False,
+    forwarding_delay: int = 1,
+    slack: int = 0,
+) -> Table:
+    """Builds a table from the tick of every unit.
+
+    Args:
+      name: see `Table`; so are the arguments not named here.
+      ticks: for each kind int [M, G], the tick at which the unit of that microbatch and global
+        chunk runs, -1 if never.
+    """
+    num_ticks = 1 + max(int(t.max()) for t in ticks.values())
+    num_microbatches = len(ticks["F"])
+    stage = stages_of_chunks(num_stages, num_repeats, placement)
+    microbatch, chunk = {}, {}
+    for kind, tick in ticks.items():
+        microbatch[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
+        chunk[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
+        m, c = np.nonzero(tick >= 0)
+        microbatch[kind][tick[m, c], stage[c]] = m
+        chunk[kind][tick[m, c], stage[c]] = c // num_stages
+    return Table(
+        name,
+        num_stages,
+        num_microbatches,
+        num_repeats,
+        microbatch,
+        chunk,
+        placement,
+        lockstep,
+        forwarding_delay,
+        slack,
+    )
+
+
+def forward_only(table: Table) -> Table:
+    """The table's F units alone, for evaluation; idle ticks at the end are cut off."""
+    num_ticks = 1 + int(table.ticks["F"].max())
+    return Table(
+        table.name,
+        table.num_stages,
+        table.num_microbatches,
+        table.num_repeats,
+        {"F": table.microbatch["F"][:num_ticks]},
+        {"F": table.chunk["F"][:num_ticks]},
+        table.placement,
+        table.lockstep,
+        table.forwarding_delay,
+        table.slack,
+        table.source,
+    )
+
+
+class Phase(NamedTuple):
+    """Ticks [start, stop) in which some stage uses each slot kind of `kinds` and none uses another."""
+
+    start: int
+    stop: int
+    kinds: tuple[str, ...]
+
+
+def phases(table: Table) -> list[Phase]:
+    """Runs of ticks with the same set of active slot kinds, in order, covering all ticks."""
+    active = np.stack(
+        [(table.microbatch[kind] != IDLE).any(axis=1) for kind in table.kinds], axis=1
+    )
+    starts = [0, *(1 + np.flatnonzero((active[1:] != active[:-1]).any(axis=1))).tolist()]
+    stops = [*starts[1:], table.num_ticks]
+    return [
+        Phase(start, stop, tuple(k for k, on in zip(table.kinds, active[start], strict=True) if on))
+        for start, stop in zip(starts, stops, strict=True)
+    ]

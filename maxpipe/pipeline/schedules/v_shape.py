@@ -1,0 +1,224 @@
+"""ZB-V, V-Half, V-Min and DualPipeV: two chunks per stage in V placement, chunks s and 2S-1-s on stage s.
+
+V-Half and V-Min repeat a building block for every microbatch. The building block (Qi et al.,
+arXiv:2405.15362) says when one microbatch passes a stage: F down through the first chunks, F back
+through the second ones, I down again, and I back. Blocks follow each other every six units of time,
+in which a stage does two F, two I and two W; so the time from a chunk's F to the end of its
+backward, divided by six, is the number of microbatches in flight there.
+
+Orders of ZB-V and DualPipeV are written as strings: a letter is a kind of unit, small for the
+stage's second chunk.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, product
+
+from maxpipe.pipeline.schedules.order import RawUnit, dependency, place
+from maxpipe.pipeline.schedules.table import Table
+
+PERIOD = 6
+PASSES = (
+    ("F", 0),
+    ("F", 1),
+    ("I", 0),
+    ("I", 1),
+)  # kind, and whether it runs back through the stages
+
+
+def zb_v(num_stages: int, num_microbatches: int) -> Table:
+    """Build ZB-V: no bubble in the memory of 1F1B; Qi et al., arXiv:2401.10241, section 6.
+
+    With F, I and W of a chunk all equal and M >= 2S - 1
+
+        bubble     0, within each stage's own span
+        in flight  2S chunks on every stage, the memory of 1F1B's first stage
+
+    With fewer microbatches the order is that of 2S - 1 without the ones that are missing.
+    """
+    return _without_missing("zb_v", _zb_v_order, num_stages, num_microbatches, 2 * num_stages - 1)
+
+
+def v_half(num_stages: int, num_microbatches: int) -> Table:
+    """Build V-Half: half of 1F1B's memory, half of its bubble; Qi et al., arXiv:2405.15362.
+
+    With F, I and W of a chunk all equal and M >= 2S
+
+        bubble     at most 3(S-1)F, half of 1F1B's
+        in flight  S + 1 chunks for odd S, S + 2 for even: half of 1F1B's and one microbatch
+    """
+    in_flight = num_stages + (1 if num_stages % 2 else 2)
+    return _repeated_block("v_half", num_stages, num_microbatches, (2, 1, 2, 1), in_flight)
+
+
+def v_min(num_stages: int, num_microbatches: int) -> Table:
+    """Build V-Min: a third of 1F1B's memory; Qi et al., arXiv:2405.15362.
+
+    With F, I and W of a chunk all equal and M >= 2S
+
+        bubble     4(S-1)F - F, two thirds of 1F1B's; 4(S-1)F + F where 3 divides S
+        in flight  2 * ceil((S+2) / 3) chunks: a third of 1F1B's and up to two chunks
+    """
+    in_flight = 2 * -(-(num_stages + 2) // 3)
+    return _repeated_block("v_min", num_stages, num_microbatches, (1, 1, 1, 1), in_flight)
+
+
+def dualpipe_v(num_stages: int, num_microbatches: int) -> Table:
+    """Build DualPipeV: pairs of a forward and a backward from both ends of a V, whose transfers overlap.
+
+    DeepSeek's DualPipe (arXiv:2412.19437) cut in half, after Sea AI Lab. Backwards are whole in the
+    steady state and split at the ends. With M >= 2S, times of a chunk, and F and B of a pair one
+    after the other
+
+        bubble     at most (S-1)(F + 2B - 3W), the published (PP/2 - 1)(F&B + B - 3W) with PP = 2S
+        in flight  2S + 1 chunks on every stage
+
+    With fewer microbatches the order is that of 2S without the ones that are missing.
+    """
+    return _without_missing(
+        "dualpipe_v", _dualpipe_v_order, num_stages, num_microbatches, 2 * num_stages
+    )
+
+
+def _zb_v_order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[RawUnit]:
+    """Yield one stage's units."""
+    # 1. Warm-up: first chunks until the microbatch that turned around at the last stage comes back,
+    # then both chunks.
+    after = num_stages - stage  # stages from this one on
+    warmup = "F" * (2 * after - 1) + "fF" * stage + "fiw" * after
+    # 2. Steady state: F, I and W of both chunks in turn.
+    num_started = 2 * after - 1 + stage
+    steady = "FIWfiw" * (num_microbatches - num_started)
+    # 3. The second chunk's forwards that are left, and what they make possible.
+    drain = "IWfiw" * (num_started - num_stages)
+    # 4. Input gradients first, since the stages before wait for them; W fill the rest.
+    cooldown = "Ii" * stage + "IW" * after + "w" * stage + "W" * stage
+    counters = {letter: count() for letter in "FfIiWw"}
+    for letter in warmup + steady + drain + cooldown:
+        chunk = stage if letter.isupper() else 2 * num_stages - 1 - stage
+        yield letter.upper(), next(counters[letter]), chunk
+
+
+def _dualpipe_v_order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[RawUnit]:
+    """Yield one stage's units; a W is that of the oldest I whose W has not run."""
+    after = num_stages - 1 - stage  # stages after this one
+    near = stage + 1
+    # 1. Warm-up: forwards of the first chunk, then of both, then weight gradients between input
+    # gradients.
+    warmup = "F" * (2 * after) + "Ff" * near + "iWf" * after
+    # 2. Steady state: pairs of a forward of one chunk and a backward of the other.
+    steady = "FbfB" * (num_microbatches - 2 * num_stages + near)
+    drain = "bfB" * after
+    # 3. The last half of the backwards is split, so that the stages before get their gradients
+    # early.
+    ends = "bB" * near
+    cooldown = (
+        ends[:near] + ends[near:].replace("b", "i").replace("B", "I") + "WI" * after + "W" * near
+    )
+    counters = dict.fromkeys("FfBb", 0)
+    due: list[tuple[int, int]] = []
+    for letter in warmup + steady + drain + cooldown:
+        kind = letter.upper()
+        if kind == "W":
+            yield kind, *due.pop(0)
+            continue
+        counter = {"i": "b", "I": "B"}.get(letter, letter)
+        unit = counters[counter], stage if letter.isupper() else 2 * num_stages - 1 - stage
+        counters[counter] += 1
+        if kind == "I":
+            due.append(unit)
+        yield kind, *unit
+
+
+def _without_missing(
+    name: str,
+    order: Callable[[int, int, int], Iterable[RawUnit]],
+    num_stages: int,
+    num_microbatches: int,
+    least: int,
+) -> Table:
+    """The table of an order that is known for `least` microbatches and more.
+
+    Args:
+      order: (stage, number of stages, number of microbatches) -> the stage's units. With fewer than
+        `least` microbatches the order is that of `least`, without the ones that are missing.
+    """
+    orders = [order(s, num_stages, max(num_microbatches, least)) for s in range(num_stages)]
+    kept = [[unit for unit in stage if unit[1] < num_microbatches] for stage in orders]
+    return place(name, num_stages, num_microbatches, 2, kept, placement="v")
+
+
+def _repeated_block(
+    name: str, num_stages: int, num_microbatches: int, hops: Sequence[int], max_in_flight: int
+) -> Table:
+    """The table of a building block.
+
+    The block gives each stage the order of its F and I. A W runs when its stage would be idle, or
+    has `max_in_flight` chunks in flight; at the start and the end of a step, where the block leaves
+    stages idle, that closes what gaps it can.
+
+    Args:
+      hops: units of time from a stage to the next, in each of `PASSES`.
+      max_in_flight: chunks in flight on a stage, at least what the block needs.
+    """
+    starts = _block(num_stages, hops)
+    queues = []
+    for stage in range(num_stages):
+        chunks = stage, 2 * num_stages - 1 - stage
+        timed = []
+        for start, (kind, back) in zip(starts, PASSES, strict=True):
+            # I passes the second chunks first.
+            chunk = chunks[back if kind == "F" else 1 - back]
+            timed += [
+                (start[stage] + PERIOD * m, (kind, m, chunk)) for m in range(num_microbatches)
+            ]
+        queues.append([unit for _, unit in sorted(timed)])
+    orders = _fill_with_w(queues, max_in_flight)
+    return place(name, num_stages, num_microbatches, 2, orders, placement="v")
+
+
+def _block(num_stages: int, hops: Sequence[int]) -> list[list[int]]:
+    """When the first microbatch's passes start on each stage.
+
+    Between passes a microbatch waits as long as it takes for the four of a stage to fall on
+    different times modulo the period, in all stages.
+    """
+    down = range(num_stages)
+    for waits in sorted(product(range(PERIOD), repeat=3), key=sum):
+        starts: list[list[int]] = []
+        begin = 0
+        for hop, (_, back), wait in zip(hops, PASSES, (*waits, 0), strict=True):
+            starts.append([begin + hop * (num_stages - 1 - s if back else s) for s in down])
+            begin = max(starts[-1]) + 1 + wait
+        if all(len({start[s] % PERIOD for start in starts}) == len(PASSES) for s in down):
+            return starts
+    raise AssertionError(f"no building block with hops {hops} for {num_stages} stages")
+
+
+def _fill_with_w(queues: Sequence[Sequence[RawUnit]], max_in_flight: int) -> list[list[RawUnit]]:
+    """Orders of F, I and W from orders of F and I, by running them with units of equal length."""
+    last = 2 * len(queues) - 1
+    units = {unit for queue in queues for unit in queue}
+    orders: list[list[RawUnit]] = [[] for _ in queues]
+    position, in_flight = [0] * len(queues), [0] * len(queues)
+    due: list[list[RawUnit]] = [[] for _ in queues]
+    done: set[RawUnit] = set()
+    while any(due) or any(p < len(queue) for p, queue in zip(position, queues, strict=True)):
+        finished = []
+        for stage, queue in enumerate(queues):
+            unit = queue[position[stage]] if position[stage] < len(queue) else None
+            needs = unit and dependency(unit, last, units)
+            is_ready = unit is not None and (needs is None or needs in done)
+            if unit and is_ready and not (unit[0] == "F" and in_flight[stage] == max_in_flight):
+                position[stage] += 1
+                in_flight[stage] += unit[0] == "F"
+                finished.append(unit)
+                if unit[0] == "I":
+                    due[stage].append(("W", *unit[1:]))
+            elif due[stage]:
+                unit = due[stage].pop(0)
+                in_flight[stage] -= 1
+            else:
+                continue
+            orders[stage].append(unit)
+        done.update(finished)
+    return orders

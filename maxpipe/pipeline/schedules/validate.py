@@ -1,0 +1,178 @@
+"""Proof that a table computes every unit once, in an order that its dependencies allow."""
+
+from typing import NoReturn
+
+import numpy as np
+
+from maxpipe.pipeline.schedules.table import (
+    IDLE,
+    KINDS,
+    LOCKSTEP_COLUMN,
+    ScheduleError,
+    Table,
+    Unit,
+)
+
+
+def validate(table: Table) -> None:
+    """Checks everything that an engine relies on.
+
+    - every microbatch passes every chunk forward once, and backward once: as one B, or as one I and
+      one W (a table with F units only is a table for evaluation);
+    - the F of a chunk starts at least `forwarding_delay` ticks after the F of the chunk before it,
+      and its B or I as many after the B or I of the chunk behind it;
+    - the B or I of the last chunk starts at least `slack` ticks after its own F, free-running at
+    least 1;
+    - W runs after its I, in lockstep perhaps in the same tick;
+    - free-running: no stage has two units in one tick.
+
+    Raises:
+      ScheduleError: the first violation, with tick, stage and unit, or with row, column and cell of
+        the CSV file that the table came from.
+    """
+    _check_cells(table)
+    for kind in table.kinds:
+        _check_once(table, kind)
+    _check_complete(table)
+    _check_after(table, "F", "F", -1, table.forwarding_delay)
+    _check_after(table, "BI", "BI", 1, table.forwarding_delay)
+    _check_after(table, "BI", "F", 0, max(table.slack, 0 if table.lockstep else 1))
+    _check_after(table, "W", "I", 0, 0 if table.lockstep else 1)
+
+
+def describe(table: Table, kind: str, tick: int, stage: int) -> str:
+    """A cell and where it is: `2F0 at tick 3, stage 2`, or `2F0 (row 3, column 4)` of the CSV file."""
+    unit = Unit(
+        kind,
+        int(table.microbatch[kind][tick, stage]),
+        int(table.global_chunk(table.chunk[kind][tick, stage], stage)),
+    )
+    if not table.source:
+        return f"{unit} at tick {tick}, stage {stage}"
+    return f"{unit} (row {stage + 1}, column {_column(table, kind, tick)})"
+
+
+def _fail(table: Table, message: str) -> NoReturn:
+    raise ScheduleError(f"pipeline.schedule={table.source or table.name}: {message}")
+
+
+def _check_cells(table: Table) -> None:
+    running = np.zeros((table.num_ticks, table.num_stages), int)
+    for kind in table.kinds:
+        microbatch, chunk = table.microbatch[kind], table.chunk[kind]
+        idle = microbatch == IDLE
+        legal = (microbatch >= 0) & (microbatch < table.num_microbatches)
+        legal &= (chunk >= 0) & (chunk < table.num_repeats)
+        for tick, stage in np.argwhere(~np.where(idle, chunk == IDLE, legal)):
+            _fail(
+                table,
+                f"{describe(table, kind, tick, stage)} does not exist with {table.num_microbatches} "
+                f"microbatches and {table.num_chunks} chunks ({table.num_stages} stages x "
+                f"{table.num_repeats} repeats)",
+            )
+        running += ~idle
+    if not table.lockstep:
+        for tick, stage in np.argwhere(running > 1):
+            kinds = [k for k in table.kinds if table.microbatch[k][tick, stage] != IDLE]
+            both = [describe(table, kind, tick, stage) for kind in kinds]
+            _fail(
+                table,
+                f"{' and '.join(both)} are in one tick of a free-running table; give each its own",
+            )
+
+
+def _check_once(table: Table, kind: str) -> None:
+    tick, stage, microbatch, chunk = table.units(kind)
+    key = microbatch * table.num_chunks + table.global_chunk(chunk, stage)
+    _, first, count = np.unique(key, return_index=True, return_counts=True)
+    for index in first[count > 1][:1]:
+        again = np.flatnonzero(key == key[index])[1]
+        _fail(
+            table,
+            f"{describe(table, kind, tick[again], stage[again])} is doubled: "
+            f"it runs already as {describe(table, kind, tick[index], stage[index])}; drop one",
+        )
+
+
+def _check_complete(table: Table) -> None:
+    """Names a missing unit and, where there is one, a unit that waits for it."""
+    ran = {kind: table.merged_ticks(kind) >= 0 for kind in KINDS}
+    for microbatch, chunk in np.argwhere(~ran["F"]):
+        _fail_missing(table, Unit("F", int(microbatch), int(chunk)))
+    if table.kinds == ("F",):
+        return
+    for microbatch, chunk in np.argwhere(ran["B"] & (ran["I"] | ran["W"])):
+        other = "I" if ran["I"][microbatch, chunk] else "W"
+        unit = Unit("B", int(microbatch), int(chunk))
+        other_where = _where(table, unit._replace(kind=other))
+        _fail(
+            table,
+            f"{_where(table, unit)} and {other_where} are the same work; keep B alone, or I and W",
+        )
+    for kind in "IW":
+        for microbatch, chunk in np.argwhere(~ran["B"] & ~ran[kind]):
+            split = ran["I"][microbatch, chunk] or ran["W"][microbatch, chunk]
+            _fail_missing(table, Unit(kind if split else "B", int(microbatch), int(chunk)))
+
+
+def _where(table: Table, unit: Unit) -> str:
+    tick = table.ticks[unit.kind][unit.microbatch, unit.global_chunk]
+    return describe(table, unit.kind, tick, int(table.stage_of_chunk[unit.global_chunk]))
+
+
+def _fail_missing(table: Table, unit: Unit) -> NoReturn:
+    """Reports a missing unit together with one that waits for it."""
+    kind, microbatch, chunk = unit
+    waiting = {
+        "F": [
+            Unit("F", microbatch, chunk + 1),
+            Unit("B", microbatch, chunk),
+            Unit("I", microbatch, chunk),
+        ],
+        "B": [Unit("B", microbatch, chunk - 1), Unit("I", microbatch, chunk - 1)],
+        "I": [
+            Unit("W", microbatch, chunk),
+            Unit("B", microbatch, chunk - 1),
+            Unit("I", microbatch, chunk - 1),
+        ],
+        "W": [],
+    }[kind]
+    stage = int(table.stage_of_chunk[chunk])
+    message = f"{unit} is missing on {f'row {stage + 1}' if table.source else f'stage {stage}'}"
+    for other in waiting:
+        if 0 <= other.global_chunk < table.num_chunks and _runs(table, other):
+            _fail(table, f"{message}; {_where(table, other)} needs it")
+    _fail(table, message)
+
+
+def _runs(table: Table, unit: Unit) -> bool:
+    return (
+        unit.kind in table.ticks and table.ticks[unit.kind][unit.microbatch, unit.global_chunk] >= 0
+    )
+
+
+def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -> None:
+    """Every unit of `kinds` runs at least `gap` ticks after that of `needed`, `offset` chunks further on."""
+    end = table.num_chunks
+    tick = table.merged_ticks(kinds)[:, max(0, -offset) : end - max(0, offset)]
+    ready = table.merged_ticks(needed)[:, max(0, offset) : end + min(0, offset)] + gap
+    early = np.argwhere((tick >= 0) & (tick < ready))
+    if not len(early):
+        return
+    microbatch, column = (int(i) for i in early[np.argmin(tick[tuple(early.T)])])
+    chunk = column + max(0, -offset)
+    unit, needs = (
+        next(u for kind in choice if _runs(table, u := Unit(kind, microbatch, at)))
+        for choice, at in ((kinds, chunk), (needed, chunk + offset))
+    )
+    earliest = int(ready[microbatch, column])
+    on = f"column {_column(table, unit.kind, earliest)}" if table.source else f"tick {earliest}"
+    _fail(
+        table,
+        f"{_where(table, unit)} is too early: it needs {_where(table, needs)}, so its first is {on}",
+    )
+
+
+def _column(table: Table, kind: str, tick: int) -> int:
+    """Column of the CSV file, counted from 1."""
+    return table.columns_per_tick * tick + (LOCKSTEP_COLUMN[kind] if table.lockstep else 0) + 1

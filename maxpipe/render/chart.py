@@ -1,0 +1,315 @@
+"""One schedule as SVG: a Gantt chart, and under it the chunks in flight on every stage."""
+
+import json
+import math
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from maxpipe.pipeline.schedules.table import Unit
+from maxpipe.planning.simulate import Simulation
+from maxpipe.render.colours import NAMES, ink, stage_colour, unit_colour
+
+LEFT, RIGHT, TOP = 64, 20, 52
+ROW, GAP = 26, 4
+CURVES = 120
+MIN_WIDTH, MAX_WIDTH = 720, 12_000
+MAX_NAMED_STAGES = 10
+
+# The page and a picture of its own share these; `light-dark` is not yet understood by all SVG
+# viewers.
+LIGHT = (
+    "--ground:#ffffff;--ink:#1b2430;--muted:#66717f;--line:#dfe4ea;--idle:#f1f3f6;--head:#2b3440"
+)
+DARK = "--ground:#12161c;--ink:#e6eaf0;--muted:#93a0b0;--line:#2b333d;--idle:#1c222a;--head:#c9d2dd"
+STYLE = """
+.chart{font:11px ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+.chart text{fill:var(--ink)}
+.chart .title{font-size:15px;font-weight:600}
+.chart .muted{fill:var(--muted)}
+.chart .n text{text-anchor:middle;dominant-baseline:central;font-size:10.5px;pointer-events:none}
+.chart .idle{fill:var(--idle)}
+.chart .head{fill:var(--head)}
+.chart .grid{stroke:var(--line);fill:none}
+.chart .curve{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.chart .mid{text-anchor:middle}
+.chart .end{text-anchor:end}
+"""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where things go: `scale` is pixels per unit of time, `horizon` the time at the right edge."""
+
+    scale: float
+    horizon: float
+    num_stages: int
+
+    @property
+    def width(self) -> float:
+        return LEFT + self.scale * self.horizon + RIGHT
+
+    @property
+    def rows_end(self) -> float:
+        return TOP + self.num_stages * (ROW + GAP)
+
+    @property
+    def curves_top(self) -> float:
+        return self.rows_end + 64
+
+    @property
+    def height(self) -> float:
+        return self.curves_top + CURVES + 14
+
+    def x(self, time: float) -> float:
+        return LEFT + self.scale * time
+
+    def y(self, stage: int) -> float:
+        return TOP + stage * (ROW + GAP)
+
+
+def frame(runs: list[Simulation]) -> Frame:
+    """A frame with one time scale for all runs, wide enough to number their cells if that is possible."""
+    horizon = max(run.makespan for run in runs) or 1.0
+    lengths = [float(np.nanmin(run.end[k] - run.start[k])) for run in runs for k in run.table.kinds]
+    shortest = min((length for length in lengths if length > 0), default=horizon)
+    cell = _number_width(max(run.table.num_microbatches for run in runs) - 1)
+    width = min(max(MIN_WIDTH, cell * horizon / shortest), MAX_WIDTH)
+    return Frame(width / horizon, horizon, max(run.table.num_stages for run in runs))
+
+
+def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = True) -> str:
+    """Draws a run.
+
+    Args:
+      run: the simulated schedule.
+      at: a frame shared with other charts; None for one that fits.
+      standalone: a file of its own, with its styles, its ground and a `<title>` per unit; else part
+        of a page, whose script reads `data-unit` (stage, start, end as `data-at`) and
+        `data-curves`.
+    """
+    at = at or frame([run])
+    table = run.table
+    title = (
+        f"{table.name}, {table.num_stages} stages, {table.num_microbatches} microbatches, "
+        f"{table.num_repeats} {'repeats' if table.num_repeats > 1 else 'repeat'}"
+    )
+    parts = [
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
+        f'viewBox="0 0 {_n(at.width)} {_n(at.height)}" width="{_n(at.width)}" height="{_n(at.height)}" '
+        f'data-stages="{table.num_stages}" data-left="{LEFT}" data-scale="{at.scale:.6g}">'
+    ]
+    if standalone:
+        parts.append(
+            f"<style>.chart{{{LIGHT}}}@media(prefers-color-scheme:dark){{.chart{{{DARK}}}}}{STYLE}</style>"
+            f'<rect width="100%" height="100%" fill="var(--ground)"/>'
+        )
+    parts += [
+        *_heading(run, at),
+        *_rows(run, at),
+        *_units(run, at, standalone),
+        *_head(run, at, standalone),
+    ]
+    parts += [*_curves(run, at), "</svg>"]
+    return "\n".join(parts)
+
+
+def _heading(run: Simulation, at: Frame) -> list[str]:
+    """Name and figures, and beside them the legend."""
+    table = run.table
+    facts = (
+        f"bubble {run.bubble_fraction:.1%} · makespan {run.makespan:g} · peak in flight "
+        f"{int(run.peak_in_flight.max())} {'chunks' if table.num_repeats > 1 else 'microbatches'}"
+    )
+    parts = [
+        f'<text class="title" x="{LEFT}" y="18">{escape(table.name)}</text>',
+        f'<text class="muted" x="{LEFT}" y="36">{facts}</text>',
+    ]
+    x = LEFT + 26 + max(9.4 * len(table.name), 6 * len(facts))
+    for kind in table.kinds:
+        for chunk in range(table.num_repeats):
+            fill = unit_colour(kind, chunk, table.num_repeats).hex
+            parts.append(f'<rect x="{_n(x)}" y="8" width="12" height="12" rx="2.5" fill="{fill}"/>')
+            x += 13
+        parts.append(f'<text x="{_n(x + 4)}" y="18">{NAMES[kind]}</text>')
+        x += 6.2 * len(NAMES[kind]) + 18
+    if (run.head_end > run.head_start).any():
+        parts.append(f'<rect class="head" x="{_n(x)}" y="8" width="12" height="12" rx="2.5"/>')
+        parts.append(f'<text x="{_n(x + 17)}" y="18">head</text>')
+    if table.num_repeats > 1:
+        x = LEFT + 26 + max(9.4 * len(table.name), 6 * len(facts))
+        shades = f"chunks 0 to {table.num_repeats - 1} from dark to light"
+        parts.append(f'<text class="muted" x="{_n(x)}" y="36">{shades}</text>')
+    return parts
+
+
+def _rows(run: Simulation, at: Frame) -> list[str]:
+    """Stage labels, idle ground, and the axis of time."""
+    parts = [f'<text class="end muted" x="{LEFT - 10}" y="{_n(at.rows_end + 14)}">time</text>']
+    for stage in range(run.table.num_stages):
+        y = at.y(stage)
+        parts.append(
+            f'<text class="end" x="{LEFT - 10}" y="{_n(y + ROW / 2 + 4)}">stage {stage}</text>'
+        )
+        width = _n(at.scale * run.makespan)
+        parts.append(
+            f'<rect class="idle" x="{LEFT}" y="{_n(y)}" width="{width}" height="{ROW}" rx="3"/>'
+        )
+    for time in _nice(at.horizon, at.scale * at.horizon / 60):
+        x = _n(at.x(time))
+        parts.append(f'<text class="mid muted" x="{x}" y="{_n(at.rows_end + 14)}">{time:g}</text>')
+    return parts
+
+
+def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
+    """A group of boxes and a group of numbers for every kind and chunk, so that each is styled once."""
+    table, parts = run.table, []
+    overlapping = _overlapping(run)
+    for kind in table.kinds:
+        for chunk in range(table.num_repeats):
+            boxes, numbers = [], []
+            fill = unit_colour(kind, chunk, table.num_repeats)
+            for position in range(chunk * table.num_stages, (chunk + 1) * table.num_stages):
+                stage = int(table.stage_of_chunk[position])
+                y, height = at.y(stage), float(ROW)
+                if overlapping:
+                    y, height = (y, ROW / 2) if kind == "F" else (y + ROW / 2, ROW / 2)
+                for microbatch in range(table.num_microbatches):
+                    start, end = (
+                        run.start[kind][microbatch, position],
+                        run.end[kind][microbatch, position],
+                    )
+                    if math.isnan(start):
+                        continue
+                    unit = Unit(kind, microbatch, position)
+                    x, width = at.x(start), at.scale * (end - start)
+                    boxes.append(
+                        _box(unit, stage, chunk, (start, end), (x, y, width, height), titles)
+                    )
+                    if width >= _number_width(microbatch) - 1:
+                        numbers.append(
+                            f'<text x="{_n(x + width / 2)}" y="{_n(y + height / 2)}">{microbatch}</text>'
+                        )
+            parts.append(f'<g fill="{fill.hex}">{"".join(boxes)}</g>')
+            parts.append(f'<g class="n" style="--ink:{ink(fill).hex}">{"".join(numbers)}</g>')
+    return parts
+
+
+def _overlapping(run: Simulation) -> bool:
+    """Whether F and B (or I) of a tick run side by side, so that a stage needs two lanes."""
+    table = run.table
+    backward = "I" if "I" in table.kinds else "B"
+    if not (table.lockstep and backward in table.kinds):
+        return False
+    both = (table.microbatch["F"] >= 0) & (table.microbatch[backward] >= 0)
+    ends, starts = np.zeros(table.num_ticks), np.full(table.num_ticks, np.inf)
+    ends[table.ticks["F"]], starts[table.ticks[backward]] = run.end["F"], run.start[backward]
+    return bool((ends > starts + 1e-9)[both.any(axis=1)].any())
+
+
+def _box(
+    unit: Unit,
+    stage: int,
+    chunk: int,
+    times: tuple[float, float],
+    place: tuple[float, float, float, float],
+    title: bool,
+) -> str:
+    x, y, width, height = place
+    # A hairline of ground between neighbours, unless they are too narrow to afford one.
+    inset = 0.5 if width > 4 else 0.0
+    shape = f'x="{_n(x + inset)}" y="{_n(y)}" width="{_n(max(width - 2 * inset, 0))}" height="{_n(height)}"'
+    if inset:
+        shape += ' rx="2.5"'
+    if not title:
+        return f'<rect data-unit="{unit}" data-at="{stage} {_n(times[0])} {_n(times[1])}" {shape}/>'
+    text = (
+        f"{unit}: {NAMES[unit.kind]} of microbatch {unit.microbatch}, chunk {chunk} of stage {stage}, "
+        f"{_n(times[0])} to {_n(times[1])}"
+    )
+    return f"<rect {shape}><title>{text}</title></rect>"
+
+
+def _head(run: Simulation, at: Frame, titles: bool) -> list[str]:
+    """The loss: on every stage in lockstep, on the last chunk's stage otherwise."""
+    table = run.table
+    stages = range(table.num_stages) if table.lockstep else [int(table.stage_of_chunk[-1])]
+    parts = []
+    for microbatch, (start, end) in enumerate(zip(run.head_start, run.head_end, strict=True)):
+        if end <= start:
+            continue
+        for stage in stages:
+            shape = (
+                f'class="head" x="{_n(at.x(start))}" y="{_n(at.y(stage))}" '
+                f'width="{_n(at.scale * (end - start))}" height="{ROW}"'
+            )
+            parts.append(
+                f"<rect {shape}><title>head of microbatch {microbatch}</title></rect>"
+                if titles
+                else f'<rect {shape} data-unit="H{microbatch}" data-at="{stage} {_n(start)} {_n(end)}"/>'
+            )
+    return parts
+
+
+def _curves(run: Simulation, at: Frame) -> list[str]:
+    """Chunks in flight over time, a step line for each stage."""
+    table, top = run.table, at.curves_top
+    peak = int(run.peak_in_flight.max())
+    bottom = top + CURVES
+    parts = [f'<text class="muted" x="{LEFT}" y="{_n(top - 16)}">in flight</text>']
+    for value in _nice(peak, 4):
+        y = _n(bottom - CURVES * value / peak)
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{_n(at.x(at.horizon))}"/>')
+        parts.append(
+            f'<text class="end muted" x="{LEFT - 10}" y="{_n(float(y) + 4)}">{value:g}</text>'
+        )
+    steps, x = [], LEFT + 64.0
+    named = {
+        round(s)
+        for s in np.linspace(0, table.num_stages - 1, min(table.num_stages, MAX_NAMED_STAGES))
+    }
+    for stage in range(table.num_stages):
+        times, counts = run.in_flight(stage)
+        # Several changes at one time are one step, to the last of them.
+        last = np.append(np.diff(np.round(times, 9)) > 0, True)
+        times, counts = times[last].tolist(), counts[last].tolist()
+        steps.append([[round(t, 4) for t in times], counts])
+        path = "".join(
+            f"H{_n(at.x(t))}V{_n(bottom - CURVES * c / peak)}"
+            for t, c in zip(times, counts, strict=True)
+        )
+        colour = stage_colour(stage, table.num_stages).hex
+        parts.append(f'<path class="curve" stroke="{colour}" d="M{LEFT} {_n(bottom)}{path}"/>')
+        if stage in named:
+            label = f"stage {stage}: {int(run.peak_in_flight[stage])}"
+            parts.append(
+                f'<rect x="{_n(x)}" y="{_n(top - 21)}" width="12" height="4" rx="2" fill="{colour}"/>'
+            )
+            parts.append(f'<text x="{_n(x + 16)}" y="{_n(top - 16)}">{label}</text>')
+            x += 34 + 5.8 * len(label)
+    parts.append(
+        f'<rect class="hover" x="{LEFT}" y="{_n(top)}" width="{_n(at.scale * at.horizon)}" height="{CURVES}" '
+        f"fill=\"transparent\" data-curves='{json.dumps(steps, separators=(',', ':'))}'/>"
+    )
+    return parts
+
+
+def _number_width(microbatch: int) -> int:
+    """Pixels that a cell needs to show a microbatch."""
+    return 7 * len(str(microbatch)) + 6
+
+
+def _nice(limit: float, count: float) -> list[float]:
+    """Round values from 0 to a limit, about `count` of them."""
+    rough = limit / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    if limit >= 1:
+        step = max(step, 1.0)
+    return [round(step * i, 9) for i in range(math.floor(limit / step + 1e-9) + 1)]
+
+
+def _n(value: float) -> str:
+    """A number with as few digits as a picture needs."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,145 @@
+"""A table as text: ticks across, stages down."""
+
+import os
+from collections.abc import Mapping
+from typing import TextIO
+
+import numpy as np
+
+from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
+from maxpipe.planning.simulate import Simulation
+from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
+
+MAX_BLOCKS = 6
+RESET = "\x1b[0m"
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a stream is a terminal that shows colours; https://no-color.org turns them off."""
+    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+def render_terminal(run: Simulation, *, colour: bool, width: int) -> str:
+    """The table in blocks of ticks that fit the width, then what it costs.
+
+    A lockstep stage has a line for each kind, a free-running one a single line. With colour a cell
+    shows the microbatch, without it the whole unit.
+
+    Args:
+      run: the simulated table.
+      colour: whether to use ANSI colours (of the 256-colour palette).
+      width: columns of the terminal.
+    """
+    table = run.table
+    lines = [(kind,) for kind in table.kinds] if table.lockstep else [table.kinds]
+    example = Unit("F", table.num_microbatches - 1, table.num_chunks - 1)
+    cell_width = 1 + len(str(example.microbatch) if colour else str(example))
+    cell_width = max(cell_width, 1 + len(str(table.num_ticks - 1)))
+    label_width = len(f"stage {table.num_stages - 1} F ")
+    per_block = max((width - label_width) // cell_width, 1)
+    starts = range(0, table.num_ticks, per_block)
+    text = [_headline(run), *_legend(table, colour), ""]
+    for start in starts[:MAX_BLOCKS]:
+        ticks = range(start, min(start + per_block, table.num_ticks))
+        text.append("tick".ljust(label_width) + "".join(f"{t:>{cell_width}}" for t in ticks))
+        for stage in range(table.num_stages):
+            for index, kinds in enumerate(lines):
+                label = f"stage {stage}" if index == 0 else ""
+                label = (
+                    f"{label:<{label_width - 2}}{kinds[0]} "
+                    if table.lockstep
+                    else label.ljust(label_width)
+                )
+                text.append(
+                    label
+                    + "".join(_cell(table, kinds, t, stage, cell_width, colour) for t in ticks)
+                )
+        text.append("")
+    if len(starts) > MAX_BLOCKS:
+        text += [
+            f"... {table.num_ticks - MAX_BLOCKS * per_block} more ticks; --html FILE shows them all",
+            "",
+        ]
+    return "\n".join([*text, *_costs(run)]) + "\n"
+
+
+def _cell(
+    table: Table, kinds: tuple[str, ...], tick: int, stage: int, width: int, colour: bool
+) -> str:
+    for kind in kinds:
+        microbatch, chunk = (
+            int(table.microbatch[kind][tick, stage]),
+            int(table.chunk[kind][tick, stage]),
+        )
+        if microbatch != IDLE:
+            if colour:
+                return _painted(
+                    f"{microbatch:>{width}}", unit_colour(kind, chunk, table.num_repeats)
+                )
+            return f"{Unit(kind, microbatch, int(table.global_chunk(chunk, stage)))!s:>{width}}"
+    return ".".rjust(width)
+
+
+def _painted(text: str, fill: Rgb) -> str:
+    return f"\x1b[48;5;{_palette(fill)}m\x1b[38;5;{_palette(ink(fill))}m{text}{RESET}"
+
+
+def _palette(colour: Rgb) -> int:
+    """Nearest entry of the 6 x 6 x 6 cube of the 256-colour palette."""
+    red, green, blue = (0 if c < 48 else 1 if c < 115 else (c - 35) // 40 for c in colour)
+    return 16 + 36 * red + 6 * green + blue
+
+
+def _headline(run: Simulation) -> str:
+    table = run.table
+    form = "lockstep" if table.lockstep else "free-running"
+    repeats = "repeats" if table.num_repeats > 1 else "repeat"
+    return (
+        f"{table.name}: {table.num_stages} stages, {table.num_microbatches} microbatches, "
+        f"{table.num_repeats} {repeats}, {table.num_ticks} {form} ticks"
+    )
+
+
+def _legend(table: Table, colour: bool) -> list[str]:
+    if not colour:
+        return [
+            "cells: global chunk, kind, microbatch; kinds: "
+            + ", ".join(f"{k} {NAMES[k]}" for k in table.kinds)
+        ]
+    entries = []
+    for kind in table.kinds:
+        shades = (
+            _painted(f" {c} ", unit_colour(kind, c, table.num_repeats))
+            for c in range(table.num_repeats)
+        )
+        entries.append(f"{NAMES[kind]} {''.join(shades)}")
+    return ["cells: microbatch; shades: chunk    " + "   ".join(entries)]
+
+
+def _costs(run: Simulation) -> list[str]:
+    """What the table costs, a line each; without colour, so that it can be searched."""
+    table = run.table
+    chunks = "chunks" if table.num_repeats > 1 else "microbatches"
+
+    def peak(stages: np.ndarray) -> str:
+        return (
+            f"{int(stages.max())} {chunks} (by stage: {' '.join(str(p) for p in stages.tolist())})"
+        )
+
+    text = [
+        f"makespan        {run.makespan:g}",
+        f"bubble          {run.bubble:g} ({run.bubble_fraction:.1%})",
+        f"peak in flight  {peak(run.peak_in_flight)}",
+        *(
+            [f"peak stash      {peak(run.peak_stash)} between I and W"]
+            if "W" in table.kinds
+            else []
+        ),
+        f"bytes sent      {run.bytes_sent.sum():g} (most by a stage: {np.max(run.bytes_sent):g})",
+    ]
+    if table.lockstep:
+        runs = ", ".join(
+            f"{p.start}-{p.stop - 1} {'+'.join(p.kinds) or 'idle'}" for p in phases(table)
+        )
+        text.append(f"ticks           {runs}")
+    return text

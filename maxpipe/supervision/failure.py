@@ -1,0 +1,103 @@
+"""How a process ends that cannot go on."""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import jax
+
+from maxpipe.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointSaveError,
+    CheckpointUnreadable,
+)
+from maxpipe.config.cli import CONFIG_ERROR, print_problems
+from maxpipe.config.errors import ConfigError
+from maxpipe.devices.processes import coordinator
+
+FAILED = 1
+# Their messages say all that a user can act on.
+EXPLAINED = (CheckpointDamaged, CheckpointMismatch, CheckpointSaveError, CheckpointUnreadable)
+
+_REASON = "maxpipe/config_error"  # in the store of the coordination service: why the run ends
+_LOOK_SECONDS = 1.0
+_PATIENCE_MS = 10_000
+
+
+@contextmanager
+def failing_fast() -> Iterator[None]:
+    """Ends the process with exit code 1 on an error: with a traceback unless its message says all.
+
+    One of several processes ends at once. Python's way out would wait for the others, and they wait
+    for this one in a collective. Errors of JAX take that way all the same: most often they mean
+    that another process is lost, and then JAX ends this one with exit code 134 on its way.
+
+    A `ConfigError` in one of several processes ends all of them with exit code 2, wherever they
+    are.
+    """
+    try:
+        with _listening():
+            yield
+    except ConfigError as error:
+        if jax.process_count() == 1:
+            raise
+        print_problems(error)
+        coordinator().key_value_set(
+            _REASON, f"process {jax.process_index()}: {error}", allow_overwrite=True
+        )
+        _leave()
+    except Exception as error:
+        is_explained, is_one_of_several = isinstance(error, EXPLAINED), jax.process_count() > 1
+        if is_explained:
+            print(f"error: {error}", file=sys.stderr)
+        elif not is_one_of_several or isinstance(error, jax.errors.JaxRuntimeError):
+            raise
+        else:
+            traceback.print_exc()
+        if is_one_of_several:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(FAILED)
+        raise SystemExit(FAILED) from None
+
+
+@contextmanager
+def _listening() -> Iterator[None]:
+    """Ends this process when another one has posted a reason, also while the main thread is in a collective."""
+    if jax.process_count() == 1:
+        yield
+        return
+    closed = threading.Event()
+    listener = threading.Thread(target=_listen, args=(closed,), name="config errors", daemon=True)
+    listener.start()
+    try:
+        yield
+    finally:
+        closed.set()
+        listener.join()  # it must not be inside JAX's client when that is torn down
+
+
+def _listen(closed: threading.Event) -> None:
+    while not closed.wait(_LOOK_SECONDS):
+        try:
+            reason = coordinator().key_value_try_get(_REASON)
+        except jax.errors.JaxRuntimeError:
+            continue  # nobody has posted any
+        print(f"\nconfig error in {reason}", file=sys.stderr)
+        _leave()
+
+
+def _leave() -> None:
+    """Ends this process with exit code 2 when all have come here, before the end of one looks like a loss to others."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with suppress(jax.errors.JaxRuntimeError):  # one is lost, or stuck
+        coordinator().wait_at_barrier(_REASON, _PATIENCE_MS)
+    if jax.process_index() == 0:
+        time.sleep(1)  # others do not survive the service, which runs here
+    os._exit(CONFIG_ERROR)

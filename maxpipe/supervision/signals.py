@@ -1,0 +1,109 @@
+"""SIGTERM and Ctrl-C: the run finishes its step, saves, and ends, in all processes after the same step."""
+
+import os
+import signal
+import threading
+from types import TracebackType
+from typing import Self
+
+PREEMPTED, INTERRUPTED = 75, 130  # EX_TEMPFAIL of sysexits.h; 128 + SIGINT
+
+
+class Interruption:
+    """Asks the loop to stop after the current step; inert until it is entered as a context manager.
+
+    SIGTERM (exit code 75) and the first Ctrl-C (130) ask. A second Ctrl-C ends the process at once,
+    and so does any of them before `begin`, when there is nothing to save yet.
+
+    Signals are read by a thread from a pipe, because Python's own handlers run in the main thread
+    only, which may sit in a compilation or in a collective that never ends.
+
+    With several processes a signal to one of them stops all. JAX's preemption service, which takes
+    SIGTERM over, agrees on the step; Ctrl-C is passed on to it.
+    """
+
+    def __init__(self) -> None:
+        self._asked: int | None = None
+        self._begun = False
+        self._pipe: int | None = None
+
+    def __enter__(self) -> Self:
+        self._previous = {n: signal.signal(n, _do_nothing) for n in (signal.SIGTERM, signal.SIGINT)}
+        read, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._previous_pipe = signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._pipe is not None
+        signal.set_wakeup_fd(self._previous_pipe)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self._pipe)  # ends the thread
+
+    def begin(self) -> None:
+        """From now on a signal has to wait for a step and a save."""
+        self._begun = True
+
+    def after(self, step: int) -> bool:
+        """Whether to stop with `step` finished steps.
+
+        With several processes all of them ask at every step, and get the same answer.
+        """
+        import jax
+
+        if jax.process_count() == 1:
+            return self._asked is not None
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    @property
+    def exit_code(self) -> int:
+        """130 if this process got a Ctrl-C, otherwise 75."""
+        return INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
+
+    def _listen(self, read: int) -> None:
+        with os.fdopen(read, "rb", buffering=0) as signals:
+            while received := signals.read(1):
+                if received[0] in (signal.SIGTERM, signal.SIGINT):
+                    self._receive(received[0])
+
+    def _receive(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if not self._begun:
+            _exit_now(number, f"{name} before the first step: nothing to save")
+        if number == self._asked == signal.SIGINT:
+            _exit_now(number, "stopped at once; the next start goes on from the last checkpoint")
+        if self._asked != signal.SIGINT:
+            self._asked = number
+        again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
+        _print(f"{name}: finishing the step and saving; {again} stops at once")
+        if number == signal.SIGINT and _is_one_of_several():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_one_of_several() -> bool:
+    import jax
+
+    return jax.distributed.is_initialized()
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """A handler in Python makes the interpreter write to the pipe."""
+
+
+def _exit_now(number: int, why: str) -> None:
+    _print(why)
+    os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+
+
+def _print(text: str) -> None:
+    """Past Python's buffers, whose locks the main thread may hold."""
+    os.write(2, f"\n{text}\n".encode())

@@ -1,0 +1,28 @@
+"""What watches over a process from its start to its end: signals, deadlines, and an account of its time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from maxpipe.config.sections import TelemetryConfig
+from maxpipe.supervision.signals import Interruption
+from maxpipe.supervision.watchdog import Watchdog
+from maxpipe.telemetry.time_account import TimeAccount
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """By default inert: no signal is taken, nothing expires."""
+
+    interruption: Interruption = field(default_factory=Interruption)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    time: TimeAccount = field(default_factory=TimeAccount)
+
+
+@contextmanager
+def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
+    """Supervises this process, which calls it in its main thread before it starts JAX."""
+    watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
+    account = TimeAccount()
+    with Interruption() as interruption, watchdog, account:
+        yield Supervision(interruption, watchdog, account)

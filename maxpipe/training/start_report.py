@@ -1,0 +1,187 @@
+"""The report at the start of a run: what was asked for, what was decided, and why, in at most 25 lines.
+
+The report at the start of a run, from what was built."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from maxpipe.builder import build_layout, build_table
+from maxpipe.config.sections import Config, DataConfig
+from maxpipe.planning.auto_stages import predict
+from maxpipe.planning.flops import parameter_count
+from maxpipe.planning.simulate import simulate
+
+MAX_LINES = 25
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What the report says.
+
+    Attributes:
+      run_dir: the run's directory.
+      device_kind: as JAX names it.
+      num_devices, num_processes: of the whole run.
+      is_simulated: True if the devices are shares of a CPU.
+      mesh: size of each axis, in the order of the mesh.
+      num_parameters, parameter_bytes: of the whole model, without optimizer state.
+      stage_layers: for each pipeline stage the indices of its layers, ascending; empty without a
+        pipeline.
+      schedule: engine and schedule in words.
+      num_microbatches: microbatches per step.
+      bubble: idle share of the stages' time in the schedule, from 0 to 1.
+      data: source, tokenizer and tokens per step in words.
+      steps: steps of the whole run.
+      resumed_step: step of the restored checkpoint, or None for a fresh run.
+      decisions: every automatic choice with its reason, a line each.
+    """
+
+    run_dir: str
+    device_kind: str
+    num_devices: int
+    num_processes: int
+    is_simulated: bool
+    mesh: Mapping[str, int]
+    num_parameters: int
+    parameter_bytes: int
+    stage_layers: Sequence[Sequence[int]]
+    schedule: str
+    num_microbatches: int
+    bubble: float
+    data: str
+    steps: int
+    resumed_step: int | None = None
+    decisions: Sequence[str] = ()
+
+
+def start_summary(run: RunSummary) -> list[str]:
+    """The report, one string per line, at most `MAX_LINES` of them."""
+    simulated = " simulated on one machine" if run.is_simulated else ""
+    processes = _count(run.num_processes, "process")
+    start = "fresh" if run.resumed_step is None else f"resumed after step {run.resumed_step}"
+    axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.items() if size > 1)
+    lines = [
+        _line("run", f"{run.run_dir}, {run.steps} steps, {start}"),
+        _line("devices", f"{run.num_devices} x {run.device_kind}{simulated}, {processes}"),
+        _line("mesh", axes or "one device"),
+        _line("parameters", f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"),
+        _line("pipeline", _pipeline(run)),
+        *_stages(run.stage_layers),
+        _line("data", run.data),
+    ]
+    room = MAX_LINES - len(lines)
+    shown = run.decisions if len(run.decisions) <= room else run.decisions[: room - 1]
+    lines += [_line("chosen", decision) for decision in shown]
+    if len(shown) < len(run.decisions):
+        hidden = len(run.decisions) - len(shown)
+        lines.append(_line("chosen", f"{hidden} more values; --print-config shows them all"))
+    return lines
+
+
+def compress(indices: Sequence[int]) -> str:
+    """Ascending whole numbers as ranges: [0, 1, 2, 8, 9, 12] becomes "0-2, 8-9, 12"."""
+    ranges = []
+    for _, group in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        run = [index for _, index in group]
+        ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}")
+    return ", ".join(ranges)
+
+
+def _pipeline(run: RunSummary) -> str:
+    microbatches = _count(run.num_microbatches, "microbatch")
+    if not run.stage_layers:
+        return f"none ({run.schedule}), {microbatches}"
+    return f"{run.schedule}, {microbatches}, bubble {100 * run.bubble:.1f} %"
+
+
+def _stages(stage_layers: Sequence[Sequence[int]]) -> list[str]:
+    """A line per stage; with many stages the first ones and the last."""
+    lines = [
+        _line(f"  stage {s}", f"layers {compress(layers)}") for s, layers in enumerate(stage_layers)
+    ]
+    if len(lines) <= MAX_STAGES:
+        return lines
+    return [*lines[: MAX_STAGES - 2], _line("  ...", ""), lines[-1]]
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun if number == 1 else noun + "es" if noun.endswith(("s", "ch")) else noun + "s"
+    return f"{number} {plural}"
+
+
+def _bytes(count: int) -> str:
+    """Three significant digits in MiB, GiB or TiB."""
+    mebibytes = count / 2**20
+    if mebibytes < 1000:
+        return f"{mebibytes:.3g} MiB"
+    return (
+        f"{mebibytes / 2**10:.3g} GiB"
+        if mebibytes < 1000 * 2**10
+        else f"{mebibytes / 2**20:.3g} TiB"
+    )
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<12}{text}".rstrip()
+
+
+def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence[str]) -> list[str]:
+    """Lines about devices, model, stages, data and every automatic decision; at most 25.
+
+    Args:
+      config: resolved.
+      mesh: the device mesh.
+      root: the run's directory.
+      step: finished steps.
+      decisions: `key=value: reason`, one line each.
+    """
+    device = mesh.devices.flat[0]
+    parameters = parameter_count(config.model)
+    data = config.data
+    tokens = data.global_batch_size * data.sequence_length
+    pipelined = config.pipeline.engine != "sequential"
+    layout = build_layout(config)
+    stages = range(layout.num_stages) if pipelined else ()
+    summary = RunSummary(
+        run_dir=root,
+        device_kind=device.device_kind,
+        num_devices=mesh.size,
+        num_processes=jax.process_count(),
+        is_simulated=device.platform == "cpu" and mesh.size > jax.process_count(),
+        mesh=dict(mesh.shape),
+        num_parameters=parameters,
+        parameter_bytes=parameters * jnp.dtype(config.model.param_dtype).itemsize,
+        stage_layers=[[i for chunk in layout.stage_layers(s) for i in chunk] for s in stages],
+        schedule=f"{config.pipeline.schedule} on the {config.pipeline.engine} engine"
+        if pipelined
+        else "sequential",
+        num_microbatches=config.pipeline.num_microbatches,
+        bubble=_bubble(config) if pipelined else 0.0,
+        data=f"{describe_sources(data)}, {data.tokenizer} tokens, "
+        f"{data.global_batch_size} x {data.sequence_length} = {tokens} a step",
+        steps=config.steps,
+        resumed_step=step or None,
+        decisions=decisions,
+    )
+    return start_summary(summary)
+
+
+def _bubble(config: Config) -> float:
+    """Of equal chunks; on the MPMD engine, where one stage has the head, of what the stages hold."""
+    if config.pipeline.engine != "mpmd":
+        return simulate(build_table(config)).bubble_fraction
+    return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
+
+
+def describe_sources(data: DataConfig) -> str:
+    """The source, or those of a mixture with their shares."""
+    total = sum(entry["weight"] for entry in data.mixture)
+    return (
+        " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture) or data.source
+    )
