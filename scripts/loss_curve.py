@@ -18,6 +18,11 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 34, 44
+# On a dark page: text, ground and dots, grid.
+DARK = (
+    "@media(prefers-color-scheme:dark){.loss{fill:#cbd5e1}"
+    ".loss rect,.loss circle{fill:#12161c}.loss .grid{stroke:#2b333d}}"
+)
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#475569")
 
 Points = list[tuple[int, float]]
@@ -77,12 +82,14 @@ def draw(runs: Sequence[Run]) -> str:
         return TOP + (high - loss) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"',
+        f'<svg class="loss" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"',
         f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12" fill="#334155">',
+        f"<style>{DARK}</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     for loss in ticks(low, high):
-        parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="#e2e8f0"/>')
+        grid = f"M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}"
+        parts.append(f'<path class="grid" d="{grid}" stroke="#e2e8f0"/>')
         parts.append(
             f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>'
         )
