@@ -23,12 +23,12 @@ from maxpipe.devices import processes
 from maxpipe.devices.chips import chip_for
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.base import Parts, Pipeline
-from maxpipe.pipeline.engines.circular.engine import CircularPipeline
-from maxpipe.pipeline.engines.mpmd.engine import MpmdPipeline
+from maxpipe.pipeline.engines.base import Engine, EngineInputs
+from maxpipe.pipeline.engines.circular.engine import CircularEngine
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.pipeline.engines.mpmd.stages import stage_meshes
-from maxpipe.pipeline.engines.scheduled.engine import ScheduledPipeline
-from maxpipe.pipeline.engines.sequential import SequentialPipeline
+from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
+from maxpipe.pipeline.engines.sequential import SequentialEngine
 from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
@@ -39,16 +39,16 @@ from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, WithBatchDigest
 from maxpipe.training.loop import Run
-from maxpipe.training.mpmd_trainer import MpmdEngine
+from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.stored_step import StoredStep
-from maxpipe.training.trainer import Engine, SpmdEngine
+from maxpipe.training.trainer import SpmdTrainer, Trainer
 
-PIPELINES: dict[str, Callable[[Parts], Pipeline]] = {
-    "sequential": SequentialPipeline,
-    "circular": CircularPipeline,
-    "scheduled": ScheduledPipeline,
+ENGINES: dict[str, Callable[[EngineInputs], Engine]] = {
+    "sequential": SequentialEngine,
+    "circular": CircularEngine,
+    "scheduled": ScheduledEngine,
 }
 
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -73,10 +73,10 @@ def build_layout(config: Config) -> StageLayout:
     )
 
 
-def build_parts(
+def build_engine_inputs(
     config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None
-) -> Parts:
-    """What a pipeline is built from; arguments as for `build_engine`.
+) -> EngineInputs:
+    """What a pipeline is built from; arguments as for `build_trainer`.
 
     The rules are bound to the mesh, for the MPMD engine to an abstract one like that of every
     stage.
@@ -87,14 +87,14 @@ def build_parts(
     rules = AxisRules(config.sharding.logical_axis_rules, local, say, **watch)
     table = None if config.pipeline.engine == "sequential" else build_table(config)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, say)
-    return Parts(
+    return EngineInputs(
         ModelProgram(config.model, attention), rules, config.pipeline, build_layout(config), table
     )
 
 
-def build_engine(
+def build_trainer(
     config: Config, mesh: Mesh, *, say: Callable[[str], None] = lambda text: None
-) -> Engine:
+) -> Trainer:
     """The engine of a resolved configuration.
 
     Args:
@@ -107,29 +107,29 @@ def build_engine(
         other options.
     """
     try:
-        parts = build_parts(config, mesh, say=say)
-        build = build_mpmd_engine if config.pipeline.engine == "mpmd" else build_spmd_engine
+        parts = build_engine_inputs(config, mesh, say=say)
+        build = build_mpmd_trainer if config.pipeline.engine == "mpmd" else build_spmd_trainer
         engine = build(config, mesh, parts)
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     return WithBatchDigest(engine) if config.telemetry.batch_digest else engine
 
 
-def build_spmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
-    """One program on all devices; arguments as for `build_engine`.
+def build_spmd_trainer(config: Config, mesh: Mesh, parts: EngineInputs) -> Trainer:
+    """One program on all devices; arguments as for `build_trainer`.
 
     Raises:
       ConfigError: the schedule splits backwards, and another option is in the way.
     """
     specs = parts.program.specs
-    pipeline = PIPELINES[config.pipeline.engine](parts)
+    pipeline = ENGINES[config.pipeline.engine](parts)
     _check_split_backwards(config, parts)
-    engine = SpmdEngine(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
+    engine = SpmdTrainer(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
     return StoredStep(engine, config, mesh) if config.compile.load else engine
 
 
-def build_mpmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
-    """Programs per stage; arguments as for `build_engine`.
+def build_mpmd_trainer(config: Config, mesh: Mesh, parts: EngineInputs) -> Trainer:
+    """Programs per stage; arguments as for `build_trainer`.
 
     Raises:
       ConfigError: there are several processes, or the schedule splits backwards and another option
@@ -138,16 +138,16 @@ def build_mpmd_engine(config: Config, mesh: Mesh, parts: Parts) -> Engine:
     one_process(config, jax.process_count())
     _check_split_backwards(config, parts)
     meshes = stage_meshes(mesh)
-    pipeline = MpmdPipeline(
+    pipeline = MpmdEngine(
         parts, meshes, (config.data.global_batch_size, config.data.sequence_length)
     )
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
-    return MpmdEngine(
+    return MpmdTrainer(
         parts.program.specs, pipeline, meshes, rules, partial(Optimizer, config.optimizer)
     )
 
 
-def _check_split_backwards(config: Config, parts: Parts) -> None:
+def _check_split_backwards(config: Config, parts: EngineInputs) -> None:
     if parts.table is not None and "W" in parts.table.kinds:
         check_split_backwards(config)
 
@@ -187,7 +187,7 @@ def build_run(
       ConfigError: data, run directory or mirror do not fit the configuration; nothing but
         `config.yml` has been written then.
     """
-    engine = build_engine(config, mesh, say=say)
+    engine = build_trainer(config, mesh, say=say)
     place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
     place_eval = BatchPlacer(mesh, engine.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)

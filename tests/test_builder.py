@@ -4,21 +4,21 @@ from importlib import metadata
 
 import jax
 import pytest
-from engines import make_mesh, tiny
+from helpers.engines import make_mesh, tiny
 
 import maxpipe
 from maxpipe import builder
-from maxpipe.builder import PIPELINES, build_engine, build_layout, build_parts, build_table
+from maxpipe.builder import ENGINES, build_engine_inputs, build_layout, build_table, build_trainer
 from maxpipe.config import ConfigError
-from maxpipe.config.sections.parallelism import ENGINES
+from maxpipe.config.sections.parallelism import ENGINES as ENGINE_NAMES
 from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.training.trainer import SpmdEngine
+from maxpipe.training.trainer import SpmdTrainer
 
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 
 
 def test_every_engine_of_the_configuration_is_built():
-    assert {*PIPELINES, "mpmd"} == set(ENGINES) - {"auto"}
+    assert {*ENGINES, "mpmd"} == set(ENGINE_NAMES) - {"auto"}
 
 
 def test_even_layers():
@@ -36,7 +36,7 @@ def test_uneven_layers():
 def test_without_a_pipeline_there_is_one_stage_and_no_schedule():
     config = tiny(**{"pipeline.engine": "sequential", "model.num_layers": 3})
     assert build_layout(config).shape == (1, 1, 3)
-    assert build_parts(config, make_mesh(config)).table is None
+    assert build_engine_inputs(config, make_mesh(config)).table is None
 
 
 def test_table_has_the_sizes_and_the_delay_of_the_configuration():
@@ -61,7 +61,7 @@ def test_a_wrong_table_is_a_configuration_error_that_names_file_and_key(tmp_path
     file.write_text("0F0,0B0\n1F0,1B0\n")
     config = tiny(**PIPELINE, **{"pipeline.schedule": str(file), "pipeline.num_repeats": 1})
     with pytest.raises(ConfigError, match=r"pipeline\.schedule=.*wrong\.csv"):
-        build_engine(config, make_mesh(config))
+        build_trainer(config, make_mesh(config))
 
 
 def test_a_table_from_a_file_that_the_scheduled_engine_cannot_run_runs_on_the_mpmd_engine(tmp_path):
@@ -70,9 +70,9 @@ def test_a_table_from_a_file_that_the_scheduled_engine_cannot_run_runs_on_the_mp
     values |= {"pipeline.schedule": str(tmp_path / "mine.csv")}
     config = tiny(**values)
     with pytest.raises(ConfigError, match=r"scheduled engine: .*; pipeline\.engine=mpmd runs it"):
-        build_engine(config, make_mesh(config))
+        build_trainer(config, make_mesh(config))
     config = tiny(**values, **{"pipeline.engine": "mpmd"})
-    table = build_engine(config, make_mesh(config)).pipeline.table
+    table = build_trainer(config, make_mesh(config)).pipeline.table
     assert (table.placement, table.kinds) == ("v", ("F", "I", "W"))
     assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
 
@@ -85,7 +85,7 @@ def test_a_table_from_a_file_that_splits_backwards_needs_layers_that_are_not_in_
     with pytest.raises(
         ConfigError, match=r"pipeline\.scan_layers_per_stage: true hides the layers in a loop"
     ):
-        build_engine(config, make_mesh(config))
+        build_trainer(config, make_mesh(config))
 
 
 def test_a_table_from_a_file_that_splits_backwards_runs_on_the_scheduled_engine_if_that_pays(
@@ -98,9 +98,9 @@ def test_a_table_from_a_file_that_splits_backwards_runs_on_the_scheduled_engine_
     with pytest.raises(
         ConfigError, match=r"pipeline\.remat_policy: full keeps no result .*; use minimal"
     ):
-        build_engine(config, make_mesh(config))
+        build_trainer(config, make_mesh(config))
     config = tiny(**values, **{"pipeline.remat_policy": "minimal"})
-    assert isinstance(build_engine(config, make_mesh(config)), SpmdEngine)
+    assert isinstance(build_trainer(config, make_mesh(config)), SpmdTrainer)
 
 
 def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
@@ -110,13 +110,13 @@ def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*--compare zb_h1 lock"
     ):
-        build_engine(config, mesh)
+        build_trainer(config, mesh)
 
 
 def test_decisions_are_said():
     said = []
     config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
-    build_engine(config, make_mesh(config), say=said.append)
+    build_trainer(config, make_mesh(config), say=said.append)
     assert any("'kv_heads' of size 2 stays whole" in line for line in said)
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from compile_command import NARROW, report_of, tpu_aot
+from helpers.compile_command import NARROW, report_of, tpu_aot
 
 from maxpipe.config import load, resolve
 

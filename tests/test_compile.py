@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compile_command import NARROW, report_of, run, tpu_aot
+from helpers.compile_command import NARROW, report_of, run, tpu_aot
 
 from maxpipe import compile as command
 from maxpipe.compiling.collectives import BESIDE

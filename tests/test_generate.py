@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_process import command
+from helpers.training_process import command
 
 from maxpipe import generate as cli
 from maxpipe import train

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import yaml
-from runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
+from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
 
 from maxpipe.train import main
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.builder import build_engine, build_table
+from maxpipe.builder import build_table, build_trainer
 from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.jaxpr_flops import step_flops
@@ -20,7 +20,7 @@ from maxpipe.planning.bounds import bounds
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.simulate import simulate
-from maxpipe.training.trainer import SpmdEngine
+from maxpipe.training.trainer import SpmdTrainer
 
 
 def analyse(
@@ -45,8 +45,8 @@ def analyse(
     compiler = flops = limits = None
     collectives, hlo = [], ""
     # The digest is a program of its own.
-    engine = build_engine(update(config, {"telemetry.batch_digest": False}), mesh, say=say)
-    assert isinstance(engine, SpmdEngine)
+    engine = build_trainer(update(config, {"telemetry.batch_digest": False}), mesh, say=say)
+    assert isinstance(engine, SpmdTrainer)
     seconds, executable = 0.0, None
     try:
         step = compile_step(config, mesh, engine)

@@ -6,12 +6,12 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.builder import build_engine
+from maxpipe.builder import build_trainer
 from maxpipe.compiling.report import size
 from maxpipe.compiling.step import out_of_memory
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
-from maxpipe.training.mpmd_trainer import MpmdEngine
+from maxpipe.training.mpmd_trainer import MpmdTrainer
 
 
 def write_programs(config: Config, mesh: Mesh, directory: Path) -> Iterator[str]:
@@ -33,8 +33,8 @@ def write_programs(config: Config, mesh: Mesh, directory: Path) -> Iterator[str]
     # Of other stages or units, which this configuration may not have.
     for former in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
         former.unlink()
-    engine = build_engine(update(config, {"telemetry.batch_digest": False}), mesh)
-    assert isinstance(engine, MpmdEngine)
+    engine = build_trainer(update(config, {"telemetry.batch_digest": False}), mesh)
+    assert isinstance(engine, MpmdTrainer)
     texts = engine.pipeline.texts()
     try:
         for stage, name, compiled in engine.pipeline.compile():

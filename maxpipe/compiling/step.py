@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.training.trainer import SpmdEngine
+from maxpipe.training.trainer import SpmdTrainer
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -55,7 +55,7 @@ class CompiledStep:
             raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
 
-def compile_step(config: Config, mesh: Mesh, engine: SpmdEngine) -> CompiledStep:
+def compile_step(config: Config, mesh: Mesh, engine: SpmdTrainer) -> CompiledStep:
     """Compiles `engine.jitted_step`; no array is made.
 
     Raises:

@@ -195,7 +195,7 @@ SOURCES: dict[str, DataSource] = {
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_parts`.
+    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_engine_inputs`.
 
     Attributes:
       implementation: "module:class".

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.checkpoint.digest import device_digest
 from maxpipe.devices.mesh import rows_of_this_process
 from maxpipe.pipeline.engines.base import Batch, Metrics
-from maxpipe.training.trainer import Engine
+from maxpipe.training.trainer import Trainer
 
 HostBatch = dict[str, np.ndarray]
 
@@ -78,7 +78,7 @@ class WithBatchDigest:
       engine: does everything else.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Trainer):
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,7 @@ from maxpipe.supervision.supervise import Supervision
 from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, all_rows
-from maxpipe.training.trainer import Engine
+from maxpipe.training.trainer import Trainer
 
 
 class StepLog:
@@ -97,7 +97,7 @@ class Run:
     """
 
     config: Config
-    engine: Engine
+    engine: Trainer
     state: Any
     step: int
     loader: Loader

@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.model import parameters
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
-from maxpipe.pipeline.engines.mpmd.engine import MpmdPipeline
-from maxpipe.pipeline.engines.mpmd.staged import Named
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
+from maxpipe.pipeline.engines.mpmd.staged import ArraysByPath
 from maxpipe.pipeline.engines.mpmd.stages import named
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.optimizer import Optimizer
@@ -57,13 +57,13 @@ class MpmdState:
     """
 
     stages: tuple[StageState, ...]
-    copies: tuple[Named, ...]
+    copies: tuple[ArraysByPath, ...]
     skips: jax.Array
     history: History | None
 
 
-class MpmdEngine:
-    """See `engine.Engine`.
+class MpmdTrainer:
+    """See `trainer.Trainer`.
 
     Args:
       program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
@@ -76,7 +76,7 @@ class MpmdEngine:
     def __init__(
         self,
         program_specs: Any,
-        pipeline: MpmdPipeline,
+        pipeline: MpmdEngine,
         meshes: Sequence[Mesh],
         rules: AxisRules,
         make_optimizer: Callable[[Any], Optimizer],

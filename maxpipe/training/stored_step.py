@@ -26,7 +26,7 @@ from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
-from maxpipe.training.trainer import SpmdEngine
+from maxpipe.training.trainer import SpmdTrainer
 
 SAVE, LOAD = "compile.save", "compile.load"
 MAGIC = b"maxpipe train step 1\n"
@@ -141,7 +141,7 @@ class StoredStep:
         difference), or no program from a file is safe on these devices.
     """
 
-    def __init__(self, engine: SpmdEngine, config: Config, mesh: Mesh):
+    def __init__(self, engine: SpmdTrainer, config: Config, mesh: Mesh):
         file = config.compile.load
         stored = read(file)
         if problems := _differences(file, stored.origin, origin(config, mesh)):

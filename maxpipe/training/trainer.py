@@ -13,14 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxpipe.devices.host_memory import move
 from maxpipe.model import parameters
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.engines.base import Batch, Metrics, Pipeline
+from maxpipe.pipeline.engines.base import Batch, Engine, Metrics
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.step import TrainState, map_by_parameter, new_state, train_step
 
 
-class Engine(Protocol):
+class Trainer(Protocol):
     """All that the training loop knows of an engine, which owns the live state."""
 
     batch_spec: PartitionSpec
@@ -44,8 +44,8 @@ class Engine(Protocol):
         """Shapes, dtypes and shardings of `to_canonical`'s result."""
 
 
-class SpmdEngine:
-    """One program on all devices around a `Pipeline`.
+class SpmdTrainer:
+    """One program on all devices around an `Engine`.
 
     Args:
       program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
@@ -55,7 +55,7 @@ class SpmdEngine:
     """
 
     def __init__(
-        self, program_specs: Any, pipeline: Pipeline, rules: AxisRules, optimizer: Optimizer
+        self, program_specs: Any, pipeline: Engine, rules: AxisRules, optimizer: Optimizer
     ):
         self._specs = program_specs
         self._pipeline = pipeline

@@ -150,7 +150,7 @@ def measure(policy: str, shape: Row) -> Row:
     import jax
     import numpy as np
 
-    from maxpipe.builder import build_engine
+    from maxpipe.builder import build_trainer
     from maxpipe.config import Config, replace, resolve
     from maxpipe.devices.mesh import build_mesh
     from maxpipe.training.batches import BatchPlacer
@@ -171,7 +171,7 @@ def measure(policy: str, shape: Row) -> Row:
     }
     config = resolve(replace(Config(), **values), 1)
     mesh = build_mesh(config, [device])
-    engine = build_engine(config, mesh)
+    engine = build_trainer(config, mesh)
     tokens = (
         np.random.default_rng(0)
         .integers(0, shape["vocab_size"], (rows, length + 1))

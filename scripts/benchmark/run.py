@@ -166,14 +166,14 @@ class Case:
         import jax
         import numpy as np
 
-        from maxpipe.builder import build_engine
+        from maxpipe.builder import build_trainer
         from maxpipe.config import Config, replace, resolve
         from maxpipe.devices.mesh import build_mesh
         from maxpipe.training.batches import BatchPlacer
 
         config = resolve(replace(Config(), **values), num_devices)
         mesh = build_mesh(config, jax.devices()[:num_devices])
-        engine = build_engine(config, mesh)
+        engine = build_trainer(config, mesh)
         rows, length, vocab = (
             config.data.global_batch_size,
             config.data.sequence_length,

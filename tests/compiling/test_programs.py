@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from maxpipe import compile as command
-from maxpipe.pipeline.engines.mpmd.engine import MpmdPipeline
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
 SMALL = [
     "compile.topology=cpu",
@@ -105,7 +105,7 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
         )
         yield
 
-    monkeypatch.setattr(MpmdPipeline, "compile", compile_none)
+    monkeypatch.setattr(MpmdEngine, "compile", compile_none)
     (tmp_path / "stage_7").mkdir()
     (tmp_path / "stage_7" / "F7.txt").touch()
     assert command.main(["configs/base.yml", *SMALL, "--programs", str(tmp_path)]) == 3

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import tiny
+from helpers.engines import tiny
 
 from maxpipe.model.layers import GatedMLP, RMSNorm, dropout
 from maxpipe.model.parameters import init_params, split_module

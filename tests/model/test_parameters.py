@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import tiny
 from flax import nnx
+from helpers.engines import tiny
 
 from maxpipe.model.parameters import (
     ParamSpec,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import TINY, canonical_params, make_batch, tiny
+from helpers.engines import TINY, canonical_params, make_batch, tiny
 from test_presets import PARAMETERS, for_slice
 
 from maxpipe.config import Config, replace

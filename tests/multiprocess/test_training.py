@@ -5,9 +5,9 @@ import signal
 import time
 
 import pytest
-from members import ends, members
-from runs import checkpoints, losses
-from training_process import command, run, steps_of
+from helpers.members import ends, members
+from helpers.runs import checkpoints, losses
+from helpers.training_process import command, run, steps_of
 
 HEARTBEAT = 10
 ENDLESS = ("steps=1000", "checkpoint.every=1000", f"mesh.heartbeat_timeout_seconds={HEARTBEAT}")

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import make_mesh, tiny
+from helpers.engines import make_mesh, tiny
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.builder import build_parts
+from maxpipe.builder import build_engine_inputs
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
-from maxpipe.pipeline.engines.scheduled.engine import ScheduledPipeline, check_rules
+from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine, check_rules
 from maxpipe.pipeline.manual import MANUAL_AXES, Gather, gather_tree, psum, ring, sum_replicas
 
 P = PartitionSpec
@@ -118,7 +118,7 @@ def test_sums_over_axes_of_one_device_beside_an_automatic_axis():
 
 
 def parts_with(rules, **values):
-    """Parts of a pipeline under the default rules, some of them replaced."""
+    """EngineInputs of a pipeline under the default rules, some of them replaced."""
     changed = [rule for rule in DEFAULT_RULES if rule[0] not in {name for name, _ in rules}] + rules
     config = tiny(
         **{
@@ -130,7 +130,7 @@ def parts_with(rules, **values):
         }
         | values
     )
-    return build_parts(config, make_mesh(config))
+    return build_engine_inputs(config, make_mesh(config))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def parts_with(rules, **values):
 def test_rules_that_the_program_is_not_written_for_are_refused(rule, remedy):
     rules = [rule, ["outer_embed", []]] if rule[0] == "vocab" else [rule]
     with pytest.raises(ConfigError) as error:
-        ScheduledPipeline(parts_with(rules))
+        ScheduledEngine(parts_with(rules))
     assert "sharding.logical_axis_rules" in str(error.value)
     assert remedy in str(error.value)
 

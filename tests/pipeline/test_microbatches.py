@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import make_batch
+from helpers.engines import make_batch
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.pipeline import microbatches

@@ -6,7 +6,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
-from engines import canonical_params, make_batch, tiny
+from helpers.engines import canonical_params, make_batch, tiny
 from jax.ad_checkpoint import print_saved_residuals
 
 from maxpipe.config import PipelineConfig, RematTensorsConfig

@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-from engines import canonical_params, make_mesh, tiny
+from helpers.engines import canonical_params, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.builder import build_parts
+from maxpipe.builder import build_engine_inputs
 from maxpipe.pipeline.weights import Weights
 
 
@@ -14,7 +14,7 @@ def setting():
     """Weights and live parameters on stage=2 x fsdp=2 x tensor=2."""
     axes = {f"mesh.ici.{axis}": 2 for axis in ("stage", "fsdp", "tensor")}
     config = tiny(**axes, **{"pipeline.num_repeats": 2, "model.qk_norm": True})
-    parts = build_parts(config, make_mesh(config))
+    parts = build_engine_inputs(config, make_mesh(config))
     weights = Weights(
         parts.rules, parts.program.specs, ("repeat", "stage", "layers_per_stage"), (2, 2, 1)
     )

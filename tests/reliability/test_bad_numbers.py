@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import assert_same_run, checkpoints, saved
-from training_process import command, steps_of
+from helpers.runs import assert_same_run, checkpoints, saved
+from helpers.training_process import command, steps_of
 
 from maxpipe import train
 from maxpipe.config import OptimizerConfig

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from runs import checkpoints, losses, rows, saved
-from training_process import command
+from helpers.runs import checkpoints, losses, rows, saved
+from helpers.training_process import command
 
 from maxpipe import train
 from maxpipe.checkpoint.record import read_record

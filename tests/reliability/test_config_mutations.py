@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import yaml
-from training_process import BASE, command, run
+from helpers.training_process import BASE, command, run
 
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.options import OPTIONS, SECTIONS

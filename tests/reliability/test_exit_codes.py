@@ -5,8 +5,8 @@ tests/multiprocess.
 """
 
 import pytest
-from runs import checkpoints
-from training_process import command
+from helpers.runs import checkpoints
+from helpers.training_process import command
 
 from maxpipe import train
 

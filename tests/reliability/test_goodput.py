@@ -5,8 +5,8 @@ import signal
 import time
 
 import pytest
-from runs import losses, rows
-from training_process import TrainingProcess, command, run, steps_of
+from helpers.runs import losses, rows
+from helpers.training_process import TrainingProcess, command, run, steps_of
 
 from maxpipe.telemetry.time_account import PHASES, TimeAccount, goodput_line, goodput_row
 

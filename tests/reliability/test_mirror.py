@@ -5,8 +5,8 @@ import sys
 import time
 
 import pytest
-from runs import checkpoints, saved
-from training_process import command, run
+from helpers.runs import checkpoints, saved
+from helpers.training_process import command, run
 
 from maxpipe import generate, train
 from maxpipe.checkpoint.mirror import Mirror

@@ -6,8 +6,16 @@ import signal
 import time
 
 import pytest
-from runs import assert_same_run, checkpoints, losses, output_dir, saved, train, write_config
-from training_process import TrainingProcess
+from helpers.runs import (
+    assert_same_run,
+    checkpoints,
+    losses,
+    output_dir,
+    saved,
+    train,
+    write_config,
+)
+from helpers.training_process import TrainingProcess
 
 STEPS = 120
 EVERY = 20

@@ -4,7 +4,7 @@ import threading
 import time
 
 import pytest
-from training_process import TrainingProcess, command, run, steps_of
+from helpers.training_process import TrainingProcess, command, run, steps_of
 
 from maxpipe.supervision import signals
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED, Interruption

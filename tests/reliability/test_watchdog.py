@@ -3,7 +3,7 @@ import sys
 import time
 
 import pytest
-from training_process import command, run
+from helpers.training_process import command, run
 
 from maxpipe.supervision.watchdog import HUNG, Watchdog
 
@@ -24,9 +24,9 @@ with Watchdog(startup, step) as watchdog:
 STEP_THREE_HANGS = """
 import sys, time
 from maxpipe import train
-from maxpipe.training.engine import SpmdEngine
+from maxpipe.training.engine import SpmdTrainer
 
-original, calls = SpmdEngine.step, []
+original, calls = SpmdTrainer.step, []
 
 def step(self, state, batch):
     calls.append(None)
@@ -34,7 +34,7 @@ def step(self, state, batch):
         time.sleep(600)
     return original(self, state, batch)
 
-SpmdEngine.step = step
+SpmdTrainer.step = step
 sys.exit(train.main(sys.argv[1:]))
 """
 

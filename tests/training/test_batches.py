@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 import pytest
-from engines import make_batch, make_mesh, tiny
+from helpers.engines import make_batch, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.training.batches import BatchPlacer, all_rows

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engines import tiny
+from helpers.engines import tiny
 
 from maxpipe.training import loop
 from maxpipe.training.loop import DIVERGED, DONE, Run, train

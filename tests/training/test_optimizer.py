@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import tiny
+from helpers.engines import tiny
 
 from maxpipe.config import OptimizerConfig
 from maxpipe.config.catalog import OPTIMIZERS

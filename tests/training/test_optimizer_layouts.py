@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import PipelineUnderTest, make_batch, make_mesh, tiny
+from helpers.engines import EngineUnderTest, make_batch, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
-from maxpipe.builder import build_engine
+from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.record import named_leaves
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.program import ModelProgram
@@ -33,7 +33,7 @@ STEPS = 20
 @cache
 def compiled(layout):
     """(pipeline with parameters, its jitted loss and gradients): the same for all optimizers."""
-    tested = PipelineUnderTest(tiny(**LAYOUTS[layout], **{"data.global_batch_size": ROWS}))
+    tested = EngineUnderTest(tiny(**LAYOUTS[layout], **{"data.global_batch_size": ROWS}))
     return tested, jax.jit(tested.pipeline.loss_and_gradients)
 
 
@@ -135,7 +135,7 @@ def test_statistics_of_rows_and_columns_lie_with_their_layers_and_come_back_from
         "optimizer.name": "adafactor",
     }
     config = tiny(**values)
-    engine = build_engine(config, make_mesh(config))
+    engine = build_trainer(config, make_mesh(config))
     rows = engine.abstract_state().opt_state["layers"]["mlp"]["up"][0].v_row
     columns = engine.abstract_state().opt_state["layers"]["mlp"]["up"][0].v_col
     assert (rows.shape, rows.sharding.spec) == ((2, 2, 1, 16), P(None, "stage", None, "fsdp"))

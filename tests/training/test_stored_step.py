@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from engines import make_batch, make_mesh, tiny
+from helpers.engines import make_batch, make_mesh, tiny
 
-from maxpipe.builder import build_engine
+from maxpipe.builder import build_trainer
 from maxpipe.compiling.step import compile_step
 from maxpipe.config import ConfigError, replace
 from maxpipe.training import stored_step
@@ -35,7 +35,7 @@ def mesh(config):
 @pytest.fixture(scope="module")
 def file(config, mesh, tmp_path_factory):
     path = tmp_path_factory.mktemp("steps") / "step.bin"
-    step = compile_step(config, mesh, build_engine(config, mesh))
+    step = compile_step(config, mesh, build_trainer(config, mesh))
     assert write(str(path), step.executable, config, mesh) == path.stat().st_size
     return path
 
@@ -46,7 +46,7 @@ def loading(config, file, **values):
 
 def test_a_loaded_step_does_what_the_compiled_one_does(config, mesh, file):
     config = replace(config, **{"telemetry.batch_digest": True})
-    engines = [build_engine(config, mesh), build_engine(loading(config, file), mesh)]
+    engines = [build_trainer(config, mesh), build_trainer(loading(config, file), mesh)]
     results = []
     for engine in engines:
         place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
@@ -80,7 +80,7 @@ def test_a_loaded_step_does_what_the_compiled_one_does(config, mesh, file):
 )
 def test_another_configuration_is_refused_by_key(config, mesh, file, values, key, words):
     with pytest.raises(ConfigError) as error:
-        build_engine(loading(config, file, **values), mesh)
+        build_trainer(loading(config, file, **values), mesh)
     (problem,) = error.value.problems
     assert problem.key == key
     assert words in str(problem)
@@ -100,7 +100,7 @@ def test_another_machine_or_version_is_refused(config, mesh, file, monkeypatch, 
     ours = origin(config, mesh)
     monkeypatch.setattr(stored_step, "origin", lambda config, mesh: ours | {what: "another"})
     with pytest.raises(ConfigError, match=f"compile.load: {what}: .*this run has 'another'"):
-        build_engine(loading(config, file), mesh)
+        build_trainer(loading(config, file), mesh)
 
 
 def test_files_that_cannot_be_used(config, file, tmp_path):
@@ -151,12 +151,12 @@ class _Compiled:
 def test_several_cpu_devices_run_one(tmp_path):
     config = tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 2})
     mesh, file = make_mesh(config), tmp_path / "step.bin"
-    engine = build_engine(config, mesh)
+    engine = build_trainer(config, mesh)
     write(str(file), compile_step(config, mesh, engine).executable, config, mesh)
     place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
     results = [
         e.step(e.init(jax.random.key(3)), place(make_batch(config.data.global_batch_size)))
-        for e in (engine, build_engine(loading(config, file), mesh))
+        for e in (engine, build_trainer(loading(config, file), mesh))
     ]
     jax.tree.map(np.testing.assert_array_equal, *results)
 
@@ -166,4 +166,4 @@ def test_with_few_threads_several_cpu_devices_are_refused(config, mesh, file, mo
     with pytest.raises(
         ConfigError, match=r"compile\.load: .*need NPROC=128 threads .*, not 16; or leave out"
     ):
-        build_engine(loading(config, file), mesh)
+        build_trainer(loading(config, file), mesh)

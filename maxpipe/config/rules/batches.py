@@ -12,7 +12,7 @@ DATA_SHARDS = ("mesh.ici.data", "mesh.dcn.data", "mesh.ici.fsdp", "mesh.dcn.fsdp
 
 
 def data_shards(c: Config) -> int:
-    """Parts into which the rows of a batch are split: data x fsdp over all slices."""
+    """EngineInputs into which the rows of a batch are split: data x fsdp over all slices."""
     return _product(c, "data") * _product(c, "fsdp")
 
 

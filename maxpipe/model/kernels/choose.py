@@ -59,7 +59,7 @@ def build_attention(
     )
     if count > 1:
         return per_device(
-            over_context(kernel.build_parts(config.model, parts(length, count))), rules
+            over_context(kernel.build_engine_inputs(config.model, parts(length, count))), rules
         )
     attention = kernel.build(config.model, length)
     return attention if name == EVERYWHERE else per_device(attention, rules)

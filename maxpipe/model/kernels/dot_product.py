@@ -21,7 +21,7 @@ class DotProduct:
         return dot_product_attention
 
     @staticmethod
-    def build_parts(config: ModelConfig, parts: np.ndarray) -> PartAttention:
+    def build_engine_inputs(config: ModelConfig, parts: np.ndarray) -> PartAttention:
         def attention(
             q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array
         ) -> jax.Array:

@@ -39,7 +39,7 @@ class Splash:
         return lambda q, k, v, segment_ids: attention(q, k, v, segment_ids, None)
 
     @staticmethod
-    def build_parts(
+    def build_engine_inputs(
         config: ModelConfig, parts: np.ndarray, *, interpret: bool = False
     ) -> PartAttention:
         """`interpret` as in `build`."""

@@ -20,7 +20,7 @@ Metrics = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineInputs:
     """What every pipeline is built from.
 
     Attributes:
@@ -47,7 +47,7 @@ class Parts:
         return self.mesh.shape[context_parallel.AXIS]
 
 
-class Pipeline(Protocol):
+class Engine(Protocol):
     """Runs the model over its stages. Parameters: {"embed", "layers", "head"}, layer leaves as `layer_axes` says."""
 
     @property

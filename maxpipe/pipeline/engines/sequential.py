@@ -12,17 +12,17 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, Metrics, Parts
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
 from maxpipe.pipeline.remat import checkpoint, remat_policy
 from maxpipe.pipeline.weights import Weights
 
 
-class SequentialPipeline:
+class SequentialEngine:
     """All layers in model order on every device; see `contract.Pipeline`."""
 
     layer_axes = ("layers_per_stage",)
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: EngineInputs):
         self._program = parts.program
         self._rules = parts.rules
         self._num_microbatches = parts.config.num_microbatches

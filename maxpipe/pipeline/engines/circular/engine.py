@@ -18,7 +18,7 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, Metrics, Parts
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, State
 from maxpipe.pipeline.engines.circular.outside import OutsideLayers
 from maxpipe.pipeline.engines.circular.repeat_gather import RepeatGather, Sharding
@@ -31,7 +31,7 @@ CELLS = ("activation_stage", None, "activation_batch", "activation_length", None
 ACTIVATION = ("activation_stage", "activation_batch", "activation_length", None)
 
 
-class CircularPipeline:
+class CircularEngine:
     """See `contract.Pipeline`.
 
     Args:
@@ -42,7 +42,7 @@ class CircularPipeline:
 
     layer_axes = ("repeat", "stage", "layers_per_stage")
 
-    def __init__(self, parts: Parts, *, bubble_fill: float | None = None):
+    def __init__(self, parts: EngineInputs, *, bubble_fill: float | None = None):
         self._program = parts.program
         self._rules = parts.rules
         self._config = parts.config

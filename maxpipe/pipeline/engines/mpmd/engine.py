@@ -14,18 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.engines.base import Batch, Metrics, Parts
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.model import MarkedModel
-from maxpipe.pipeline.engines.mpmd.program import Name, dump
+from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.runner import Observer
-from maxpipe.pipeline.engines.mpmd.staged import Named, StagedProgram
+from maxpipe.pipeline.engines.mpmd.staged import ArraysByPath, StagedProgram
 from maxpipe.pipeline.engines.mpmd.stages import paths
 from maxpipe.pipeline.schedules.table import forward_only
 
 LOSS = 0  # index among the outputs; the gradients of the parameters follow
 
 
-class MpmdPipeline:
+class MpmdEngine:
     """Losses and gradients over all stages.
 
     Parameters are a list: for each stage, the part of the tree that it owns (`MarkedModel`), on its
@@ -43,7 +43,7 @@ class MpmdPipeline:
       needs_key: whether the model draws random numbers.
     """
 
-    def __init__(self, parts: Parts, meshes: Sequence[Mesh], batch_shape: tuple[int, int]):
+    def __init__(self, parts: EngineInputs, meshes: Sequence[Mesh], batch_shape: tuple[int, int]):
         assert parts.table is not None
         self.table = parts.table
         self._meshes = meshes
@@ -69,7 +69,7 @@ class MpmdPipeline:
         self._evaluations: dict[tuple[int, ...], StagedProgram] = {}
         self._add = jax.jit(jnp.add, donate_argnums=0)
 
-    def copies(self, params: Sequence[Params]) -> list[Named]:
+    def copies(self, params: Sequence[Params]) -> list[ArraysByPath]:
         """For each stage, the parameters that it reads and another one owns (tied embeddings), brought there."""
         named = self._named(params)
         return [
@@ -84,7 +84,7 @@ class MpmdPipeline:
     def loss_and_gradients(
         self,
         params: Sequence[Params],
-        copies: Sequence[Named],
+        copies: Sequence[ArraysByPath],
         batch: Batch,
         keys: Sequence[jax.Array | None],
         observe: Observer | None = None,
@@ -117,19 +117,21 @@ class MpmdPipeline:
         ]
         return loss, gradients
 
-    def compile(self) -> Iterator[tuple[int, Name, jax.stages.Compiled]]:
+    def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
         """Compiles the training step's computations without running any; see `StagedProgram.compile`."""
         owned = self._named(self.abstract)
         return self.training.compile(
             {name: x.sharding.spec for stage in owned for name, x in stage.items()}
         )
 
-    def texts(self) -> dict[Name, str]:
+    def texts(self) -> dict[UnitName, str]:
         """The training step's computations in words and equations; see `dump`."""
         outputs = ["loss", *(f"gradient of {name}" for name in self._outputs)]
         return dump(self.training.program, self.training.input_names, outputs)
 
-    def evaluate(self, params: Sequence[Params], copies: Sequence[Named], batch: Batch) -> Metrics:
+    def evaluate(
+        self, params: Sequence[Params], copies: Sequence[ArraysByPath], batch: Batch
+    ) -> Metrics:
         """Forward only: {"cross_entropy", "weight"}, sums over the tokens of a batch."""
         weight = _total(batch["weights"])
         batch = _padded(batch, self._row_multiple)
@@ -182,7 +184,7 @@ class MpmdPipeline:
             for n, tree in zip(self._owned, params, strict=True)
         ]
 
-    def _all(self, params: Sequence[Params], copies: Sequence[Named]) -> list[Named]:
+    def _all(self, params: Sequence[Params], copies: Sequence[ArraysByPath]) -> list[ArraysByPath]:
         return [
             mine | dict(others) for mine, others in zip(self._named(params), copies, strict=True)
         ]

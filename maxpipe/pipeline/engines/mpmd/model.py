@@ -16,7 +16,7 @@ from maxpipe.model import parameters
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, Parts
+from maxpipe.pipeline.engines.base import Batch, EngineInputs
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.weights import Weights
@@ -32,7 +32,7 @@ class MarkedModel:
       stage_of_chunk: the stage that holds each chunk.
     """
 
-    def __init__(self, parts: Parts, stage_of_chunk: list[int]):
+    def __init__(self, parts: EngineInputs, stage_of_chunk: list[int]):
         self._program = parts.program
         self._rules = parts.rules
         self._scan = parts.config.scan_layers_per_stage

@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from maxpipe.pipeline.jaxprs import Atom, part
 
 
-class Name(NamedTuple):
+class UnitName(NamedTuple):
     """Which computation: `F2` is the forward of global chunk 2."""
 
     kind: str
@@ -45,7 +45,7 @@ class Computation:
         the output's index.
     """
 
-    name: Name
+    name: UnitName
     equations: tuple[JaxprEqn, ...]
     reads: tuple[Var, ...]
     arguments: tuple[Var, ...]
@@ -65,7 +65,7 @@ class SlicedProgram:
 
     flat: Any
     num_chunks: int
-    computations: Mapping[Name, Computation]
+    computations: Mapping[UnitName, Computation]
 
     @property
     def inputs(self) -> Sequence[Var]:
@@ -82,7 +82,7 @@ class SlicedProgram:
         return dict(zip(self.flat.jaxpr.constvars, self.flat.consts, strict=True))
 
     @cached_property
-    def producer(self) -> Mapping[Var, Name]:
+    def producer(self) -> Mapping[Var, UnitName]:
         """Which computation writes a value."""
         return {v: c.name for c in self.computations.values() for v in c.writes}
 
@@ -129,7 +129,7 @@ def dump(
     program: SlicedProgram,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
-) -> dict[Name, str]:
+) -> dict[UnitName, str]:
     """For every computation what it reads, writes and adds to, and its equations.
 
     A value is called after the computation that writes it: `F1.0` is the first one of the forward
@@ -148,7 +148,7 @@ def dump(
             strict=True,
         )
     )
-    readers: dict[Var, list[Name]] = {}
+    readers: dict[Var, list[UnitName]] = {}
     for computation in program.computations.values():
         names |= {v: f"{computation.name}.{i}" for i, v in enumerate(computation.writes)}
         for v in computation.reads:
@@ -164,7 +164,7 @@ def _computation(
     computation: Computation,
     names: Mapping[Var, str],
     outputs: Sequence[str],
-    readers: Mapping[Var, Sequence[Name]],
+    readers: Mapping[Var, Sequence[UnitName]],
 ) -> str:
     inputs = [*computation.reads, *computation.arguments]
     jaxpr = jax.make_jaxpr(program.function(computation, inputs))(*map(shape_of, inputs))

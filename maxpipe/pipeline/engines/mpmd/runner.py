@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.pipeline.engines.mpmd.program import Computation, Name, SlicedProgram, shape_of
+from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.schedules.table import KINDS, Table
 
 
@@ -103,10 +103,10 @@ class Routes:
       uses: for each stage, the computations that read or send a value there.
     """
 
-    sends: dict[Name, list[Var]]
-    uses: list[dict[Var, set[Name]]]
+    sends: dict[UnitName, list[Var]]
+    uses: list[dict[Var, set[UnitName]]]
 
-    def last_reads(self, stage: int, name: Name) -> set[Var]:
+    def last_reads(self, stage: int, name: UnitName) -> set[Var]:
         """Values on a stage that surely nothing needs after computation `name` has run."""
         return {
             v
@@ -141,7 +141,7 @@ def route(program: SlicedProgram, stage_of_chunk: Sequence[int]) -> Routes:
     return routes
 
 
-def before(first: Name, second: Name) -> bool:
+def before(first: UnitName, second: UnitName) -> bool:
     """Whether `first` is `second`, or runs before it in every schedule."""
     if first == second:
         return True
@@ -152,18 +152,18 @@ def before(first: Name, second: Name) -> bool:
     return second.kind != "F" and first.chunk >= second.chunk
 
 
-def _hops(producer: Name, reader: Name, back: str) -> list[tuple[Name, Name]]:
+def _hops(producer: UnitName, reader: UnitName, back: str) -> list[tuple[UnitName, UnitName]]:
     """The computations behind which a value moves to the next stage, with the one that follows there."""
     turn = max(producer.chunk, reader.chunk)
     if producer.kind == "F" and reader.chunk >= producer.chunk:
-        return [(Name("F", c), Name("F", c + 1)) for c in range(producer.chunk, turn)]
-    return [(Name(back, c), Name(back, c - 1)) for c in range(turn, reader.chunk, -1)]
+        return [(UnitName("F", c), UnitName("F", c + 1)) for c in range(producer.chunk, turn)]
+    return [(UnitName(back, c), UnitName(back, c - 1)) for c in range(turn, reader.chunk, -1)]
 
 
 Arrays = Mapping[Var, jax.Array]
 Sums = list[dict[int, jax.Array]]
 # Called with (stage, computation, microbatch) when a unit has been dispatched.
-Observer = Callable[[int, Name, int], None]
+Observer = Callable[[int, UnitName, int], None]
 
 
 class Runner:
@@ -201,14 +201,14 @@ class Runner:
         }
         self._sends = routes.sends
         self._num_uses = [{v: len(names) for v, names in uses.items()} for uses in routes.uses]
-        self._used: dict[Name, list[Var]] = {name: [] for name in program.computations}
+        self._used: dict[UnitName, list[Var]] = {name: [] for name in program.computations}
         for uses in routes.uses:
             for v, names in uses.items():
                 for name in names:
                     self._used[name].append(v)
         self.needs: list[set[Var]] = [set() for _ in meshes]
         self.outputs: list[set[int]] = [set() for _ in meshes]
-        self.executables: dict[Name, Executable] = {}
+        self.executables: dict[UnitName, Executable] = {}
         for name, computation in program.computations.items():
             stage = stage_of[name.chunk]
             self.needs[stage].update(computation.arguments)
@@ -286,17 +286,17 @@ class Runner:
         return self._moved[key]
 
 
-def execution_order(table: Table) -> list[tuple[int, Name, int]]:
+def execution_order(table: Table) -> list[tuple[int, UnitName, int]]:
     """(stage, computation, microbatch) of every unit, as dispatched: by tick, kind within a tick, stage.
 
     Where some backwards are whole and others split, a whole one is an I and a W.
     """
     is_split = "W" in table.kinds
-    units: list[tuple[int, int, int, Name, int]] = []
+    units: list[tuple[int, int, int, UnitName, int]] = []
     for kind in table.kinds:
         halves = ("I", "W") if kind == "B" and is_split else (kind,)
         tick, stage, microbatch, chunk = (a.tolist() for a in table.units(kind))
         chunk = table.global_chunk(chunk, stage).tolist()
         for t, s, m, c in zip(tick, stage, microbatch, chunk, strict=True):
-            units.extend((t, KINDS.index(half), s, Name(half, c), m) for half in halves)
+            units.extend((t, KINDS.index(half), s, UnitName(half, c), m) for half in halves)
     return [(s, name, m) for _, _, s, name, m in sorted(units)]

@@ -32,7 +32,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.pipeline import jaxprs
 from maxpipe.pipeline.engines.mpmd.marks import BACKWARD, FORWARD, mark_p
-from maxpipe.pipeline.engines.mpmd.program import Computation, Name, SlicedProgram, shape_of
+from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.jaxprs import Atom, ancestors, is_cheap, read_by, variables
 
 
@@ -79,7 +79,7 @@ class Segments:
       marked: for variables that a mark let through, the computation that ends there.
     """
 
-    names: list[Name]
+    names: list[UnitName]
     equations: list[tuple[JaxprEqn, int]]
     outputs: list[Atom]
     num_chunks: int
@@ -112,9 +112,9 @@ def segments(flat: Any) -> Segments:
             f"{count} forward marks and {phases.count(BACKWARD)} backward ones in the order {phases}; every mark needs "
             f"an operand with a gradient, and a program with derivatives must be the gradient of a scalar"
         )
-    names = [Name("F", c) for c in range(count)]
+    names = [UnitName("F", c) for c in range(count)]
     if BACKWARD in phases:
-        names += [Name("B", c) for c in reversed(range(count))]
+        names += [UnitName("B", c) for c in reversed(range(count))]
     renamed: dict[Any, Atom] = {}
     bound: set[Var] = set()
     marked: dict[Var, int] = {}
@@ -222,7 +222,7 @@ def split_sums(cut: Segments, placement: Placement) -> list[tuple[Atom, ...]]:
 
 def assemble(
     flat: Any, cut: Segments, placement: Placement, parts: Sequence[Sequence[Atom]]
-) -> dict[Name, Computation]:
+) -> dict[UnitName, Computation]:
     """Builds the computations from the last to the first, so that only what a later one reads is written.
 
     Args:
@@ -232,7 +232,7 @@ def assemble(
     outputs = _outputs_of(cut, placement, parts)
     inputs = set(flat.jaxpr.invars)
     wanted: set[Var] = set()  # by later computations
-    found: dict[Name, Computation] = {}
+    found: dict[UnitName, Computation] = {}
     for index in reversed(range(len(cut.names))):
         mine = outputs[index]
         writes = sorted((v for v in wanted if placement.home[v] == index), key=_order(cut))
@@ -279,9 +279,9 @@ def _order(cut: Segments) -> Callable[[Var], int]:
     return place.__getitem__
 
 
-def split_backwards(computations: Mapping[Name, Computation]) -> dict[Name, Computation]:
+def split_backwards(computations: Mapping[UnitName, Computation]) -> dict[UnitName, Computation]:
     """Every B as an I and a W that follows it; an order that respects dependencies stays one."""
-    found: dict[Name, Computation] = {}
+    found: dict[UnitName, Computation] = {}
     for name, computation in computations.items():
         halves = split_backward(computation) if name.kind == "B" else (computation,)
         found.update((half.name, half) for half in halves)
@@ -320,7 +320,7 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
         parts = {i: atoms for i, atoms in parts.items() if atoms}
         read = read_by(equations, (atom for atoms in parts.values() for atom in atoms))
         return Computation(
-            Name(kind, backward.name.chunk),
+            UnitName(kind, backward.name.chunk),
             tuple(equations),
             (*(v for v in backward.reads if v in read), *extra),
             tuple(v for v in backward.arguments if v in read),

@@ -13,14 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
-from maxpipe.pipeline.engines.mpmd.program import Name
+from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.engines.mpmd.runner import Observer, Runner, Sums
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.engines.mpmd.stages import local_view, named, paths
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding.context_parallel import AXIS
 
-Named = Mapping[str, jax.Array]
+ArraysByPath = Mapping[str, jax.Array]
 
 
 class StagedProgram:
@@ -83,7 +83,7 @@ class StagedProgram:
 
     def run(
         self,
-        params: Sequence[Named],
+        params: Sequence[ArraysByPath],
         batch: Batch,
         keys: Sequence[jax.Array | None],
         observe: Observer | None = None,
@@ -110,7 +110,7 @@ class StagedProgram:
 
     def compile(
         self, layouts: Mapping[str, PartitionSpec]
-    ) -> Iterator[tuple[int, Name, jax.stages.Compiled]]:
+    ) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
         """Compiles the computations one by one without running any.
 
         Args:

@@ -27,7 +27,7 @@ from maxpipe.config import ConfigError, Problem
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, Metrics, Parts
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
 from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.split_vjp import HalvedVjp, SplitVjp
@@ -48,7 +48,7 @@ from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.sharding.rules import KEY
 
 
-def check_rules(parts: Parts) -> None:
+def check_rules(parts: EngineInputs) -> None:
     """Refuses rules under which rows would be counted twice, or layers or vocabulary be missing on a device.
 
     Raises:
@@ -86,7 +86,7 @@ def _names(axes: Iterable[str]) -> str:
     return " and ".join(sorted(axes)) or "no axis"
 
 
-class ScheduledPipeline:
+class ScheduledEngine:
     """See `contract.Pipeline`.
 
     Args:
@@ -100,7 +100,7 @@ class ScheduledPipeline:
 
     layer_axes = ("repeat", "stage", "layers_per_stage")
 
-    def __init__(self, parts: Parts, *, idle_fill: float = 0.0):
+    def __init__(self, parts: EngineInputs, *, idle_fill: float = 0.0):
         table = parts.table
         assert table is not None
         check_rules(parts)
@@ -305,7 +305,7 @@ class ScheduledPipeline:
         }
 
 
-def skips_idle(parts: Parts) -> bool:
+def skips_idle(parts: EngineInputs) -> bool:
     """Whether idle slots are skipped: `pipeline.skip_idle`, or on auto where it costs nothing.
 
     On a real pod an idle slot computed masked takes no time that another stage does not need.

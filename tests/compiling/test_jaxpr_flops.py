@@ -1,0 +1,96 @@
+"""FLOPs counted on jaxprs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.builder import build_trainer
+from maxpipe.compiling.jaxpr_flops import step_flops
+from maxpipe.compiling.step import compile_step
+from maxpipe.config import Config, replace, resolve
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.planning.flops import model_flops_per_token
+
+A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+B = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+PRODUCT = 2 * 4 * 8 * 16
+
+
+def test_matrix_products_in_loops():
+    def f(a, b):
+        return jax.lax.scan(lambda total, _: (total + jnp.sum(a @ b), None), 0.0, length=7)[0]
+
+    assert step_flops(jax.make_jaxpr(f)(A, B)) == 7 * PRODUCT
+
+
+def test_batched_products():
+    f = jax.make_jaxpr(lambda a, b: jnp.einsum("bij,bjk->bik", a, b))
+    assert step_flops(f(jnp.ones((3, 4, 8)), jnp.ones((3, 8, 16)))) == 3 * PRODUCT
+
+
+def test_the_dearer_branch_counts_as_often_as_the_caller_says():
+    def f(p, a, b):
+        return jax.lax.cond(p, lambda: a @ b, lambda: jnp.zeros((4, 16)))
+
+    jaxpr = jax.make_jaxpr(f)(jax.ShapeDtypeStruct((), jnp.bool_), A, B)
+    assert step_flops(jaxpr) == PRODUCT
+    assert step_flops(jaxpr, lambda runs: runs / 2) == PRODUCT / 2
+
+
+def test_manual_programs_count_on_every_device():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("stage", "tensor"))
+
+    def f(a, b):
+        local = jax.shard_map(
+            lambda a, b: a @ b,
+            mesh=mesh,
+            axis_names={"stage"},
+            in_specs=(P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return local(a, b)
+
+    assert step_flops(jax.make_jaxpr(f)(A, B)) == 4 * PRODUCT
+
+
+def test_a_conditional_on_every_device_counts_the_runs_of_one():
+    mesh = Mesh(np.array(jax.devices()).reshape(8), ("stage",))
+
+    def tick(total, p):
+        return total + jax.lax.cond(
+            p, lambda: jnp.sum(jnp.ones(A.shape) @ jnp.ones(B.shape)), lambda: 0.0
+        ), None
+
+    def f(ps):
+        scan = jax.shard_map(
+            lambda ps: jax.lax.scan(tick, 0.0, ps)[0],
+            mesh=mesh,
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return scan(ps)
+
+    assert (
+        step_flops(jax.make_jaxpr(f)(jnp.ones(7, bool)), lambda runs: min(runs, 5))
+        == 8 * 5 * PRODUCT
+    )
+
+
+def test_a_step_without_recomputation_runs_the_models_flops():
+    sizes = {
+        "model.num_layers": 2,
+        "model.embed_dim": 32,
+        "model.mlp_dim": 64,
+        "model.vocab_size": 64,
+    }
+    batch = {"data.sequence_length": 8, "data.global_batch_size": 4, "eval.every": 0}
+    config = resolve(replace(Config(), **sizes, **batch, **{"pipeline.remat_policy": "none"}), 1)
+    mesh = build_mesh(config, jax.devices()[:1])
+    step = compile_step(config, mesh, build_trainer(config, mesh))
+    model = 4 * 8 * model_flops_per_token(config.model, 8)
+    # The head is always computed again, and attention is not halved by its mask.
+    assert 1.0 < step_flops(step.jaxpr) / model < 1.25

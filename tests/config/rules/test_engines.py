@@ -1,0 +1,223 @@
+"""Options that an engine does not have are refused, with the reason and what to use instead."""
+
+import pytest
+from helpers.engines import tiny
+
+from maxpipe.config import ConfigError, notes
+
+CIRCULAR = {
+    "pipeline.schedule": "circular",
+    "mesh.ici.stage": 2,
+    "model.num_layers": 8,
+    "pipeline.num_microbatches": 4,
+}
+SCHEDULED = CIRCULAR | {"pipeline.schedule": "lockstep_1f1b"}
+MPMD = CIRCULAR | {"pipeline.schedule": "zb_h1"}
+SPLIT = CIRCULAR | {"pipeline.schedule": "lockstep_zb"}
+
+
+def refusal(**values):
+    with pytest.raises(ConfigError) as caught:
+        tiny(**values)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "says"),
+    [
+        (CIRCULAR | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
+        (CIRCULAR | {"pipeline.skip_idle": "true"}, "pipeline.skip_idle", "lockstep_1f1b"),
+        (
+            CIRCULAR | {"pipeline.remat_tensors.mlp_up": "device"},
+            "pipeline.remat_tensors.mlp_up",
+            "remat_policy=custom",
+        ),
+        (
+            CIRCULAR | {"pipeline.remat_layers": True, "pipeline.remat_policy": "none"},
+            "pipeline.remat_layers",
+            "nothing to recompute",
+        ),
+        (
+            CIRCULAR | {"pipeline.scan_repeats": False},
+            "pipeline.scan_repeats",
+            "fsdp_gather=per_repeat or once",
+        ),
+        (
+            SCHEDULED | {"pipeline.scan_iterations": False},
+            "pipeline.scan_iterations",
+            "circular engine only",
+        ),
+        (
+            SCHEDULED | {"pipeline.scan_repeats": False},
+            "pipeline.scan_repeats",
+            "circular engine only",
+        ),
+        (
+            SCHEDULED | {"pipeline.remat_policy": "minimal_offloaded"},
+            "pipeline.remat_policy",
+            "use minimal",
+        ),
+        (
+            SCHEDULED | {"pipeline.remat_policy": "qkv_proj_offloaded"},
+            "pipeline.remat_policy",
+            "use save_qkv_proj",
+        ),
+        (
+            SCHEDULED
+            | {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.context": "offload"},
+            "pipeline.remat_tensors.context",
+            "use device or remat",
+        ),
+        (SCHEDULED | {"pipeline.fsdp_gather": "per_repeat"}, "pipeline.fsdp_gather", "use once"),
+        (
+            SCHEDULED | {"pipeline.fsdp_gather": "per_repeat", "model.num_layers": 16},
+            "pipeline.fsdp_gather",
+            "use per_iteration",
+        ),
+        (
+            SCHEDULED | {"pipeline.parallel_layers": 4},
+            "pipeline.parallel_layers",
+            "circular engine",
+        ),
+        (MPMD | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
+        (MPMD | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
+        (MPMD | {"pipeline.fsdp_gather": "once"}, "pipeline.fsdp_gather", "use per_iteration"),
+        (
+            MPMD | {"pipeline.scan_iterations": False},
+            "pipeline.scan_iterations",
+            "circular engine only",
+        ),
+        (
+            MPMD | {"pipeline.remat_policy": "minimal_offloaded"},
+            "pipeline.remat_policy",
+            "use minimal",
+        ),
+        (
+            MPMD | {"pipeline.scan_layers_per_stage": True},
+            "pipeline.scan_layers_per_stage",
+            "use false",
+        ),
+        (
+            SPLIT | {"pipeline.scan_layers_per_stage": True, "pipeline.remat_policy": "minimal"},
+            "pipeline.scan_layers_per_stage",
+            "use false",
+        ),
+        (SPLIT | {"pipeline.remat_policy": "full"}, "pipeline.remat_policy", "use minimal"),
+        (
+            SPLIT | {"pipeline.remat_policy": "custom"},
+            "pipeline.remat_policy",
+            "give some pipeline.remat_tensors",
+        ),
+        (
+            SPLIT | {"pipeline.remat_iterations": False, "pipeline.remat_layers": True},
+            "pipeline.remat_policy",
+            "lockstep_1f1b",
+        ),
+        (
+            MPMD | {"pipeline.delay_activation_forwarding": True},
+            "pipeline.delay_activation_forwarding",
+            "use false",
+        ),
+        (MPMD | {"compile.load": "step"}, "compile.load", "leave it empty"),
+        (
+            CIRCULAR | {"pipeline.outside_layers": "before"},
+            "pipeline.outside_layers",
+            "parallel_layers",
+        ),
+    ],
+    ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
+)
+def test_refused(values, key, says):
+    problems = refusal(**values)
+    assert list(problems) == [key]
+    assert says in problems[key]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        SPLIT | {"pipeline.remat_policy": "save_qkv_proj"},
+        SPLIT | {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "device"},
+        SPLIT | {"pipeline.remat_iterations": False},
+        MPMD | {"pipeline.remat_policy": "full"},
+    ],
+    ids=["save_qkv_proj", "custom", "no remat", "mpmd"],
+)
+def test_split_backwards_go_with(values):
+    assert tiny(**values).pipeline.engine in ("scheduled", "mpmd")
+
+
+def test_gathers_of_the_mpmd_engine_are_refused_beside_wrong_repeats():
+    wrong = MPMD | {"pipeline.fsdp_gather": "once", "pipeline.num_repeats": 3}
+    assert list(refusal(**wrong)) == ["pipeline.num_repeats", "pipeline.fsdp_gather"]
+
+
+# What MaxText 0.2.5 accepts and then builds another model from, or fails on while tracing.
+
+
+@pytest.mark.parametrize("asked", [12, 9])
+def test_more_layers_in_the_pipeline_than_in_the_model_are_refused(asked):
+    assert (
+        "nearest legal: 8"
+        in refusal(**CIRCULAR | {"pipeline.parallel_layers": asked})["pipeline.parallel_layers"]
+    )
+
+
+@pytest.mark.parametrize("asked", [0, -2])
+def test_a_pipeline_without_layers_is_refused(asked):
+    message = refusal(**CIRCULAR | {"pipeline.parallel_layers": asked})["pipeline.parallel_layers"]
+    assert "at least 1, or -1" in message
+
+
+def test_layers_that_do_not_divide_are_refused_with_how_many_could_run_outside():
+    message = refusal(**CIRCULAR | {"model.num_layers": 7})["model.num_layers"]
+    assert "model.num_layers=6 or 8" in message
+    assert "pipeline.parallel_layers=6 (the others run outside the pipeline)" in message
+
+
+def test_layers_in_the_pipeline_must_divide_too():
+    message = refusal(**CIRCULAR | {"pipeline.parallel_layers": 5})["pipeline.parallel_layers"]
+    assert "pipeline.parallel_layers=5 does not divide" in message
+    assert "pipeline.parallel_layers=4 or 6" in message
+
+
+def test_two_gather_modes_at_once_are_refused():
+    message = refusal(**CIRCULAR | {"pipeline.fsdp_gather": "once,per_repeat"})[
+        "pipeline.fsdp_gather"
+    ]
+    assert "is not one of per_iteration, per_repeat, once" in message
+
+
+def test_an_eval_batch_that_does_not_divide_is_refused():
+    values = {
+        "mesh.ici.fsdp": 4,
+        "eval.every": 1,
+        "eval.global_batch_size": 6,
+        "pipeline.num_microbatches": 2,
+    }
+    assert "nearest legal: 4 or 8" in refusal(**CIRCULAR | values)["eval.global_batch_size"]
+
+
+def test_expert_parallelism_without_experts_is_refused():
+    assert "must be 1" in refusal(**CIRCULAR | {"mesh.ici.expert": 2})["mesh.ici.expert"]
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "delayed", "said"), [(2, False, True), (4, False, False), (4, True, True)]
+)
+def test_a_third_gathered_repeat_is_said(microbatches, delayed, said):
+    config = tiny(
+        **CIRCULAR
+        | {
+            "pipeline.fsdp_gather": "per_repeat",
+            "pipeline.num_microbatches": microbatches,
+            "pipeline.delay_activation_forwarding": delayed,
+        }
+    )
+    assert any("three gathered repeats" in line for line in notes(config)) == said
+
+
+@pytest.mark.parametrize(("asked", "said"), [(4, True), (-1, False)])
+def test_layers_outside_the_pipeline_are_said(asked, said):
+    lines = notes(tiny(**CIRCULAR | {"pipeline.parallel_layers": asked}))
+    assert any("4 of 8 layers run after the pipeline" in line for line in lines) == said

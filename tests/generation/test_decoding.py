@@ -1,0 +1,87 @@
+"""Decoding against the training forward, in which a token sees all earlier ones at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import canonical_params, tiny
+
+from maxpipe.config.catalog import BLOCKS
+from maxpipe.generation.decoding import Decoder
+from maxpipe.model.program import ModelProgram
+
+ALL_OPTIONS = {
+    "model.qk_norm": True,
+    "model.attention_bias": True,
+    "model.tie_embeddings": True,
+    "model.logit_soft_cap": 3.0,
+}
+TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8)).astype(np.int32)
+
+
+def forward(config, params, tokens):
+    """Logits [B,T,V] of the training program."""
+    program = ModelProgram(config)
+    side = {
+        "positions": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+        "segment_ids": jnp.ones_like(tokens),
+        "sequence_index": jnp.arange(len(tokens)),
+    }
+    x = program.embed(params, tokens)
+    for i in range(config.num_layers):
+        x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)
+    return program.logits(params, x)
+
+
+class Case:
+    """A small model with its jitted decoder; `prompt` tokens are read at once, the others one by one."""
+
+    def __init__(self, window=8, **values):
+        self.config = tiny(**values).model
+        self.params = canonical_params(ModelProgram(self.config))
+        decoder = Decoder(self.config, window)
+        self.prefill, self.step = jax.jit(decoder.prefill), jax.jit(decoder.step)
+
+    def logits(self, tokens, prompt):
+        """Logits after each token from number `prompt` - 1 on, [B, T - prompt + 1, V]."""
+        found, cache = self.prefill(self.params, tokens[:, :prompt])
+        all_found = [found]
+        for position in range(prompt, tokens.shape[1]):
+            found, cache = self.step(self.params, tokens[:, position], jnp.int32(position), cache)
+            all_found.append(found)
+        return np.stack(all_found, axis=1)
+
+
+@pytest.mark.parametrize(
+    "values", [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS], ids=str
+)
+def test_logits_are_those_of_the_training_forward(values):
+    case = Case(**values)
+    expected = np.asarray(forward(case.config, case.params, jnp.asarray(TOKENS)))
+    for prompt in (1, 5):
+        np.testing.assert_allclose(
+            case.logits(TOKENS, prompt), expected[:, prompt - 1 :], atol=2e-4, rtol=1e-4
+        )
+
+
+def test_greedy_tokens_are_the_argmax_of_the_training_forward():
+    case = Case()
+    logits, cache = case.prefill(case.params, TOKENS[:, :3])
+    written = TOKENS[:, :3]
+    for position in range(3, 8):
+        token = jnp.argmax(logits, axis=-1)
+        written = np.concatenate([written, token[:, None]], axis=1)
+        logits, cache = case.step(case.params, token, jnp.int32(position), cache)
+    best = np.asarray(jnp.argmax(forward(case.config, case.params, jnp.asarray(written)), axis=-1))
+    np.testing.assert_array_equal(written[:, 3:], best[:, 2:-1])
+    assert len(np.unique(written)) > 4
+
+
+def test_a_token_sees_the_window_and_nothing_before_it():
+    """With one layer, what the window holds is all that counts, and rotary positions are relative."""
+    case = Case(window=4, **{"model.num_layers": 1})
+    for last in (4, 6, 7):
+        seen = jnp.asarray(TOKENS[:, last - 3 : last + 1])
+        expected = forward(case.config, case.params, seen)[:, -1]
+        actual = case.logits(TOKENS[:, : last + 1], 3)[:, -1]
+        np.testing.assert_allclose(actual, expected, atol=2e-4, rtol=1e-4)

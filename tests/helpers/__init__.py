@@ -1,0 +1,1 @@
+"""Helpers of the tests: builders of small configurations, processes under test, case grids."""

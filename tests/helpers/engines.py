@@ -1,0 +1,174 @@
+"""Runs an engine's pipeline on a fixed batch, for comparison with the sequential one.
+
+Parameters come from NumPy by path, so that every engine starts from the same canonical values, and
+constant ones (norm scales, biases) are perturbed: a gradient through an exact 1 or 0 can hide a
+mistake.
+"""
+
+import dataclasses
+import math
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.builder import ENGINES, build_engine_inputs
+from maxpipe.config import MESH_AXES, Config, ModelConfig, replace, resolve
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.model.parameters import ParamSpec
+from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.weights import Weights
+
+SEQUENCE_LENGTH = 8
+VOCAB_SIZE = 64
+TOLERANCE = 1e-5
+
+TINY = {
+    "model.num_layers": 4,
+    "model.embed_dim": 16,
+    "model.num_query_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.mlp_dim": 32,
+    "model.vocab_size": VOCAB_SIZE,
+    "data.sequence_length": SEQUENCE_LENGTH,
+    "data.global_batch_size": 16,
+    "eval.every": 0,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Loss of a global batch and NumPy gradients, layers in model order."""
+
+    loss: float
+    gradients: Any
+
+
+def tiny(**values: Any) -> Config:
+    """A resolved configuration of a very small model: `tiny(**{"mesh.ici.stage": 2})`."""
+    config = replace(Config(), **(TINY | values))
+    return resolve(config, math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES))
+
+
+def make_mesh(config: Config) -> jax.sharding.Mesh:
+    """The mesh of a configuration over as many devices as it wants."""
+    sizes = [getattr(config.mesh.ici, axis) for axis in MESH_AXES]
+    return build_mesh(config, jax.devices()[: math.prod(sizes)])
+
+
+def make_batch(rows: int, *, packed: bool = True, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tokens; weights from 0 to 2, some rows without any; segment boundaries that differ by row."""
+    rng, shape = np.random.default_rng(seed), (rows, SEQUENCE_LENGTH)
+    weights = rng.choice([0.0, 1.0, 1.0, 2.0], shape).astype(np.float32)
+    weights[::5] = 0
+    columns = np.arange(SEQUENCE_LENGTH)
+    starts = (
+        rng.integers(1, SEQUENCE_LENGTH, (rows, 1))
+        if packed
+        else np.full((rows, 1), SEQUENCE_LENGTH)
+    )
+    return {
+        "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
+        "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
+        "positions": np.where(columns < starts, columns, columns - starts).astype(np.int32),
+        "segment_ids": np.where(columns < starts, 1, 2).astype(np.int32),
+        "weights": weights,
+    }
+
+
+def canonical_params(program: ModelProgram) -> Any:
+    """{"embed", "layers" [num_layers, ...], "head"}, NumPy, from paths alone."""
+
+    def make(path: Any, spec: ParamSpec) -> np.ndarray:
+        leading = (program.config.num_layers,) if path[0].key == "layers" else ()
+        # Activations near 0 would be blown up by the first norm, and their rounding errors with
+        # them.
+        stddev = 1.0 if path[0].key == "embed" else spec.stddev or 0.1
+        rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return (rng.standard_normal((*leading, *spec.shape)) * stddev + spec.fill).astype(
+            np.float32
+        )
+
+    return jax.tree_util.tree_map_with_path(
+        make, program.specs, is_leaf=lambda x: isinstance(x, ParamSpec)
+    )
+
+
+class EngineUnderTest:
+    """A pipeline with live parameters on its own mesh."""
+
+    def __init__(self, config: Config, **options: Any):
+        parts = build_engine_inputs(config, make_mesh(config))
+        program, rules = parts.program, parts.rules
+        self.pipeline = ENGINES[config.pipeline.engine](parts, **options)
+        self.batch_sharding = rules.sharding(("activation_batch", "activation_length"))
+        leading = self.pipeline.layer_index().shape
+        shardings = Weights(rules, program.specs, self.pipeline.layer_axes, leading).shardings()
+        params = canonical_params(program)
+        params["layers"] = jax.tree.map(self.pipeline.from_canonical, params["layers"])
+        self.params = jax.device_put(params, shardings)
+        self._step: Any = jax.jit(self.pipeline.loss_and_gradients)
+        self._evaluate = jax.jit(self.pipeline.evaluate)
+
+    def compile(self, batch: dict[str, np.ndarray]) -> Any:
+        """The program that `train` runs on batches of these shapes from now on."""
+        self._step = self._step.lower(self.params, self._place(batch), jax.random.key(0)).compile()
+        return self._step
+
+    def train(self, batch: dict[str, np.ndarray], key: int = 0) -> Result:
+        metrics, gradients = self._step(self.params, self._place(batch), jax.random.key(key))
+        gradients = jax.tree.map(np.asarray, gradients)
+        gradients["layers"] = jax.tree.map(self.pipeline.to_canonical, gradients["layers"])
+        return Result(float(metrics["loss"]), gradients)
+
+    def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
+        return {
+            name: float(value)
+            for name, value in self._evaluate(self.params, self._place(batch)).items()
+        }
+
+    def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        rows = len(batch["tokens"])
+        divides = rows % np.prod([self.batch_sharding.mesh.shape[a] for a in ("data", "fsdp")]) == 0
+        target = self.batch_sharding if divides else None
+        return {name: jax.device_put(jnp.asarray(x), target) for name, x in batch.items()}
+
+
+@cache
+def reference(model: ModelConfig, rows: int, *, packed: bool = True) -> Result:
+    """What the sequential engine computes on one device without microbatches, from a resolved `model`."""
+    return _sequential(model, rows).train(make_batch(rows, packed=packed))
+
+
+@cache
+def _sequential(model: ModelConfig, rows: int) -> EngineUnderTest:
+    values = {
+        "pipeline.engine": "sequential",
+        "pipeline.remat_policy": "none",
+        "data.global_batch_size": rows,
+    }
+    return EngineUnderTest(dataclasses.replace(tiny(**values), model=model))
+
+
+def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) -> None:
+    """The losses, and max|a - b| / max|b| of every gradient leaf, agree to the tolerance."""
+    assert abs(actual.loss - expected.loss) <= tolerance * abs(expected.loss)
+    assert jax.tree.structure(actual.gradients) == jax.tree.structure(expected.gradients)
+    wrong = {}
+    for path, b in jax.tree_util.tree_leaves_with_path(expected.gradients):
+        a = actual.gradients
+        for step in path:
+            a = a[step.key]
+        assert a.shape == b.shape, path
+        scale = np.max(np.abs(b))
+        assert scale > 0, (
+            f"{path}: the expected gradient is zero everywhere, which compares nothing"
+        )
+        difference = np.max(np.abs(a - b)) / scale
+        if not difference <= tolerance:
+            wrong[jax.tree_util.keystr(path)] = float(difference)
+    assert not wrong, f"relative differences: {wrong}"

@@ -1,0 +1,85 @@
+"""Cases of the grids in which pipelined engines are compared with the sequential one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from maxpipe.config import Config, catalog
+
+# The tests' own block, which has an auxiliary loss, is one more variant.
+catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
+
+ROWS = 96  # every number of microbatches in the grids, times data x fsdp, divides it
+
+# Factors of every engine; others that `config_of` knows are microbatches (times stages), mesh
+# (these axes have two devices), gather, remat, and remat_of ("iterations", "layers", both or "").
+COMMON: Mapping[str, tuple[Any, ...]] = {
+    "stages": (1, 2, 4),
+    "repeats": (1, 2, 4),
+    "layers": (1, 2),
+    "packed": (True, False),
+    "tied": (False, True),
+    "dropout": (0.0, 0.2),
+    "block": ("llama", "balanced"),
+    "delay": (False, True),
+    "uneven": (False, True),
+    "scan": (True, False),
+    "tiled": (False, True),
+}
+
+Case = Mapping[str, Any]
+
+
+def chunk_sizes(case: Case) -> list[int]:
+    """Layers of each chunk in model order; uneven ones alternate between one and two."""
+    other = 3 - case["layers"]
+    chunks = range(case["stages"] * case["repeats"])
+    return [other if case["uneven"] and i % 3 == 1 else case["layers"] for i in chunks]
+
+
+def config_of(case: Case, **values: Any) -> Config:
+    """The configuration of a case; `values` are those of its engine."""
+    chunks = chunk_sizes(case)
+    common = {
+        "pipeline.num_repeats": case["repeats"],
+        "pipeline.layers_per_stage": chunks if case["uneven"] else [],
+        "pipeline.num_microbatches": int(case["stages"] * case["microbatches"]),
+        "pipeline.delay_activation_forwarding": case["delay"],
+        "pipeline.fsdp_gather": case["gather"],
+        "pipeline.scan_layers_per_stage": case["scan"],
+        "pipeline.remat_policy": case["remat"],
+        "pipeline.remat_iterations": "iterations" in case["remat_of"],
+        "pipeline.remat_layers": "layers" in case["remat_of"],
+        "model.block": case["block"],
+        "model.num_layers": sum(chunks),
+        "model.tie_embeddings": case["tied"],
+        "model.dropout": case["dropout"],
+        # Other parameters for half of the cases, not a factor of its own.
+        "model.qk_norm": case["tied"],
+        "model.attention_bias": case["tied"],
+        "model.z_loss": 1e-2,
+        "model.logit_soft_cap": 5.0,
+        "model.logit_tiles": 3 if case["tiled"] else 1,
+        "data.global_batch_size": ROWS,
+        "mesh.ici.stage": case["stages"],
+    }
+    return tiny(**common | {f"mesh.ici.{axis}": 2 for axis in case["mesh"].split()} | values)
+
+
+def name_of(case: Case) -> str:
+    """The case as a test id: sizes, options that are on, chosen variants."""
+    words = ["S{stages}-V{repeats}-L{layers}-M{microbatches}S".format(**case)]
+    for name, value in case.items():
+        if isinstance(value, str):
+            words += value.split()
+        elif isinstance(value, bool | float) and value and name != "microbatches":
+            words.append(name)
+    return "-".join(words)
+
+
+def assert_equals_sequential(config: Config, case: Case, **options: Any) -> None:
+    """Loss and every gradient of the pipeline, built with `options`, are those of the sequential engine."""
+    actual = EngineUnderTest(config, **options).train(make_batch(ROWS, packed=case["packed"]))
+    model = replace(config.model, logit_tiles=1)
+    assert_same(actual, reference(model, ROWS, packed=case["packed"]))

@@ -1,0 +1,52 @@
+"""Which attention kernel is chosen for which platform and sizes, and what is said about it."""
+
+import pytest
+from helpers.engines import tiny
+
+from maxpipe.config import ConfigError
+from maxpipe.model.kernels.choose import choose_kernel
+
+
+@pytest.fixture
+def choose():
+    """choose(platform, length, context, kernel) -> (name, what was said), for heads of 128."""
+
+    def _choose(platform, length=1024, context=1, kernel="auto"):
+        sizes = {"model.head_dim": 128, "data.sequence_length": length, "mesh.ici.context": context}
+        said = []
+        return choose_kernel(
+            tiny(**sizes, **{"model.attention": kernel}), platform, said.append
+        ), "".join(said)
+
+    return _choose
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"), [("cpu", "dot_product"), ("gpu", "dot_product"), ("tpu", "splash")]
+)
+def test_the_kernel_for_a_platform(choose, platform, name):
+    assert choose(platform) == (name, f"model.attention={name}: the kernel for {platform}")
+
+
+@pytest.mark.parametrize(
+    ("length", "context", "reason"),
+    [
+        (192, 1, "192 is not a multiple of 128"),
+        (768, 2, "768 is not a multiple of 512 = 128 x 2 x 2 (mesh.*.context)"),
+    ],
+)
+def test_sequences_that_do_not_cut_into_blocks(choose, length, context, reason):
+    message = f"splash cannot be used, data.sequence_length={reason}"
+    assert choose("tpu", length, context) == (
+        "dot_product",
+        f"model.attention=dot_product: {message}",
+    )
+    with pytest.raises(
+        ConfigError, match=r"model\.attention: splash cannot be used: data\.sequence_length="
+    ):
+        choose("tpu", length, context, "splash")
+
+
+def test_a_kernel_of_another_platform_is_refused(choose):
+    with pytest.raises(ConfigError, match="it runs on tpu, not on gpu; use auto or dot_product"):
+        choose("gpu", kernel="splash")

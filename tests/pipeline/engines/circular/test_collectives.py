@@ -1,0 +1,125 @@
+"""Collectives that compiled steps execute, and the memory of gathered weights."""
+
+import math
+import os
+from functools import cache
+
+import jax
+import pytest
+from helpers.collectives import executed
+from helpers.engines import EngineUnderTest, make_batch, tiny
+
+ROWS = 32
+# Query, key, value, out, gate, up and down of one layer; float32.
+WEIGHTS = ((24, 6, 4), (24, 3, 4), (24, 3, 4), (6, 4, 24), (24, 40), (24, 40), (40, 24))
+SET_BYTES = 4 * sum(map(math.prod, WEIGHTS))
+
+
+@cache
+def compiled(gather, repeats, microbatches):
+    """The step of four stages x two FSDP shards, a layer per stage and repeat."""
+    config = tiny(
+        **{
+            "pipeline.engine": "circular",
+            "pipeline.fsdp_gather": gather,
+            "pipeline.num_repeats": repeats,
+            "pipeline.num_microbatches": microbatches,
+            "model.num_layers": 4 * repeats,
+            "model.embed_dim": 24,
+            "model.num_query_heads": 6,
+            "model.num_kv_heads": 3,
+            "model.mlp_dim": 40,
+            "data.global_batch_size": ROWS,
+            "mesh.ici.stage": 4,
+            "mesh.ici.fsdp": 2,
+        }
+    )
+    subject = EngineUnderTest(config)
+    batch = {
+        name: jax.device_put(x, subject.batch_sharding) for name, x in make_batch(ROWS).items()
+    }
+    step = jax.jit(subject.pipeline.loss_and_gradients)
+    # What is fused decides about memory, so kernels are built as they are outside of tests.
+    quick = "xla_cpu_use_fusion_emitters" in os.environ["XLA_FLAGS"]
+    options = {"xla_cpu_use_fusion_emitters": True} if quick else {}
+    return step.lower(subject.params, batch, jax.random.key(0)).compile(options)
+
+
+def sets_moved(program, *kinds):
+    """Whole weights of a stage that a device gathers, or whole gradients that it reduces, in sets of one layer."""
+    total = 0
+    for collective, count in executed(program.as_text()).items():
+        if collective.kind in kinds and _is_weight(collective.shape):
+            # The result of a reduce-scatter is one of two shards.
+            total += count * collective.bytes * (2 if collective.kind == "reduce-scatter" else 1)
+    return total / SET_BYTES
+
+
+def collectives_of_a_weight(program, kind):
+    """How often each collective of the query projection, whole or in shards, is executed."""
+    counts = executed(program.as_text())
+    return {
+        n for c, n in counts.items() if c.kind == kind and c.shape[-3:] in ((24, 6, 4), (12, 6, 4))
+    }
+
+
+def _is_weight(shape):
+    """Whether the dimensions, but for leading 1s and repeats, are those of a weight or of its FSDP shard."""
+    sizes = sorted(n for n in shape if n > 1)
+    whole = [sorted(weight) for weight in WEIGHTS]
+    shards = [sorted([12, *(n for n in weight if n != 24)]) for weight in WEIGHTS]
+    return any(sizes in (dims, sorted([*dims, n])) for dims in whole + shards for n in (2, 4))
+
+
+SIZES = [
+    (2, 8),
+    (4, 8),
+    (4, 4),
+]  # repeats, microbatches; the last with as many microbatches as stages
+
+
+@pytest.mark.parametrize(("repeats", "microbatches"), SIZES)
+def test_per_iteration_every_iteration_gathers_and_reduces(repeats, microbatches):
+    program = compiled("per_iteration", repeats, microbatches)
+    iterations = microbatches * repeats + 3
+    assert sets_moved(program, "all-gather") == 2 * iterations  # forward and backward
+    assert sets_moved(program, "all-reduce", "reduce-scatter") == iterations
+
+
+@pytest.mark.parametrize(("repeats", "microbatches"), SIZES)
+def test_per_repeat_every_repeat_gathers_and_reduces(repeats, microbatches):
+    program = compiled("per_repeat", repeats, microbatches)
+    # Forward and backward each gather; the compiler may find that both gather the same.
+    assert sets_moved(program, "all-gather") in (repeats, 2 * repeats)
+    assert sets_moved(program, "all-reduce", "reduce-scatter") == repeats
+    assert collectives_of_a_weight(program, "reduce-scatter") == {repeats}
+
+
+def test_once_the_step_gathers_and_reduces_all_repeats_together():
+    program = compiled("once", 4, 8)
+    assert sets_moved(program, "all-gather") in (4, 8)
+    assert collectives_of_a_weight(program, "all-gather") <= {1, 2}
+    assert sets_moved(program, "all-reduce", "reduce-scatter") == 4
+    assert collectives_of_a_weight(program, "reduce-scatter") == {1}
+
+
+def test_per_repeat_gathers_at_most_a_quarter_of_the_bytes():
+    per_iteration, per_repeat = (
+        sets_moved(compiled(gather, 2, 8), "all-gather")
+        for gather in ("per_iteration", "per_repeat")
+    )
+    assert 0 < per_repeat <= per_iteration / 4
+
+
+@pytest.mark.parametrize(("repeats", "microbatches", "sets"), [(2, 8, 2), (4, 8, 2), (4, 4, 6)])
+def test_memory_of_gathered_repeats(repeats, microbatches, sets):
+    """Per repeat takes at most two gathered repeats more than per iteration.
+
+    Where M = S there are three, of which XLA for CPUs copies those that change places from one
+    repeat to the next.
+    """
+    per_iteration, per_repeat = (
+        compiled(gather, repeats, microbatches).memory_analysis().temp_size_in_bytes
+        for gather in ("per_iteration", "per_repeat")
+    )
+    assert per_repeat - per_iteration <= sets * SET_BYTES

@@ -1,0 +1,161 @@
+"""What the circular engine's options do to its program: what is kept, what is a loop, how much waits."""
+
+import math
+from itertools import product
+
+import jax
+import pytest
+from helpers.engines import (
+    SEQUENCE_LENGTH,
+    EngineUnderTest,
+    assert_same,
+    make_batch,
+    reference,
+    tiny,
+)
+
+from maxpipe.pipeline.jaxprs import open_jaxpr
+
+ROWS = 16
+# What is rematerialised: whole iterations, single layers, both or neither.
+REMATERIALISED = ("iterations", "layers", "both", "neither")
+
+
+def circular(**values):
+    """Two stages x two FSDP shards, two repeats of two layers, sizes that tell every weight by its shape."""
+    return tiny(
+        **{
+            "pipeline.engine": "circular",
+            "pipeline.num_repeats": 2,
+            "pipeline.num_microbatches": 4,
+            "model.num_layers": 8,
+            "model.embed_dim": 24,
+            "model.num_query_heads": 6,
+            "model.num_kv_heads": 3,
+            "model.mlp_dim": 40,
+            "data.global_batch_size": ROWS,
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+        }
+        | values
+    )
+
+
+def kept_values(config):
+    """Shapes of all that the forward pass hands to the backward pass."""
+    subject = EngineUnderTest(config)
+    batch = {name: jax.numpy.asarray(x) for name, x in make_batch(ROWS).items()}
+
+    def residuals(params):
+        key = jax.random.key(0)
+        return jax.tree.leaves(jax.vjp(lambda p: subject.pipeline.loss(p, batch, key), params)[1])
+
+    return [leaf.shape for leaf in jax.eval_shape(residuals, subject.params)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scan_layers"),
+    [("float32", True), ("bfloat16", False)],
+    ids=["float32-scan", "bfloat16-unroll"],
+)
+@pytest.mark.parametrize(
+    ("policy", "flags"),
+    [("none", "iterations"), *product(("full", "minimal", "minimal_offloaded"), REMATERIALISED)],
+)
+def test_no_iteration_keeps_weights(policy, flags, dtype, scan_layers):
+    """The forward pass hands on nothing in the shape of a weight but the parameters themselves."""
+    config = circular(
+        **{
+            "pipeline.remat_policy": policy,
+            "pipeline.remat_iterations": flags in ("iterations", "both"),
+            "pipeline.remat_layers": flags in ("layers", "both"),
+            "pipeline.scan_layers_per_stage": scan_layers,
+            "model.dtype": dtype,
+        }
+    )
+    weights = {(24, 6, 4), (24, 3, 4), (6, 4, 24), (24, 40), (40, 24)}
+    found = [shape for shape in kept_values(config) if any(shape[-len(w) :] == w for w in weights)]
+    # One leaf [repeats, stages, layers, ...] of each: query, key, value, out, gate, up, down.
+    assert len(found) == 7
+    assert {shape[:3] for shape in found} == {(2, 2, 2)}
+
+
+def loops(config):
+    """(trip count, shapes of what is handed on) of every loop in the forward pass."""
+    subject = EngineUnderTest(config)
+    rows = make_batch(config.data.global_batch_size)
+    jaxpr = jax.make_jaxpr(subject.pipeline.loss)(subject.params, rows, jax.random.key(0))
+    found, programs = [], [jaxpr]
+    while programs:
+        for eqn in programs.pop().eqns:
+            if eqn.primitive.name == "scan":
+                body = open_jaxpr(eqn.params["jaxpr"])
+                # What is stacked has a dimension more outside.
+                pairs = [
+                    (o.aval.shape, i.aval.shape)
+                    for o, i in zip(eqn.outvars, body.outvars, strict=True)
+                ]
+                found.append(
+                    (
+                        eqn.params["length"],
+                        [outside for outside, inside in pairs if outside == inside],
+                    )
+                )
+            programs += [
+                p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "eqns")
+            ]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("repeats", "microbatches", "delay"), [(1, 2, 1), (3, 2, 1), (3, 8, 1), (1, 4, 2), (3, 8, 2)]
+)
+def test_no_more_than_the_microbatches_wait_beside_what_the_stages_send(
+    repeats, microbatches, delay
+):
+    """Inputs, what waits for its next repeat, and outputs share the room of M; d S more are between the stages."""
+    values = {
+        "pipeline.num_repeats": repeats,
+        "pipeline.num_microbatches": microbatches,
+        "pipeline.delay_activation_forwarding": delay == 2,
+        "model.num_layers": 2 * repeats,
+    }
+    iterations = microbatches * repeats + delay
+    (carried,) = [shapes for length, shapes in loops(circular(**values)) if length == iterations]
+    per_device = ROWS // microbatches, SEQUENCE_LENGTH, 24
+    activations = [shape for shape in carried if shape[-3:] == per_device]
+    assert len(carried) == len(activations) + 1  # the auxiliary loss
+    assert sum(math.prod(shape[:-3]) for shape in activations) == microbatches + delay * 2
+
+
+@pytest.mark.parametrize(
+    ("option", "gather", "length"),
+    [
+        ("scan_iterations", "per_iteration", 33),  # M V + S - 1
+        ("scan_iterations", "per_repeat", 7),  # M - (S - 1)
+        ("scan_repeats", "per_repeat", 3),  # V - 1
+        ("scan_repeats", "once", 3),
+        ("scan_layers_per_stage", "per_iteration", 5),  # L
+        ("scan_layers_per_stage", "per_repeat", 5),
+    ],
+)
+def test_loops_or_copies(option, gather, length):
+    sizes = {"pipeline.num_repeats": 4, "pipeline.num_microbatches": 8, "model.num_layers": 40}
+    values = sizes | {"pipeline.fsdp_gather": gather}
+    assert any(length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": True})))
+    assert not any(
+        length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": False}))
+    )
+
+
+@pytest.mark.parametrize("gather", ["per_iteration", "per_repeat"])
+def test_copies_of_iterations_compute_the_same(gather):
+    config = circular(
+        **{
+            "pipeline.scan_iterations": False,
+            "pipeline.fsdp_gather": gather,
+            "pipeline.num_microbatches": 2,
+            "model.num_layers": 4,
+        }
+    )
+    assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))

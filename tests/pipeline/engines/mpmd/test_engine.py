@@ -1,0 +1,169 @@
+"""The MPMD engine: gradients are the sequential one's, the order of units is the table's, memory is its peak."""
+
+import dataclasses
+import itertools
+from collections import Counter
+
+import jax
+import pytest
+from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.mpmd_under_test import MpmdUnderTest
+
+from maxpipe.pipeline.schedules.slots import activation_slots
+from maxpipe.planning.simulate import simulate
+
+ROWS = 48
+
+
+def config_of(**case):
+    stages, chunks = case.get("stages", 2), case.get("chunks") or []
+    return tiny(
+        **{
+            "pipeline.engine": "mpmd",
+            "pipeline.schedule": case.get("schedule", "1f1b"),
+            "pipeline.num_microbatches": case.get("microbatches", 4),
+            "pipeline.num_repeats": case.get("repeats", 1),
+            "pipeline.layers_per_stage": chunks,
+            "pipeline.remat_policy": case.get("remat", "full"),
+            "pipeline.remat_layers": case.get("remat_layers", False),
+            "pipeline.scan_layers_per_stage": case.get("scan", False),
+            "model.num_layers": sum(chunks)
+            or stages * case.get("repeats", 1) * case.get("layers", 1),
+            "model.tie_embeddings": case.get("tied", False),
+            "model.dropout": case.get("dropout", 0.0),
+            "model.block": case.get("block", "llama"),
+            "model.z_loss": 1e-2,
+            "data.global_batch_size": ROWS,
+            "mesh.ici.stage": stages,
+            "mesh.ici.fsdp": case.get("fsdp", 1),
+            "mesh.ici.tensor": case.get("tensor", 1),
+        }
+    )
+
+
+def test_equals_sequential():
+    """Tied embeddings lie on both stages; every stage has four devices."""
+    config = config_of(
+        tied=True, dropout=0.2, fsdp=2, tensor=2, microbatches=3, remat="none", scan=True
+    )
+    assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+def test_equals_sequential_with_both_ends_of_the_model_on_one_stage():
+    """Split backwards, uneven chunks."""
+    config = config_of(schedule="zb_v", repeats=2, tied=True, chunks=[1, 2, 1, 1], remat="minimal")
+    mpmd = MpmdUnderTest(config)
+    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
+    assert not any(mpmd.state.copies)
+
+
+REPEATS = {
+    "gpipe": (1,),
+    "1f1b": (1,),
+    "eager_1f1b": (1,),
+    "interleaved_1f1b": (1, 2),
+    "zb_h1": (1,),
+    "zb_h2": (1,),
+    "zb_v": (2,),
+    "v_half": (2,),
+    "v_min": (2,),
+    "dualpipe_v": (2,),
+}
+REMAT = (("full", False), ("minimal", True), ("none", False))
+
+
+def product():
+    """Schedules, sizes and numbers of microbatches; the other options go round."""
+    sizes = [
+        (name, S, V, M)
+        for name, repeats in REPEATS.items()
+        for S in (2, 4)
+        for V in repeats
+        for M in (S, S + 2, 4 * S)
+    ]
+    options = itertools.cycle(
+        itertools.product((False, True), (0.0, 0.2), (True, False), (False, True), REMAT)
+    )
+    for (name, S, V, M), (tied, dropout, packed, uneven, (remat, layers)) in zip(
+        sizes, options, strict=False
+    ):
+        chunks = [1 + (c % 3 == 1) for c in range(S * V)] if uneven else []
+        case = {
+            "schedule": name,
+            "stages": S,
+            "repeats": V,
+            "microbatches": M,
+            "tied": tied,
+            "dropout": dropout,
+            "packed": packed,
+            "chunks": chunks,
+            "remat": remat,
+            "remat_layers": layers,
+        }
+        yield pytest.param(case, id=f"{name}-S{S}-V{V}-M{M}")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", product())
+def test_equals_sequential_in_the_full_product(case):
+    config = config_of(**case)
+    actual = MpmdUnderTest(config).train(make_batch(ROWS, packed=case["packed"]))
+    assert_same(actual, reference(config.model, ROWS, packed=case["packed"]))
+
+
+class TestInterleaved:
+    """Four chunks on two stages."""
+
+    config = config_of(schedule="interleaved_1f1b", repeats=2, microbatches=6)
+
+    @pytest.fixture(scope="class")
+    def mpmd(self):
+        return MpmdUnderTest(self.config)
+
+    def test_equals_sequential(self, mpmd):
+        assert_same(mpmd.train(make_batch(ROWS)), reference(self.config.model, ROWS))
+
+    def test_units_run_in_the_order_of_the_table(self, mpmd):
+        ran = [[], []]
+        mpmd.train(make_batch(ROWS), observe=lambda stage, name, m: ran[stage].append((*name, m)))
+        table = mpmd.pipeline.table
+        for stage in range(2):
+            expected = {}
+            for kind in table.kinds:
+                for tick, s, m, chunk in zip(*table.units(kind), strict=True):
+                    if s == stage:
+                        expected[int(tick)] = (kind, int(table.global_chunk(chunk, s)), int(m))
+            assert ran[stage] == [expected[tick] for tick in sorted(expected)]
+
+    def test_no_more_activations_are_alive_than_the_table_says(self, mpmd):
+        """With full rematerialisation a chunk in flight is its input, and one that waits for its turn is, too."""
+        mpmd.train(make_batch(ROWS))
+        shape = (ROWS // 6, 8, 16)
+        most = Counter()
+
+        def observe(stage, name, m):
+            devices = Counter(
+                next(iter(x.devices())).id for x in jax.live_arrays() if x.shape == shape
+            )
+            for device, count in devices.items():
+                most[device] = max(most[device], count)
+
+        mpmd.train(make_batch(ROWS), observe=observe)
+        table = mpmd.pipeline.table
+        slots = activation_slots(table)
+        assert set(most) == {0, 1}
+        peak = simulate(table).peak_in_flight
+        for stage in range(2):
+            waiting = slots.activations.peak[stage] + slots.gradients.peak[stage]
+            assert peak[stage] <= most[stage] <= peak[stage] + waiting
+
+    def test_evaluates_batches_of_any_size_and_length(self, mpmd):
+        config = tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": ROWS})
+        sequential = EngineUnderTest(dataclasses.replace(config, model=self.config.model))
+        for rows, length in ((ROWS, 8), (10, 8), (10, 4)):
+            batch = {name: x[:, :length] for name, x in make_batch(rows).items()}
+            found = mpmd.pipeline.evaluate(
+                [stage.params for stage in mpmd.state.stages], mpmd.state.copies, mpmd.place(batch)
+            )
+            expected = sequential.evaluate(batch)
+            assert {n: float(x) for n, x in found.items()} == pytest.approx(expected, rel=1e-5)

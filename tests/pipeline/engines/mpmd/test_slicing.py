@@ -1,0 +1,202 @@
+"""Passes of the slicer on small programs: what every computation does, reads and writes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.mpmd_programs import (
+    assert_computes,
+    chain,
+    computation,
+    evaluate,
+    inputs,
+    operations,
+    sliced,
+    weights,
+)
+
+from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
+from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
+from maxpipe.pipeline.engines.mpmd.runner import route
+from maxpipe.pipeline.engines.mpmd.slicing import slice_program
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
+)
+def test_the_parts_compute_the_whole(wrap, split):
+    def loss(w, x):
+        for one in w:
+            x = mark(wrap(lambda x, w: jnp.sin(x @ w))(x, one))
+        return jnp.sum(x * x)
+
+    program = sliced(loss, weights(), inputs(), split_backward=split)
+    assert_computes(program, loss, weights(), inputs())
+    kinds = "FIW" if split else "FB"
+    assert sorted(map(str, program.computations)) == [
+        f"{k}{c}" for k in sorted(kinds) for c in range(3)
+    ]
+
+
+def test_a_stage_reads_its_own_weights_only():
+    program = sliced(chain, weights(), inputs())
+    w, x = program.inputs[:3], program.inputs[3]
+    for c in range(3):
+        assert set(computation(program, f"F{c}").arguments) == ({w[0], x} if c == 0 else {w[c]})
+        assert set(computation(program, f"B{c}").arguments) <= {w[c], x}
+
+
+def test_neighbours_exchange_one_activation_and_one_gradient():
+    sends = route(sliced(chain, weights(), inputs()), [0, 1, 2]).sends
+    assert {str(name): len(values) for name, values in sends.items()} == {
+        "F0": 1,
+        "F1": 1,
+        "F2": 0,
+        "B2": 1,
+        "B1": 1,
+        "B0": 0,
+    }
+    assert all(v.aval.shape == (2, 4) for values in sends.values() for v in values)
+
+
+def test_the_loss_and_its_gradient_are_the_end_of_the_last_forward():
+    program = sliced(chain, weights(), inputs())
+    assert "reduce_sum" in operations(program, "F2")
+    assert list(computation(program, "F2").outputs) == [0]
+    assert operations(program, "B2").count("dot_general") == 2
+
+
+def test_a_forward_alone():
+    program = slice_program(jax.make_jaxpr(chain)(weights(), inputs()))
+    assert list(map(str, program.computations)) == ["F0", "F1", "F2"]
+    np.testing.assert_allclose(
+        evaluate(program, weights(), inputs())[0], chain(weights(), inputs()), rtol=1e-6
+    )
+
+
+def test_casts_of_weights_are_computed_again_and_not_kept():
+    def loss(w, x):
+        half = [one.astype(jnp.bfloat16) for one in w]  # before any mark
+        for one in half:
+            x = mark(jnp.sin(x @ one.astype(jnp.float32)))
+        return jnp.sum(x * x)
+
+    program = sliced(loss, weights(), inputs())
+    kept = [v for c in program.computations.values() for v in c.writes]
+    assert all(v.aval.dtype == jnp.float32 and v.aval.shape == (2, 4) for v in kept)
+    assert operations(program, "F1").count("convert_element_type") == 2
+    assert_computes(program, loss, weights(), inputs())
+
+
+def test_costly_code_before_the_first_mark_runs_once_where_it_is_first_needed():
+    def loss(w, x):
+        table = w[2] @ jnp.ones((4, 4))
+        for one in w[:2]:
+            x = mark(jnp.sin(x @ one))
+        return jnp.sum(mark(x @ table))
+
+    program = sliced(loss, weights(), inputs())
+    assert [operations(program, f"F{c}").count("dot_general") for c in range(3)] == [1, 1, 2]
+    assert_computes(program, loss, weights(), inputs())
+
+
+def test_constants_of_the_backward_alone_move_there():
+    def loss(w, mask, x):
+        @jax.custom_vjp
+        def scaled(x, costly):
+            return x
+
+        scaled.defvjp(lambda x, costly: (x, costly), lambda costly, ct: (ct @ costly, None))
+        x = mark(x @ w[0])
+        x = mark(scaled(x @ w[1], mask @ mask))
+        return jnp.sum(x * x)
+
+    program = sliced(loss, weights(2), weights(1)[0], inputs())
+    assert operations(program, "F1").count("dot_general") == 1
+    assert program.inputs[2] in computation(program, "B1").arguments
+    assert program.inputs[2] not in computation(program, "F1").arguments
+
+
+def test_what_nobody_uses_is_gone_from_all_stages():
+    def loss(w, x):
+        unused = jnp.cos(x @ w[0])
+        for one in w:
+            x, unused = mark((jnp.sin(x @ one), jnp.exp(unused)))
+        return jnp.sum(x * x)
+
+    program = sliced(loss, weights(), inputs())
+    assert not any("exp" in operations(program, f"F{c}") for c in range(3))
+    assert operations(program, "F0").count("dot_general") == 1
+
+
+def test_gradients_of_a_shared_weight_are_parts_that_stay_on_their_stages():
+    def loss(w, x):
+        for i in (0, 1, 0):
+            x = mark(jnp.sin(x @ w[i]))
+        return jnp.sum(x * x)
+
+    program = sliced(loss, weights(2), inputs())
+    assert [str(n) for n, c in program.computations.items() if 1 in c.outputs] == ["B2", "B0"]
+    sends = route(program, [0, 1, 2]).sends
+    assert all(v.aval.shape == (2, 4) for values in sends.values() for v in values)
+    assert_computes(program, loss, weights(2), inputs())
+
+
+class TestSplitBackward:
+    def test_only_the_input_gradient_is_waited_for(self):
+        program = sliced(chain, weights(), inputs(), split_backward=True)
+        for c in (1, 2):
+            assert operations(program, f"I{c}").count("dot_general") == 1
+            assert operations(program, f"W{c}").count("dot_general") == 1
+            assert not computation(program, f"I{c}").outputs
+            assert list(computation(program, f"W{c}").outputs) == [1 + c]
+
+    def test_checkpoints_compute_again_once(self):
+        def loss(w, x):
+            for one in w:
+                x = mark(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, one))
+            return jnp.sum(x * x)
+
+        program = sliced(loss, weights(), inputs(), split_backward=True)
+        assert [operations(program, f"{k}1").count("dot_general") for k in "IW"] == [2, 1]
+
+    def test_casts_are_not_handed_from_one_half_to_the_other(self):
+        def loss(w, x):
+            for one in w:
+                x = mark(jnp.sin(x @ one.astype(jnp.bfloat16).astype(jnp.float32)))
+            return jnp.sum(x * x)
+
+        program = sliced(loss, weights(), inputs(), split_backward=True)
+        assert all(v.aval.shape == (2, 4) for v in computation(program, "I1").writes)
+        assert_computes(program, loss, weights(), inputs())
+
+
+class TestRefusals:
+    def test_no_marks(self):
+        with pytest.raises(ValueError, match="no stage marks"):
+            slice_program(jax.make_jaxpr(jnp.sin)(1.0))
+
+    def test_a_mark_in_a_loop(self):
+        def loss(x):
+            return jax.lax.scan(lambda x, _: (mark(jnp.sin(x)), None), x, length=3)[0]
+
+        with pytest.raises(ValueError, match="a stage mark lies inside scan"):
+            slice_program(jax.make_jaxpr(loss)(1.0))
+
+    def test_a_mark_without_a_gradient(self):
+        def loss(x, n):
+            return jnp.sin(mark(x)) * mark(n)
+
+        with pytest.raises(ValueError, match="2 forward marks and 1 backward"):
+            slice_program(jax.make_jaxpr(jax.grad(loss))(1.0, 2))
+
+
+def test_the_dump_names_values_by_where_they_come_from():
+    texts = dump(sliced(chain, weights(), inputs()), ["first", "second", "third", "x"])
+    assert [*map(str, texts)] == ["F0", "F1", "F2", "B2", "B1", "B0"]
+    first = texts[UnitName("F", 0)]
+    assert first.startswith("F0\n  reads  first f32[4,4]\n  reads  x f32[2,4]\n")
+    assert "  writes F0.1 f32[2,4] for F1, B1\n" in first
+    assert "dot_general" in first
+    assert "  adds to output 2 f32[4,4]\n" in texts[UnitName("B", 1)]

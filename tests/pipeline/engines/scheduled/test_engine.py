@@ -1,0 +1,232 @@
+"""The scheduled engine beyond its grid of options: evaluation, microbatches, tables from files, dtypes, rules."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from helpers.engines import EngineUnderTest, assert_same, make_batch, make_mesh, reference, tiny
+
+from maxpipe.builder import build_engine_inputs
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.pipeline.engines.scheduled.engine import skips_idle
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import load_schedule
+
+NAN = math.nan
+
+
+def small(**values):
+    """Two stages of two repeats with two-way FSDP, 24 rows in six microbatches."""
+    return tiny(
+        **{
+            "pipeline.engine": "scheduled",
+            "pipeline.schedule": "lockstep_1f1b",
+            "pipeline.num_repeats": 2,
+            "pipeline.num_microbatches": 6,
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+            "data.global_batch_size": 24,
+        }
+        | values
+    )
+
+
+def sequential_like(config):
+    """The same model and batch on one device."""
+    plain = tiny(
+        **{"pipeline.engine": "sequential", "data.global_batch_size": config.data.global_batch_size}
+    )
+    return dataclasses.replace(plain, model=config.model)
+
+
+def check(config):
+    rows = config.data.global_batch_size
+    actual = EngineUnderTest(config, idle_fill=NAN).train(make_batch(rows))
+    assert_same(actual, reference(config.model, rows))
+
+
+@pytest.mark.parametrize("rows", [24, 8, 72, 10])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"pipeline.delay_activation_forwarding": True, "pipeline.skip_idle": "false"},
+        {
+            "pipeline.layers_per_stage": [1, 3, 1, 2],
+            "model.num_layers": 7,
+            "pipeline.fsdp_gather": "once",
+        },
+    ],
+    ids=["plain", "delay", "uneven"],
+)
+def test_evaluation_takes_any_batch_size(values, rows):
+    """As large as the training batch, smaller, larger, and not divisible by the microbatches."""
+    config, batch = small(**values), make_batch(rows, seed=1)
+    expected = EngineUnderTest(sequential_like(config)).evaluate(batch)
+    assert EngineUnderTest(config, idle_fill=NAN).evaluate(batch) == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("S", "V", "M", "delay"),
+    [
+        (2, 2, 1, False),
+        (2, 2, 5, False),
+        (4, 1, 1, False),
+        (4, 2, 3, False),
+        (4, 2, 9, False),
+        (2, 2, 1, True),
+        (2, 2, 5, True),
+        (4, 1, 7, True),
+        (4, 2, 13, True),
+    ],
+)
+def test_any_number_of_microbatches(S, V, M, delay):
+    """Fewer than stages, and groups of different sizes."""
+    values = {
+        "mesh.ici.stage": S,
+        "mesh.ici.fsdp": 1,
+        "pipeline.num_repeats": V,
+        "pipeline.num_microbatches": M,
+        "pipeline.delay_activation_forwarding": delay,
+        "model.num_layers": S * V,
+        "data.global_batch_size": 2 * M,
+    }
+    check(small(**values))
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+def test_a_table_from_a_file(delay, tmp_path):
+    """Lockstep 1F1B as a file does what it does by name."""
+    table = load_schedule("lockstep_1f1b", 2, 6, 2, forwarding_delay=delay, slack=1)
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(table))
+    check(
+        small(
+            **{
+                "pipeline.schedule": str(path),
+                "pipeline.delay_activation_forwarding": delay == 2,
+                "pipeline.overlap_slots": True,
+            }
+        )
+    )
+
+
+def test_a_free_running_table_from_a_file(tmp_path):
+    """Every tick has one unit, and idle ticks lie between; all F before any B, as in GPipe."""
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(load_schedule("gpipe", 2, 6, 1)))
+    check(small(**{"pipeline.schedule": str(path), "pipeline.num_repeats": 1}))
+
+
+def test_a_free_running_table_with_split_backwards_from_a_file(tmp_path):
+    """A weight gradient has a tick of its own, on every stage another number of ticks behind its input gradient."""
+    path = tmp_path / "mine.csv"
+    path.write_text(to_csv(load_schedule("zb_h1", 2, 6, 1)))
+    check(
+        small(
+            **{
+                "pipeline.schedule": str(path),
+                "pipeline.num_repeats": 1,
+                "pipeline.remat_policy": "minimal",
+                "mesh.ici.fsdp": 1,
+            }
+        )
+    )
+
+
+def test_a_table_by_hand(tmp_path):
+    """Microbatches out of order, holes, and one backward before the other's forward."""
+    path = tmp_path / "mine.csv"
+    path.write_text("0F1,,0F0,,,,,0B1,,,,0B0\n,,1F1,,,1B1,1F0,,,1B0\n")
+    values = {
+        "pipeline.schedule": str(path),
+        "pipeline.num_repeats": 1,
+        "pipeline.num_microbatches": 2,
+    }
+    check(small(**values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model.tie_embeddings": True},
+        {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "none"},
+        {
+            "pipeline.delay_activation_forwarding": True,
+            "pipeline.remat_policy": "minimal",
+            "mesh.ici.data": 2,
+        },
+    ],
+    ids=["tied", "once", "delay"],
+)
+def test_bfloat16_compute_stays_close(values):
+    """To the sequential engine in bfloat16, as summation order does; its loss to that of float32."""
+    config, batch = small(**{"model.dtype": "bfloat16"} | values), make_batch(24)
+    actual = EngineUnderTest(config, idle_fill=NAN).train(batch)
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(actual.gradients))
+    assert_same(actual, reference(config.model, 24), tolerance=3e-2)
+    exact = reference(dataclasses.replace(config.model, dtype="float32"), 24)
+    assert actual.loss == pytest.approx(exact.loss, rel=3e-3)
+
+
+def test_bfloat16_parameters_over_tensor():
+    values = {"model.dtype": "bfloat16", "model.param_dtype": "bfloat16", "mesh.ici.tensor": 2}
+    config = small(**values)
+    actual = EngineUnderTest(config).train(make_batch(24))
+    assert_same(actual, reference(config.model, 24), tolerance=3e-2)
+
+
+def test_a_microbatch_without_weights_counts_for_nothing_and_the_others_for_all():
+    """The loss is divided once, by the weights of the whole batch: no mean of microbatch means."""
+    batch = make_batch(24)
+    batch["weights"][1::6] = 0
+    expected = EngineUnderTest(sequential_like(small())).train(batch)
+    assert_same(EngineUnderTest(small()).train(batch), expected)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [["outer_embed", []]],
+        [["outer_embed", ["fsdp", "stage"]]],
+        [["outer_embed", ["data", "fsdp"]], ["embed", ["data", "fsdp"]]],
+        [["embed", ["tensor"]], ["mlp", ["fsdp"]], ["heads", ["data"]], ["kv_heads", []]],
+        [["norm", ["fsdp"]], ["head_dim", ["tensor"]], ["heads", []], ["kv_heads", []]],
+    ],
+    ids=str,
+)
+def test_other_sharding_rules(rules):
+    gather = "once" if "data" in str(rules) else "per_iteration"
+    changed = [rule for rule in DEFAULT_RULES if rule[0] not in {name for name, _ in rules}] + rules
+    axes = {"mesh.ici.data": 2} if "data" in str(rules) else {"mesh.ici.tensor": 2}
+    check(small(**{"sharding.logical_axis_rules": changed, "pipeline.fsdp_gather": gather} | axes))
+
+
+@pytest.mark.parametrize("embed", [20, 18])
+def test_an_embedding_that_devices_do_not_divide(embed):
+    """It stays whole over stage (20 = 4 x 5, stage x fsdp = 8) or fsdp; tokens do not divide over stages, either."""
+    values = {
+        "model.embed_dim": embed,
+        "model.head_dim": 4,
+        "model.vocab_size": 67,
+        "mesh.ici.stage": 4,
+        "pipeline.num_repeats": 1,
+        "pipeline.num_microbatches": 12,
+    }
+    config = small(**values)
+    check(config)
+
+
+def test_idle_slots_are_skipped_on_simulated_devices_only_without_automatic_axes():
+    def decision(**values):
+        config = small(**values)
+        return skips_idle(build_engine_inputs(config, make_mesh(config)))
+
+    assert decision()
+    assert not decision(**{"mesh.ici.tensor": 2})
+    assert decision(**{"mesh.ici.tensor": 2, "pipeline.skip_idle": "true"})
+    assert not decision(**{"pipeline.skip_idle": "false"})

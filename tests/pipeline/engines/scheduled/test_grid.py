@@ -1,0 +1,132 @@
+"""The scheduled engine computes the loss and every gradient of the sequential one, whatever its options."""
+
+import math
+
+import pytest
+from helpers.grids import COMMON, assert_equals_sequential, config_of, name_of
+from helpers.pairwise import covering_array, legal_pairs, sampled_product
+
+FACTORS = COMMON | {
+    "schedule": ("lockstep_1f1b",),
+    # times stages; fractions are fewer microbatches than stages, and numbers that the stages do not
+    # divide
+    "microbatches": (0.5, 1, 1.5, 2, 4),
+    "mesh": (
+        "",
+        "fsdp",
+        "tensor",
+        "data fsdp",
+        "fsdp tensor",
+        "data fsdp tensor",
+    ),  # two devices each
+    "remat": ("full", "minimal", "none"),
+    "remat_of": ("iterations", "layers", "iterations layers", ""),
+    "overlap": (False, True),
+    "skip_idle": (True, False),
+    "gather": ("per_iteration", "once"),
+    "nan_idle": (False, True),
+}
+BOTH = FACTORS | {"schedule": ("lockstep_1f1b", "lockstep_zb")}
+# The full product is taken of these; in it the others vary.
+GRID = (
+    "schedule",
+    "stages",
+    "repeats",
+    "layers",
+    "microbatches",
+    "mesh",
+    "delay",
+    "overlap",
+    "skip_idle",
+)
+# All that `is_legal` looks at.
+CONSTRAINED = ("stages", "repeats", "microbatches", "mesh", "uneven", "remat", "remat_of")
+
+
+def is_legal(case):
+    return (
+        case["stages"] * 2 ** len(case["mesh"].split()) <= 8
+        and case["stages"] * case["microbatches"] % 1 == 0
+        and case["stages"] * case["repeats"] > case["uneven"]
+        and not (case["remat"] == "none" and "layers" in case["remat_of"])
+        and not (
+            case["schedule"] == "lockstep_zb"
+            and (case["scan"] or (case["remat"] == "full" and case["remat_of"]))
+        )
+    )
+
+
+def check(case):
+    values = {
+        "pipeline.engine": "scheduled",
+        "pipeline.schedule": case["schedule"],
+        "pipeline.overlap_slots": case["overlap"],
+        "pipeline.skip_idle": "true" if case["skip_idle"] else "false",
+    }
+    fill = math.nan if case["nan_idle"] else 0.0
+    assert_equals_sequential(config_of(case, **values), case, idle_fill=fill)
+
+
+# A few cases of split backwards for every run; the product has the others.
+SPLIT = {name: values[0] for name, values in FACTORS.items()} | {
+    "schedule": "lockstep_zb",
+    "stages": 2,
+    "scan": False,
+    "remat": "minimal",
+    "nan_idle": True,
+}
+SPLIT_CASES = [
+    {
+        "repeats": 2,
+        "microbatches": 1.5,
+        "mesh": "fsdp",
+        "tied": True,
+        "block": "balanced",
+        "uneven": True,
+    },
+    {
+        "layers": 2,
+        "microbatches": 1,
+        "mesh": "fsdp tensor",
+        "gather": "once",
+        "delay": True,
+        "skip_idle": False,
+    },
+    {"stages": 4, "microbatches": 4, "packed": False, "remat": "none", "overlap": True},
+]
+
+
+@pytest.mark.parametrize("case", [SPLIT | case for case in SPLIT_CASES], ids=name_of)
+def test_split_backwards_equal_sequential(case):
+    check(case)
+
+
+PAIRWISE = covering_array(FACTORS, is_legal, CONSTRAINED)
+
+
+@pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
+def test_equals_sequential(case):
+    check(case)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("case", sampled_product(BOTH, GRID, is_legal), ids=name_of)
+def test_equals_sequential_in_the_full_product(case):
+    check(case)
+
+
+def test_few_pairs_of_options_are_impossible():
+    """Only what the devices or the options themselves exclude stays out."""
+    everything = legal_pairs(FACTORS, lambda case: True, CONSTRAINED)
+    assert everything - legal_pairs(FACTORS, is_legal, CONSTRAINED) == {
+        ("stages", 4, "mesh", "data fsdp"),
+        ("stages", 4, "mesh", "fsdp tensor"),
+        ("stages", 2, "mesh", "data fsdp tensor"),
+        ("stages", 4, "mesh", "data fsdp tensor"),
+        ("stages", 1, "microbatches", 0.5),
+        ("stages", 1, "microbatches", 1.5),
+        ("microbatches", 0.5, "mesh", "data fsdp tensor"),
+        ("microbatches", 1.5, "mesh", "data fsdp tensor"),
+        ("remat", "none", "remat_of", "layers"),
+        ("remat", "none", "remat_of", "iterations layers"),
+    }

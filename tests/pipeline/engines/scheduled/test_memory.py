@@ -1,0 +1,291 @@
+"""What the scheduled engine holds: units in flight as the table says, no weights with them, nothing per microbatch."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import make_mesh, tiny
+
+from maxpipe.builder import ENGINES, build_engine_inputs
+from maxpipe.model.parameters import ParamSpec
+from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
+from maxpipe.pipeline.microbatches import ARRAYS
+from maxpipe.pipeline.weights import Weights
+from maxpipe.planning.footprint import stash_width
+from maxpipe.planning.simulate import simulate
+
+# No product of sizes of an activation is that of a weight, whole or sharded, of one layer or of
+# all.
+T, D, HEADS, KV_HEADS, HEAD_DIM, MLP = 13, 24, 6, 3, 4, 40
+MODEL = {
+    "model.num_layers": 8,
+    "model.embed_dim": D,
+    "model.num_query_heads": HEADS,
+    "model.num_kv_heads": KV_HEADS,
+    "model.mlp_dim": MLP,
+    "data.sequence_length": T,
+}
+
+
+def scheduled(**values):
+    defaults = {
+        "pipeline.engine": "scheduled",
+        "pipeline.schedule": "lockstep_1f1b",
+        "mesh.ici.stage": 2,
+    }
+    return tiny(**MODEL | defaults | values)
+
+
+def abstract_arguments(config, pipeline, parts):
+    """Sharded shapes of (parameters, batch, key)."""
+    dtype = jnp.dtype(config.model.param_dtype)
+    leading = pipeline.layer_index().shape
+    shardings = Weights(parts.rules, parts.program.specs, pipeline.layer_axes, leading).shardings()
+
+    def shapes(name):
+        return jax.tree.map(
+            lambda spec, sharding: jax.ShapeDtypeStruct(
+                (leading if name == "layers" else ()) + spec.shape, dtype, sharding=sharding
+            ),
+            parts.program.specs[name],
+            shardings[name],
+            is_leaf=lambda x: isinstance(x, ParamSpec),
+        )
+
+    rows = parts.rules.sharding(("activation_batch", "activation_length"))
+    shape = config.data.global_batch_size, config.data.sequence_length
+    dtypes = {name: jnp.float32 if name == "weights" else jnp.int32 for name in ARRAYS}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()
+    }
+    return (
+        {n: shapes(n) for n in ("embed", "layers", "head")},
+        batch,
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Shapes inside a stage's program."""
+
+    kept: list  # of one unit
+    carry: object
+    layers: list
+    microbatch_rows: int
+    plan: object
+
+
+def stores(config, monkeypatch):
+    """Traces a training step without compiling it."""
+    found = []
+
+    def run(self, plan, split, carry):
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry)
+        layers = jax.tree.leaves(self.layers)
+        found.append(Stores(split.kept, shapes, layers, self.batch["tokens"].shape[0], plan))
+        return original(self, plan, split, carry)
+
+    original = StageProgram.run
+    monkeypatch.setattr(StageProgram, "run", run)
+    parts = build_engine_inputs(config, make_mesh(config))
+    pipeline = ENGINES["scheduled"](parts)
+    jax.eval_shape(pipeline.loss_and_gradients, *abstract_arguments(config, pipeline, parts))
+    (only,) = found
+    return only
+
+
+def num_bytes(arrays):
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+
+
+@pytest.mark.parametrize("M", [8, 16])
+@pytest.mark.parametrize(("S", "V"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_residual_store_is_the_peak_of_the_table(S, V, M, monkeypatch):
+    """(V+1)S-1-2s units in flight on stage s, and one slot more for units that are computed masked."""
+    config = scheduled(
+        **{"mesh.ici.stage": S, "pipeline.num_repeats": V, "pipeline.num_microbatches": M}
+    )
+    found = stores(config, monkeypatch)
+    table = build_engine_inputs(config, make_mesh(config)).table
+    peak = [(V + 1) * S - 1 - 2 * s for s in range(S)]
+    np.testing.assert_array_equal(simulate(table).peak_in_flight, peak)
+    (residuals,) = found.carry.residuals
+    assert residuals.shape == (peak[0] + 1, 16 // M, T, D)
+    assert found.carry.activations.shape[0] == found.plan.num_activation_slots + 1
+    assert found.carry.gradients.shape[0] == found.plan.num_gradient_slots + 1
+
+
+@pytest.mark.parametrize("schedule", ["lockstep_1f1b", "delayed", "overlapped"])
+def test_stores_do_not_grow_with_the_number_of_microbatches(schedule, monkeypatch):
+    options = {
+        "pipeline.delay_activation_forwarding": schedule == "delayed",
+        "pipeline.overlap_slots": schedule == "overlapped",
+        "pipeline.num_repeats": 2,
+    }
+
+    def carry(M):
+        values = {"pipeline.num_microbatches": M, "data.global_batch_size": M}
+        return stores(scheduled(**options | values), monkeypatch).carry
+
+    assert carry(8) == carry(32)
+
+
+@pytest.mark.parametrize(
+    ("S", "V", "M", "delay"), [(2, 2, 8, False), (4, 1, 8, True), (4, 2, 16, False)]
+)
+def test_stores_of_split_backwards_are_the_peaks_of_the_table(S, V, M, delay, monkeypatch):
+    """Residuals as for whole ones; in the stash d(S-1)+1 units, none of them larger than its residuals."""
+    values = {
+        "mesh.ici.stage": S,
+        "pipeline.num_repeats": V,
+        "pipeline.num_microbatches": M,
+        "pipeline.delay_activation_forwarding": delay,
+        "pipeline.remat_policy": "minimal",
+    }
+    split, whole = (
+        stores(scheduled(**values, **{"pipeline.schedule": name}), monkeypatch)
+        for name in ("lockstep_zb", "lockstep_1f1b")
+    )
+    config = scheduled(**values, **{"pipeline.schedule": "lockstep_zb"})
+    run = simulate(build_engine_inputs(config, make_mesh(config)).table)
+    assert {a.shape[0] for a in split.carry.residuals} == {run.peak_in_flight.max() + 1}
+    assert split.carry.residuals == whole.carry.residuals
+    assert (
+        {a.shape[0] for a in split.carry.stash}
+        == {run.peak_stash.max() + 1}
+        == {(delay + 1) * (S - 1) + 2}
+    )
+    assert num_bytes(split.carry.stash) / (run.peak_stash.max() + 1) <= num_bytes(split.kept)
+    assert whole.carry.stash == []
+
+
+POLICIES = ["full", "minimal", "save_qkv_proj", "save_dot_except_mlp", "none"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize("gather", ["per_iteration", "once"])
+def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, monkeypatch):
+    config = scheduled(
+        **{
+            "pipeline.remat_policy": policy,
+            "pipeline.scan_layers_per_stage": scan,
+            "pipeline.fsdp_gather": gather,
+            "pipeline.num_repeats": 2,
+            "model.dtype": dtype,
+            "model.qk_norm": True,
+            "model.attention_bias": True,
+            "mesh.ici.fsdp": 2,
+        }
+    )
+    found = stores(config, monkeypatch)
+    program = build_engine_inputs(config, make_mesh(config)).program
+    specs = jax.tree.leaves(program.specs["layers"], is_leaf=lambda x: isinstance(x, ParamSpec))
+    weights = {math.prod(spec.shape) for spec in specs} | {
+        math.prod(p.shape[2:]) for p in found.layers
+    }
+    layers = config.pipeline.num_layers_per_stage
+    sizes = {math.prod(kept.shape) for kept in found.kept}
+    assert not sizes & {count * size for size in weights for count in (1, layers)}
+    tokens = found.microbatch_rows * T
+    assert all(size % tokens == 0 for size in sizes), "something that is not per token"
+    per_token = num_bytes(found.kept) / tokens / jnp.dtype(dtype).itemsize
+    named = {
+        "full": 0,
+        "save_qkv_proj": (HEADS + 2 * KV_HEADS) * HEAD_DIM,
+        "save_dot_except_mlp": (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + D,
+        "minimal": (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + D + 2 * MLP + D,
+    }
+    if policy == "full":
+        assert [(k.shape, k.dtype) for k in found.kept] == [
+            ((found.microbatch_rows, T, D), jnp.dtype(dtype))
+        ]
+    elif policy in named:
+        # The chunk's input beside them; results that no gradient needs are not kept.
+        assert named["save_qkv_proj"] * layers + D <= per_token <= named[policy] * layers + D
+    else:
+        assert per_token > named["minimal"] * layers
+
+
+@pytest.mark.parametrize(
+    ("policy", "unknown"), [("minimal", 0), ("none", 0), ("save_qkv_proj", 0.1)]
+)
+def test_what_input_gradients_stash_is_what_weight_gradients_cannot_make_for_little(
+    policy, unknown, monkeypatch
+):
+    config = scheduled(
+        **{
+            "pipeline.schedule": "lockstep_zb",
+            "pipeline.remat_policy": policy,
+            "pipeline.num_repeats": 2,
+        }
+    )
+    found = stores(config, monkeypatch)
+    one = [jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in found.carry.stash]
+    per_token = num_bytes(one) / (found.microbatch_rows * T) / 4
+    assert stash_width(config) * config.pipeline.num_layers_per_stage == pytest.approx(
+        per_token, rel=unknown, abs=0
+    )
+
+
+STAGES, LONG, ROWS, DATA = 4, 64, 2, 2  # ROWS of a microbatch on each of DATA shards
+ADDED = 24  # microbatches
+TOKEN_ARRAYS = ADDED * ROWS * LONG * 4 * 5  # tokens, targets, positions, segment ids, weights
+ROW_NUMBERS = ADDED * ROWS * 4
+ACTIVATIONS = ADDED * ROWS * LONG * D * 4
+# What a tick does: at most 17 numbers.
+TICKS = 17 * 4 * ADDED * 2
+
+
+def temp_bytes(engine, num_microbatches, **values):
+    """Temporary memory of one device, for batches that grow with the number of microbatches."""
+    config = scheduled(
+        **{
+            "pipeline.engine": engine,
+            "pipeline.schedule": "lockstep_1f1b" if engine == "scheduled" else "circular",
+            "pipeline.num_microbatches": num_microbatches,
+            "pipeline.num_repeats": 2,
+            "data.global_batch_size": ROWS * DATA * num_microbatches,
+            "data.sequence_length": LONG,
+            "mesh.ici.stage": STAGES,
+            "mesh.ici.fsdp": DATA,
+        }
+        | values
+    )
+    parts = build_engine_inputs(config, make_mesh(config))
+    pipeline = ENGINES[engine](parts)
+    arguments = abstract_arguments(config, pipeline, parts)
+    compiled = jax.jit(pipeline.loss_and_gradients).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"pipeline.skip_idle": "false", "pipeline.overlap_slots": True},
+        {"pipeline.delay_activation_forwarding": True, "pipeline.fsdp_gather": "once"},
+        {"pipeline.remat_policy": "none", "pipeline.scan_layers_per_stage": True},
+        {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
+    ],
+    ids=lambda values: "-".join(key.rpartition(".")[2] for key in values) or "default",
+)
+def test_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatches(values):
+    """From 8 to 32 microbatches of equal size, it is a few numbers for every row and tick.
+
+    With delayed forwarding XLA copies the token arrays into another layout.
+    """
+    copied = TOKEN_ARRAYS if "pipeline.delay_activation_forwarding" in values else 0
+    growth = temp_bytes("scheduled", 8 + ADDED, **values) - temp_bytes("scheduled", 8, **values)
+    assert growth <= copied + ROW_NUMBERS + TICKS
+
+
+def test_memory_of_the_circular_engine_grows_by_whole_activations():
+    """An activation for every microbatch and repeat of a stage, at least."""
+    growth = temp_bytes("circular", 8 + ADDED) - temp_bytes("circular", 8)
+    assert growth >= 2 * ACTIVATIONS

@@ -1,0 +1,107 @@
+"""The reference itself: against a plain loop, and independent of microbatches, mesh and rematerialisation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import (
+    TOLERANCE,
+    EngineUnderTest,
+    assert_same,
+    canonical_params,
+    make_batch,
+    reference,
+    tiny,
+)
+
+from maxpipe.model.program import ModelProgram
+
+ROWS = 16
+
+
+def sequential(**values):
+    defaults = {
+        "pipeline.engine": "sequential",
+        "data.global_batch_size": ROWS,
+        "model.dropout": 0.2,
+    }
+    return tiny(**(defaults | values))
+
+
+def by_hand(config, batch, key):
+    """Loss of a batch from the program's functions: no scan, no rematerialisation, no microbatches."""
+    program = ModelProgram(config.model)
+    side = {name: batch[name] for name in ("positions", "segment_ids")} | {
+        "sequence_index": jnp.arange(ROWS)
+    }
+
+    def loss(params):
+        x = program.embed(params, batch["tokens"])
+        for i in range(config.model.num_layers):
+            layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+            x, _ = program.block(layer, x, side, jax.random.fold_in(key, i))
+        return program.head_loss(params, x, batch["targets"], batch["weights"])[0] / jnp.sum(
+            batch["weights"]
+        )
+
+    return jax.jit(jax.value_and_grad(loss))(canonical_params(program))
+
+
+def test_equals_a_plain_loop_over_layers():
+    config = sequential(**{"model.z_loss": 1e-2, "model.tie_embeddings": True})
+    batch = make_batch(ROWS)
+    loss, gradients = by_hand(config, batch, jax.random.key(0))
+    actual = EngineUnderTest(config).train(batch)
+    assert actual.loss == pytest.approx(float(loss), rel=TOLERANCE)
+    for a, b in zip(jax.tree.leaves(actual.gradients), jax.tree.leaves(gradients), strict=True):
+        assert np.max(np.abs(a - b)) <= TOLERANCE * np.max(np.abs(b))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pipeline.num_microbatches": 4},
+        {"pipeline.num_microbatches": 16, "pipeline.remat_policy": "minimal"},
+        {"pipeline.num_microbatches": 2, "mesh.ici.fsdp": 4, "pipeline.remat_policy": "none"},
+        {"mesh.ici.data": 2, "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
+        {"mesh.ici.data": 4, "pipeline.num_microbatches": 4},
+    ],
+    ids=lambda values: "-".join(
+        f"{key.rpartition('.')[2]}={value}" for key, value in values.items()
+    ),
+)
+def test_layout_and_microbatches_change_nothing(values):
+    config = sequential(**values)
+    assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+def test_dropout_follows_the_key_of_the_step():
+    pipeline = EngineUnderTest(sequential())
+    losses = [pipeline.train(make_batch(ROWS), key=key).loss for key in (0, 0, 1)]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_a_batch_without_any_weight_has_no_loss_and_no_gradient():
+    batch = make_batch(ROWS)
+    batch["weights"][:] = 0
+    result = EngineUnderTest(sequential()).train(batch)
+    assert result.loss == 0
+    assert all(not leaf.any() for leaf in jax.tree.leaves(result.gradients))
+
+
+def test_evaluation_is_the_training_loss_without_dropout_and_z_loss():
+    batch = make_batch(ROWS)
+    sums = EngineUnderTest(sequential(**{"model.z_loss": 1e-2})).evaluate(batch)
+    plain = EngineUnderTest(sequential(**{"model.dropout": 0.0})).train(batch)
+    assert sums["weight"] == batch["weights"].sum()
+    assert sums["cross_entropy"] / sums["weight"] == pytest.approx(plain.loss, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [4, 18, 40])
+def test_evaluation_takes_any_batch_size(rows):
+    """Also one that the microbatches do not divide."""
+    batch = make_batch(rows, seed=1)
+    config = sequential(**{"pipeline.num_microbatches": 4, "mesh.ici.fsdp": 2})
+    expected = EngineUnderTest(sequential()).evaluate(batch)
+    assert EngineUnderTest(config).evaluate(batch) == pytest.approx(expected, rel=TOLERANCE)

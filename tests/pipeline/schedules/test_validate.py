@@ -1,0 +1,142 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from helpers.random_tables import tables
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.table import IDLE, ScheduleError, forward_only
+from maxpipe.pipeline.schedules.validate import validate
+
+
+def changed(table, **cells):
+    """A copy with `F_3_1=(microbatch, chunk)` at tick 3, stage 1."""
+    microbatch = {k: a.copy() for k, a in table.microbatch.items()}
+    chunk = {k: a.copy() for k, a in table.chunk.items()}
+    for name, value in cells.items():
+        kind, tick, stage = name.split("_")
+        microbatch[kind][int(tick), int(stage)], chunk[kind][int(tick), int(stage)] = value
+    return dataclasses.replace(table, microbatch=microbatch, chunk=chunk)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_generated_tables_are_valid(name):
+    schedule = SCHEDULES[name]
+    for S in (1, 2, 3, 4):
+        for M in (1, 2, 3, 5, 8, 11):
+            for V in {schedule.repeats_for(V) for V in (1, 2, 3)}:
+                for delay in (1, 2) if schedule.delays else (1,):
+                    for slack in (0, 1) if schedule.overlaps else (0,):
+                        table = load_schedule(name, S, M, V, forwarding_delay=delay, slack=slack)
+                        validate(table)
+                        validate(forward_only(table))
+
+
+@given(tables())
+def test_random_tables_are_valid(table):
+    validate(table)
+
+
+@given(tables(), st.data())
+def test_a_dropped_unit_is_missed(table, data):
+    kind, tick, stage = pick(table, data)
+    unit = changed(table, **{f"{kind}_{tick}_{stage}": (IDLE, IDLE)})
+    with pytest.raises(ScheduleError, match=f"is missing on stage {stage}"):
+        validate(unit)
+
+
+@given(tables(), st.data())
+def test_a_doubled_unit_is_found(table, data):
+    kind, tick, stage = pick(table, data)
+    rows = {
+        k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in table.microbatch.items()
+    }
+    chunks = {k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in table.chunk.items()}
+    rows[kind][-1, stage], chunks[kind][-1, stage] = (
+        rows[kind][tick, stage],
+        chunks[kind][tick, stage],
+    )
+    with pytest.raises(ScheduleError, match=f"at tick {table.num_ticks}, stage {stage} is doubled"):
+        validate(dataclasses.replace(table, microbatch=rows, chunk=chunks))
+
+
+@given(tables())
+def test_a_unit_that_outruns_its_input_is_found(table):
+    """All units but the first F move a tick forward, relative to it."""
+    if table.num_chunks == 1 and table.lockstep:
+        return
+    first = int(table.ticks["F"][0, 0])
+    late = 1 + table.num_ticks
+    rows, chunks = {}, {}
+    for kind in table.kinds:
+        rows[kind] = np.pad(table.microbatch[kind], ((0, late), (0, 0)), constant_values=IDLE)
+        chunks[kind] = np.pad(table.chunk[kind], ((0, late), (0, 0)), constant_values=IDLE)
+    rows["F"][first, 0] = chunks["F"][first, 0] = IDLE
+    rows["F"][-1, 0], chunks["F"][-1, 0] = 0, 0
+    with pytest.raises(
+        ScheduleError, match=rf"needs 0F0 at tick {table.num_ticks + late - 1}, stage 0"
+    ):
+        validate(dataclasses.replace(table, microbatch=rows, chunk=chunks))
+
+
+def pick(table, data):
+    kind = data.draw(st.sampled_from(table.kinds))
+    tick, stage, _, _ = table.units(kind)
+    index = data.draw(st.integers(0, len(tick) - 1))
+    return kind, int(tick[index]), int(stage[index])
+
+
+def test_the_message_names_unit_tick_stage_and_dependency():
+    table = load_schedule("gpipe", 2, 2)
+    with pytest.raises(ScheduleError) as error:
+        validate(changed(table, F_1_0=(IDLE, IDLE), F_2_0=(1, 0), F_2_1=(1, 0)))
+    assert str(error.value) == (
+        "pipeline.schedule=gpipe: 1F1 at tick 2, stage 1 is too early: it needs 0F1 at tick 2, stage 0, "
+        "so its first is tick 3"
+    )
+
+
+def test_two_units_in_a_free_running_tick_are_refused():
+    table = load_schedule("1f1b", 1, 2)
+    both = changed(table, B_1_0=(IDLE, IDLE), B_2_0=(0, 0))
+    with pytest.raises(
+        ScheduleError, match="0F1 at tick 2, stage 0 and 0B0 at tick 2, stage 0 are in one tick"
+    ):
+        validate(both)
+
+
+def test_cells_out_of_range_are_refused():
+    table = load_schedule("gpipe", 2, 2)
+    with pytest.raises(
+        ScheduleError,
+        match="0F7 at tick 0, stage 0 does not exist with 2 microbatches and 2 chunks",
+    ):
+        validate(changed(table, F_0_0=(7, 0)))
+
+
+def test_slack_and_delay_are_required_where_the_table_claims_them():
+    table = load_schedule("lockstep_1f1b", 2, 4)
+    with pytest.raises(
+        ScheduleError, match="1B0 at tick 1, stage 1 is too early: it needs 1F0 at tick 1, stage 1"
+    ):
+        validate(dataclasses.replace(table, slack=1))
+    with pytest.raises(ScheduleError, match="so its first is tick 2"):
+        validate(dataclasses.replace(table, forwarding_delay=2))
+
+
+def test_a_gradient_is_not_computed_both_whole_and_split():
+    table = load_schedule("zb_h1", 1, 1)
+    idle = np.full_like(table.microbatch["F"], IDLE)
+    rows, chunks = {**table.microbatch, "B": idle}, {**table.chunk, "B": idle}
+    rows, chunks = (
+        {k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in x.items()}
+        for x in (rows, chunks)
+    )
+    rows["B"][-1, 0] = chunks["B"][-1, 0] = 0
+    with pytest.raises(
+        ScheduleError, match="0B0 at tick 3, stage 0 and 0I0 at tick 1, stage 0 are the same work"
+    ):
+        validate(dataclasses.replace(table, microbatch=rows, chunk=chunks))

@@ -1,0 +1,67 @@
+"""No shipped configuration makes the partitioner copy an array whole to every device to change its layout."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yml"))
+WARNING = "full rematerialization"
+OPTIONS = (
+    "pipeline.schedule=circular pipeline.fsdp_gather=per_repeat",
+    "pipeline.schedule=circular pipeline.fsdp_gather=once mesh.ici.tensor=2",
+    "pipeline.schedule=circular model.num_layers=6 pipeline.parallel_layers=4",
+    "pipeline.schedule=circular mesh.ici.data=2",
+    "pipeline.schedule=lockstep_1f1b mesh.ici.tensor=2",
+    "pipeline.schedule=circular mesh.ici.context=2",
+    "pipeline.schedule=lockstep_1f1b mesh.ici.context=2",
+    "mesh.ici.stage=1 mesh.ici.tensor=2 mesh.ici.context=2 model.logit_tiles=4",
+)
+
+# The rows that a scatter adds to, its indices and its updates lie over the mesh in different
+# orders.
+PROVOKED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
+lay = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+def add(x, i, u):
+    return lay(lay(x, ("a", "b"), "c").at[lay(i, ("c", "b"))].add(lay(u, ("b", "c"))), ("b", "c"),
+    "a")
+jax.jit(add).lower(jnp.ones((8, 8)), jnp.zeros(8, jnp.int32), jnp.ones((8, 8))).compile()
+"""
+
+
+def compiler_log(*command):
+    """Standard error of a command without a compilation cache, which would leave out the partitioner."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("JAX_COMPILATION_CACHE")
+    }
+    env |= {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "1"}  # warnings
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
+
+
+def test_the_warning_is_known():
+    """Or the tests below would pass whatever the partitioner does."""
+    assert WARNING in compiler_log("-c", PROVOKED).lower()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [CONFIGS, [f"configs/base.yml {options}" for options in OPTIONS]],
+    ids=["configs", "options"],
+)
+def test_no_array_is_copied_whole(arguments):
+    log = compiler_log("tests/compiled_configs.py", *arguments)
+    assert all(argument in log for argument in arguments)
+    found = [line for line in log.splitlines() if line in arguments or WARNING in line.lower()]
+    assert found == arguments

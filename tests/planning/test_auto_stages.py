@@ -1,0 +1,203 @@
+"""The choice of stages: best of all cuts under a memory limit, and never slower than uniform ones."""
+
+import dataclasses
+import re
+from itertools import combinations
+from math import inf
+
+import pytest
+from helpers.stage_configs import PRESETS, config_of, preset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxpipe.config import ConfigError
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.planning.auto_stages import (
+    choose_stages,
+    plan_stages,
+    predict,
+    run_table,
+    uniform_sizes,
+)
+
+LARGE_HEAD = {"model.vocab_size": 8192}
+
+
+def every_cut(total, chunks):
+    for cuts in combinations(range(1, total), chunks - 1):
+        ends = [*cuts, total]
+        yield [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    layers=st.integers(4, 9),
+    S=st.sampled_from([2, 4]),
+    vocabulary=st.sampled_from([64, 2048, 16384]),
+    schedule=st.sampled_from(["1f1b", "gpipe", "zb_h2", "eager_1f1b"]),
+    share=st.floats(0, 1),
+)
+def test_no_cut_that_fits_has_a_faster_slowest_stage(layers, S, vocabulary, schedule, share):
+    values = {
+        "model.num_layers": layers,
+        "model.vocab_size": vocabulary,
+        "pipeline.schedule": schedule,
+    }
+    config = config_of(S, **values)
+    cuts = [predict(config, sizes) for sizes in every_cut(layers, S)]
+    needed = sorted(max(cut.memory) for cut in cuts)
+    limit = needed[round(share * (len(needed) - 1))]
+    fitting = [cut for cut in cuts if max(cut.memory) <= limit]
+    least = min(cut.slowest for cut in fitting) * (1 + 1e-9)
+    chosen = plan_stages(config, limit)
+    assert max(chosen.memory) <= limit
+    if chosen.sizes == uniform_sizes(config):
+        assert chosen.run.makespan <= max(
+            cut.run.makespan for cut in fitting if cut.slowest <= least
+        ) * (1 + 1e-9)
+    else:
+        assert chosen.slowest <= least
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_a_stage_is_all_its_chunks(schedule):
+    values = {"pipeline.schedule": schedule, "pipeline.num_repeats": 2, "model.num_layers": 9}
+    config = config_of(2, **LARGE_HEAD, **values)
+    chosen = plan_stages(config, inf)
+    assert chosen.slowest == pytest.approx(
+        min(predict(config, cut).slowest for cut in every_cut(9, 4))
+    )
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("schedule", "repeats"),
+    [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)],
+)
+def test_presets_are_no_slower_than_with_uniform_stages(path, schedule, repeats):
+    for stages in (2, 4):
+        config = preset(path, schedule, stages, repeats)
+        if uniform := uniform_sizes(config):
+            assert plan_stages(config, inf).run.makespan <= predict(config, uniform).run.makespan
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "schedule"),
+    [("llama3-8b", 8, "1f1b"), ("qwen3-0.6b", 4, "1f1b"), ("qwen3-0.6b", 4, "zb_h1")],
+)
+def test_a_tenth_faster_where_the_head_dominates(name, stages, schedule):
+    """Their heads cost as much as two and almost five layers with recomputation, and stages have four or seven."""
+    config = preset(next(path for path in PRESETS if path.stem == name), schedule, stages)
+    assert (
+        plan_stages(config, inf).run.makespan
+        < 0.9 * predict(config, uniform_sizes(config)).run.makespan
+    )
+
+
+def test_uniform_stages_stay_where_the_simulator_finds_them_as_fast():
+    assert plan_stages(config_of(**{"model.vocab_size": 64}), inf).sizes == [4, 4, 4, 4]
+
+
+def test_a_smaller_limit_moves_layers_to_later_stages():
+    """Of eight microbatches, eager 1F1B keeps seven in flight on the first stage of four, and one on the last."""
+    values = {
+        "model.vocab_size": 64,
+        "pipeline.schedule": "eager_1f1b",
+        "pipeline.remat_policy": "none",
+    }
+    config = config_of(**values)
+    needs = max(plan_stages(config, inf).memory)
+    assert [plan_stages(config, share * needs).layers for share in (1.0, 0.95, 0.8)] == [
+        [4, 4, 4, 4],
+        [3, 5, 4, 4],
+        [3, 4, 5, 4],
+    ]
+
+
+def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
+    """The last stage of GPipe is busy from its first forward on, and one backward of the first stage follows."""
+    config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
+    prediction = predict(config, [1, 2])
+    backward, head = prediction.work.layer - 1, prediction.work.head
+    assert prediction.run.makespan == pytest.approx(1 + 8 * (2 + head + 2 * backward) + backward)
+    assert run_table(config).num_ticks == 1 + 2 * 8 + 1
+
+
+def chosen(config, chip_bytes=None):
+    said = []
+    return choose_stages(config, chip_bytes, said.append), said
+
+
+def test_the_choice_is_said_with_its_reason():
+    config, (choice, prediction) = chosen(config_of(**LARGE_HEAD), 16e9)
+    sizes = config.pipeline.layers_per_stage
+    assert sizes == plan_stages(config_of(**LARGE_HEAD), inf).sizes
+    assert config.pipeline.num_layers_per_stage == max(sizes)
+    assert choice.startswith(
+        f"pipeline.layers_per_stage={str(sizes).replace(' ', '')}: the slowest stage takes "
+    )
+    assert re.search(
+        r" forwards of a layer a microbatch; of uniform ones [0-9.]+, a step \+[0-9.]+%$", choice
+    )
+    assert f"F {' '.join(map(str, sizes))}, B " in prediction
+    assert "of 14.9 GiB a device" in prediction
+    assert chosen(config) == (config, [])
+    assert chosen(config_of(**{"model.vocab_size": 64}))[1][0].endswith("; no others are faster")
+
+
+def test_the_key_goes_before_the_chip():
+    limited = config_of(**{"pipeline.memory_limit_gib": 1e-6})
+    with pytest.raises(ConfigError, match=r"fits 1e-06 GiB a device \(pipeline.memory_limit_gib\)"):
+        choose_stages(limited, 16e9, print)
+
+
+def test_what_fits_nowhere_is_refused_with_how_much_is_missing_and_what_would_help():
+    config = config_of(
+        **{"pipeline.remat_policy": "none", "pipeline.schedule": "gpipe", "pipeline.engine": "mpmd"}
+    )
+    least = max(plan_stages(config, inf).memory)
+    with pytest.raises(ConfigError) as error:
+        choose_stages(config, 0.6 * least, print)
+    (problem,) = error.value.problems
+    assert problem.key == "pipeline.layers_per_stage"
+    assert "(the chip's memory): with [" in problem.message
+    assert "GiB too much; what would help: pipeline.remat_policy=full; " in problem.message
+    assert "pipeline.schedule=1f1b" in problem.message
+    full = dataclasses.replace(config.pipeline, remat_policy="full")
+    assert (
+        max(plan_stages(dataclasses.replace(config, pipeline=full), 0.6 * least).memory)
+        <= 0.6 * least
+    )
+
+
+def test_a_csv_file_that_fits_nowhere_is_not_tried_with_other_microbatches(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(to_csv(load_schedule("1f1b", 2, 4)))
+    config = config_of(
+        2,
+        **{
+            "pipeline.schedule": str(path),
+            "pipeline.engine": "mpmd",
+            "pipeline.num_microbatches": 4,
+        },
+    )
+    with pytest.raises(ConfigError, match="no choice of stages fits"):
+        choose_stages(config, 1.0, print)
+
+
+def test_full_rematerialisation_is_not_advised_beside_a_policy_of_ones_own():
+    custom = {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "device"}
+    config = config_of(**custom, **{"pipeline.schedule": "1f1b", "pipeline.engine": "mpmd"})
+    least = max(plan_stages(config, inf).memory)
+    with pytest.raises(ConfigError) as error:
+        choose_stages(config, 0.9 * least, print)
+    assert "remat_policy" not in error.value.problems[0].message
+
+
+def test_a_table_that_cannot_be_built_is_a_config_error(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text("0F0,0B0\n")
+    config = config_of(2, **{"pipeline.schedule": str(path), "pipeline.engine": "mpmd"})
+    with pytest.raises(ConfigError, match="the file is for 1 stages"):
+        choose_stages(config, None, print)

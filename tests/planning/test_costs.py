@@ -1,0 +1,133 @@
+"""FLOPs in closed form against XLA's analysis of the compiled layer, embedding and head."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.stage_configs import config_of
+
+from maxpipe.model.parameters import map_specs
+from maxpipe.model.program import ModelProgram
+from maxpipe.planning.auto_stages import work
+
+ROWS = 2
+
+
+class Compiled:
+    """FLOPs of the parts of a model by XLA, on one device and without loops."""
+
+    def __init__(self, config):
+        self.program, length = ModelProgram(config.model), config.data.sequence_length
+        shapes = map_specs(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), self.program.specs
+        )
+        ids = jax.ShapeDtypeStruct((ROWS, length), jnp.int32)
+        row = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+        self.x = jax.ShapeDtypeStruct((ROWS, length, config.model.embed_dim), jnp.float32)
+        self.weights = jax.ShapeDtypeStruct((ROWS, length), jnp.float32)
+        self.side = {"positions": ids, "segment_ids": ids, "sequence_index": row}
+        self.ids, self.layer = ids, shapes["layers"]
+        self.outer = {name: shapes[name] for name in ("embed", "head")}
+
+    def forward(self):
+        return flops(self._block, self.layer, self.x, self.side)
+
+    def backward(self, *argnums):
+        def both(layer, x, side, gradient):
+            y, pull = jax.vjp(lambda *args: self._block(*args, side), layer, x)
+            return y, [pull(gradient)[i] for i in argnums]
+
+        return flops(both, self.layer, self.x, self.side, self.x) - self.forward()
+
+    def head(self):
+        loss = jax.value_and_grad(lambda *args: self.program.head_loss(*args)[0], argnums=(0, 1))
+        return flops(loss, self.outer, self.x, self.ids, self.weights)
+
+    def embedding(self):
+        def both(params, tokens, gradient):
+            y, pull = jax.vjp(lambda params: self.program.embed(params, tokens), params)
+            return y, pull(gradient)
+
+        return flops(both, self.outer, self.ids, self.x)
+
+    def _block(self, layer, x, side):
+        return self.program.block(layer, x, side, None)[0]
+
+
+def flops(f, *args):
+    return jax.jit(f).lower(*args).compile().cost_analysis()["flops"]
+
+
+@pytest.fixture(scope="module")
+def config():
+    """Wide enough for what is beside matrix products to be little; no recomputation, which depends on the chunk."""
+    wide = {
+        "model.embed_dim": 512,
+        "model.num_kv_heads": 2,
+        "model.mlp_dim": 1024,
+        "model.vocab_size": 2048,
+    }
+    return config_of(**wide, **{"model.dtype": "float32", "pipeline.remat_policy": "none"})
+
+
+@pytest.fixture(scope="module")
+def compiled(config):
+    return Compiled(config)
+
+
+@pytest.fixture(scope="module")
+def unit(config):
+    """Products of one layer's forward with weights, and the masked half of attention, which only accelerators skip."""
+    model, tokens = config.model, ROWS * config.data.sequence_length
+    heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    weights = model.embed_dim * (2 * heads + 2 * kv_heads + 3 * model.mlp_dim)
+    return 2 * tokens * weights, 2 * tokens * heads * config.data.sequence_length
+
+
+# What is left out comes to about one per cent at this width.
+TOLERANCE = 0.02
+
+
+def test_a_layer(config, compiled, unit):
+    weights, attention = unit
+    times = work(config)
+    layer = weights + attention
+    assert compiled.forward() == pytest.approx(layer + attention, rel=TOLERANCE)
+    assert compiled.backward(1) == pytest.approx(
+        times.input_gradient * layer + 2 * attention, rel=TOLERANCE
+    )
+    both = (times.input_gradient + times.weight_gradient) * layer + 2 * attention
+    assert compiled.backward(0, 1) == pytest.approx(both, rel=TOLERANCE)
+
+
+def test_the_head(config, compiled, unit):
+    assert compiled.head() == pytest.approx(work(config).head * sum(unit), rel=TOLERANCE)
+
+
+def test_the_embedding_is_next_to_nothing(compiled):
+    assert compiled.embedding() < 0.001 * compiled.forward()
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        ({"pipeline.remat_policy": "full"}, 1.0),
+        ({"pipeline.remat_policy": "full", "pipeline.remat_layers": True}, 2.0),
+        ({"pipeline.remat_policy": "full", "pipeline.remat_iterations": False}, 0.0),
+        ({"pipeline.remat_policy": "minimal"}, 0.0),
+        ({"pipeline.remat_policy": "none"}, 0.0),
+    ],
+)
+def test_what_is_computed_again_counts(values, more):
+    none = work(config_of(**{"pipeline.remat_policy": "none"}))
+    times = work(config_of(**values))
+    assert times.input_gradient == pytest.approx(none.input_gradient + more)
+    assert (times.weight_gradient, times.head) == (none.weight_gradient, none.head)
+
+
+def test_a_policy_that_keeps_one_product_saves_its_share():
+    full, kept = (
+        work(config_of(**{"pipeline.remat_policy": p})).input_gradient
+        for p in ("full", "save_out_proj")
+    )
+    products = 64 * (4 * 64 + 3 * 192) + 64 * 32
+    assert full - kept == pytest.approx(64 * 64 / products)

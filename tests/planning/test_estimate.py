@@ -1,0 +1,80 @@
+"""Memory from shapes: what grows with what, and agreement with the sharded state."""
+
+import jax
+import pytest
+
+from maxpipe.builder import build_trainer
+from maxpipe.compiling.step import shard_bytes
+from maxpipe.config import Config, replace, resolve
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.planning.estimate import estimate
+
+PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
+
+
+def config_of(**values):
+    return resolve(replace(Config(), **(PIPELINE | values)), 8)
+
+
+@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
+def test_parameters_and_optimizer_are_those_of_the_sharded_state(schedule):
+    config = config_of(**{"pipeline.schedule": schedule})
+    state = build_trainer(config, build_mesh(config, jax.devices())).abstract_state()
+    memory = estimate(config)
+    # Norms are not sharded, and the optimizer counts its steps.
+    assert memory.parameters == pytest.approx(shard_bytes(state.params), rel=0.01)
+    assert memory.optimizer == pytest.approx(shard_bytes(state.opt_state), rel=0.01)
+
+
+@pytest.mark.parametrize(("schedule", "grows"), [("circular", True), ("lockstep_1f1b", False)])
+def test_activations_against_the_number_of_microbatches(schedule, grows):
+    def activations(count):
+        values = {"pipeline.num_microbatches": count, "data.global_batch_size": 2 * count}
+        return estimate(config_of(**{"pipeline.schedule": schedule}, **values)).activations
+
+    assert (activations(32) > 1.5 * activations(8)) is grows
+
+
+def test_split_backwards_are_priced_with_their_stash():
+    def activations(schedule, **values):
+        values = {"pipeline.schedule": schedule, "pipeline.remat_policy": "minimal"} | values
+        return estimate(config_of(**values, **{"pipeline.num_microbatches": 8})).activations
+
+    extra = activations("lockstep_zb") - activations("lockstep_1f1b")
+    delay = {"pipeline.delay_activation_forwarding": True}
+    delayed = activations("lockstep_zb", **delay) - activations("lockstep_1f1b", **delay)
+    # One slot for what is masked, and d(S-1)+1 for units.
+    assert delayed / extra == pytest.approx((1 + 7) / (1 + 4))
+
+
+def test_activations_against_the_policy():
+    def activations(policy):
+        return estimate(
+            config_of(**{"pipeline.schedule": "circular", "pipeline.remat_policy": policy})
+        ).activations
+
+    assert activations("full") < activations("minimal") < activations("none")
+    assert activations("minimal_offloaded") == activations("full")
+
+
+def test_activations_of_split_sequences():
+    """Half as large, but for the keys and values of the other half."""
+
+    def activations(context):
+        axes = {"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "mesh.ici.context": context}
+        return estimate(resolve(replace(Config(), **axes), 4 * context)).activations
+
+    half = activations(1) / 2
+    assert half < activations(2) < 1.1 * half
+
+
+def test_weights_gathered_once_are_whole_over_fsdp():
+    apart, once = (
+        estimate(
+            config_of(**{"pipeline.schedule": "lockstep_1f1b", "pipeline.fsdp_gather": gather})
+        )
+        for gather in ("per_iteration", "once")
+    )
+    assert once.gradients == 2 * apart.gradients
+    assert once.parameters > apart.parameters
+    assert once.optimizer == apart.optimizer

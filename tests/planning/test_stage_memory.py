@@ -1,0 +1,144 @@
+"""Memory of stages from shapes: what the engine holds, and what passes between its programs."""
+
+import pytest
+from helpers.engines import make_mesh
+
+from maxpipe.builder import build_trainer
+from maxpipe.compiling.step import shard_bytes
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.schedules.load import build_table, load_schedule
+from maxpipe.planning.flops import layer_parameter_count
+from maxpipe.planning.footprint import kept_width, logits_bytes, microbatch_tokens
+from maxpipe.planning.simulate import simulate
+from maxpipe.planning.stage_memory import StageMemory, handed_over_width, units_in_flight
+
+FREE_RUNNING = [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
+
+
+@pytest.mark.parametrize("name", FREE_RUNNING)
+@pytest.mark.parametrize(("S", "M", "V"), [(2, 3, 1), (4, 9, 1), (3, 8, 2)])
+def test_as_many_units_are_in_flight_as_the_simulator_says(name, S, M, V):
+    table = load_schedule(name, S, M, SCHEDULES[name].repeats_for(V))
+    counts = units_in_flight(table)
+    assert [stage.sum(axis=1).max() for stage in counts] == simulate(table).peak_in_flight.tolist()
+    assert all(stage.min() >= 0 for stage in counts)
+    assert any(stage[:, table.num_repeats :].any() for stage in counts) == ("W" in table.kinds)
+
+
+def engine_of(**values):
+    small = {
+        "model.embed_dim": 64,
+        "model.mlp_dim": 192,
+        "model.num_query_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.vocab_size": 512,
+        "data.sequence_length": 16,
+        "data.global_batch_size": 16,
+        "pipeline.engine": "mpmd",
+        "pipeline.num_microbatches": 4,
+        "eval.every": 0,
+    }
+    config = resolve(replace(Config(), **(small | values)), 8)
+    return config, build_trainer(config, make_mesh(config))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
+    config, engine = engine_of(
+        **{
+            "model.num_layers": 5,
+            "model.tie_embeddings": tied,
+            "pipeline.schedule": "1f1b",
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+            "mesh.ici.tensor": 2,
+            "pipeline.layers_per_stage": [3, 2],
+        }
+    )
+    memory = StageMemory(config, build_table(config))
+    for stage, owned in enumerate(engine.pipeline.abstract):
+        state = (
+            shard_bytes(owned) * 4
+        )  # parameters, their gradients and two moments, all of them float32
+        if tied and stage == 1:
+            state += 2 * shard_bytes(
+                engine.pipeline.abstract[0]["embed"]
+            )  # a copy, and its gradient
+        # Norms are on every device.
+        assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
+
+
+def test_the_ends_are_whole_while_units_compute_with_them():
+    """Twice the vocabulary: cast tables, and at the head the float32 gradient, that no fsdp device shares."""
+
+    def bytes_of(stage, vocabulary):
+        config, _ = engine_of(
+            **{
+                "model.num_layers": 2,
+                "model.tie_embeddings": False,
+                "model.vocab_size": vocabulary,
+                "model.dtype": "bfloat16",
+                "pipeline.schedule": "1f1b",
+                "mesh.ici.stage": 2,
+                "mesh.ici.fsdp": 4,
+            }
+        )
+        memory = StageMemory(config, build_table(config))
+        logits = logits_bytes(config, microbatch_tokens(config)) * stage
+        return memory.bytes(stage, [1]) - memory.state_bytes(stage, 1) - logits
+
+    table = 512 * 64
+    assert bytes_of(0, 1024) - bytes_of(0, 512) == pytest.approx(2 * table)
+    assert bytes_of(1, 1024) - bytes_of(1, 512) == pytest.approx((2 + 4) * table)
+
+
+def test_a_chunk_is_whole_where_it_is_gathered():
+    def working(fsdp):
+        config, _ = engine_of(
+            **{
+                "model.num_layers": 4,
+                "pipeline.schedule": "1f1b",
+                "mesh.ici.stage": 2,
+                "mesh.ici.fsdp": fsdp,
+                "mesh.ici.data": 4 // fsdp,
+            }
+        )
+        memory = StageMemory(config, build_table(config))
+        return memory.bytes(0, [2]) - memory.state_bytes(0, 2), layer_parameter_count(config.model)
+
+    (gathered, parameters), (whole, _) = working(4), working(1)
+    assert gathered - whole == pytest.approx(2 * parameters * 4)
+
+
+@pytest.mark.parametrize(("policy", "keeps"), [("full", 0.01), ("minimal", 0.01), ("none", 0.2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
+    """Two layers more in a chunk are so much more; what the norms of bfloat16 models keep is known less exactly."""
+    config, engine = engine_of(
+        **{
+            "model.num_layers": 6,
+            "model.dtype": dtype,
+            "pipeline.schedule": "zb_h1",
+            "mesh.ici.stage": 4,
+            "mesh.ici.fsdp": 2,
+            "pipeline.layers_per_stage": [1, 1, 3, 1],
+            "pipeline.remat_policy": policy,
+        }
+    )
+    computations = engine.pipeline.training.program.computations
+    column = (
+        4 * 16 * (4 if dtype == "float32" else 2)
+    )  # bytes of a microbatch, over both devices of a stage
+
+    def width(values):
+        long, short = (
+            sum(v.aval.size * v.aval.dtype.itemsize for v in values(chunk)) for chunk in (2, 1)
+        )
+        return (long - short) / 2 / column
+
+    forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
+    late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
+    assert kept_width(config) == pytest.approx(forward, rel=keeps)
+    assert handed_over_width(config) == pytest.approx(late, rel=0.15)

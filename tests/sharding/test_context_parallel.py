@@ -1,0 +1,104 @@
+"""Which tokens lie where, and attention of parts against attention of the whole."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import tiny
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.config.catalog import KERNELS
+from maxpipe.config.variants import implementation
+from maxpipe.model.attention import dot_product_attention
+from maxpipe.sharding.context_parallel import gathered, in_order, in_places, over_context, parts
+
+
+@pytest.mark.parametrize(("length", "count"), [(8, 1), (8, 2), (24, 3), (32, 4)])
+def test_every_token_has_one_place_and_parts_the_same_work(length, count):
+    tokens = parts(length, count)
+    assert tokens.shape == (count, length // count)
+    assert sorted(tokens.reshape(-1)) == list(range(length))
+    # A query looks at the keys up to its own.
+    assert len(set((tokens + 1).sum(axis=1))) == 1
+
+
+def test_parts_by_hand():
+    np.testing.assert_array_equal(parts(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_places_and_back(count):
+    x = jnp.arange(24).reshape(2, 12)
+    placed = in_places(x, count)
+    np.testing.assert_array_equal(placed, x[:, parts(12, count).reshape(-1)])
+    np.testing.assert_array_equal(in_order(placed, count), x)
+    deeper = jnp.stack([placed, -placed], axis=2)
+    np.testing.assert_array_equal(in_order(deeper, count), jnp.stack([x, -x], axis=2))
+
+
+def manual(f, count, in_specs, out_specs):
+    mesh = Mesh(np.array(jax.devices()[:count]), ("context",))
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    )
+
+
+def test_gradients_of_what_is_gathered_are_summed_in_float32():
+    """256 and seven times 1 are 256 in bfloat16, whose next number is 258."""
+    scale = jnp.array([256, *[1] * 7], jnp.bfloat16)
+
+    def gradient(x, scale):
+        return jax.grad(lambda x: jnp.sum(gathered(x) * scale[0]).astype(jnp.float32))(x)
+
+    over = P(None, "context")
+    found = manual(gradient, 8, (over, P("context")), over)(jnp.ones((1, 16), jnp.bfloat16), scale)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, jnp.full((1, 16), 264, jnp.bfloat16))
+
+
+def loss_and_gradients(attention, weights, segments, *qkv):
+    def loss(*qkv):
+        y = attention(*qkv, segments)
+        return jnp.sum(y * weights), y
+
+    (_, y), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*qkv)
+    return y, *gradients
+
+
+def check_parts(kernel, config, length, count, **options):
+    """Outputs and gradients of a kernel whose queries lie on `count` devices are those of dot products on one."""
+    rng = np.random.default_rng(0)
+    heads = config.num_query_heads, config.num_kv_heads, config.num_kv_heads, config.num_query_heads
+    *qkv, weights = (
+        jnp.asarray(rng.standard_normal((2, length, n, config.head_dim)), jnp.float32)
+        for n in heads
+    )
+    segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, length)), axis=1), jnp.int32)
+    expected = loss_and_gradients(dot_product_attention, weights, segments, *qkv)
+
+    def placed(x):
+        return x[:, parts(length, count).reshape(-1)]
+
+    attention = over_context(
+        implementation(KERNELS[kernel]).build_engine_inputs(config, parts(length, count), **options)
+    )
+    over = P(None, "context")
+    run = manual(partial(loss_and_gradients, attention), count, (over,) * 5, (over,) * 4)
+    actual = run(*map(placed, (weights, segments, *qkv)))
+    for a, b in zip(actual, expected, strict=True):
+        assert jnp.max(jnp.abs(a - placed(b))) <= 1e-5 * jnp.max(jnp.abs(b))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_dot_products_of_parts_equal_those_of_the_whole(count):
+    check_parts("dot_product", tiny().model, 12, count)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_splash_of_parts_equals_dot_products_of_the_whole(count):
+    """Interpreted; one device has two chunks as well."""
+    values = {"model.num_query_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 128}
+    check_parts("splash", tiny(**values).model, 512, count, interpret=True)

@@ -1,0 +1,153 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.engines import make_mesh, tiny
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.builder import build_trainer
+from maxpipe.config import ConfigError
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.sharding.rules import AxisRules, without
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """data=2 x stage=2 x fsdp=2, and tensor=1."""
+    axes = {f"mesh.ici.{axis}": 2 for axis in ("data", "stage", "fsdp")}
+    return make_mesh(tiny(**axes))
+
+
+@pytest.fixture
+def rules(mesh):
+    return AxisRules(DEFAULT_RULES, mesh)
+
+
+def problem_of(call, *args):
+    with pytest.raises(ConfigError) as error:
+        call(*args)
+    (problem,) = error.value.problems
+    assert problem.key == "sharding.logical_axis_rules"
+    return problem.message
+
+
+def test_specs_follow_the_rules(rules):
+    assert rules.spec(("activation_batch", "activation_length")) == P(("data", "fsdp"), None)
+    assert rules.spec(("repeat", "stage", "layers_per_stage", "embed")) == P(
+        None, "stage", None, "fsdp"
+    )
+    assert rules.spec((None, "embed")) == P(None, "fsdp")
+
+
+def test_mesh_axes_of_size_one_are_left_out(rules):
+    assert rules.spec(("embed", "mlp")) == P("fsdp", None)
+
+
+def test_sizes_count_shards(rules):
+    assert rules.size("activation_batch") == 4
+    assert rules.size("mlp") == 1
+
+
+def test_constraint_and_sharding_agree(rules):
+    x = jax.jit(lambda x: rules.constrain(x, ("activation_batch", None)))(jnp.ones((8, 3)))
+    assert x.sharding.is_equivalent_to(rules.sharding(("activation_batch", None)), 2)
+
+
+def test_a_logical_axis_without_a_rule(rules):
+    message = problem_of(rules.spec, ("embed", "experts"))
+    assert "no rule for logical axis 'experts'" in message
+    assert "add [experts, []]" in message
+
+
+def test_two_dimensions_on_one_mesh_axis(mesh):
+    rules = AxisRules([["embed", ["fsdp"]], ["mlp", ["data", "fsdp"]]], mesh)
+    message = problem_of(rules.spec, ("embed", "mlp"))
+    assert "'embed'" in message
+    assert "'mlp'" in message
+    assert "'fsdp'" in message
+
+
+def test_a_collision_on_a_mesh_axis_of_size_one_is_none(mesh):
+    rules = AxisRules([["embed", ["tensor"]], ["mlp", ["tensor"]]], mesh)
+    assert rules.spec(("embed", "mlp")) == P(None, None)
+
+
+def test_a_dimension_that_an_axis_does_not_divide_stays_whole_and_is_said_once(mesh):
+    said = []
+    rules = AxisRules(DEFAULT_RULES, mesh, said.append)
+    for _ in range(2):
+        assert rules.spec(("embed", "mlp"), (7, 12)) == P(None, None)
+    (line,) = said
+    assert "'embed'" in line
+    assert "7" in line
+    assert "'fsdp'" in line
+    rules.spec(("embed", "mlp"), (9, 12))
+    assert len(said) == 2
+
+
+def test_the_mesh_axes_that_do_divide_are_used(rules):
+    assert rules.spec(("activation_batch",), (6,)) == P("data")
+    assert rules.spec(("activation_batch",), (8,)) == P(("data", "fsdp"))
+    assert rules.spec(("activation_batch",), (3,)) == P(None)
+
+
+def test_without_removes_mesh_axes():
+    assert without(P(("data", "fsdp"), "stage", None), ("fsdp",)) == P("data", "stage", None)
+    assert without(P("fsdp", ("data", "stage", "fsdp")), ("fsdp",)) == P(None, ("data", "stage"))
+
+
+def test_constraints_are_shown_once_with_logical_and_mesh_axes(mesh):
+    lines = []
+    rules = AxisRules(DEFAULT_RULES, mesh, show=lines.append)
+
+    def layer(x):
+        return rules.constrain(
+            2 * rules.constrain(x, ("activation_batch", None)), ("activation_batch", None)
+        )
+
+    jax.jit(layer)(jnp.ones((8, 3)))
+    assert lines == ["constraint: float32 [activation_batch=8, -=3] over (('data', 'fsdp'), None)"]
+
+
+def test_constraints_inside_a_manual_program_leave_its_axes_out(mesh):
+    lines = []
+    rules = AxisRules(DEFAULT_RULES, mesh, show=lines.append)
+
+    def local(x):
+        return rules.constrain(x, ("activation_stage", "activation_batch"))
+
+    rows = P(None, ("data", "fsdp"))
+    names = {"data", "fsdp"}
+    run = jax.shard_map(
+        local, mesh=mesh, axis_names=names, in_specs=rows, out_specs=rows, check_vma=False
+    )
+    x = jnp.arange(16.0).reshape(2, 8)
+    assert (jax.jit(run)(x) == x).all()
+    (line,) = lines
+    assert line.startswith(
+        "constraint: float32 [activation_stage=2, activation_batch=2] over ('stage', None)"
+    )
+    assert line.endswith(("manual over data, fsdp", "manual over fsdp, data"))
+
+
+def test_debug_prints_what_the_step_asks_for(capsys):
+    config = tiny(
+        **{
+            "pipeline.schedule": "circular",
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+            "sharding.debug": True,
+        }
+    )
+    engine = build_trainer(config, make_mesh(config))
+    batch = {
+        n: jax.ShapeDtypeStruct((16, 8), jnp.int32)
+        for n in ("tokens", "targets", "positions", "segment_ids")
+    }
+    engine.jitted_step.lower(
+        engine.abstract_state(), batch | {"weights": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(set(lines)) > 10
+    dims = "activation_stage=2, activation_batch=8, activation_length=8, -=16"
+    assert f"constraint: float32 [{dims}] over ('stage', 'fsdp', None, None)" in lines
+    assert "constraint: float32 [embed=16, mlp=32] over (None, None)" in lines  # gathered for use

@@ -1,0 +1,150 @@
+"""The MPMD engine holds the state of other engines in another form: initial values, steps, the layout on disk."""
+
+import jax
+import numpy as np
+import pytest
+from helpers.engines import make_batch, make_mesh, tiny
+
+from maxpipe.builder import build_trainer
+from maxpipe.training.batches import BatchPlacer
+
+ROWS = 16
+MPMD = {
+    "pipeline.schedule": "1f1b",
+    "mesh.ici.stage": 2,
+    "mesh.ici.fsdp": 2,
+    "pipeline.layers_per_stage": [3, 1],
+    "pipeline.num_microbatches": 4,
+}
+
+
+def make_engine(**values):
+    defaults = {
+        "optimizer.learning_rate": 1e-2,
+        "data.global_batch_size": ROWS,
+        "model.tie_embeddings": True,
+        "optimizer.max_consecutive_skips": 5,
+        "optimizer.spike_window": 16,
+    }
+    config = tiny(**(defaults | values))
+    mesh = make_mesh(config)
+    engine = build_trainer(config, mesh)
+    return engine, BatchPlacer(mesh, engine.batch_spec, ROWS)
+
+
+@pytest.fixture(scope="module")
+def mpmd():
+    return make_engine(**MPMD)
+
+
+@pytest.fixture(scope="module")
+def sequential():
+    return make_engine(**{"pipeline.engine": "sequential"})
+
+
+def assert_same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), (
+            jax.tree_util.keystr(path)
+        )
+
+
+def restored(engine, canonical):
+    """What a checkpoint of `canonical` holds, laid out as the engine asks for."""
+    return jax.tree.map(
+        lambda x, to: jax.device_put(x, to.sharding), canonical, engine.abstract_canonical()
+    )
+
+
+def run(engine, place, state, steps):
+    metrics = []
+    for i in steps:
+        state, found = engine.step(state, place(make_batch(ROWS, seed=i)))
+        metrics.append({name: float(value) for name, value in found.items()})
+    return state, metrics
+
+
+def test_initial_values_are_those_of_the_sequential_engine(mpmd, sequential):
+    states = [
+        engine.to_canonical(engine.init(jax.random.key(7))) for engine, _ in (mpmd, sequential)
+    ]
+    assert_same_bits(*states)
+
+
+def test_the_layout_on_disk_is_described_as_it_is(mpmd):
+    engine, _ = mpmd
+    canonical = engine.to_canonical(engine.init(jax.random.key(0)))
+    for leaf, described in zip(
+        jax.tree.leaves(canonical), jax.tree.leaves(engine.abstract_canonical()), strict=True
+    ):
+        assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
+        described.sharding.shard_shape(described.shape)  # raises if it does not divide
+
+
+def test_layouts_round_trip_to_the_bit(mpmd):
+    engine, _ = mpmd
+    shapes = engine.abstract_canonical()
+    rng = np.random.default_rng(0)
+    canonical = jax.tree.map(lambda leaf: (rng.random(leaf.shape) * 100).astype(leaf.dtype), shapes)
+    assert_same_bits(
+        engine.to_canonical(engine.from_canonical(restored(engine, canonical))), canonical
+    )
+
+
+def test_a_checkpoint_of_one_engine_continues_on_the_other(mpmd, sequential):
+    """Two steps on one and two on the other are four on either."""
+    ends = []
+    for first, second in ((mpmd, sequential), (sequential, mpmd)):
+        state, before = run(*first, first[0].init(jax.random.key(0)), range(2))
+        handed = second[0].from_canonical(restored(second[0], first[0].to_canonical(state)))
+        state, after = run(*second, handed, range(2, 4))
+        ends.append((before + after, second[0].to_canonical(state)))
+    for name in ends[0][0][0]:
+        values = [[metrics[name] for metrics in end[0]] for end in ends]
+        np.testing.assert_allclose(*values, rtol=1e-5)
+    for a, b in zip(
+        jax.tree.leaves(ends[0][1].params), jax.tree.leaves(ends[1][1].params), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert_same_bits(ends[0][1].key, ends[1][1].key)
+    assert int(ends[0][1].step) == int(ends[1][1].step) == 4
+
+
+def test_a_step_that_is_not_finite_changes_counters_only(mpmd):
+    engine, place = mpmd
+    state, _ = run(engine, place, engine.init(jax.random.key(0)), range(1))
+    before = engine.to_canonical(state)
+    poisoned = make_batch(ROWS)
+    poisoned["weights"][3, 2] = np.nan
+    state, metrics = engine.step(state, place(poisoned))
+    after = engine.to_canonical(state)
+    assert not metrics["finite"]
+    assert int(after.skips) == 1
+    assert int(after.step) == 2
+    assert_same_bits(
+        (after.params, after.opt_state, after.key), (before.params, before.opt_state, before.key)
+    )
+
+
+def test_copies_of_tied_embeddings_follow_their_owner(mpmd):
+    engine, place = mpmd
+    state, _ = run(engine, place, engine.init(jax.random.key(0)), range(1))
+    (name,) = state.copies[1]
+    assert name == "['params']['embed']['embedding']"
+    np.testing.assert_array_equal(
+        state.copies[1][name], state.stages[0].params["embed"]["embedding"]
+    )
+
+
+def test_parameters_are_given_away_and_nothing_moves_unasked(mpmd):
+    engine, place = mpmd
+    state, batch = engine.init(jax.random.key(0)), place(make_batch(ROWS))
+    with jax.transfer_guard("disallow"):
+        engine.step(state, batch)
+    assert all(
+        leaf.is_deleted() for leaf in jax.tree.leaves([stage.params for stage in state.stages])
+    )
