@@ -1,4 +1,4 @@
-"""Draws the losses of one or more runs as an SVG picture.
+"""Draw the losses of one or more runs as an SVG picture.
 
     python scripts/loss_curve.py runs/base/metrics.jsonl loss.svg
     python scripts/loss_curve.py runs/a/metrics.jsonl runs/b/metrics.jsonl loss.svg
@@ -37,7 +37,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Loss against step from a metrics.jsonl; null losses and a torn last line are left out.
+    """Read loss against step from a metrics.jsonl; null losses and a torn last line are left out.
 
     Raises:
       ValueError: there is no loss in the file.
@@ -58,7 +58,7 @@ def read_run(path: Path) -> Run:
 
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
-    """Round numbers from low to high, at a distance of 1, 2 or 5 times a power of ten."""
+    """Return round numbers from low to high, at a distance of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / wanted or 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
@@ -67,7 +67,7 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
 
 
 def draw(runs: Sequence[Run]) -> str:
-    """The picture as SVG text."""
+    """Return the picture as SVG text."""
     steps = [step for run in runs for step, _ in run.train + run.evaluation]
     losses = [loss for run in runs for _, loss in run.train + run.evaluation]
     first, last = 0, max(steps)
@@ -83,7 +83,8 @@ def draw(runs: Sequence[Run]) -> str:
 
     parts = [
         f'<svg class="loss" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"',
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12" fill="#334155">',
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif"',
+        'font-size="12" fill="#334155">',
         f"<style>{DARK}</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]

@@ -87,7 +87,7 @@ def fences(language, text=TEXT):
 def commands(text):
     """Return all lines of shell fences, and inline code that is a command, without comments."""
     lines = [line for fence in fences("bash", text) for line in fence.splitlines()]
-    lines += re.findall(r"`(python (?:-m \S+ |scripts/)[^`]*)`", text)
+    lines += re.findall(r"`(python (?:-m [\w.]+ |scripts/)[^`]*)`", text)
     words = (shlex.join(shlex.split(line, comments=True)) for line in lines)
     return [*dict.fromkeys(command for command in words if command)]
 
