@@ -5,10 +5,11 @@ Letters: S stages, V repeats, M microbatches, D embed.
 
 from dataclasses import dataclass
 
-from maxpipe.builder import build_layout, build_table
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
+from maxpipe.pipeline.layout import build_layout
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.flops import parameter_count
 from maxpipe.planning.footprint import (
     axis_size,
