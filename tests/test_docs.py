@@ -201,6 +201,13 @@ def test_variants_of_extending_train_together(place):
     assert (place / "runs" / "variants" / "metrics.jsonl").exists()
 
 
+def test_one_way_rule_lists_every_package():
+    rule = PAGES["docs/architecture.md"].partition("## Dependencies point one way")[2]
+    rooms = set(re.findall(r"\w+", fences("text", rule)[0])) - {"commands"}
+    packages = {path.parent.name for path in (REPOSITORY / "maxpipe").glob("*/__init__.py")}
+    assert rooms == packages | {"builder"}
+
+
 @pytest.mark.parametrize(
     "code", [FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134]
 )

@@ -5,8 +5,9 @@
 
 PYTHON is a Python 3.12 with MaxText, which runs both trainers, so that JAX and libtpu are the same:
 
-    python3.12 -m venv VENV && VENV/bin/pip install uv VENV/bin/uv pip install --python
-    VENV/bin/python --compile-bytecode 'maxtext[tpu]==0.2.5' --resolution=lowest
+    python3.12 -m venv VENV && VENV/bin/pip install uv
+    VENV/bin/uv pip install --python VENV/bin/python --compile-bytecode 'maxtext[tpu]==0.2.5' \\
+        --resolution=lowest
 
 Each training command runs as its own process on 8 simulated CPU devices: 8 layers, 4 heads of 64,
 32 x 256 tokens, float32, full rematerialisation, synthetic data. Reported are seconds from the
