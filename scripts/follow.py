@@ -1,9 +1,9 @@
 """Lists the files that a key or a batch passes through: `python scripts/follow.py repeats|batch`.
 
 repeats  every file of the package that `pipeline.num_repeats` passes on its way from the command
-         line into the compiled step: the call stack that parses it, every file in which the value
-         or a number computed from it is used, and every file in which a function takes the table,
-         the plan or the layout that is made from it
+         line into the compiled step: every file in which a function takes the word, the key or
+         its setting, in which the value or a number computed from it is used, or in which a
+         function takes the table, the plan or the layout that is made from it
 batch    every file of the package in which a function runs from the question for a batch to its
          loss, on the sequential engine, the compiled program included
 """
@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "maxpipe"
+KEY = "pipeline.num_repeats"
 REPEATS = (
     "mesh.simulated_devices=4",
     "mesh.ici.stage=2",
@@ -49,15 +50,6 @@ class Files:
         if frame is not None and frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
             self.names.setdefault(str(Path(frame.f_code.co_filename).relative_to(PACKAGE.parent)))
 
-    def add_stack(self, frame: FrameType | None) -> None:
-        """Add the files of a frame and of its callers, the outermost first."""
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        for caller in reversed(frames):
-            self.add(caller)
-
 
 def traced_int(files: Files) -> type[int]:
     """Return a type of whole numbers that note the file in which they are used."""
@@ -88,40 +80,47 @@ def follow_repeats() -> list[str]:
     import jax
 
     from maxpipe.builder import build_trainer
-    loading = importlib.import_module("maxpipe.config.load")
+    from maxpipe.config.cli import parse_args
+    from maxpipe.config.files import Setting
+    from maxpipe.config.options import Option
     from maxpipe.devices.mesh import build_mesh
     from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan
     from maxpipe.pipeline.layout import StageLayout
     from maxpipe.pipeline.schedules.table import Table
 
+    loading = importlib.import_module("maxpipe.config.load")
     files = Files()
     traced = traced_int(files)
     convert = loading.convert
 
-    def convert_traced(option: Any, raw: Any) -> Any:
+    def convert_traced(option: Option, raw: Any) -> Any:
         value = convert(option, raw)
-        if option.key != "pipeline.num_repeats":
-            return value
-        files.add_stack(sys._getframe(1))
-        return traced(value)
+        return traced(value) if option.key == KEY else value
 
-    loading.convert = convert_traced
-    try:
-        config = loading.resolve(loading.load(BASE, [*SMALL, *REPEATS]), 4)
-    finally:
-        loading.convert = convert
-    carriers = (Table, LockstepPlan, StageLayout)
+    def carries(value: object) -> bool:
+        if isinstance(value, list):
+            return any(type(item) is str and item == f"{KEY}=2" for item in value)
+        if isinstance(value, str):
+            return value in (KEY, f"{KEY}=2")
+        if isinstance(value, Option | Setting):
+            return value.key == KEY
+        return isinstance(value, Table | LockstepPlan | StageLayout)
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and any(isinstance(v, carriers) for v in frame.f_locals.values()):
+        is_own = frame.f_code.co_filename.startswith(f"{PACKAGE}/")
+        if event == "call" and is_own and any(carries(value) for value in frame.f_locals.values()):
             files.add(frame)
 
+    loading.convert = convert_traced
     sys.setprofile(note)
     try:
+        arguments = parse_args([BASE, *SMALL, *REPEATS], prog="follow", description="")
+        config = loading.resolve(arguments.loaded, 4)
         trainer = build_trainer(config, build_mesh(config, jax.devices()[:4]))
         trace_step(trainer, config)
     finally:
         sys.setprofile(None)
+        loading.convert = convert
     return [*files.names]
 
 
