@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import KERNELS
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import Config
-from maxpipe.config.variants import implementation
 from maxpipe.model.attention import AttentionFn
 from maxpipe.sharding.context_parallel import AXIS, over_context, parts
 from maxpipe.sharding.rules import AxisRules
