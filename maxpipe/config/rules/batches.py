@@ -13,7 +13,7 @@ DATA_SHARDS = ("mesh.ici.data", "mesh.dcn.data", "mesh.ici.fsdp", "mesh.dcn.fsdp
 
 def data_shards(c: Config) -> int:
     """EngineInputs into which the rows of a batch are split: data x fsdp over all slices."""
-    return _product(c, "data") * _product(c, "fsdp")
+    return c.mesh.size("data") * c.mesh.size("fsdp")
 
 
 @rule(
@@ -50,7 +50,7 @@ def train_batch(c: Config) -> None:
     batch, count, shards = c.data.global_batch_size, c.pipeline.num_microbatches, data_shards(c)
     if batch % (count * shards):
         sizes = multiples_around(batch, count * shards)
-        factors = f"num_microbatches x data x fsdp = {count} x {_product(c, 'data')} x {_product(c, 'fsdp')}"
+        factors = f"num_microbatches x data x fsdp = {count} x {c.mesh.size('data')} x {c.mesh.size('fsdp')}"
         message = (
             f"{batch} is not divisible by {factors} = {count * shards}; nearest legal: {sizes}"
         )
@@ -64,13 +64,9 @@ def eval_batch(c: Config) -> None:
     batch, shards = c.eval.global_batch_size, data_shards(c)
     if c.eval.every and batch != c.data.global_batch_size and batch % shards:
         sizes = multiples_around(batch, shards)
-        factors = f"data x fsdp = {_product(c, 'data')} x {_product(c, 'fsdp')} = {shards}"
+        factors = f"data x fsdp = {c.mesh.size('data')} x {c.mesh.size('fsdp')} = {shards}"
         message = f"{batch} is not divisible by {factors}; nearest legal: {sizes}"
         raise ConfigError(Problem("eval.global_batch_size", message))
-
-
-def _product(c: Config, axis: str) -> int:
-    return getattr(c.mesh.ici, axis) * getattr(c.mesh.dcn, axis)
 
 
 def _other_counts(c: Config, batch: int, shards: int) -> str:

@@ -233,7 +233,7 @@ def unsupported_axes(c: Config) -> None:
 @rule("mesh.ici.context", "mesh.dcn.context", "data.sequence_length")
 def context_chunks(c: Config) -> None:
     """Every device along the axis has two chunks of a sequence."""
-    length, context = c.data.sequence_length, c.mesh.ici.context * c.mesh.dcn.context
+    length, context = c.data.sequence_length, c.mesh.size("context")
     if context > 1 and length % (2 * context):
         near = multiples_around(length, 2 * context)
         message = f"{length} is not divisible by 2 x mesh.*.context = {2 * context}; nearest legal: {near}"
@@ -244,7 +244,7 @@ def context_chunks(c: Config) -> None:
 def context_rule(c: Config) -> None:
     """What is gathered and summed over the axis is that of parts of a sequence."""
     given = dict(c.sharding.logical_axis_rules).get("activation_length", [])
-    if c.mesh.ici.context * c.mesh.dcn.context > 1 and given != ["context"]:
+    if c.mesh.size("context") > 1 and given != ["context"]:
         message = f"mesh.*.context splits sequences over the axis, but activation_length lies over {given}"
         raise ConfigError(
             Problem("sharding.logical_axis_rules", f"{message}; use [activation_length, [context]]")

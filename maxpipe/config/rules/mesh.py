@@ -121,7 +121,7 @@ def _proposals(c: Config, level: str, count: int) -> list[dict[str, int]]:
 
     def usable(new: dict[str, int]) -> bool:
         other = update(c, {f"mesh.{level}.{axis}": size for axis, size in new.items()})
-        divides = c.model.num_kv_heads % (other.mesh.ici.tensor * other.mesh.dcn.tensor) == 0
+        divides = c.model.num_kv_heads % other.mesh.size("tensor") == 0
         return divides and not apply_rules(RULES, other, unknown_axes(other))[1]
 
     # Axes that are never proposed keep what they were given, if that is possible.

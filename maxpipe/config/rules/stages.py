@@ -48,7 +48,7 @@ def fixed_repeats(schedule: str) -> int | None:
 
 def num_stages(c: Config) -> int:
     """Pipeline stages over all slices."""
-    return c.mesh.ici.stage * c.mesh.dcn.stage
+    return c.mesh.size("stage")
 
 
 def ignored_options(asked: Config, resolved: Config) -> list[str]:

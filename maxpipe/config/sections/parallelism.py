@@ -64,6 +64,12 @@ class MeshConfig:
         minimum=5,
     )
 
+    def size(self, axis: str) -> int:
+        """Return the size of a mesh axis over all slices: ICI times DCN."""
+        ici: int = getattr(self.ici, axis)
+        dcn: int = getattr(self.dcn, axis)
+        return ici * dcn
+
 
 @dataclass(frozen=True)
 class ShardingConfig:

@@ -24,7 +24,7 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
     Raises:
       ConfigError: the kernel asked for does not run on this backend or with these sizes.
     """
-    asked, num_parts = config.model.attention, config.mesh.ici.context * config.mesh.dcn.context
+    asked, num_parts = config.model.attention, config.mesh.size("context")
     sizes = config.model, config.data.sequence_length, num_parts
     if asked != "auto":
         facts = KERNELS[asked]
