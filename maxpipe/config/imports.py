@@ -1,4 +1,4 @@
-"""Importing on demand: the implementation of a catalogue entry, and libraries that only some runs need."""
+"""Import on demand: implementations of the catalogue, and libraries that only some runs need."""
 
 import importlib
 from collections.abc import Iterator
