@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 from maxpipe.storage.object_store import explained, is_remote, open_store, unusable
 
 # Elements looked at together: keeps the temporary of a scan small beside the file.

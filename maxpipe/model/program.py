@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxpipe.config.catalog import BLOCKS
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
-from maxpipe.config.variants import implementation
 from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn, dot_product_attention
 from maxpipe.model.layers import RMSNorm

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 
 # Protocol: (library of fsspec's that speaks it = extra that installs it, options, what credentials
 # come from).

@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import find_files, require_content
 from maxpipe.data.tf_example import bytes_feature

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_files, local_copy, require_content, version_of
 

@@ -5,7 +5,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from maxpipe.config.catalog import TOKENIZERS
-from maxpipe.config.variants import implementation
+from maxpipe.config.imports import implementation
 
 if TYPE_CHECKING:
     import numpy as np

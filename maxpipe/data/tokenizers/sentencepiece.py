@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 
 
 class SentencePieceTokenizer:

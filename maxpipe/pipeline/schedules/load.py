@@ -1,9 +1,9 @@
 """A schedule's table by name, from a CSV file, or as configured; sizes and options are checked here."""
 
 from maxpipe.config.catalog import SCHEDULES, Schedule
+from maxpipe.config.imports import implementation
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
-from maxpipe.config.variants import implementation
 from maxpipe.pipeline.schedules.csv_files import load_csv
 from maxpipe.pipeline.schedules.table import ScheduleError, Table
 

@@ -3,8 +3,8 @@
 import os
 
 from maxpipe.config.catalog import SOURCES
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 
 
 def test_documents() -> None:
