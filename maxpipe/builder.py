@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import maxpipe
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.steps import choose
+from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.engines import check_split_backwards, one_process
 from maxpipe.config.rules.stages import num_stages
@@ -192,7 +192,7 @@ def build_run(
     place_eval = BatchPlacer(mesh, engine.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
-    resume_from = choose(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
+    resume_from = step_to_resume(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
     directory.claim(config)
     if not processes.share(directory.root):
         message = f"not all processes see the same {directory.root}: give a file system that they share, such as NFS"
