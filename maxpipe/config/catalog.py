@@ -363,13 +363,13 @@ class DataSource:
 
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
-    "array_record": DataSource(_SOURCES + "array_record:build"),
-    "jsonl": DataSource(_SOURCES + "jsonl:build"),
-    "parquet": DataSource(_SOURCES + "parquet:build"),
-    "python_stdlib": DataSource(_SOURCES + "python_stdlib:build", needs_path=False),
-    "synthetic": DataSource(_SOURCES + "synthetic:build", needs_path=False),
-    "text": DataSource(_SOURCES + "text:build"),
-    "token_bin": DataSource(_SOURCES + "token_bin:build"),
+    "array_record": DataSource(_SOURCES + "array_record:array_record"),
+    "jsonl": DataSource(_SOURCES + "jsonl:jsonl"),
+    "parquet": DataSource(_SOURCES + "parquet:parquet"),
+    "python_stdlib": DataSource(_SOURCES + "text:python_stdlib", needs_path=False),
+    "synthetic": DataSource(_SOURCES + "tokens:synthetic", needs_path=False),
+    "text": DataSource(_SOURCES + "text:text"),
+    "token_bin": DataSource(_SOURCES + "tokens:token_bin"),
 }
 
 
@@ -420,4 +420,4 @@ class Tokenizer:
     implementation: str
 
 
-TOKENIZERS: dict[str, Tokenizer] = {"byte": Tokenizer("maxpipe.data.tokenizers.byte:ByteTokenizer")}
+TOKENIZERS: dict[str, Tokenizer] = {"byte": Tokenizer("maxpipe.data.tokenizers:ByteTokenizer")}

@@ -49,8 +49,8 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
     Returns:
       Rows with "what" and "seconds" (see `seconds`), one of each turn; the first is the step.
     """
+    from maxpipe.checkpoint.arrays import named_leaves
     from maxpipe.checkpoint.digest import digests
-    from maxpipe.checkpoint.record import named_leaves
     from maxpipe.supervision.watchdog import Watchdog
     from maxpipe.training.batches import batch_digest
 
