@@ -64,10 +64,10 @@ def _activations(config: Config) -> float:
         stored = layers * (model.embed_dim + per_layer)
     elif pipeline.engine == "scheduled":
         plan = lockstep_plan(build_table(config))
-        slots = plan.num_activation_slots + plan.num_gradient_slots + 2
-        stored = (plan.num_residual_slots + 1) * unit + slots * chunk_input
+        slots = plan.sizes.activations + plan.sizes.gradients + 2
+        stored = (plan.sizes.residuals + 1) * unit + slots * chunk_input
         if plan.splits_backward:
-            stored += (plan.num_stash_slots + 1) * layers * stash_width(config)
+            stored += (plan.sizes.stash + 1) * layers * stash_width(config)
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         stages, microbatches = num_stages(config), pipeline.num_microbatches
