@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.config.variants import implementation
+from maxpipe.config.imports import implementation
 from maxpipe.pipeline.schedules import lockstep, order, slots, table
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
