@@ -21,7 +21,7 @@ def same_cells(a, b):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return tmp_path_factory.mktemp("schedules") / "mine.csv"
+    return tmp_path_factory.mktemp("schedules") / "schedule.csv"
 
 
 def read(path, text, S, M, V=1, **options):

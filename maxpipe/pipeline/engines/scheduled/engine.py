@@ -67,7 +67,7 @@ Scales = tuple[jax.Array, jax.Array]  # of the token loss and of the auxiliary l
 
 
 class ScheduledEngine:
-    """Runs a loop-placed table with at most one F, B (or I) and W per tick; see `base.Engine`.
+    """Engine for loop-placed tables with at most one F, B (or I) and W per tick; see `base.Engine`.
 
     Args:
       engine_inputs: program, rules, configuration, layout, schedule.
@@ -199,6 +199,7 @@ class ScheduledEngine:
         carry = stage.run(self.plan, vjp, self._first_carry(stage, self.plan, vjp))
 
         # 4. Sum over devices.
+        # The sums of the last stage's tokens are spread over all stages.
         loss = psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
         return loss, self._gradients(carry)
 
@@ -248,7 +249,7 @@ class ScheduledEngine:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self._program.config.dtype))
 
     def _first_carry(self, stage: StageProgram, plan: LockstepPlan, vjp: ChunkVjp | None) -> Carry:
-        """Return empty stores and zeros; without a vjp there is nothing of a backward."""
+        """Return empty stores and zeros; without a vjp those of a backward are None."""
         activation, sizes = self._activation(stage), plan.sizes
 
         def store(slots: int, like: jax.ShapeDtypeStruct | jax.core.ShapedArray) -> jax.Array:
