@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -61,7 +62,7 @@ class ChunkInputs(NamedTuple):
     """
 
     layer_index: jax.Array
-    side: Batch
+    side: SideInputs
     key: jax.Array | None
 
 
