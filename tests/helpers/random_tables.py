@@ -11,7 +11,7 @@ from maxpipe.pipeline.schedules.table import Table, from_ticks, stages_of_chunks
 def tables(
     draw: st.DrawFn, placements: tuple[str, ...] = ("loop", "v"), lockstep: bool = True
 ) -> Table:
-    """Valid tables in which every stage picks any unit that is ready, or idles."""
+    """Draw valid tables in which every stage picks any unit that is ready, or idles."""
     S, M, V = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
     placement = draw(st.sampled_from(placements))
     is_lockstep = draw(st.booleans()) if lockstep else False
@@ -48,7 +48,7 @@ def tables(
 
 
 def is_ready(unit, units, done, tick, last, delay, lockstep):
-    """Whether whatever a unit waits for is there."""
+    """Return whether the inputs of a unit have been computed and have arrived."""
     kind, microbatch, chunk = unit
     needs = dependency(unit, last, units)
     local = 0 if lockstep else 1

@@ -70,7 +70,7 @@ class ScheduledEngine:
     """Engine for loop-placed tables with at most one F, B (or I) and W per tick; see `base.Engine`.
 
     Args:
-      engine_inputs: program, rules, configuration, layout, schedule.
+      inputs: program, rules, configuration, layout, schedule.
       idle_fill: what idle slots compute on; tests fill them with NaN to prove that nothing reads
         them.
 
@@ -81,31 +81,37 @@ class ScheduledEngine:
 
     layer_axes = LAYER_AXES
 
-    def __init__(self, engine_inputs: EngineInputs, *, idle_fill: float = 0.0):
-        table = engine_inputs.table
+    def __init__(self, inputs: EngineInputs, *, idle_fill: float = 0.0):
+        table = inputs.table
         assert table is not None
-        check_rules(engine_inputs)
-        self._inputs = engine_inputs
-        self._program = engine_inputs.program
-        self._layout = engine_inputs.layout
-        self.to_canonical = engine_inputs.layout.to_canonical
-        self.from_canonical = engine_inputs.layout.from_canonical
+        check_rules(inputs)
+        self._inputs = inputs
+        self._program = inputs.program
+        self._layout = inputs.layout
         self.plan = lockstep_plan(table)
         self.forward_plan = lockstep_plan(forward_only(table))
         self._num_microbatches = table.num_microbatches
         self._settings = Settings(
-            num_stages=engine_inputs.layout.num_stages,
+            num_stages=inputs.layout.num_stages,
             delayed=table.forwarding_delay == 2,
-            skip_idle=skips_idle(engine_inputs),
+            skip_idle=skips_idle(inputs),
             idle_fill=idle_fill,
         )
-        self._remat = Remat(engine_inputs.config)
-        self._gather_once = engine_inputs.config.fsdp_gather == "once"
-        self._gathers = map_specs(self._gather, engine_inputs.program.specs)
+        self._remat = Remat(inputs.config)
+        self._gather_once = inputs.config.fsdp_gather == "once"
+        self._gathers = map_specs(self._gather, inputs.program.specs)
 
     def layer_index(self) -> np.ndarray:
         """Return int32 [V, S, L]: each layer's index in model order, num_layers for padding."""
         return self._layout.layer_index
+
+    def to_canonical(self, leaf: jax.Array) -> jax.Array:
+        """Convert one layer parameter [V, S, L, ...] to [num_layers, ...] in model order."""
+        return self._layout.to_canonical(leaf)
+
+    def from_canonical(self, leaf: jax.Array) -> jax.Array:
+        """Convert one layer parameter [num_layers, ...] in model order to [V, S, L, ...]."""
+        return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
