@@ -278,7 +278,7 @@ class ScheduledEngine:
             outgoing_gradient=outgoing if vjp else None,
             layers=zeros(stage.layers) if vjp else None,
             outer=zeros(stage.outer) if vjp else None,
-            table=zeros(stage.table) if vjp else None,
+            table=jnp.zeros(stage.table.shape, jnp.float32) if vjp else None,
             loss=jnp.zeros(()),
             aux=jnp.zeros(()),
         )
@@ -286,6 +286,8 @@ class ScheduledEngine:
     def _gradients(self, carry: Carry) -> Params:
         """Sum gradients over the devices that share a parameter; each keeps those of its shards."""
         layers, outer = carry.layers, carry.outer
+        assert layers is not None
+        assert outer is not None
         gathers = self._outer(self._gathers)
         if self._gather_once:
             layers = map_gathers(

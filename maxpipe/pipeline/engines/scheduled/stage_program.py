@@ -92,8 +92,8 @@ class Carry(NamedTuple):
     stash: Arrays
     outgoing_activation: jax.Array | None
     outgoing_gradient: jax.Array | None
-    layers: Params
-    outer: Params
+    layers: Params | None
+    outer: Params | None
     table: jax.Array | None
     loss: jax.Array
     aux: jax.Array
