@@ -35,7 +35,7 @@ from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.supervision.supervise import Supervision
-from maxpipe.telemetry.profiler import Profiler
+from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, WithBatchDigest
 from maxpipe.training.loop import Run

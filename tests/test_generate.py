@@ -11,8 +11,8 @@ from maxpipe import train
 from maxpipe.checkpoint.record import read_record
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
-from maxpipe.generation import generate as generation
-from maxpipe.generation.sampling import Sampling
+from maxpipe.generation import launch
+from maxpipe.generation.decoding import Sampling, generate, load_parameters
 from maxpipe.model.program import ModelProgram
 
 PIPELINE = ("mesh.simulated_devices=0", "mesh.ici.stage=2", "mesh.ici.fsdp=4", "steps=1")
@@ -40,12 +40,10 @@ def call(capsys, run_dir, *words, prompt="def "):
 def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
     step = run_dir / "checkpoints" / "1"
     config = from_record(read_record(step).meta["config"])
-    params = generation.load_parameters(step, config)
+    params = load_parameters(step, config)
     prompt = [100, 101, 102]
     tokens = [
-        *generation.generate(
-            config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3
-        )
+        *generate(config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3)
     ]
     program, written = ModelProgram(config.model), jnp.asarray([prompt + tokens], jnp.int32)
     side = {"positions": jnp.arange(LENGTH)[None], "segment_ids": jnp.ones_like(written)}
@@ -73,7 +71,7 @@ def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypa
             seen.append(capsys.readouterr().out)
             yield ord(character)
 
-    monkeypatch.setattr(generation, "generate", tokens)
+    monkeypatch.setattr(launch, "generate", tokens)
     assert call(capsys, run_dir)[:2] == (0, "d\n")
     assert seen == ["def ", "a", "b", ".", " ", "c"]
     seen.clear()
@@ -85,7 +83,7 @@ def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypa
 
 def test_the_end_of_document_ends_the_text(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(
-        generation, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
+        launch, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
     )
     assert call(capsys, run_dir)[:2] == (0, "def a\n")
 
@@ -95,7 +93,7 @@ def test_ctrl_c_ends_the_text_and_the_command(run_dir, capsys, monkeypatch):
         yield ord("a")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "generate", tokens)
+    monkeypatch.setattr(launch, "generate", tokens)
     assert call(capsys, run_dir) == (130, "def a\n", "")
 
 
@@ -141,7 +139,9 @@ def test_a_wrong_tokenizer_is_one_problem_and_one_that_moved_has_a_remedy(capsys
     assert "1 problem found" in call(capsys, run_dir, "--tokenizer=/nowhere/tokenizer.json")[2]
     config = from_record(read_record(run_dir / "checkpoints" / "1").meta["config"])
     with pytest.raises(ConfigError) as error:
-        cli.find_tokenizer(None, replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"}))
+        launch.find_tokenizer(
+            None, replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"})
+        )
     assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]
 
 
