@@ -7,11 +7,13 @@ import pytest
 from helpers.engines import make_mesh, tiny
 
 import maxpipe
-from maxpipe import builder
-from maxpipe.builder import ENGINES, build_engine_inputs, build_layout, build_table, build_trainer
+from maxpipe.builder import ENGINES, build_engine_inputs, build_trainer
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import ENGINES as ENGINE_NAMES
+from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.training import launch
 from maxpipe.training.trainer import SpmdTrainer
 
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
@@ -116,7 +118,7 @@ def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
 def test_decisions_are_said():
     said = []
     config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
-    build_trainer(config, make_mesh(config), say=said.append)
+    build_trainer(config, make_mesh(config), note=said.append)
     assert any("'kv_heads' of size 2 stays whole" in line for line in said)
 
 
@@ -126,7 +128,7 @@ def test_a_run_from_a_checkout_that_is_not_installed_records_its_version(monkeyp
             raise metadata.PackageNotFoundError(name)
         return "1.2.3"
 
-    monkeypatch.setattr(builder.metadata, "version", installed)
-    assert builder._versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(
-        builder.DEPENDENCIES, "1.2.3"
+    monkeypatch.setattr(launch.metadata, "version", installed)
+    assert launch.package_versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(
+        launch.DEPENDENCIES, "1.2.3"
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.builder import build_table, build_trainer
+from maxpipe.builder import build_trainer
 from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.jaxpr_flops import step_flops
@@ -16,6 +16,7 @@ from maxpipe.compiling.step import OutOfMemory, compile_step
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.bounds import bounds
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.flops import model_flops_per_token
@@ -45,7 +46,7 @@ def analyse(
     compiler = flops = limits = None
     collectives, hlo = [], ""
     # The digest is a program of its own.
-    engine = build_trainer(update(config, {"telemetry.batch_digest": False}), mesh, say=say)
+    engine = build_trainer(update(config, {"telemetry.batch_digest": False}), mesh, note=say)
     assert isinstance(engine, SpmdTrainer)
     seconds, executable = 0.0, None
     try:

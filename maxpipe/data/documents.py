@@ -6,8 +6,8 @@ import numpy as np
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 from maxpipe.data.tokenizers import Tokenizer
 
 Split = Literal["train", "eval"]

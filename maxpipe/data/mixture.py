@@ -15,7 +15,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.rules.checks import LEAST_SHARE
+from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents, Split, open_documents
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
-from maxpipe.config.variants import implementation
+from maxpipe.config.imports import implementation, optional
 
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")

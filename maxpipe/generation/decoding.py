@@ -19,6 +19,7 @@ from maxpipe.checkpoint.reader import read_parameters
 from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import dot_product_attention
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.weights import Weights
@@ -150,11 +151,11 @@ class Decoder:
         """Read tokens [B,T] from position `start` on; return (logits after the last one, cache)."""
         rows, length = tokens.shape
         positions = start + jnp.arange(length, dtype=jnp.int32)  # [T]
-        side = {
-            "positions": jnp.broadcast_to(positions, tokens.shape),
-            "segment_ids": jnp.ones_like(tokens),
-            "sequence_index": jnp.arange(rows, dtype=jnp.int32),
-        }
+        side = SideInputs(
+            positions=jnp.broadcast_to(positions, tokens.shape),
+            segment_ids=jnp.ones_like(tokens),
+            sequence_index=jnp.arange(rows, dtype=jnp.int32),
+        )
 
         def layer(
             x: jax.Array, inputs: tuple[Params, KeysValues | None]

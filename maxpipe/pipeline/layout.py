@@ -13,6 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.config.rules.stages import num_stages
+from maxpipe.config.sections import Config
+from maxpipe.config.values import AUTO
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import stages_of_chunks
 
 
@@ -107,3 +111,26 @@ class StageLayout:
         """Model-order indices of the layers of each chunk of one stage, for reports."""
         rows = self.layer_index[: self.num_repeats, stage]
         return [[int(i) for i in row if i < self.num_layers] for row in rows]
+
+
+def build_layout(config: Config) -> StageLayout:
+    """Return which layer lives on which stage.
+
+    Args:
+      config: resolved, its stages chosen (`planning.auto_stages`).
+    """
+    assert config.pipeline.layers_per_stage != AUTO, (
+        "stages are not chosen; see planning.auto_stages"
+    )
+    pipeline, stages = config.pipeline, num_stages(config)
+    if pipeline.engine == "sequential":
+        return StageLayout.even(1, 1, config.model.num_layers)
+    even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
+    return StageLayout(
+        stages,
+        pipeline.num_repeats,
+        tuple(pipeline.layers_per_stage or even),
+        num_outside=config.model.num_layers - pipeline.parallel_layers,
+        outside_first=pipeline.outside_layers == "before",
+        placement=build_table(config).placement if pipeline.engine == "mpmd" else "loop",
+    )

@@ -5,10 +5,11 @@ Letters: S stages, V repeats, M microbatches, D embed.
 
 from dataclasses import dataclass
 
-from maxpipe.builder import build_layout, build_table
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
+from maxpipe.pipeline.layout import build_layout
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.flops import parameter_count
 from maxpipe.planning.footprint import (
     axis_size,
@@ -63,10 +64,10 @@ def _activations(config: Config) -> float:
         stored = layers * (model.embed_dim + per_layer)
     elif pipeline.engine == "scheduled":
         plan = lockstep_plan(build_table(config))
-        slots = plan.num_activation_slots + plan.num_gradient_slots + 2
-        stored = (plan.num_residual_slots + 1) * unit + slots * chunk_input
+        slots = plan.sizes.activations + plan.sizes.gradients + 2
+        stored = (plan.sizes.residuals + 1) * unit + slots * chunk_input
         if plan.splits_backward:
-            stored += (plan.num_stash_slots + 1) * layers * stash_width(config)
+            stored += (plan.sizes.stash + 1) * layers * stash_width(config)
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         stages, microbatches = num_stages(config), pipeline.num_microbatches

@@ -16,7 +16,7 @@ _NORMS_AND_ADDITIONS = (
 
 def axis_size(config: Config, axis: str) -> int:
     """Size of a mesh axis over all slices."""
-    return getattr(config.mesh.ici, axis) * getattr(config.mesh.dcn, axis)
+    return config.mesh.size(axis)
 
 
 def itemsize(dtype: str) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 from maxpipe.storage.object_store import explained, is_remote, open_store, unusable
 
 if TYPE_CHECKING:

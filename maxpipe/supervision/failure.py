@@ -1,4 +1,4 @@
-"""How a process ends that cannot go on."""
+"""Ending a process that cannot continue, and with it the other processes of the run."""
 
 import os
 import sys
@@ -21,24 +21,23 @@ from maxpipe.config.errors import ConfigError
 from maxpipe.devices.processes import coordinator
 
 FAILED = 1
-# Their messages say all that a user can act on.
+# Errors whose messages say all that a user can act on.
 EXPLAINED = (CheckpointDamaged, CheckpointMismatch, CheckpointSaveError, CheckpointUnreadable)
 
 _REASON = "maxpipe/config_error"  # in the store of the coordination service: why the run ends
-_LOOK_SECONDS = 1.0
-_PATIENCE_MS = 10_000
+_POLL_SECONDS = 1.0
+_BARRIER_TIMEOUT_MS = 10_000
 
 
 @contextmanager
 def failing_fast() -> Iterator[None]:
-    """Ends the process with exit code 1 on an error: with a traceback unless its message says all.
+    """End the process with exit code 1 on an error, with a traceback unless its message is enough.
 
-    One of several processes ends at once. Python's way out would wait for the others, and they wait
-    for this one in a collective. Errors of JAX take that way all the same: most often they mean
-    that another process is lost, and then JAX ends this one with exit code 134 on its way.
+    One of several processes ends at once: Python's normal exit would wait for the others, and they
+    wait for this one in a collective. Errors of JAX take the normal exit all the same: most often
+    they mean that another process is lost, and JAX then ends this one with exit code 134.
 
-    A `ConfigError` in one of several processes ends all of them with exit code 2, wherever they
-    are.
+    A `ConfigError` in one of several processes ends all of them with exit code 2.
     """
     try:
         with _listening():
@@ -52,7 +51,8 @@ def failing_fast() -> Iterator[None]:
         )
         _leave()
     except Exception as error:
-        is_explained, is_one_of_several = isinstance(error, EXPLAINED), jax.process_count() > 1
+        is_explained = isinstance(error, EXPLAINED)
+        is_one_of_several = jax.process_count() > 1
         if is_explained:
             print(f"error: {error}", file=sys.stderr)
         elif not is_one_of_several or isinstance(error, jax.errors.JaxRuntimeError):
@@ -68,7 +68,7 @@ def failing_fast() -> Iterator[None]:
 
 @contextmanager
 def _listening() -> Iterator[None]:
-    """Ends this process when another one has posted a reason, also while the main thread is in a collective."""
+    """End this process when another one posts a reason, even if the main thread is in a collective."""
     if jax.process_count() == 1:
         yield
         return
@@ -79,25 +79,28 @@ def _listening() -> Iterator[None]:
         yield
     finally:
         closed.set()
-        listener.join()  # it must not be inside JAX's client when that is torn down
+        listener.join()  # the thread must not use JAX's client while it is torn down
 
 
 def _listen(closed: threading.Event) -> None:
-    while not closed.wait(_LOOK_SECONDS):
+    while not closed.wait(_POLL_SECONDS):
         try:
             reason = coordinator().key_value_try_get(_REASON)
         except jax.errors.JaxRuntimeError:
-            continue  # nobody has posted any
+            continue  # no process has posted a reason
         print(f"\nconfig error in {reason}", file=sys.stderr)
         _leave()
 
 
 def _leave() -> None:
-    """Ends this process with exit code 2 when all have come here, before the end of one looks like a loss to others."""
+    """End this process with exit code 2 once all have come here.
+
+    Otherwise the end of the first one would look like a lost process to the others.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    with suppress(jax.errors.JaxRuntimeError):  # one is lost, or stuck
-        coordinator().wait_at_barrier(_REASON, _PATIENCE_MS)
+    with suppress(jax.errors.JaxRuntimeError):  # a process is lost or stuck
+        coordinator().wait_at_barrier(_REASON, _BARRIER_TIMEOUT_MS)
     if jax.process_index() == 0:
-        time.sleep(1)  # others do not survive the service, which runs here
+        time.sleep(1)  # the service that the other processes need runs here
     os._exit(CONFIG_ERROR)

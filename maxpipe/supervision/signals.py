@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the run finishes its step, saves, and ends, in all processes after the same step."""
+"""SIGTERM and Ctrl-C: all processes finish the same step, save, and end."""
 
 import os
 import signal
@@ -12,18 +12,18 @@ PREEMPTED, INTERRUPTED = 75, 130  # EX_TEMPFAIL of sysexits.h; 128 + SIGINT
 class Interruption:
     """Asks the loop to stop after the current step; inert until it is entered as a context manager.
 
-    SIGTERM (exit code 75) and the first Ctrl-C (130) ask. A second Ctrl-C ends the process at once,
-    and so does any of them before `begin`, when there is nothing to save yet.
+    SIGTERM (exit code 75) and the first Ctrl-C (130) ask for it. A second Ctrl-C ends the process
+    at once, and so does either signal before `begin`, when there is nothing to save yet.
 
     Signals are read by a thread from a pipe, because Python's own handlers run in the main thread
     only, which may sit in a compilation or in a collective that never ends.
 
-    With several processes a signal to one of them stops all. JAX's preemption service, which takes
-    SIGTERM over, agrees on the step; Ctrl-C is passed on to it.
+    With several processes, a signal to one of them stops all. JAX's preemption service takes over
+    SIGTERM and agrees on the step; Ctrl-C is passed on to it.
     """
 
     def __init__(self) -> None:
-        self._asked: int | None = None
+        self._signal: int | None = None
         self._begun = False
         self._pipe: int | None = None
 
@@ -48,26 +48,26 @@ class Interruption:
         os.close(self._pipe)  # ends the thread
 
     def begin(self) -> None:
-        """From now on a signal has to wait for a step and a save."""
+        """Make signals wait for a step and a save from now on."""
         self._begun = True
 
     def after(self, step: int) -> bool:
-        """Whether to stop with `step` finished steps.
+        """Return whether to stop with `step` finished steps.
 
-        With several processes all of them ask at every step, and get the same answer.
+        All processes call this at every step, and get the same answer.
         """
         import jax
 
         if jax.process_count() == 1:
-            return self._asked is not None
+            return self._signal is not None
         from jax.experimental import multihost_utils
 
         return multihost_utils.reached_preemption_sync_point(step)
 
     @property
     def exit_code(self) -> int:
-        """130 if this process got a Ctrl-C, otherwise 75."""
-        return INTERRUPTED if self._asked == signal.SIGINT else PREEMPTED
+        """Return 130 if this process got a Ctrl-C, otherwise 75."""
+        return INTERRUPTED if self._signal == signal.SIGINT else PREEMPTED
 
     def _listen(self, read: int) -> None:
         with os.fdopen(read, "rb", buffering=0) as signals:
@@ -79,10 +79,10 @@ class Interruption:
         name = signal.Signals(number).name
         if not self._begun:
             _exit_now(number, f"{name} before the first step: nothing to save")
-        if number == self._asked == signal.SIGINT:
+        if number == self._signal == signal.SIGINT:
             _exit_now(number, "stopped at once; the next start goes on from the last checkpoint")
-        if self._asked != signal.SIGINT:
-            self._asked = number
+        if self._signal != signal.SIGINT:
+            self._signal = number
         again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
         _print(f"{name}: finishing the step and saving; {again} stops at once")
         if number == signal.SIGINT and _is_one_of_several():
@@ -96,7 +96,7 @@ def _is_one_of_several() -> bool:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """A handler in Python makes the interpreter write to the pipe."""
+    """Do nothing: that a Python handler exists makes the interpreter write to the pipe."""
 
 
 def _exit_now(number: int, why: str) -> None:
@@ -105,5 +105,5 @@ def _exit_now(number: int, why: str) -> None:
 
 
 def _print(text: str) -> None:
-    """Past Python's buffers, whose locks the main thread may hold."""
+    """Write to standard error without Python's buffers, whose locks the main thread may hold."""
     os.write(2, f"\n{text}\n".encode())

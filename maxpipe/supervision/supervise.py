@@ -1,4 +1,4 @@
-"""What watches over a process from its start to its end: signals, deadlines, and an account of its time."""
+"""Supervision of a process from start to end: signals, deadlines, an account of its time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from maxpipe.telemetry.profiling import TimeAccount
 
 @dataclass(frozen=True)
 class Supervision:
-    """By default inert: no signal is taken, nothing expires."""
+    """Signals, deadlines and time accounting of a process; inert by default."""
 
     interruption: Interruption = field(default_factory=Interruption)
     watchdog: Watchdog = field(default_factory=Watchdog)
@@ -21,7 +21,7 @@ class Supervision:
 
 @contextmanager
 def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
-    """Supervises this process, which calls it in its main thread before it starts JAX."""
+    """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
     account = TimeAccount()
     with Interruption() as interruption, watchdog, account:

@@ -1,4 +1,4 @@
-"""A deadline for progress: a run that hangs shows where, and ends, so that somebody may start it again."""
+"""A deadline for progress: a run that hangs shows where, and ends so that it can be restarted."""
 
 import faulthandler
 import os
@@ -11,15 +11,15 @@ HUNG = 124
 
 
 class Watchdog:
-    """Ends the process with exit code 124 when nothing has been heard from it for too long.
+    """Ends the process with exit code 124 when it has made no progress for too long.
 
-    The stacks of all Python threads go to standard error first. The clock stands still while the
-    machine sleeps. Inert until it is entered as a context manager, and without deadlines.
+    The stacks of all Python threads are written to standard error first. The clock stops while the
+    machine sleeps. Inert until entered as a context manager, and without deadlines.
 
     Args:
       startup_seconds: from `__enter__` to the first `progress`; 0 = no deadline.
       step_seconds: from each `progress` to the next one; 0 = no deadline.
-      stream: where the stacks go, with a file descriptor; standard error if None.
+      stream: where the stacks are written, with a file descriptor; standard error if None.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class Watchdog:
         self._closed.set()
 
     def progress(self, what: str) -> None:
-        """Sets the clock to zero.
+        """Restart the clock.
 
         Args:
-          what: has just been done, such as "step 12"; the message of an expired deadline names it.
+          what: what has just been finished, such as "step 12"; the message of an expired deadline
+            names it.
         """
         self._last, self._key = what, "telemetry.step_deadline_seconds"
         self._since, self._allowed = time.monotonic(), self._step
 
     def _watch(self) -> None:
         shortest = min(seconds for seconds in (self._startup, self._step) if seconds)
-        # Looking often enough to be late by at most a tenth costs less than being woken at every
-        # step.
+        # Polling, late by at most a tenth, costs less than waking this thread at every step.
         while not self._closed.wait(shortest / 10):
             if self._allowed and time.monotonic() - self._since > self._allowed:
                 self._expire()
@@ -62,7 +62,8 @@ class Watchdog:
     def _expire(self) -> None:
         stream = self._stream or sys.__stderr__ or sys.stderr
         print(
-            f"\nhung: nothing has happened for {self._allowed:g} s since {self._last} ({self._key}); "
+            f"\nhung: nothing has happened for {self._allowed:g} s since {self._last} "
+            f"({self._key}); "
             f"stacks of all threads follow, exit code {HUNG}",
             file=stream,
             flush=True,

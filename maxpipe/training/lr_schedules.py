@@ -1,7 +1,8 @@
-"""Learning-rate schedules, chosen by `optimizer.schedule`; their facts are in `maxpipe.config.catalog.LR_SCHEDULES`.
+"""Learning-rate schedules, chosen by `optimizer.schedule`.
 
-Each maps (progress, config) to a share of the peak rate: progress is a float32 scalar that runs
-from 0 at the end of the warm-up to 1 at `optimizer.decay_steps` and stays there.
+The facts about them are in `maxpipe.config.catalog.LR_SCHEDULES`. Each maps (progress, config) to a
+share of the peak rate: progress is a float32 scalar that runs from 0 at the end of the warm-up to 1
+at `optimizer.decay_steps` and stays there.
 """
 
 import jax
@@ -27,14 +28,14 @@ def cosine(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
 
 
 def inverse_sqrt(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
-    """Fall with the square root of the steps since the start (Vaswani et al. 2017), down to the final fraction."""
+    """Fall with the root of the steps (Vaswani et al. 2017), down to the final fraction."""
     warmup = max(config.warmup_steps, 1)
     step = warmup + progress * max(config.decay_steps - config.warmup_steps, 1)
     return jnp.maximum(jnp.sqrt(warmup / step), config.final_fraction)
 
 
 def wsd(progress: jax.Array, config: OptimizerConfig) -> jax.Array:
-    """Keep the peak rate, then fall in a straight line over the last part (warm-up, stable, decay; Hu et al. 2024)."""
+    """Keep the peak rate, then fall in a straight line: warm-up, stable, decay (Hu et al. 2024)."""
     decayed = jnp.maximum(progress - config.stable_fraction, 0) / max(
         1 - config.stable_fraction, 1e-6
     )

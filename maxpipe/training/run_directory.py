@@ -1,4 +1,4 @@
-"""The directory of a run: where things lie in it, and whose it is. Imports no JAX."""
+"""The directory of a run: its paths, and which configuration owns it. Imports no JAX."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.storage.object_store import explained
 
-# Whatever decides what a saved state means; everything else may change from one start to the next.
+# Keys that decide what a saved state means; all others may change from one start to the next.
 IDENTITY = (
     "model",
     "seed",
@@ -31,10 +31,8 @@ IDENTITY = (
     "data.sequence_length",
     "data.global_batch_size",
 )
-DTYPES = (
-    "model.dtype",
-    "model.param_dtype",
-)  # of the identity, unless checkpoint.convert_dtype says otherwise
+# Part of the identity unless checkpoint.convert_dtype is on.
+DTYPES = ("model.dtype", "model.param_dtype")
 
 
 class RunDirectory:
@@ -42,7 +40,8 @@ class RunDirectory:
 
     Args:
       config: names them.
-      mirror: of the checkpoints; who has lost the directory still owns what is there.
+      mirror: of the checkpoints; those in it still belong to this run after the local directory is
+        lost.
 
     Attributes:
       root: the directory itself.
@@ -61,15 +60,15 @@ class RunDirectory:
         self.config_file = self.root / "config.yml"
 
     def claim(self, config: Config, *, write: bool = True) -> None:
-        """Makes the directory and writes `config.yml`, unless its checkpoints are of another configuration.
+        """Make the directory and write `config.yml`, unless it belongs to another configuration.
 
-        A directory without a committed checkpoint belongs to nobody, and so does a mirror: the one
-        may lack what the other has, but two runs must not meet here. With several processes all of
-        them call this and one of them writes.
+        A directory or mirror belongs to the configuration of its committed checkpoints, and to none
+        while it has none. Either may lack checkpoints that the other has, but neither may hold
+        those of another configuration. With several processes all of them call this and one writes.
 
         Args:
           config: the resolved configuration.
-          write: false only checks.
+          write: if false, only check.
 
         Raises:
           ConfigError: the checkpoints belong to another configuration (one problem per key that
@@ -100,10 +99,10 @@ class RunDirectory:
             raise ConfigError(Problem("output_dir", message)) from error
 
     def publish(self, config: Config) -> None:
-        """Writes `config.yml` to the mirror: whether it can be written to shows now, not after hours at the first save.
+        """Write `config.yml` to the mirror, so that a mirror that cannot be written to shows at once.
 
         Raises:
-          ConfigError: it cannot be.
+          ConfigError: the mirror cannot be written to.
         """
         if self._mirror is None:
             return
@@ -114,16 +113,17 @@ class RunDirectory:
         both = f" and {self._mirror.url}" if self._mirror else ""
         return Problem(
             "run_name",
-            f"{place} belongs to another configuration: choose another run_name or restore its values. "
-            f"checkpoint.resume=never is not enough: to use this name again, delete {self.root}{both}",
+            f"{place} belongs to another configuration: choose another run_name or restore its "
+            f"values. checkpoint.resume=never is not enough: to use this name again, delete "
+            f"{self.root}{both}",
         )
 
     def _recorded_configs(self, steps: list[int]) -> Iterator[Mapping[str, Any]]:
-        """Readable configurations found here: `config.yml`, then those in the checkpoints, newest first."""
+        """Yield the readable configurations: `config.yml`, then those of checkpoints, newest first."""
         try:
             written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):
-            written = None  # lost or torn; the checkpoints carry it, too
+            written = None  # lost or torn; the checkpoints have it too
         if isinstance(written, Mapping):
             yield written
         for step in reversed(steps):
@@ -136,7 +136,7 @@ class RunDirectory:
                 yield saved
 
     def _mirrored_configs(self, mirror: Mirror) -> Iterator[Mapping[str, Any]]:
-        """Readable configurations of mirrored checkpoints, newest first."""
+        """Yield the readable configurations of mirrored checkpoints, newest first."""
         with explained(mirror.url, MIRROR):
             for step in reversed(mirror.steps()):
                 with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError):
@@ -151,7 +151,7 @@ def _conflict(place: str, key: str, ours: Any, theirs: Any) -> Problem:
 
 
 def _differences(config: Config, owner: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Identity keys whose values differ -> (value in `config`, value in `owner`).
+    """Return identity keys whose values differ -> (value in `config`, value in `owner`).
 
     A key that `owner` lacks, saved by a version without it, counts as having had its default.
     """
@@ -161,10 +161,8 @@ def _differences(config: Config, owner: Mapping[str, Any]) -> dict[str, tuple[An
             continue
         if key in DTYPES and config.checkpoint.convert_dtype:
             continue
-        ours, theirs = (
-            get(config, key),
-            _lookup(owner, key, None if option.bounds.derived else option.default),
-        )
+        ours = get(config, key)
+        theirs = _lookup(owner, key, None if option.bounds.derived else option.default)
         if theirs is not None and ours != theirs:
             differing[key] = (ours, theirs)
     return differing

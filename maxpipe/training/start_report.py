@@ -1,8 +1,6 @@
-"""The report at the start of a run: what was asked for, what was decided, and why, in at most 25 lines.
+"""The report at the start of a run: what runs, what was decided automatically, and why."""
 
-The report at the start of a run, from what was built."""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxpipe.builder import build_layout, build_table
 from maxpipe.config.sections import Config, DataConfig
+from maxpipe.pipeline.layout import build_layout
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.auto_stages import predict
 from maxpipe.planning.flops import parameter_count
 from maxpipe.planning.simulate import simulate
@@ -20,9 +19,35 @@ MAX_LINES = 25
 MAX_STAGES = 8
 
 
+class Decisions:
+    """Automatic decisions with their reasons: collected for the report, logged once it was shown.
+
+    Args:
+      log: prints a line.
+    """
+
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
+        self._pending: list[str] | None = []
+
+    def add(self, decision: str) -> None:
+        """Note `key=value: reason`, for the report or, once it was shown, as a line of its own."""
+        if self._pending is None:
+            self._log(decision)
+        else:
+            self._pending.append(decision)
+
+    def take(self, first: Sequence[str]) -> list[str]:
+        """Return `first` and what was noted so far, for the report."""
+        assert self._pending is not None, "the report was shown already"
+        decisions = [*first, *self._pending]
+        self._pending = None
+        return decisions
+
+
 @dataclass(frozen=True)
 class RunSummary:
-    """What the report says.
+    """The facts that the report shows.
 
     Attributes:
       run_dir: the run's directory.
@@ -61,7 +86,7 @@ class RunSummary:
 
 
 def start_summary(run: RunSummary) -> list[str]:
-    """The report, one string per line, at most `MAX_LINES` of them."""
+    """Return the report, one string per line, at most `MAX_LINES` of them."""
     simulated = " simulated on one machine" if run.is_simulated else ""
     processes = _count(run.num_processes, "process")
     start = "fresh" if run.resumed_step is None else f"resumed after step {run.resumed_step}"
@@ -85,7 +110,7 @@ def start_summary(run: RunSummary) -> list[str]:
 
 
 def compress(indices: Sequence[int]) -> str:
-    """Ascending whole numbers as ranges: [0, 1, 2, 8, 9, 12] becomes "0-2, 8-9, 12"."""
+    """Write ascending whole numbers as ranges: [0, 1, 2, 8, 9, 12] becomes "0-2, 8-9, 12"."""
     ranges = []
     for _, group in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
         run = [index for _, index in group]
@@ -101,7 +126,7 @@ def _pipeline(run: RunSummary) -> str:
 
 
 def _stages(stage_layers: Sequence[Sequence[int]]) -> list[str]:
-    """A line per stage; with many stages the first ones and the last."""
+    """Return a line per stage; with many stages the first ones and the last."""
     lines = [
         _line(f"  stage {s}", f"layers {compress(layers)}") for s, layers in enumerate(stage_layers)
     ]
@@ -116,7 +141,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _bytes(count: int) -> str:
-    """Three significant digits in MiB, GiB or TiB."""
+    """Format bytes with three significant digits in MiB, GiB or TiB."""
     mebibytes = count / 2**20
     if mebibytes < 1000:
         return f"{mebibytes:.3g} MiB"
@@ -132,7 +157,7 @@ def _line(label: str, text: str) -> str:
 
 
 def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence[str]) -> list[str]:
-    """Lines about devices, model, stages, data and every automatic decision; at most 25.
+    """Return lines about devices, model, stages, data and every automatic decision; at most 25.
 
     Args:
       config: resolved.
@@ -173,14 +198,14 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
 
 
 def _bubble(config: Config) -> float:
-    """Of equal chunks; on the MPMD engine, where one stage has the head, of what the stages hold."""
+    """Return the bubble of equal chunks; for the MPMD engine, of what its stages really hold."""
     if config.pipeline.engine != "mpmd":
         return simulate(build_table(config)).bubble_fraction
     return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
 
 
 def describe_sources(data: DataConfig) -> str:
-    """The source, or those of a mixture with their shares."""
+    """Return the source, or the sources of a mixture with their shares."""
     total = sum(entry["weight"] for entry in data.mixture)
     return (
         " + ".join(f"{e['weight'] / total:.3g} {e['source']}" for e in data.mixture) or data.source

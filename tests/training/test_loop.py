@@ -8,7 +8,7 @@ from maxpipe.training import loop
 from maxpipe.training.loop import DIVERGED, DONE, Run, train
 
 
-class Engine:
+class Trainer:
     """The state is the number of steps; the steps in `bad` are not finite."""
 
     def __init__(self, notes, bad):
@@ -101,17 +101,17 @@ def run(notes):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
         checkpointer = Checkpointer(notes, config.checkpoint.every, late)
         parts = Run(
-            config,
-            Engine(notes, bad),
-            start,
-            start,
-            Loader(start),
-            Place(),
-            Place(),
-            checkpointer,
-            Recorder(notes),
-            Profiler(),
-            {},
+            config=config,
+            trainer=Trainer(notes, bad),
+            state=start,
+            step=start,
+            loader=Loader(start),
+            place=Place(),
+            place_eval=Place(),
+            checkpointer=checkpointer,
+            recorder=Recorder(notes),
+            profiler=Profiler(),
+            meta={},
         )
         _run.losses = checkpointer.losses
         return train(parts)

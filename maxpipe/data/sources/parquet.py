@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_files, require_content
 from maxpipe.storage.local_files import local_copy, version_of

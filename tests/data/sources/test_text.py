@@ -7,8 +7,8 @@ import pytest
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 
 
 def test_documents_in_sorted_order_without_empty_ones(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""`maxpipe COMMAND ...` and `python -m maxpipe COMMAND ...`: the commands under one name.
+
+`maxpipe train` is `python -m maxpipe.train`, and so on. Each command prints its own help.
+"""
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "train": "train a model, or continue a run",
+    "compile": "compile the train step ahead of time: memory, collectives, bounds",
+    "schedule": "draw, price and compare pipeline schedules",
+    "generate": "write text with a trained model",
+    "data": "show what the model reads",
+    "checkpoint": "list, verify and show checkpoints",
+}
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that the first word names, and return its exit code."""
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    if words and words[0] in COMMANDS:
+        module = f"maxpipe.{words[0]}"
+        sys.argv = [f"python -m {module}", *words[1:]]
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                return end.code or 0
+            raise
+        return 0
+    asks_for_help = not words or words[0] in ("-h", "--help")
+    stream = sys.stdout if asks_for_help else sys.stderr
+    if not asks_for_help:
+        print(f"maxpipe: there is no command {words[0]!r}", file=stream)
+    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
+    print("usage: maxpipe COMMAND ...", "", "commands:", *lines, sep="\n", file=stream)
+    print("\n`maxpipe COMMAND --help` tells more about one.", file=stream)
+    return 0 if asks_for_help else USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Write the generated tables of docs/: every configuration key, and MaxText's keys with ours.
+
+    python scripts/generate_docs.py            write them
+    python scripts/generate_docs.py --check    exit with 1 if a page is not up to date
+
+A table stands between two marks in its page; everything around them is written by hand.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from maxpipe.config import maxtext
+from maxpipe.config.options import OPTIONS, SECTIONS, Option
+from maxpipe.config.sections import Config
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+LONGEST_DEFAULT = 40  # characters of a default that fit a table
+
+ALL = ("sequential", "circular", "scheduled", "mpmd")
+PIPELINES = ("circular", "scheduled", "mpmd")
+# Engines that read a key of `pipeline.*`; others ignore it or refuse it. A test compares this with
+# the rules.
+ENGINES: dict[str, tuple[str, ...]] = {
+    "engine": ALL,
+    "schedule": PIPELINES,
+    "num_microbatches": ALL,
+    "num_repeats": PIPELINES,
+    "num_layers_per_stage": PIPELINES,
+    "layers_per_stage": PIPELINES,
+    "memory_limit_gib": ("mpmd",),
+    "parallel_layers": ("circular",),
+    "outside_layers": ("circular",),
+    "delay_activation_forwarding": ("circular", "scheduled"),
+    "overlap_slots": ("scheduled",),
+    "skip_idle": ("scheduled",),
+    "fsdp_gather": PIPELINES,
+    "scan_iterations": ("circular",),
+    "scan_repeats": ("circular",),
+    "scan_layers_per_stage": PIPELINES,
+    "remat_policy": ALL,
+    "remat_iterations": PIPELINES,
+    "remat_layers": PIPELINES,
+    "remat_tensors": ALL,
+}
+
+
+def engines_of(key: str) -> str:
+    """Return the engines that read a key, as the table shows them; empty outside `pipeline.*`."""
+    section, _, name = key.partition(".")
+    if section != "pipeline":
+        return ""
+    engines = ENGINES[name.partition(".")[0]]
+    return "all" if engines == ALL else ", ".join(engines)
+
+
+def default_of(option: Option) -> str:
+    text = str(option.default).lower() if option.type is bool else str(option.default)
+    if not text:
+        return "empty"
+    return f"`{text}`" if len(text) <= LONGEST_DEFAULT else "see `--print-config`"
+
+
+def legal_values(option: Option) -> str:
+    """Return the type, or the closed list of choices, with bounds."""
+    bounds = option.bounds
+    if option.choices:
+        return ", ".join(f"`{choice}`" for choice in option.choices)
+    kinds = {int: "integer", float: "number", bool: "`true`, `false`", str: "text"}
+    limits = [("≥", bounds.minimum), (">", bounds.above), ("≤", bounds.maximum)]
+    ranges = " and ".join(f"{sign} {value}" for sign, value in limits if value is not None)
+    is_list = option.type not in kinds
+    kind = "list" if is_list else kinds[option.type]
+    derived = ", or `auto`" if is_list else ", or -1"
+    return f"{kind} {ranges}".strip() + (derived if bounds.derived else "")
+
+
+def rows_of(options: Sequence[Option]) -> Iterator[str]:
+    """Yield a Markdown table of keys; keys of pipelines have a column for the engines."""
+    has_engines = options[0].key.startswith("pipeline.")
+    titles = ["key", "default", "legal values", "meaning", *["engines"] * has_engines]
+    yield f"| {' | '.join(titles)} |"
+    yield "|" + "---|" * len(titles)
+    for option in options:
+        cells = [f"`{option.key}`", default_of(option), legal_values(option)]
+        cells.append(option.bounds.help.replace("<", "&lt;").replace("*", "\\*"))
+        if has_engines:
+            cells.append(engines_of(option.key))
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def option_tables() -> str:
+    """Return a heading and a table for each top-level section, in the order of the YAML file."""
+    sections = [field.name for field in fields(Config) if field.name in SECTIONS]
+    top_level = [option for key, option in OPTIONS.items() if "." not in key]
+    parts = ["### Run", "", *rows_of(top_level)]
+    for section in sections:
+        options = [option for key, option in OPTIONS.items() if key.startswith(f"{section}.")]
+        parts += ["", f"### {section}", "", *rows_of(options)]
+    return "\n".join(parts)
+
+
+TABLES: dict[str, tuple[str, str, Callable[[], str]]] = {
+    "configuration.md": (
+        "<!-- generated keys: start -->",
+        "<!-- generated keys: end -->",
+        option_tables,
+    ),
+    "maxtext.md": (maxtext.START, maxtext.END, maxtext.table),
+}
+
+
+def page(name: str) -> str:
+    """Return the text of a page with its table made afresh.
+
+    Raises:
+      ValueError: the page lacks the marks.
+    """
+    start, end, table = TABLES[name]
+    before, found_start, rest = (DOCS / name).read_text(encoding="utf-8").partition(start)
+    _, found_end, after = rest.partition(end)
+    if not found_start or not found_end:
+        raise ValueError(f"docs/{name} lacks the marks {start} and {end}")
+    return f"{before}{start}\n{table()}\n{end}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write the generated tables of docs/.")
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    options = parser.parse_args(argv)
+    stale = [name for name in TABLES if page(name) != (DOCS / name).read_text(encoding="utf-8")]
+    for name in stale:
+        if not options.check:
+            (DOCS / name).write_text(page(name), encoding="utf-8")
+        print(f"docs/{name} {'is not up to date' if options.check else 'written'}")
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Records golden values, or compares with them: `python tests/golden/record.py [NAME ...]`.
+
+record.py                      records what has no values yet
+record.py NAME --reason "..."  records a configuration again, and prints the line that
+                               CHANGELOG.md needs
+record.py --compare-bits       says for each configuration whether the current code gives the
+                               recorded bits, else the largest relative difference; exit code 1
+                               if one is above 1e-6
+record.py --store-runs         trains the stored runs that do not exist to their checkpoint
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from golden import recording
+from golden.configurations import STORED_RUNS
+from golden.values import Values, differences, has_equal_bits, largest
+
+ALLOWED = 1e-6  # on the machine that recorded them
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.store_runs:
+        return _store_runs()
+    if options.compare_bits:
+        return _compare_bits(options.names or recording.NAMES)
+    return _record(options.names, options.reason)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="a configuration or stored run; all by default"
+    )
+    parser.add_argument("--reason", default="", help="why values that exist are recorded again")
+    parser.add_argument("--compare-bits", action="store_true", help="compare, record nothing")
+    parser.add_argument("--store-runs", action="store_true", help="train the stored runs")
+    return parser
+
+
+def _run(names: list[str]) -> dict[str, Values]:
+    """Run the configurations, all of which must come to their end."""
+    if unknown := set(names) - set(recording.NAMES):
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(recording.NAMES)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        results = recording.run_and_read(names, Path(scratch))
+    if failed := {name: log for name, log in results.items() if isinstance(log, str)}:
+        sys.exit("\n".join(f"{name} failed: {log}" for name, log in failed.items()))
+    return {name: values for name, values in results.items() if not isinstance(values, str)}
+
+
+def _record(names: list[str], reason: str) -> int:
+    missing = [name for name in recording.NAMES if not (recording.VALUES / f"{name}.json").exists()]
+    names = names or (recording.NAMES if reason else missing)
+    if existing := [name for name in names if name not in missing]:
+        if not reason.strip():
+            sys.exit(
+                f'{", ".join(existing)}: already recorded; say why they change: --reason "..."'
+            )
+        print(f"add to CHANGELOG.md:\n- Golden values of {', '.join(existing)}: {reason}")
+    for name, values in _run(names).items():
+        recording.save(name, values, reason.strip() or "the first values")
+        print(f"recorded {name}")
+    return 0
+
+
+def _compare_bits(names: list[str]) -> int:
+    worst = 0.0
+    for name, actual in _run(names).items():
+        recorded = recording.load(name)
+        if recorded["machine"] != recording.machine():
+            print(f"{name}: recorded on another machine or with other packages, bits may differ")
+        where, difference = largest(differences(recorded["values"], actual))
+        worst = max(worst, difference)
+        equal = has_equal_bits(recorded["values"], actual)
+        print(
+            f"{name}: "
+            + ("equal bits" if equal else f"differs by {difference:.1e} at most ({where})")
+        )
+    return int(worst > ALLOWED)
+
+
+def _store_runs() -> int:
+    if existing := [name for name in STORED_RUNS if (recording.STORED / name).exists()]:
+        sys.exit(f"{', '.join(existing)}: written by an earlier version, which is their purpose")
+    with tempfile.TemporaryDirectory() as scratch:
+        recording.store_runs(Path(scratch))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

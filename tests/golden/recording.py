@@ -1,0 +1,118 @@
+"""The files with recorded values: reading, writing, and the machine that they come from."""
+
+import json
+import platform
+import shutil
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypedDict
+
+from golden.configurations import CONFIGURATIONS, STEPS, STORED_RUNS
+from golden.runner import HERE, log_of, run_all
+from golden.values import BFLOAT16_TOLERANCE, TOLERANCE, Values, read_values
+
+VALUES = HERE / "values"
+STORED = HERE / "stored"
+NAMES = [*CONFIGURATIONS, *STORED_RUNS]
+STORED_STEP, LAST_STORED_STEP = 4, 8
+_PACKAGES = ("jax", "jaxlib", "numpy", "optax", "flax")
+
+
+class Recording(TypedDict):
+    """A file of values: where they come from, why each recording was made, and the values."""
+
+    machine: dict[str, str]
+    reasons: list[str]
+    values: Values
+
+
+def machine() -> dict[str, str]:
+    """Describe what decides the last bits: the processor and the packages that compile."""
+    cpu = {"machine": platform.machine()}
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().split("\n\n")[0].splitlines() if information.exists() else []
+    facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    for key in ("vendor_id", "cpu family", "model", "model name", "stepping"):
+        cpu[key] = facts.get(key, platform.processor())
+    flags = facts.get("flags", "").split()
+    cpu["vector flags"] = " ".join(
+        sorted(flag for flag in flags if flag.startswith(("avx", "fma", "amx")))
+    )
+    return cpu | {name: version(name) for name in _PACKAGES}
+
+
+def run_and_read(names: Iterable[str], directory: Path) -> dict[str, Values | str]:
+    """Run configurations and stored runs with the current code.
+
+    Args:
+      names: from `NAMES`.
+      directory: empty; gets a directory for each run.
+
+    Returns:
+      name -> values, or what a run printed that did not come to its end.
+    """
+    jobs = {}
+    for name in names:
+        if name in CONFIGURATIONS:
+            jobs[name] = [str(HERE / "base.yml"), f"run_name={name}", *CONFIGURATIONS[name]]
+        else:
+            shutil.copytree(STORED / name, directory / name)
+            words = [str(STORED / name / "config.yml"), "checkpoint.resume=must", "stop_after=0"]
+            jobs[name] = [*words, f"output_dir={directory}"]
+    run_all(jobs, directory)
+    return {name: _values_or_log(name, directory) for name in jobs}
+
+
+def _values_or_log(name: str, directory: Path) -> Values | str:
+    first, last = (1, STEPS) if name in CONFIGURATIONS else (STORED_STEP + 1, LAST_STORED_STEP)
+    try:
+        return read_values(directory / name, first, last)
+    except (OSError, ValueError, KeyError) as error:
+        return f"{type(error).__name__}: {error}\n{log_of(name, directory)}"
+
+
+def store_runs(directory: Path) -> None:
+    """Train each stored run to its checkpoint and keep its directory, without event files."""
+    jobs = {
+        name: [str(HERE / "base.yml"), f"run_name={name}", *words]
+        for name, words in STORED_RUNS.items()
+    }
+    run_all(jobs, directory)
+    for name in jobs:
+        assert (directory / name / "checkpoints" / str(STORED_STEP)).exists(), log_of(
+            name, directory
+        )
+        shutil.copytree(
+            directory / name, STORED / name, ignore=shutil.ignore_patterns("tensorboard")
+        )
+
+
+def load(name: str) -> Recording:
+    """Read the recording of a name."""
+    return json.loads((VALUES / f"{name}.json").read_text())
+
+
+def save(name: str, values: Values, reason: str) -> None:
+    """Write a recording; its reason is added to those of earlier ones."""
+    file = VALUES / f"{name}.json"
+    reasons = [*load(name)["reasons"], reason] if file.exists() else [reason]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(_formatted(Recording(machine=machine(), reasons=reasons, values=values)))
+
+
+def tolerance(name: str) -> float:
+    """Return the relative tolerance of a name on any machine."""
+    return (
+        BFLOAT16_TOLERANCE if "model.dtype=bfloat16" in CONFIGURATIONS.get(name, ()) else TOLERANCE
+    )
+
+
+def _formatted(recording: Recording) -> str:
+    """Return JSON with one step or array a line: a change of one is a change of one line."""
+    tables = []
+    for name, table in recording["values"].items():
+        lines = [f"      {json.dumps(key)}: {json.dumps(row)}" for key, row in table.items()]
+        tables.append(f'    "{name}": {{\n' + ",\n".join(lines) + "\n    }")
+    head = json.dumps({"machine": recording["machine"], "reasons": recording["reasons"]}, indent=2)
+    return head.removesuffix("\n}") + ',\n  "values": {\n' + ",\n".join(tables) + "\n  }\n}\n"

@@ -1,0 +1,87 @@
+"""Runs the train command several times in one process: `python tests/golden/runner.py JOBS`.
+
+Starting JAX takes longer than most of these runs, and a process of their own keeps flags and
+devices apart from those of the caller. JOBS is a JSON file, {name: words of the command}; what a
+run prints goes to `<name>.log`.
+"""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TIMEOUT_SECONDS = 1200
+# What makes kernels quick takes most of the time and has no part in what is compared.
+XLA_FLAGS = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+if version("jaxlib").startswith(
+    "0.10."
+):  # later versions end the process at a flag that they no longer have
+    XLA_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+# Variables of the caller that could change a result, or how processes find each other.
+_FOREIGN = ("JAX_", "XLA_", "PJRT_", "NPROC", "LIBTPU_", "SLURM_", "OMPI_", "MAXPIPE_", "TPU_")
+
+
+def run_all(jobs: Mapping[str, Sequence[str]], directory: Path) -> None:
+    """Run every job in one child process, whose working directory is `directory`.
+
+    A job that fails does not stop the others; `log_of` says why it failed.
+    """
+    file = directory / "jobs.json"
+    file.write_text(json.dumps(jobs))
+    child = subprocess.run(
+        [sys.executable, __file__, str(file)],
+        cwd=directory,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    (directory / "runner.log").write_text(child.stdout + child.stderr)
+
+
+def log_of(name: str, directory: Path) -> str:
+    """Return the end of what a job printed, and of what the process around it printed."""
+    logs = [directory / f"{name}.log", directory / "runner.log"]
+    return "\n".join(log.read_text()[-4000:] for log in logs if log.exists())
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the child process: the same wherever it is started."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
+    return inherited | {
+        "PYTHONPATH": path,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "NPROC": "64",  # how many threads share a matrix product may change its last bits
+        "XLA_FLAGS": " ".join(XLA_FLAGS),
+    }
+
+
+def _run(words: Sequence[str]) -> None:
+    sys.argv = ["train", *words]
+    try:
+        runpy.run_module("maxpipe.train", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        print(f"exit code {end.code}")
+    except Exception:
+        traceback.print_exc()
+
+
+def _main() -> None:
+    for name, words in json.loads(Path(sys.argv[1]).read_text()).items():
+        with Path(f"{name}.log").open("w") as log, redirect_stdout(log), redirect_stderr(log):
+            _run(words)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,40 @@
+"""Small runs give the recorded values, and stored runs are resumed with the recorded results.
+
+`python tests/golden/record.py --help` says how to record and to compare bits.
+"""
+
+from pathlib import Path
+
+import pytest
+from golden.recording import NAMES, load, run_and_read, tolerance
+from golden.runner import ROOT
+from golden.values import differences
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """Name -> values with the current code, of the names that are asked for in this session."""
+    items = [
+        item
+        for item in request.session.items
+        if item.path == Path(__file__) and hasattr(item, "callspec")
+    ]
+    names = {item.callspec.params["name"] for item in items}
+    return run_and_read(
+        [name for name in NAMES if name in names], tmp_path_factory.mktemp("golden")
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_run_gives_recorded_values(results, name):
+    actual = results[name]
+    assert not isinstance(actual, str), actual
+    found = differences(load(name)["values"], actual)
+    assert {key: size for key, size in found.items() if not size <= tolerance(name)} == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rerecorded_values_have_their_reason_in_the_changelog(name):
+    changelog = ROOT / "CHANGELOG.md"
+    text = changelog.read_text() if changelog.exists() else ""
+    assert [reason for reason in load(name)["reasons"][1:] if reason not in text] == []

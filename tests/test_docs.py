@@ -1,0 +1,268 @@
+"""Every command in the README and in docs/ is run, page by page.
+
+What is shortened or left out is listed here.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from maxpipe import compile as compile_command
+from maxpipe import generate, schedule, train
+from maxpipe.checkpoint import __main__ as checkpoint
+from maxpipe.config import load
+from maxpipe.config.cli import CONFIG_ERROR
+from maxpipe.config.options import OPTIONS, SECTIONS
+from maxpipe.data import __main__ as data
+from maxpipe.supervision.failure import FAILED
+from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
+from maxpipe.supervision.watchdog import HUNG
+from maxpipe.training.loop import DIVERGED
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = {
+    path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
+    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+}
+TEXT = "\n".join(PAGES.values())
+OPERATIONS = PAGES["docs/operations.md"]
+MAINS = {
+    "maxpipe.train": train.main,
+    "maxpipe.generate": generate.main,
+    "maxpipe.compile": compile_command.main,
+    "maxpipe.schedule": schedule.main,
+    "maxpipe.checkpoint": checkpoint.main,
+    "maxpipe.data": data.main,
+}
+FIRST_RUN = "python -m maxpipe.train configs/base.yml"
+TINY = [
+    "model.embed_dim=16",
+    "model.num_query_heads=2",
+    "model.num_kv_heads=2",
+    "model.mlp_dim=32",
+]
+# The first run as it is, except for its size and the devices that are there.
+SMALL = [
+    *TINY,
+    "steps=2",
+    "eval.every=2",
+    "eval.batches=1",
+    "checkpoint.every=2",
+    "mesh.simulated_devices=0",
+    "mesh.ici.fsdp=4",
+]
+# Only the configuration is checked: each command is a run or a compilation of minutes, and has
+# tests of its own.
+CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
+MORE_WORDS = {"maxpipe.data": ["--seconds=0.05"], "maxpipe.generate": ["--max-tokens=20"]}
+LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
+TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
+SCRIPTS = {
+    f"{LAUNCH}/local.sh": ["bash", f"{LAUNCH}/local.sh", "--dry-run", "2", "configs/base.yml"],
+    f"{LAUNCH}/tpu_vm.sh": TPU_VM.split(),
+    # Needs MaxText.
+    f"{BENCHMARK}/compare_maxtext.py": [
+        sys.executable,
+        f"{BENCHMARK}/compare_maxtext.py",
+        "--help",
+    ],
+    "examples/gpipe.py": [sys.executable, "examples/gpipe.py", "--help"],  # has a test of its own
+    "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
+    "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
+}
+# Installing, testing and drawing are the business of other programs.
+OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
+
+
+def fences(language, text=TEXT):
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def commands(text):
+    """Return all lines of shell fences, and inline code that is a command, without comments."""
+    lines = [line for fence in fences("bash", text) for line in fence.splitlines()]
+    lines += re.findall(r"`(python (?:-m [\w.]+ |scripts/)[^`]*)`", text)
+    words = (shlex.join(shlex.split(line, comments=True)) for line in lines)
+    return [*dict.fromkeys(command for command in words if command)]
+
+
+# The first page that has a command runs it.
+COMMANDS = {
+    command: page for page, text in reversed(PAGES.items()) for command in reversed(commands(text))
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Yield a directory with the repository's files, in which the first run has been made."""
+    directory = tmp_path_factory.mktemp("docs")
+    for name in (
+        "configs",
+        "scripts",
+        "examples",
+        "README.md",
+        "pyproject.toml",
+        "docs",
+        "maxpipe",
+    ):
+        (directory / name).symlink_to(REPOSITORY / name)
+    for name, text in titled_files("docs/extending.md").items():
+        (directory / name).write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
+        yield directory
+
+
+def titled_files(page):
+    """Return {name: text} of a page's Python blocks with a title, those of one title together."""
+    files = {}
+    blocks = re.findall(
+        r'^```python title="([\w.]+)"\n(.*?)^```', PAGES[page], re.MULTILINE | re.DOTALL
+    )
+    for name, text in blocks:
+        files[name] = files.get(name, "") + text + "\n\n"
+    return files
+
+
+def test_readme_has_the_first_run():
+    assert FIRST_RUN in commands(PAGES["README.md"])
+
+
+def test_readme_has_at_most_150_lines():
+    assert len(PAGES["README.md"].splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+    "command", reversed(COMMANDS), ids=lambda command: f"{COMMANDS[command]}:{command}"
+)
+def test_command(command, place, capfd):
+    words = shlex.split(command)
+    named = [word for word in words if re.match(r"(configs|scripts|examples|docs)/", word)]
+    assert [word for word in named if not (place / word).exists()] == []
+    if words[:2] == ["python", "-m"]:
+        run_module(words[2], words[3:])
+    elif script := next((word for word in words[:2] if word in SCRIPTS), None):
+        run(*SCRIPTS[script])
+    elif words[:2] == ["python", "my_train.py"]:
+        run(sys.executable, *words[1:], "--print-config")
+    elif words[0] == "python":
+        run(sys.executable, *words[1:])
+    else:
+        assert words[0] in OTHERS, f"say in this file how to run: {command}"
+
+
+def run_module(module, words):
+    prints_only = {"--help", "--print-config"} & set(words)
+    more = MORE_WORDS.get(module, [])
+    if module in CONFIGURATION_ONLY and not prints_only:
+        more = ["--print-config"]
+    try:
+        code = MAINS[module]([*words, *more])
+    except SystemExit as end:
+        code = end.code
+    assert not code
+
+
+def run(*words):
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "PYTHON": sys.executable}
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_variants_of_extending_train_together(place):
+    words = [
+        *TINY,
+        "run_name=variants",
+        "steps=1",
+        "eval.every=0",
+        "checkpoint.every=0",
+        "mesh.simulated_devices=2",
+        "mesh.ici.fsdp=1",
+        "model.num_layers=2",
+        "model.block=parallel",
+        "data.source=counting",
+        "data.tokenizer=characters",
+        "optimizer.name=sign_sgd",
+        "optimizer.schedule=halves",
+        "pipeline.remat_policy=save_context",
+        "pipeline.schedule=patient_1f1b",
+        "pipeline.num_repeats=1",
+    ]
+    run(sys.executable, "my_train.py", "configs/base.yml", *words)
+    assert (place / "runs" / "variants" / "metrics.jsonl").exists()
+
+
+def test_one_way_rule_lists_every_package():
+    rule = PAGES["docs/architecture.md"].partition("## Dependencies point one way")[2]
+    rooms = set(re.findall(r"\w+", fences("text", rule)[0])) - {"commands"}
+    packages = {path.parent.name for path in (REPOSITORY / "maxpipe").glob("*/__init__.py")}
+    assert rooms == packages | {"builder"}
+
+
+@pytest.mark.parametrize(
+    "code", [FAILED, CONFIG_ERROR, DIVERGED, PREEMPTED, HUNG, INTERRUPTED, 134]
+)
+def test_every_exit_code_has_a_meaning_and_a_remedy(code):
+    table, _, rest = OPERATIONS.partition("## How a run ends")[2].partition("## Troubleshooting")
+    troubleshooting = rest.partition("\n## ")[0]
+    assert re.search(rf"^\| {code} \| .+ \| .+ \|$", table, re.MULTILINE)
+    assert f"- **{code}**" in troubleshooting
+
+
+NAMES_OF_FILES = {"metrics.jsonl", "config.yml", "constraints.txt", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_keys_that_a_page_names_exist(page):
+    sections = {key.partition(".")[0] for key in OPTIONS if "." in key}
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)[=`]", PAGES[page])
+    keys = {key for key in named if key.partition(".")[0] in sections} - NAMES_OF_FILES
+    assert keys <= {*OPTIONS, *SECTIONS}
+
+
+def test_extras_that_are_installed_exist():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    named = set(re.findall(r"\.\[(\w+)\]", TEXT))
+    assert named
+    assert named <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("text", fences("yaml"))
+def test_yaml_is_a_configuration(text, tmp_path):
+    shutil.copy(REPOSITORY / "configs" / "base.yml", tmp_path)
+    (tmp_path / "page.yml").write_text(f"base: base.yml\n{text}")
+    load(str(tmp_path / "page.yml"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page):
+    named = set(
+        re.findall(r"`((?:maxpipe|scripts|examples|configs|tests|docs)/[\w/.-]+)`", PAGES[page])
+    )
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_a_page_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", PAGES[page])
+    assert links or page != "README.md"
+    for name, heading in links:
+        path = (REPOSITORY / page).parent / name if name else REPOSITORY / page
+        assert path.is_file(), name
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in {slug(title) for title in titles}, f"{name}#{heading}"
+
+
+def slug(title):
+    """Return the anchor of a heading."""
+    return re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")

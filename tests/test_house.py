@@ -1,0 +1,195 @@
+"""The shape of the package: sizes of files and functions, directions of imports, private names."""
+
+import ast
+import statistics
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "maxpipe"
+FILES = sorted(ROOT.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+# The one-way rule of docs/architecture.md: a package imports only from later rows.
+TIERS = (
+    ("commands",),
+    ("builder",),
+    ("training",),
+    ("compiling", "render", "generation"),
+    ("planning", "supervision"),
+    ("pipeline",),
+    ("hf",),
+    ("checkpoint", "data", "model", "telemetry"),
+    ("sharding", "devices", "storage"),
+    ("config",),
+)
+TIER = {package: tier for tier, packages in enumerate(TIERS) for package in packages}
+
+
+def module_of(path: Path) -> str:
+    """Return the dotted name of a file's module."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in FILES}
+
+
+def package_of(module: str) -> str:
+    """Return the part of the house that a module belongs to; commands are one part."""
+    parts = module.split(".")
+    is_command = len(parts) < 2 or parts[1] not in TIER or parts[-1] == "__main__"
+    return "commands" if is_command else parts[1]
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, name) of everything that a file imports from the package, lazily or not."""
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "maxpipe":
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner, "") if inner in MODULES else (node.module, alias.name)
+        elif isinstance(node, ast.Import):
+            yield from ((a.name, "") for a in node.names if a.name.split(".")[0] == "maxpipe")
+
+
+def runtime_edges() -> dict[str, set[str]]:
+    """Return module -> modules that it imports when it is itself imported."""
+    edges: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        typing_only = {
+            inner
+            for node in ast.walk(TREES[path])
+            if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        lazy = {
+            inner
+            for node in ast.walk(TREES[path])
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for inner in ast.walk(node)
+        }
+        targets = set()
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.ImportFrom) and node not in typing_only and node not in lazy:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    targets |= {inner} & MODULES.keys() or {node.module or ""} & MODULES.keys()
+        edges[module] = targets - {module}
+    return edges
+
+
+class TestSizes:
+    LINES: ClassVar = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+
+    def test_median_file_is_neither_a_heap_nor_an_atom(self):
+        assert 90 <= statistics.median(self.LINES.values()) <= 140
+
+    def test_at_most_a_fifth_of_the_files_has_under_60_lines(self):
+        small = sorted(str(path.relative_to(ROOT)) for path, n in self.LINES.items() if n < 60)
+        assert len(small) <= len(FILES) / 5, small
+
+    def test_no_file_has_over_500_lines(self):
+        assert {str(path): n for path, n in self.LINES.items() if n > 500} == {}
+
+    def test_no_function_has_over_80_lines(self):
+        long = {
+            f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": length
+            for path, tree in TREES.items()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and (length := node.end_lineno - node.lineno + 1) > 80
+        }
+        assert long == {}
+
+    def test_train_step_has_at_most_40_lines(self):
+        (step,) = (
+            node
+            for node in ast.walk(TREES[ROOT / "training" / "step.py"])
+            if isinstance(node, ast.FunctionDef) and node.name == "train_step"
+        )
+        assert step.end_lineno - step.lineno + 1 <= 40
+
+
+def test_any_is_used_at_most_120_times():
+    uses = {
+        str(path.relative_to(ROOT)): count
+        for path, tree in TREES.items()
+        if (count := sum(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(tree)))
+    }
+    assert sum(uses.values()) <= 120, dict(sorted(uses.items(), key=lambda use: -use[1]))
+
+
+class TestImports:
+    @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+    def test_imports_point_one_way(self, path):
+        package = package_of(module_of(path))
+        for module, _ in imports_of(path):
+            target = package_of(module)
+            if target == package or module == "maxpipe":
+                continue
+            legal = f"{package} may import from {', '.join(sum(TIERS[TIER[package] + 1 :], ()))}"
+            # Parts of one tier may import from each other, as long as there is no cycle.
+            assert TIER[target] >= TIER[package], f"imports {module}: {legal}"
+
+    def test_no_private_name_is_imported(self):
+        private = [
+            f"{path.relative_to(ROOT)}: {module}.{name}"
+            for path in FILES
+            for module, name in imports_of(path)
+            if name.startswith("_") or any(part.startswith("_") for part in module.split(".")[1:])
+        ]
+        assert private == []
+
+    def test_there_is_no_cycle_of_files(self):
+        assert cycle_in(runtime_edges()) == []
+
+    def test_there_is_no_cycle_of_packages(self):
+        edges: dict[str, set[str]] = {}
+        for path in FILES:
+            package = package_of(module_of(path))
+            targets = {package_of(module) for module, _ in imports_of(path) if module != "maxpipe"}
+            edges.setdefault(package, set()).update(targets - {package})
+        assert cycle_in(edges) == []
+
+    def test_schedules_and_simulator_import_no_jax(self):
+        files = [*(ROOT / "pipeline" / "schedules").glob("*.py"), ROOT / "planning" / "simulate.py"]
+        jax = [
+            str(path.relative_to(ROOT))
+            for path in files
+            for node in ast.walk(TREES[path])
+            if (isinstance(node, ast.Import) and any(a.name.startswith("jax") for a in node.names))
+            or (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax"))
+        ]
+        assert jax == []
+
+    def test_catalogue_imports_nothing_of_the_package(self):
+        assert [*imports_of(ROOT / "config" / "catalog.py")] == []
+
+
+def cycle_in(edges: dict[str, set[str]]) -> list[str]:
+    """Return one cycle of a directed graph, empty if there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> list[str]:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(edges.get(node, ())):
+            if cycle := visit(target, [*trail, node]):
+                return cycle
+        done.add(node)
+        return []
+
+    return next((cycle for node in sorted(edges) if (cycle := visit(node, []))), [])
+
+
+def test_cycle_in_finds_the_cycle():
+    assert cycle_in({"a": {"b"}, "b": {"c"}, "c": set()}) == []
+    cycle = cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}})
+    assert [*pairwise(cycle)] == [("b", "c"), ("c", "b")]
