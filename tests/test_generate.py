@@ -11,8 +11,8 @@ from maxpipe import train
 from maxpipe.checkpoint.record import read_record
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
-from maxpipe.generation import generate as generation
-from maxpipe.generation.sampling import Sampling
+from maxpipe.generation import launch
+from maxpipe.generation.decoding import Sampling, generate, load_parameters
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 
@@ -41,12 +41,10 @@ def call(capsys, run_dir, *words, prompt="def "):
 def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
     step = run_dir / "checkpoints" / "1"
     config = from_record(read_record(step).meta["config"])
-    params = generation.load_parameters(step, config)
+    params = load_parameters(step, config)
     prompt = [100, 101, 102]
     tokens = [
-        *generation.generate(
-            config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3
-        )
+        *generate(config, params, prompt, Sampling(temperature=0), seed=0, max_tokens=LENGTH - 3)
     ]
     program, written = ModelProgram(config.model), jnp.asarray([prompt + tokens], jnp.int32)
     side = SideInputs(jnp.arange(LENGTH)[None], jnp.ones_like(written), jnp.zeros(1, jnp.int32))
@@ -74,7 +72,7 @@ def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypa
             seen.append(capsys.readouterr().out)
             yield ord(character)
 
-    monkeypatch.setattr(generation, "generate", tokens)
+    monkeypatch.setattr(launch, "generate", tokens)
     assert call(capsys, run_dir)[:2] == (0, "d\n")
     assert seen == ["def ", "a", "b", ".", " ", "c"]
     seen.clear()
@@ -86,7 +84,7 @@ def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypa
 
 def test_the_end_of_document_ends_the_text(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(
-        generation, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
+        launch, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
     )
     assert call(capsys, run_dir)[:2] == (0, "def a\n")
 
@@ -96,7 +94,7 @@ def test_ctrl_c_ends_the_text_and_the_command(run_dir, capsys, monkeypatch):
         yield ord("a")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generation, "generate", tokens)
+    monkeypatch.setattr(launch, "generate", tokens)
     assert call(capsys, run_dir) == (130, "def a\n", "")
 
 
@@ -142,7 +140,9 @@ def test_a_wrong_tokenizer_is_one_problem_and_one_that_moved_has_a_remedy(capsys
     assert "1 problem found" in call(capsys, run_dir, "--tokenizer=/nowhere/tokenizer.json")[2]
     config = from_record(read_record(run_dir / "checkpoints" / "1").meta["config"])
     with pytest.raises(ConfigError) as error:
-        cli.find_tokenizer(None, replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"}))
+        launch.find_tokenizer(
+            None, replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"})
+        )
     assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]
 
 

@@ -41,9 +41,10 @@ class Checkpointer:
     `restore` fetches them.
 
     A restore verifies every digest. If a step is damaged, the mirror's copy replaces it. If that is
-    damaged, too, the run continues from the newest sound step, and damaged newer steps are renamed
-    to `<step>.damaged`. If a run goes back to an older step, its next save renames the newer steps to
-    `<step>.abandoned`. An error of a background save is raised once, by the next call.
+    damaged, too, the run continues from the newest sound step, and the damaged newer steps are
+    renamed to `<step>.damaged`. If a run goes back to an older step, its next save renames the
+    newer steps to `<step>.abandoned`. An error of a background save is raised once, by the next
+    call.
 
     With several processes all of them make the same calls.
 

@@ -1,36 +1,88 @@
-"""Decoding: what the model says next, with the keys and values of earlier tokens kept.
+"""From a checkpoint's parameters to new tokens, on the devices of this process, without a pipeline.
 
-Attention is a parameter of the model, so that whatever block it has, a function that also keeps
-what it is given makes a cache of it. Shapes: B sequences, P tokens of the prompt, W window, N
-layers, V vocabulary.
+Attention is a parameter of the model. Decoding passes it a function that also keeps the keys and
+values of earlier tokens, so any block gets a cache without code of its own.
+
+Shapes: B sequences, P tokens of the prompt, T tokens, W window, N layers, K key/value heads,
+C channels of a head, D model width, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from maxpipe.checkpoint.reader import read_parameters
+from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import dot_product_attention
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.weights import Weights
+from maxpipe.sharding.rules import AxisRules
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B,W,K,C] of one layer, [N,B,W,K,C] of all
-# (query, key, value, what the layer kept before) -> (context, what it keeps now)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, KeysValues]]
+# (query, key, value, cache of the layer before these tokens) -> (context, cache after them)
+Attend = Callable[
+    [jax.Array, jax.Array, jax.Array, KeysValues | None], tuple[jax.Array, KeysValues]
+]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from logits.
+
+    Attributes:
+      temperature: logits are divided by it; 0 takes the most likely token.
+      top_k: draw from this many most likely tokens only; 0 = all.
+      top_p: draw only from the most likely tokens that together have this probability (nucleus
+        sampling, Holtzman et al. 2020); 1 = all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        assert self.temperature >= 0, self
+        assert self.top_k >= 0, self
+        assert 0 < self.top_p <= 1, self
+
+    def __call__(self, logits: jax.Array, key: jax.Array) -> jax.Array:
+        """Draw token ids, int32 [B], from logits, float32 [B,V]."""
+        if self.temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if 0 < self.top_k < logits.shape[-1]:
+            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]  # [B,1]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p < 1:
+            logits = jnp.where(logits < self._least_of_nucleus(logits), -jnp.inf, logits)
+        return jax.random.categorical(key, logits).astype(jnp.int32)
+
+    def _least_of_nucleus(self, logits: jax.Array) -> jax.Array:
+        """Return the smallest logit of the nucleus, [B,1]."""
+        ordered = -jnp.sort(-logits, axis=-1)
+        probability = jax.nn.softmax(ordered, axis=-1)
+        # A token belongs to the nucleus if the more likely ones do not reach top_p.
+        more_likely = jnp.cumsum(probability, axis=-1) - probability
+        nucleus = jnp.where(more_likely < self.top_p, ordered, jnp.inf)
+        return jnp.min(nucleus, axis=-1, keepdims=True)
 
 
 class Decoder:
-    """A model of known layers that goes through a text once.
+    """A model that reads each token of a text once.
 
-    Token number p lies in slot p % W of the cache: a token sees the W newest, itself included.
+    Token number p is in slot p % W of the cache: a token sees the W newest, including itself.
     Parameters are {"embed", "layers" [N, ...], "head"} with floating leaves in the compute dtype.
 
     Args:
       config: the model's section of the configuration.
-      window: W. Training knows no distance of tokens beyond its sequence length.
+      window: W, the sequence length of the training; the model knows no longer distances.
     """
 
     def __init__(self, config: ModelConfig, window: int):
@@ -39,7 +91,7 @@ class Decoder:
         self._program = ModelProgram(config)
 
     def prefill(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, KeysValues]:
-        """Reads a prompt.
+        """Read a prompt.
 
         Args:
           params: of all layers.
@@ -52,20 +104,18 @@ class Decoder:
         assert 0 < length <= self._window
 
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, _: Any
+            q: jax.Array, k: jax.Array, v: jax.Array, _: KeysValues | None
         ) -> tuple[jax.Array, KeysValues]:
-            room = ((0, 0), (0, self._window - length), (0, 0), (0, 0))
-            return dot_product_attention(q, k, v, jnp.ones_like(tokens)), (
-                jnp.pad(k, room),
-                jnp.pad(v, room),
-            )
+            padding = ((0, 0), (0, self._window - length), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
+            context = dot_product_attention(q, k, v, jnp.ones_like(tokens))
+            return context, (jnp.pad(k, padding), jnp.pad(v, padding))
 
         return self._run(params, tokens, jnp.zeros((), jnp.int32), attend, None)
 
     def step(
         self, params: Params, token: jax.Array, position: jax.Array, cache: KeysValues
     ) -> tuple[jax.Array, KeysValues]:
-        """Reads one more token.
+        """Read one more token.
 
         Args:
           params: of all layers.
@@ -77,13 +127,14 @@ class Decoder:
           (logits of the token after it, float32 [B,V]; cache).
         """
         slot = position % self._window
-        # Slots fill in order, and from then on all are in use.
-        in_use = (jnp.arange(self._window) <= position)[None, None, None]
+        # Slots fill in order; once position reaches W - 1 all are in use.
+        in_use = (jnp.arange(self._window) <= position)[None, None, None]  # [1,1,1,W]
 
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, kept: Any
+            q: jax.Array, k: jax.Array, v: jax.Array, kept: KeysValues | None
         ) -> tuple[jax.Array, KeysValues]:
-            keys = jax.lax.dynamic_update_slice_in_dim(kept[0], k, slot, axis=1)
+            assert kept is not None
+            keys = jax.lax.dynamic_update_slice_in_dim(kept[0], k, slot, axis=1)  # [B,W,K,C]
             values = jax.lax.dynamic_update_slice_in_dim(kept[1], v, slot, axis=1)
             return jax.nn.dot_product_attention(q, keys, values, mask=in_use), (keys, values)
 
@@ -97,28 +148,88 @@ class Decoder:
         attend: Attend,
         cache: KeysValues | None,
     ) -> tuple[jax.Array, KeysValues]:
-        """Tokens [B,T] from position `start` on -> (logits after the last one, cache)."""
+        """Read tokens [B,T] from position `start` on; return (logits after the last one, cache)."""
         rows, length = tokens.shape
+        positions = start + jnp.arange(length, dtype=jnp.int32)  # [T]
         side = SideInputs(
-            positions=jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), tokens.shape),
+            positions=jnp.broadcast_to(positions, tokens.shape),
             segment_ids=jnp.ones_like(tokens),
             sequence_index=jnp.arange(rows, dtype=jnp.int32),
         )
 
-        def layer(x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, KeysValues]:
+        def layer(
+            x: jax.Array, inputs: tuple[Params, KeysValues | None]
+        ) -> tuple[jax.Array, KeysValues]:
             weights, before = inputs
-            caught: list[KeysValues] = []
+            caches: list[KeysValues] = []
 
             def attention(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> jax.Array:
-                context, now = attend(q, k, v, before)
-                caught.append(now)
+                context, after = attend(q, k, v, before)
+                caches.append(after)
                 return context
 
             x, _ = ModelProgram(self._config, attention).block(weights, x, side, None)
-            (now,) = caught
-            return x, now
+            (after,) = caches
+            return x, after
 
-        x, kept = jax.lax.scan(
-            layer, self._program.embed(params, tokens), (params["layers"], cache)
-        )
-        return self._program.logits(params, x[:, -1]), kept
+        x = self._program.embed(params, tokens)  # [B,T,D]
+        x, caches = jax.lax.scan(layer, x, (params["layers"], cache))
+        return self._program.logits(params, x[:, -1]), caches
+
+
+def load_parameters(step_directory: Path, config: Config) -> Params:
+    """Return the parameters of a checkpoint in the compute dtype.
+
+    They are sharded over the tensor axis of all devices of this process.
+
+    Raises:
+      CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
+    """
+    shape = [-1 if axis == "tensor" else 1 for axis in MESH_AXES]
+    mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()).reshape(shape), MESH_AXES)
+    rules = AxisRules(config.sharding.logical_axis_rules, mesh)
+    program = ModelProgram(config.model)
+    weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.num_layers,))
+    return jax.jit(program.cast)(read_parameters(step_directory, weights.abstract()))
+
+
+def generate(
+    config: Config,
+    params: Params,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    seed: int,
+    max_tokens: int,
+) -> Iterator[int]:
+    """Yield tokens after `prompt`, each as soon as it is drawn; the caller decides when to stop.
+
+    Args:
+      config: of the run; a token sees `data.sequence_length` tokens.
+      params: from `load_parameters`.
+      prompt: token ids, at most `data.sequence_length`.
+      sampling: how to draw.
+      seed: of the draws; token n depends on it, on n and on the text so far.
+      max_tokens: the largest number of tokens.
+    """
+    decoder = Decoder(config.model, config.data.sequence_length)
+    key = jax.random.key(seed)
+
+    @jax.jit
+    def first(params: Params, tokens: jax.Array) -> tuple[jax.Array, KeysValues]:
+        logits, cache = decoder.prefill(params, tokens)
+        return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
+
+    def following(
+        params: Params, token: jax.Array, position: jax.Array, cache: KeysValues
+    ) -> tuple[jax.Array, KeysValues]:
+        logits, cache = decoder.step(params, token, position, cache)
+        return sampling(logits, jax.random.fold_in(key, position + 1)), cache
+
+    next_token = jax.jit(following, donate_argnums=3)
+    token, cache = first(params, jnp.asarray([prompt], jnp.int32))
+    end = len(prompt) + max_tokens
+    for position in range(len(prompt), end):
+        yield int(token[0])
+        if position + 1 < end:
+            token, cache = next_token(params, token, jnp.int32(position), cache)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from maxpipe.config.sections import TelemetryConfig
 from maxpipe.supervision.signals import Interruption
 from maxpipe.supervision.watchdog import Watchdog
-from maxpipe.telemetry.time_account import TimeAccount
+from maxpipe.telemetry.profiling import TimeAccount
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a run tells about itself: start report, console, metrics.jsonl, TensorBoard, MFU, traces, time, hangs."""
+"""What a run reports: console, metrics.jsonl, TensorBoard, account of time, profiler traces."""

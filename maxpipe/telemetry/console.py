@@ -5,16 +5,16 @@ import sys
 from collections import deque
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm import tqdm
 
-WINDOW = 20
+WINDOW = 20  # steps of the running median
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What the console shows of one finished step.
+    """The values of one finished step that the console shows.
 
     Attributes:
       step: number of the step, counted from 1.
@@ -32,17 +32,17 @@ class Progress:
 class Console:
     """Shows steps, and text between them.
 
-    Step time, tokens/s, MFU and time left come from the median of the last `WINDOW` steps, so that
-    no single stall distorts them. The first step of a process, which compiles, never enters the
-    median; until there is another the time left is unknown.
+    Step time, tokens/s, MFU and time left come from the median of the last `WINDOW` steps, so one
+    stall does not distort them. The first step of a process, which compiles, never enters the
+    median. Before the second step the time left is unknown.
 
     Args:
-      total_steps: steps of the whole run, earlier processes included.
-      start_step: steps already finished before this process.
-      log_every: print every so many steps, and the first and the last one; 0 = no steps at all.
+      total_steps: steps of the run, including those of earlier processes.
+      start_step: steps finished before this process.
+      log_every: print every so many steps, and the first and the last one; 0 = no steps.
       tokens_per_step, flops_per_step: of the global batch.
       peak_flops: FLOP/s of all devices together; None leaves MFU out.
-      stream: where to write; standard output if None.
+      stream: standard output if None.
     """
 
     def __init__(
@@ -67,15 +67,19 @@ class Console:
         self._unprinted: Progress | None = None
         self._bar: tqdm | None = None
         if log_every and self._stream.isatty():
+            has_size = _has_size(self._stream)
             self._bar = tqdm(
                 total=total_steps,
                 initial=start_step,
                 file=self._stream,
                 bar_format="{desc} |{bar}|",
-                **_bar_size(self._stream),
+                dynamic_ncols=has_size,
+                ncols=None if has_size else 120,
+                nrows=None if has_size else 40,
             )
 
     def step(self, progress: Progress) -> None:
+        """Show a finished step."""
         is_first = progress.step == self._start_step + 1
         if not is_first:
             self._recent.append(progress.step_seconds)
@@ -88,14 +92,14 @@ class Console:
                 self._print_step()
 
     def say(self, text: str) -> None:
-        """Prints `text` as lines of its own, above the progress bar if there is one."""
+        """Print `text` on lines of its own, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Shows the last step if it is not on the console yet, as when a run is stopped early."""
+        """Show the last step if it has not been printed, as when a run is stopped early."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
@@ -123,20 +127,19 @@ class Console:
         return "  ".join([*parts, f"left {left}"])
 
 
-def _bar_size(stream: TextIO) -> dict[str, Any]:
-    """tqdm's size options: follow the window, or a usual size where the terminal does not know its own.
+def _has_size(stream: TextIO) -> bool:
+    """Return whether the terminal knows its size.
 
     Terminals made by scripts and containers often report 0 x 0, on which tqdm draws nothing.
     """
     try:
-        size = os.get_terminal_size(stream.fileno())
+        return all(os.get_terminal_size(stream.fileno()))
     except OSError:
-        size = os.terminal_size((0, 0))
-    return {"dynamic_ncols": True} if all(size) else {"ncols": 120, "nrows": 40}
+        return False
 
 
 def format_seconds(seconds: float) -> str:
-    """`h:mm:ss` from an hour on, `m:ss` below, days in front from a day on."""
+    """Return `h:mm:ss` from an hour on, `m:ss` below; from a day on with days in front."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -146,14 +149,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_step_time(seconds: float) -> str:
-    """Seconds from a second on, whole milliseconds from 10 ms on, hundredths of a millisecond below."""
+    """Return seconds from 1 s on, milliseconds from 10 ms on, hundredths of them below."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1000 * seconds:.{0 if seconds >= 0.01 else 2}f} ms"
 
 
 def format_count(count: float) -> str:
-    """Three significant digits with k, M, G, T (powers of 1000)."""
+    """Return three significant digits with k, M, G or T (powers of 1000)."""
     for unit in ("", "k", "M", "G"):
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"

@@ -5,32 +5,30 @@ from pathlib import Path
 
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
-from maxpipe.telemetry.metrics_file import MetricsFile
-from maxpipe.telemetry.tensorboard import TensorBoard
-from maxpipe.telemetry.time_account import goodput_line, goodput_row
+from maxpipe.telemetry.profiling import goodput_line, goodput_row
+from maxpipe.telemetry.writers import MetricsFile, TensorBoard
 
 
 class Recorder:
-    """Sends each finished step to `metrics.jsonl`, each `telemetry.log_every`-th to console and TensorBoard.
+    """Writes each finished step to `metrics.jsonl`, each `log_every`-th to console and TensorBoard.
 
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
         step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
         eval_loss` for evaluations; at the end of each process `step, goodput` and its parts
-        (`maxpipe.telemetry.time_account`). Non-finite numbers, and `mfu` where the peak is unknown,
-        are null.
+        (`maxpipe.telemetry.profiling`). Numbers that are not finite, and `mfu` if the peak is
+        unknown, are null.
       tensorboard/: the same values as scalars.
 
     Args:
       config: the run's resolved configuration.
       run_dir: the run's directory, created if missing.
       start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
-        past it, left by a process that died later than its last checkpoint, are dropped.
+        after it, written by a process that died later than its last checkpoint, are dropped.
       tokens_per_step: tokens in a global batch.
-      flops_per_step: model FLOPs of a step on a global batch (`maxpipe.telemetry.flops`).
-      peak_flops: peak FLOP/s of all devices together, or None if unknown
-        (`maxpipe.telemetry.chips`).
-      is_main: False in all processes but one; there a recorder does nothing and touches no file.
+      flops_per_step: model FLOPs of a step on a global batch.
+      peak_flops: peak FLOP/s of all devices together, or None if unknown.
+      is_main: false in all processes but one; there the recorder does nothing.
     """
 
     def __init__(
@@ -75,14 +73,13 @@ class Recorder:
         step_seconds: float,
         **extra: float,
     ) -> None:
-        """Records a finished step.
+        """Record a finished step.
 
         Args:
           step: number of the step, counted from 1.
-          loss, grad_norm, learning_rate: Python floats; a float32 of the device converts without
-            loss.
+          loss, grad_norm, learning_rate: Python floats, to which a float32 converts exactly.
           step_seconds: wall-clock seconds of this step.
-          **extra: further values of the step, written under their own names.
+          **extra: more values of the step, written under their own names.
         """
         if not self._is_main:
             return
@@ -107,7 +104,7 @@ class Recorder:
             )
 
     def evaluation(self, step: int, eval_loss: float) -> None:
-        """Records the loss on held-out data after `step`, nats per token."""
+        """Record the loss on held-out data after `step`, nats per token."""
         if not self._is_main:
             return
         self._metrics.write({"step": step, "eval_loss": eval_loss})
@@ -117,7 +114,7 @@ class Recorder:
             self._tensorboard.flush()
 
     def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Records where the time of this process went, after everything else.
+        """Record where the time of this process went; called after everything else.
 
         Args:
           step: finished steps.
@@ -127,16 +124,16 @@ class Recorder:
             return
         row = goodput_row(seconds, self._metrics.lost_seconds)
         self._metrics.write({"step": step, **row})
-        self._console.close()  # the last step comes first
+        self._console.close()  # prints the last step before the account
         self._console.say(goodput_line(row))
 
     def say(self, text: str) -> None:
-        """Prints `text` on lines of its own without breaking the progress bar."""
+        """Print `text` on lines of its own without breaking the progress bar."""
         if self._is_main:
             self._console.say(text)
 
     def close(self) -> None:
-        """Shows the last step and closes the files; call it however the run ends."""
+        """Show the last step and close the files; call it however the run ends."""
         if not self._is_main:
             return
         self._console.close()

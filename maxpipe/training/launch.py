@@ -30,7 +30,7 @@ from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision.failure import failing_fast
 from maxpipe.supervision.supervise import Supervision
-from maxpipe.telemetry.profiler import Profiler
+from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.loop import DONE, Run, run_and_close, train

@@ -14,7 +14,7 @@ from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader
 from maxpipe.pipeline.engines.base import Metrics
 from maxpipe.supervision.supervise import Supervision
-from maxpipe.telemetry.profiler import Profiler
+from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, all_rows
 from maxpipe.training.trainer import Trainer

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.generation.sampling import Sampling
+from maxpipe.generation.decoding import Sampling
 
 PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
 DRAWS = 4000

@@ -8,7 +8,7 @@ import pytest
 from helpers.runs import losses, rows
 from helpers.training_process import TrainingProcess, command, run, steps_of
 
-from maxpipe.telemetry.time_account import PHASES, TimeAccount, goodput_line, goodput_row
+from maxpipe.telemetry.profiling import PHASES, TimeAccount, goodput_line, goodput_row
 
 
 class Clock:

@@ -9,7 +9,7 @@ from maxpipe.supervision.watchdog import HUNG, Watchdog
 
 HANGS = """
 import sys, time
-from maxpipe.telemetry.watchdog import Watchdog
+from maxpipe.supervision.watchdog import Watchdog
 
 def stuck_here(seconds):
     time.sleep(seconds)
@@ -24,7 +24,7 @@ with Watchdog(startup, step) as watchdog:
 STEP_THREE_HANGS = """
 import sys, time
 from maxpipe import train
-from maxpipe.training.engine import SpmdTrainer
+from maxpipe.training.trainer import SpmdTrainer
 
 original, calls = SpmdTrainer.step, []
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from maxpipe.telemetry.metrics_file import MetricsFile
+from maxpipe.telemetry.writers import MetricsFile
 
 
 def rows(path):

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxpipe.telemetry.profiler import Profiler
+from maxpipe.telemetry.profiling import Profiler
 
 
 @pytest.fixture

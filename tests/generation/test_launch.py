@@ -4,14 +4,14 @@ import pytest
 import tokenizers
 
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.generation.text_stream import TextStream
+from maxpipe.generation.launch import TextStream
 
 BYTE = load_tokenizer("byte")
 
 
 def pieces(ids, prompt="x"):
     stream = TextStream(BYTE, BYTE.encode(prompt).tolist())
-    return [*(stream.add(i) for i in ids), stream.rest()]
+    return [*(stream.add(i) for i in ids), stream.finish()]
 
 
 @pytest.mark.parametrize("text", ["abc", "für 5 €", "\U0001f642!", "a\n\n b"])
@@ -49,5 +49,5 @@ def test_spaces_before_words_stay(tmp_path):
     loaded = load_tokenizer(str(tmp_path / "tokenizer.json"))
     ids = loaded.encode("the lazy fox jumps over the dog").tolist()
     stream = TextStream(loaded, ids[:3])
-    text = loaded.decode(ids[:3]) + "".join(map(stream.add, ids[3:])) + stream.rest()
+    text = loaded.decode(ids[:3]) + "".join(map(stream.add, ids[3:])) + stream.finish()
     assert text == "the lazy fox jumps over the dog"

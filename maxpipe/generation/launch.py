@@ -1,0 +1,156 @@
+"""The body of `python -m maxpipe.generate`: load a checkpoint, continue a text, print it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.steps import StepStore
+from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.load import from_record
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.generation.decoding import Sampling, generate, load_parameters
+
+DONE, NOT_LOADED = 0, 1  # exit codes
+
+
+def launch(flags: argparse.Namespace) -> int:
+    """Print the prompt and what the model writes after it; return the exit code.
+
+    Raises:
+      ConfigError: run, step, tokenizer, prompt or stop tokens are not usable.
+    """
+    store = open_steps(flags.run_dir, "RUN_DIR")
+    step = find_step(store, flags.step)
+    try:
+        config = from_record(store.record(step).meta["config"])
+        tokenizer = find_tokenizer(flags.tokenizer, config)
+        check_tokens(flags.stop_token, config.model.vocab_size)
+        prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
+        with store.local_copy(step) as directory:
+            params = load_parameters(directory, config)
+    except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
+        print(f"error: {store}/{step}: {error}", file=sys.stderr)
+        return NOT_LOADED
+    sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
+    ends = {tokenizer.eos_id, *flags.stop_token}
+    stream = TextStream(tokenizer, prompt)
+    written = ""
+    _show(flags.prompt)
+    for token in generate(
+        config, params, prompt, sampling, seed=flags.seed, max_tokens=flags.max_tokens
+    ):
+        if token in ends:
+            break
+        text = stream.add(token)
+        _show(text)
+        written += text
+        if any(stop in written for stop in flags.stop):
+            break
+    _show(stream.finish() + "\n")
+    return DONE
+
+
+def find_step(store: StepStore, step: int | None) -> int:
+    """Return `step` if it is committed, or the newest committed step if it is None.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    steps = store.steps()
+    if not steps:
+        message = f"{store} holds no checkpoint; train with checkpoint.every above 0"
+        raise ConfigError(Problem("RUN_DIR", message))
+    if step is not None and step not in steps:
+        raise ConfigError(Problem("--step", f"{step} is not saved in {store}; there are {steps}"))
+    return steps[-1] if step is None else step
+
+
+def find_tokenizer(flag: str | None, config: Config) -> Tokenizer:
+    """Return the tokenizer that --tokenizer names, or that of the run if the flag is None.
+
+    Raises:
+      ConfigError: it does not exist, or no longer, or has ids that the model does not know.
+    """
+    name_or_path = config.data.tokenizer if flag is None else flag
+    try:
+        tokenizer = load_tokenizer(name_or_path)
+    except ConfigError as error:
+        if flag is not None:
+            problems = [Problem("--tokenizer", problem.message) for problem in error.problems]
+            raise ConfigError(*problems) from error
+        moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
+        raise ConfigError(*error.problems, moved) from error
+    model_size = config.model.vocab_size
+    if tokenizer.vocab_size > model_size:
+        message = (
+            f"{name_or_path} has {tokenizer.vocab_size} ids, the model {model_size}: "
+            "it was trained with another"
+        )
+        raise ConfigError(Problem("--tokenizer", message))
+    return tokenizer
+
+
+def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ConfigError for ids of --stop-token that the model cannot draw."""
+    if outside := [str(token) for token in ids if token >= vocab_size]:
+        message = f"the model has no token {', '.join(outside)}; its ids are below {vocab_size}"
+        raise ConfigError(Problem("--stop-token", message))
+
+
+def encode_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+    """Return the token ids of a prompt, after the begin of document if the tokenizer has one.
+
+    Raises:
+      ConfigError: it is empty, or has more than `limit` tokens.
+    """
+    ids = tokenizer.encode(prompt).tolist()
+    if not ids:
+        raise ConfigError(Problem("--prompt", "is empty; give the text to continue"))
+    if tokenizer.bos_id is not None and ids[0] != tokenizer.bos_id:
+        ids = [tokenizer.bos_id, *ids]
+    if len(ids) > limit:
+        message = (
+            f"has {len(ids)} tokens, and the model has learned {limit} positions "
+            "(data.sequence_length); shorten it"
+        )
+        raise ConfigError(Problem("--prompt", message))
+    return ids
+
+
+class TextStream:
+    """Decodes a growing sequence of tokens; a character may take several of them.
+
+    Args:
+      tokenizer: decodes.
+      ids: tokens before the first new one, such as a prompt; their text is not returned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        # The earlier tokens are decoded together with the next ones, because some tokenizers drop
+        # the space that a text begins with.
+        self._ids = list(ids)
+        self._shown = tokenizer.decode(self._ids)
+
+    def add(self, token: int) -> str:
+        """Return the text that `token` completes; "" in the middle of a character."""
+        num_earlier = len(self._ids)
+        self._ids = [*self._ids, token]
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        completed = text[len(self._shown) :]
+        # The newest token is context enough for the next ones.
+        self._ids = self._ids[num_earlier:]
+        self._shown = self._tokenizer.decode(self._ids)
+        return completed
+
+    def finish(self) -> str:
+        """Return the text of a last character that was never completed."""
+        return self._tokenizer.decode(self._ids)[len(self._shown) :]
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
