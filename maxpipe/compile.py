@@ -1,6 +1,7 @@
-"""`python -m maxpipe.compile CONFIG.yml compile.topology=v5p:4x4x4 ...`: compiles the train step without devices.
+"""`python -m maxpipe.compile CONFIG.yml compile.topology=v5p:4x4x4 ...`: compiles the train step.
 
-Prints what it needs on each device, what it moves and how fast it could be.
+No device is needed. Prints what the step needs on each device, what it moves and how fast it could
+be.
 """
 
 import argparse
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_args(
         argv,
         prog="python -m maxpipe.compile",
-        description="Print what a train step needs on each device, what it moves and how fast it could be.",
+        description="Print what a train step needs, what it moves and how fast it could be.",
         add_flags=_add_flags,
     )
     keys, flags = arguments.loaded.config.compile, arguments.flags

@@ -110,11 +110,11 @@ def _with_bounds(
 
 
 def branch_runs(config: Config, platform: str) -> Callable[[float], float]:
-    """Return how often a conditional of the scheduled engine does its work, as a function of its runs.
+    """Return a function from a conditional's runs to how often it does its work.
 
-    Embedding, head and embedding gradient have one each, taken once a microbatch, however many
-    ticks there are. Where idle slots are skipped, as on simulated devices, they are counted as if
-    they were computed.
+    On the scheduled engine embedding, head and embedding gradient have one conditional each, taken
+    once a microbatch, however many ticks there are. Where idle slots are skipped, as on simulated
+    devices, they are counted as if they were computed.
     """
     microbatches = config.pipeline.num_microbatches
     skips = config.pipeline.skip_idle == "true" or (

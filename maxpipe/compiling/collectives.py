@@ -133,7 +133,7 @@ def _slices(mesh: Mesh) -> np.ndarray:
 
 
 def operand_bytes(computation: Computation, instruction: Instruction) -> int:
-    """Return the bytes of the operands on one device; of the result if the operands' types are unknown."""
+    """Return the bytes of the operands on one device; if their types are unknown, of the result."""
     types = [
         computation.instructions[n].type
         for n in instruction.operands
@@ -145,7 +145,7 @@ def operand_bytes(computation: Computation, instruction: Instruction) -> int:
 
 
 def sent_bytes(kind: str, operand: float, size: int) -> float:
-    """Return the bytes that each device of a group of `size` sends, for an operand of so many bytes."""
+    """Return the bytes that each device of a group of `size` sends for an operand."""
     if size <= 1:
         return 0.0
     share = (size - 1) / size
@@ -189,7 +189,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def axes_of(groups: Sequence[Sequence[int]], sizes: Mapping[str, int]) -> str:
-    """Return the mesh axes along which members of a group differ, in the mesh's order; "" for groups of one."""
+    """Return the mesh axes along which members of a group differ; "" for groups of one."""
     shape = tuple(sizes.values())
     differing = np.zeros(len(shape), bool)
     for group in groups:

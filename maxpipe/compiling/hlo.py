@@ -64,7 +64,7 @@ class Instruction:
     rest: str
 
     def called(self) -> dict[str, list[str]]:
-        """Return the computations that it names by role: calls, to_apply, body, condition, branches."""
+        """Return computations by role: calls, to_apply, body, condition, branches."""
         roles: dict[str, list[str]] = {}
         for role, name in _CALLS.findall(self.rest):
             roles.setdefault("branches" if role.endswith("_computation") else role, []).append(name)
@@ -135,7 +135,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _end_of_type(line: str, start: int) -> int:
-    """Return where the type that starts at `start` ends; tuples and layouts hold spaces and parentheses."""
+    """Return where a type ends; tuples and layouts hold spaces and parentheses."""
     depth = 0
     for i in range(start, len(line)):
         if line[i] in "({[":
@@ -157,7 +157,7 @@ def _closing(line: str, start: int) -> int:
 
 
 def array_bytes(type_text: str) -> list[int]:
-    """Return the bytes of every array in a type, tuples flattened; layouts and their padding are ignored."""
+    """Return the bytes of every array in a type, tuples flattened; padding is ignored."""
     sizes = []
     for dtype, dims in _ARRAY.findall(type_text):
         bits = _BITS.get(dtype) or (
@@ -206,7 +206,7 @@ def _executions(
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
-    """Return how often a `while` runs, by the compiler's own note or a condition `counter < constant`."""
+    """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`."""
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
     conditions = loop.called().get("condition", [])
@@ -224,7 +224,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
-    """Return the value of an integer constant, through copies and conversions; None if it is none."""
+    """Return the value of an integer constant, through copies; None if it is none."""
     source = _source(instructions, name, ("copy", "convert", "bitcast", "reshape"))
     if source is None or source.opcode != "constant":
         return None
@@ -232,7 +232,7 @@ def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
 
 
 def _tuple_index(instructions: Mapping[str, Instruction], name: str) -> int | None:
-    """Return which element of a tuple a value is, through copies and conversions; None if unknown."""
+    """Return which element of a tuple a value is, through copies; None if unknown."""
     source = _source(instructions, name, ("copy", "convert", "bitcast"))
     index = re.search(r"index=(\d+)", source.rest) if source is not None else None
     return int(index[1]) if index else None

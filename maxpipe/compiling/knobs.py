@@ -10,7 +10,12 @@ from maxpipe.planning.estimate import estimate
 
 @dataclass(frozen=True)
 class Knob:
-    """One way to save memory: `words` to append to the command, and bytes saved on each device by estimate."""
+    """One way to save memory.
+
+    Attributes:
+      words: to append to the command.
+      saves: bytes saved on each device, by estimate.
+    """
 
     words: str
     saves: float

@@ -74,7 +74,7 @@ class Report:
         return self.capacity is None or self.needed <= self.capacity
 
     def as_json(self) -> dict[str, object]:
-        """Return the report as plain data; sizes in bytes, times in seconds, null for what is unknown."""
+        """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
         memory: dict[str, float | None] = {
             f"{name}_bytes": value for name, value in asdict(self.shapes).items()
         }
@@ -146,8 +146,8 @@ class Report:
             return []
         share = 100 * self.model_flops / self.flops
         return [
-            f"FLOPs       {self.flops:.3g} a step, model FLOPs {self.model_flops:.3g}: {share:.0f} %; "
-            "the rest is recomputation and idle slots"
+            f"FLOPs       {self.flops:.3g} a step, model FLOPs {self.model_flops:.3g}: "
+            f"{share:.0f} %; the rest is recomputation and idle slots"
         ]
 
     def _collective_lines(self) -> list[str]:
@@ -176,8 +176,8 @@ class Report:
             return ["bounds      unknown: this device's peak figures are not in the table of chips"]
         network = "unknown" if bounds.network is None else f"{bounds.network:.3g} s"
         return [
-            f"bounds      compute {bounds.compute:.3g} s (bubble included), HBM {bounds.hbm:.3g} s, "
-            f"network {network}: at least {bounds.step:.3g} s a step",
+            f"bounds      compute {bounds.compute:.3g} s (bubble included), "
+            f"HBM {bounds.hbm:.3g} s, network {network}: at least {bounds.step:.3g} s a step",
             f"MFU         at most {100 * bounds.mfu:.1f} %",
         ]
 

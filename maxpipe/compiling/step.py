@@ -1,4 +1,4 @@
-"""Compile the train step of a configuration, or the separate programs of its stages, from shapes alone."""
+"""Compile a train step, or the separate programs of its stages, from shapes alone."""
 
 import re
 import time
@@ -79,7 +79,9 @@ def compile_step(config: Config, mesh: Mesh, trainer: SpmdTrainer) -> CompiledSt
 
 
 def write_programs(trainer: MpmdTrainer, directory: Path) -> Iterator[str]:
-    """Write every computation of a training step to `stage_S/NAME.txt` as sliced and `stage_S/NAME.hlo` as compiled.
+    """Write every computation of a training step, compiled for the devices of its stage.
+
+    `stage_S/NAME.txt` is the computation as sliced, `stage_S/NAME.hlo` as compiled.
 
     Args:
       trainer: of a configuration whose stages are chosen.
@@ -115,10 +117,10 @@ def write_programs(trainer: MpmdTrainer, directory: Path) -> Iterator[str]:
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """Read the sizes in "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM (15.7G)".
+    """Read the sizes out of a compiler's message; None if it is about something else.
 
-    Returns:
-      None if the message says neither.
+    Messages are "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM
+    (15.7G)".
     """
     amount = r"([\d.]+)([KMGT])"
     for pattern in (

@@ -6,6 +6,7 @@ group differ, so that it cannot use the other links of a chip.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ KEY = "compile.topology"
 SIMULATED = "cpu"
 PERMUTE = "collective-permute"
 
-# Without these libtpu asks the cloud's metadata server which machine this is, and logs every missing
-# answer.
+# Without these libtpu asks the cloud's metadata server which machine this is, and logs every
+# missing answer.
 _NO_MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -151,10 +152,9 @@ def axis_links(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool = 
     # [groups, devices of a group]: indices of devices in the flat mesh
     index = np.arange(grid.size).reshape(grid.shape)
     along = [list(mesh.axis_names).index(name) for name in names]
-    groups = np.moveaxis(index, along, range(-len(along), 0))
-    groups = groups.reshape(-1, np.prod([grid.shape[axis] for axis in along], dtype=int))
+    along_last = np.moveaxis(index, along, range(-len(along), 0))
     counts = []
-    for group in groups:
+    for group in along_last.reshape(-1, math.prod(grid.shape[axis] for axis in along)):
         of_slice = group[slices[group] == slices[group[0]]]
         spans = [len(np.unique(column)) for column in places[of_slice].T]
         counts.append(_group_links(spans, sizes.tolist(), rings, between_neighbours))

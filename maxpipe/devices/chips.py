@@ -20,7 +20,7 @@ TERA = 1e12
 
 
 class Device(Protocol):
-    """The facts of a `jax.Device` that are read here; TPUs have `coords` and a slice, others do not."""
+    """The facts of a `jax.Device` that are read here; TPUs also have `coords` and a slice."""
 
     @property
     def device_kind(self) -> str: ...
@@ -130,12 +130,12 @@ _OTHER_VARIANTS = ("PCIe", "NVL", "MIG", "40GB")
 
 
 def chip_of(topology: str) -> Chip | None:
-    """Return the chip of a value of `compile.topology`, such as v5p:4x4x4; None if it names none."""
+    """Return the chip of a `compile.topology` such as v5p:4x4x4; None if it names none."""
     return _BY_NAME.get(topology.partition(":")[0])
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """Return the chip of a `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
+    """Return the chip of a device kind, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
 
     Returns:
       None for CPUs and for accelerators that are not in the table: their peak is unknown.
@@ -160,13 +160,13 @@ def slice_of(device: Device) -> int:
 
 
 def devices_per_chip(devices: Sequence[Device]) -> int:
-    """Return how many JAX devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
+    """Return how many devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
     if devices[0].platform != "tpu":
         return 1
     return max(Counter((slice_of(d), coordinates(d)) for d in devices).values())
 
 
 def device_memory(devices: Sequence[Device]) -> float | None:
-    """Return the bytes that one of these devices may hold, None for a chip that is not in the table."""
+    """Return the bytes that one of these devices may hold, None for an unknown chip."""
     chip = chip_for(devices[0].device_kind)
     return chip.hbm_bytes / devices_per_chip(devices) if chip else None

@@ -103,7 +103,9 @@ def uniform_sizes(config: Config) -> list[int] | None:
 
 
 def plan_stages(config: Config, limit: float) -> Prediction:
-    """Plan stages such that the slowest takes least; uniform ones if the simulator finds them no slower.
+    """Plan stages such that the slowest takes least.
+
+    Uniform stages are taken if the simulator finds them no slower.
 
     Args:
       config: resolved, `pipeline.layers_per_stage` still auto.
@@ -157,7 +159,7 @@ def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str],
 
 
 def memory_limit(config: Config, chip_bytes: float | None) -> float:
-    """Return the bytes that a device may use: `pipeline.memory_limit_gib`, else the chip's, else infinity."""
+    """Return the bytes that a device may use: the key's, else the chip's, else infinity."""
     return GIB * config.pipeline.memory_limit_gib or chip_bytes or inf
 
 

@@ -139,7 +139,7 @@ def _parameters(config: Config, whole_over: Collection[str] = ()) -> float:
 
 
 def _activations(config: Config) -> float:
-    """Return the bytes of what grows with tokens: what engine and schedule store, and one layer's work."""
+    """Return the bytes that grow with tokens: what the engine stores, and one layer's work."""
     model, pipeline = config.model, config.pipeline
     layers, per_layer = build_layout(config).layers_per_stage, kept_width(config)
     chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer

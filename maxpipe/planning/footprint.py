@@ -6,10 +6,11 @@ Widths are values of `model.dtype` per token of a microbatch.
 import math
 from collections.abc import Collection
 from functools import cache
+from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.config.rules.batches import data_shards
@@ -47,7 +48,7 @@ def microbatch_tokens(config: Config) -> float:
 
 
 def logits_bytes(config: Config, tokens: float) -> float:
-    """Return the bytes of logits and their gradient, float32, for the tokens of a device in the head."""
+    """Return the bytes of a device's logits and their gradient, float32, for so many tokens."""
     tile = math.ceil(tokens / config.model.logit_tiles)
     return 2 * 4.0 * tile * config.model.vocab_size / axis_size(config, "tensor")
 
@@ -72,13 +73,13 @@ def device_parameters(
 
 
 def layer_of(config: Config) -> Layer:
-    """Return the tensors and products of a layer of a resolved configuration; read once for each."""
+    """Return the tensors and products of a layer of a resolved configuration."""
     sizes = {axis: axis_size(config, axis) for axis in MESH_AXES}
     return _layer(config.model, config.data.sequence_length, _rules(config), tuple(sizes.items()))
 
 
 def kept_width(config: Config) -> float:
-    """Return the width of what a layer keeps from forward to backward, besides the input of its chunk.
+    """Return the width of what a layer keeps until its backward, besides the input of its chunk.
 
     Probabilities of attention are not counted: kernels for accelerators never hold them all.
     """
@@ -117,7 +118,10 @@ def handed_over_width(config: Config) -> float:
 
 
 def working_width(config: Config) -> float:
-    """Return the width of all tensors of a layer and their gradients, with keys and values of whole sequences."""
+    """Return the width of all tensors of a layer and their gradients.
+
+    Keys and values are those of whole sequences.
+    """
     layer = layer_of(config)
     others = (axis_size(config, "context") - 1) * layer.key_value_width
     return 2 * (layer.result_width + others + layer.elementwise_width)
@@ -156,7 +160,8 @@ def _device_parameters(
 
 def _axis_rules(rules: Rules, sizes: Sizes) -> AxisRules:
     names, counts = zip(*sizes, strict=True)
-    return AxisRules(rules, AbstractMesh(counts, names))
+    # Rules read names and sizes of axes, which an abstract mesh has too.
+    return AxisRules(rules, cast(Mesh, AbstractMesh(counts, names)))
 
 
 def _shards(spec: PartitionSpec, sizes: Sizes) -> int:

@@ -1,8 +1,8 @@
 """Read products, tensors and their widths off the traced program of a layer.
 
-A walk over the jaxpr follows which values are made of activations and which of parameters alone, and
-what is made of what. Widths are values per token on one device: a dimension of a result is split
-over devices as the dimension of the weight that it comes from.
+A walk over the jaxpr follows which values are made of activations and which of parameters alone,
+and what is made of what. Widths are values per token on one device: a dimension of a result is
+split over devices as the dimension of the weight that it comes from.
 """
 
 import math
@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
-from maxpipe.planning.jaxpr_flops import equation_flops
+from maxpipe.planning.jaxpr_flops import equation_flops, shape_of
 from maxpipe.planning.layer_trace import ATTENTION, ModelTrace, trace_residuals
 
 # Return the devices over which each dimension of a parameter is split while a layer computes.
@@ -203,7 +203,7 @@ class Layer:
 
     @cached_property
     def shared_width(self) -> float:
-        """Width of the products' results that share an operand's gradient with an earlier product."""
+        """Width of the results that share an operand's gradient with an earlier result."""
         operands = [
             operand
             for product in self.products
@@ -218,7 +218,7 @@ class Layer:
 
         Saved tensors are left out. The layer's output counts as an operand, of the next layer.
         """
-        readers = [*self._weight_operands, *self.scales, self.output]
+        readers: list[Value | Scale] = [*self._weight_operands, *self.scales, self.output]
         tensors = frozenset[Tensor]().union(*(reader.tensors for reader in readers))
         return sum(tensor.width for tensor in tensors if tensor.name not in saved)
 
@@ -313,10 +313,10 @@ class _Walk:
         return [read(atom) for atom in jaxpr.outvars]
 
     def constant(self, atom: Var | Literal) -> Value:
-        """Return the value of a variable or literal that depends on no input, split over no device."""
-        aval = atom.aval
-        itemsize = getattr(aval.dtype, "itemsize", 4)
-        return Value("constant", math.prod(aval.shape) / self.tokens, itemsize)
+        """Return the value of an atom that depends on no input and is split over no device."""
+        dtype = getattr(atom.aval, "dtype", None)
+        itemsize = getattr(dtype, "itemsize", 0)  # keys of random numbers have none
+        return Value("constant", math.prod(shape_of(atom)) / self.tokens, itemsize)
 
     def _equation(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -363,7 +363,7 @@ class _Walk:
         """Return the FLOPs of an equation's products for the sequence."""
         if eqn.primitive.name != ATTENTION:
             return equation_flops(eqn)
-        q, k, v = (atom.aval.shape for atom in eqn.invars[:3])
+        q, k, v = (shape_of(atom) for atom in eqn.invars[:3])
         # Scores [T, T] of a head from [T, C], and their products with values, half of them masked.
         return 0.5 * 2.0 * math.prod(q[:-1]) * k[1] * (q[-1] + v[-1])
 

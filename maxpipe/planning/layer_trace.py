@@ -76,7 +76,7 @@ class ModelTrace:
 
 
 def model_program(model: ModelConfig) -> ModelProgram:
-    """Return the program of a resolved model around `planned_attention`; made once for each model."""
+    """Return the program of a resolved model around `planned_attention`."""
     assert model.head_dim > 0, "head_dim is not resolved"
     return _program(model, BLOCKS[model.block])
 
@@ -107,12 +107,11 @@ def trace_residuals(trace: ModelTrace) -> ClosedJaxpr:
     """
     params, x, side, key = _shapes(trace.program, trace.tokens)
 
-    def residuals(layer: object, x: jax.Array, side: object, key: object) -> list[jax.Array]:
-        def block(layer: object, x: jax.Array) -> object:
-            return trace.program.block(layer, x, side, key)
+    block = checkpoint(trace.program.block, RematPolicy(everything=True))
 
-        saving = checkpoint(block, RematPolicy(everything=True))
-        return jax.tree.leaves(jax.vjp(saving, layer, x)[1])
+    def residuals(layer: Params, x: jax.Array, *others: object) -> list[jax.Array]:
+        _, vjp = jax.vjp(lambda layer, x: block(layer, x, *others), layer, x)
+        return jax.tree.leaves(vjp)
 
     return jax.make_jaxpr(residuals)(params["layers"], x, side, key)
 

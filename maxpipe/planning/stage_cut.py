@@ -9,10 +9,12 @@ from math import inf
 
 
 def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
-    """Return numbers of layers such that the most costly stage costs least, and the others differ little.
+    """Return numbers of layers such that the most costly stage costs least.
 
-    Among choices that are equal in that, take the one with more layers in front: its pipeline is
-    full a little earlier.
+    Among these, take the one whose stages differ least.
+
+    If several are left, take the one with more layers in front: its pipeline is full a little
+    earlier.
 
     Args:
       costs: for each stage, the cost of holding 0, 1, ..., `total` layers; infinite where it
@@ -38,7 +40,7 @@ def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | Non
 
     @cache
     def spread(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squared costs, minus layers) from `stage` on; infinite where one exceeds the limit."""
+        """Sum of squared costs from `stage` on, infinite above the limit, and minus the layers."""
         if stage == num_stages - 1:
             return square(costs[stage][left]), (-left,)
         choices = []

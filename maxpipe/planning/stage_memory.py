@@ -2,9 +2,9 @@
 
 Counted are parameters, optimizer state and sums of gradients; what the schedule keeps in flight on
 the stage, more on earlier stages; and what the largest unit works with, gathered weights included.
-What the compiler adds for its programs and loses between buffers is not. Compared with programs that
-libtpu 0.0.42.1 compiled for v5e (three layers a stage, width 1024, bfloat16), the estimate of what an
-I hands to its W is 3 % low, and of what a B works with a third high.
+What the compiler adds for its programs and loses between buffers is not. Compared with programs
+that libtpu 0.0.42.1 compiled for v5e (three layers a stage, width 1024, bfloat16), the estimate of
+what an I hands to its W is 3 % low, and of what a B works with a third high.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class StageMemory:
         return (owned + copied) * parameter_and_gradient + owned * optimizer_bytes(self._config)
 
     def in_flight_bytes(self, stage: int, sizes: Sequence[int]) -> float:
-        """Return the bytes of chunks in flight, and of arrived inputs and gradients not yet used."""
+        """Return the bytes of chunks in flight, and of inputs and gradients not yet used."""
         embed, layers = self._config.model.embed_dim, np.asarray(sizes, float)
         unit = embed + layers * kept_width(self._config)
         handed_over = embed + layers * handed_over_width(self._config)
@@ -76,7 +76,7 @@ class StageMemory:
         return self._column_bytes * (peak + float(self._arrived[stage]) * embed)
 
     def _working(self, layers: int) -> float:
-        """Return the bytes that the backward of a chunk recomputes, and of one layer's tensors with gradients."""
+        """Return the bytes of what a chunk's backward recomputes, and of one layer's work."""
         config = self._config
         # A chunk is recomputed as a whole, unless layer by layer.
         recomputed = max(layer_of(config).result_width - kept_width(config), 0.0)

@@ -7,7 +7,8 @@ input gradient.
 Left out are norms, softmax, rotations and activation functions, a per cent or two of the FLOPs at
 real widths, and the embedding: a lookup in the forward, and in the backward a sum that moves bytes
 and multiplies nothing. A chunk that is recomputed as a whole does without its very last product,
-which is counted here. The kernel that runs without accelerators computes attention's masked half too.
+which is counted here. The kernel that runs without accelerators computes attention's masked half
+too.
 """
 
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def work(config: Config) -> Work:
 
 
 def _recomputed_flops(config: Config) -> float:
-    """Return the FLOPs per token that a layer's backward computes again, see `pipeline.remat.Remat`."""
+    """Return the FLOPs per token that a layer's backward recomputes, see `pipeline.remat`."""
     pipeline = config.pipeline
     policy = remat_policy(pipeline)
     if policy.everything:

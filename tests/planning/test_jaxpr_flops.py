@@ -7,11 +7,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
-from maxpipe.planning.jaxpr_flops import program_flops
 from maxpipe.compiling.step import compile_step
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.planning.jaxpr_flops import program_flops
 
 A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 B = jax.ShapeDtypeStruct((8, 16), jnp.float32)
