@@ -1,9 +1,10 @@
-"""Trains a small model through a GPipe pipeline inside its own `jax.shard_map`; needs nothing of maxpipe but that.
+"""Train a small model through a GPipe pipeline inside its own `jax.shard_map`.
 
     python examples/gpipe.py --stages 4 --microbatches 8 --steps 100
 
-Four residual MLP blocks, one on each of four simulated CPU devices (or real ones), learn to square
-their inputs. The loss is printed every twenty steps and at the end.
+Of maxpipe it uses nothing but `maxpipe.pipeline.gpipe`. Four residual MLP blocks, one on each of
+four simulated CPU devices (or real ones), learn to square their inputs. The loss is printed every
+twenty steps and at the end.
 """
 
 import argparse
@@ -21,7 +22,7 @@ WIDTH, ROWS = 16, 64
 
 
 class Block(nn.Module):
-    """[rows, WIDTH] -> the same."""
+    """Residual MLP: [rows, WIDTH] -> the same."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -40,7 +41,7 @@ def main() -> None:
 
     mesh = Mesh(np.array(jax.devices()[: arguments.stages]), ("stage",))
     model = PipelineModule(Block, num_microbatches=arguments.microbatches, model_axis_name="stage")
-    stacked, whole = PartitionSpec("stage"), PartitionSpec()
+    stacked, replicated = PartitionSpec("stage"), PartitionSpec()
 
     def loss_of_stage(params: dict, x: jax.Array) -> jax.Array:
         y = model.apply(params, x)
@@ -48,8 +49,12 @@ def main() -> None:
         is_last = jax.lax.axis_index("stage") == arguments.stages - 1
         return jax.lax.psum(jnp.where(is_last, jnp.mean((y - x**2) ** 2), 0), "stage")
 
-    init = jax.jit(jax.shard_map(model.init, mesh=mesh, in_specs=(whole, whole), out_specs=stacked))
-    loss = jax.shard_map(loss_of_stage, mesh=mesh, in_specs=(stacked, whole), out_specs=whole)
+    init = jax.jit(
+        jax.shard_map(model.init, mesh=mesh, in_specs=(replicated, replicated), out_specs=stacked)
+    )
+    loss = jax.shard_map(
+        loss_of_stage, mesh=mesh, in_specs=(stacked, replicated), out_specs=replicated
+    )
     optimizer = optax.adam(3e-3)
 
     @jax.jit
@@ -63,7 +68,7 @@ def main() -> None:
 
     params = init(jax.random.key(0), jnp.zeros((ROWS, WIDTH)))
     state = jax.device_put(optimizer.init(params))
-    batches = jax.device_put(jax.random.key(1), NamedSharding(mesh, whole))
+    batches = jax.device_put(jax.random.key(1), NamedSharding(mesh, replicated))
     for i in range(1, arguments.steps + 1):
         params, state, value = step(params, state, jax.random.fold_in(batches, i))
         if i == 1 or i % 20 == 0 or i == arguments.steps:

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.rules.engines import check_split_backwards, one_process
+from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
@@ -97,7 +97,7 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
       ConfigError: there are several processes, or the schedule splits backwards, which another
         option does not allow.
     """
-    one_process(config, jax.process_count())
+    check_processes(config, jax.process_count())
     _check_split_backwards(config, inputs)
     meshes = stage_meshes(mesh)
     engine = MpmdEngine(

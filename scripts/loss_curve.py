@@ -1,4 +1,4 @@
-"""Draws the losses of one or more runs as an SVG picture.
+"""Draw the losses of one or more runs as an SVG picture.
 
     python scripts/loss_curve.py runs/base/metrics.jsonl loss.svg
     python scripts/loss_curve.py runs/a/metrics.jsonl runs/b/metrics.jsonl loss.svg
@@ -18,6 +18,11 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 760, 360
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 34, 44
+# On a dark page: text, ground and dots, grid.
+DARK = (
+    "@media(prefers-color-scheme:dark){.loss{fill:#cbd5e1}"
+    ".loss rect,.loss circle{fill:#12161c}.loss .grid{stroke:#2b333d}}"
+)
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#475569")
 
 Points = list[tuple[int, float]]
@@ -32,7 +37,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Loss against step from a metrics.jsonl; null losses and a torn last line are left out.
+    """Read loss against step from a metrics.jsonl; null losses and a torn last line are left out.
 
     Raises:
       ValueError: there is no loss in the file.
@@ -53,7 +58,7 @@ def read_run(path: Path) -> Run:
 
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
-    """Round numbers from low to high, at a distance of 1, 2 or 5 times a power of ten."""
+    """Return round numbers from low to high, at a distance of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / wanted or 1.0
     power = 10.0 ** math.floor(math.log10(raw))
     distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
@@ -62,7 +67,7 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
 
 
 def draw(runs: Sequence[Run]) -> str:
-    """The picture as SVG text."""
+    """Return the picture as SVG text."""
     steps = [step for run in runs for step, _ in run.train + run.evaluation]
     losses = [loss for run in runs for _, loss in run.train + run.evaluation]
     first, last = 0, max(steps)
@@ -77,12 +82,15 @@ def draw(runs: Sequence[Run]) -> str:
         return TOP + (high - loss) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"',
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12" fill="#334155">',
+        f'<svg class="loss" xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"',
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif"',
+        'font-size="12" fill="#334155">',
+        f"<style>{DARK}</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     for loss in ticks(low, high):
-        parts.append(f'<path d="M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}" stroke="#e2e8f0"/>')
+        grid = f"M{LEFT} {y(loss):.1f}H{WIDTH - RIGHT}"
+        parts.append(f'<path class="grid" d="{grid}" stroke="#e2e8f0"/>')
         parts.append(
             f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss:g}</text>'
         )

@@ -30,7 +30,7 @@ def test_the_comment_says_what_the_cluster_gets(path):
     assert f"python -m maxpipe.compile configs/clusters/{path.name}" in comment
     assert f"python -m maxpipe.train configs/clusters/{path.name}" in comment
     assert f"{chips} chips" in comment
-    stages = config.mesh.ici.stage * config.mesh.dcn.stage
+    stages = config.mesh.size("stage")
     layout = (
         f"{stages} stages x {config.mesh.ici.fsdp} fsdp, {config.pipeline.num_repeats} repeats of"
         f" {config.pipeline.num_layers_per_stage} layers per stage, {config.pipeline.num_microbatches} microbatches"
@@ -46,7 +46,7 @@ class TestTpu:
     @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
     def test_its_step_compiles_at_reduced_size(self, tmp_path, path):
         config, chips = resolved(path)
-        stages = config.mesh.ici.stage * config.mesh.dcn.stage
+        stages = config.mesh.size("stage")
         slices = config.compile.num_slices
         report, _ = report_of(
             tmp_path,

@@ -87,7 +87,7 @@ def fences(language, text=TEXT):
 def commands(text):
     """Return all lines of shell fences, and inline code that is a command, without comments."""
     lines = [line for fence in fences("bash", text) for line in fence.splitlines()]
-    lines += re.findall(r"`(python (?:-m \S+ |scripts/)[^`]*)`", text)
+    lines += re.findall(r"`(python (?:-m [\w.]+ |scripts/)[^`]*)`", text)
     words = (shlex.join(shlex.split(line, comments=True)) for line in lines)
     return [*dict.fromkeys(command for command in words if command)]
 
@@ -199,6 +199,13 @@ def test_variants_of_extending_train_together(place):
     ]
     run(sys.executable, "my_train.py", "configs/base.yml", *words)
     assert (place / "runs" / "variants" / "metrics.jsonl").exists()
+
+
+def test_one_way_rule_lists_every_package():
+    rule = PAGES["docs/architecture.md"].partition("## Dependencies point one way")[2]
+    rooms = set(re.findall(r"\w+", fences("text", rule)[0])) - {"commands"}
+    packages = {path.parent.name for path in (REPOSITORY / "maxpipe").glob("*/__init__.py")}
+    assert rooms == packages | {"builder"}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
 from maxpipe.generation import generate as generation
 from maxpipe.generation.sampling import Sampling
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 
 PIPELINE = ("mesh.simulated_devices=0", "mesh.ici.stage=2", "mesh.ici.fsdp=4", "steps=1")
@@ -48,7 +49,7 @@ def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
         )
     ]
     program, written = ModelProgram(config.model), jnp.asarray([prompt + tokens], jnp.int32)
-    side = {"positions": jnp.arange(LENGTH)[None], "segment_ids": jnp.ones_like(written)}
+    side = SideInputs(jnp.arange(LENGTH)[None], jnp.ones_like(written), jnp.zeros(1, jnp.int32))
     x = program.embed(params, written)
     for i in range(config.model.num_layers):
         x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)

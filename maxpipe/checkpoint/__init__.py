@@ -1,1 +1,1 @@
-"""Save, restore, verify: what lies in a run directory and who may go on from it."""
+"""Checkpoints: save, restore, verify, mirror to an object store."""

@@ -1,10 +1,10 @@
-"""Looks at checkpoints: `python -m maxpipe.checkpoint ls|verify|show DIR`.
+"""`python -m maxpipe.checkpoint ls|verify|show DIR`: list, verify and show checkpoints.
 
 DIR is a run directory or its `checkpoints`; in an object store, `s3://bucket/runs/base`, the one
-below `checkpoint.mirror`. Nothing is written, but for copies that `verify` makes of mirrored steps
-in the directory for temporary files, one at a time. No accelerator is touched. Exit codes: 0; 1 if
-`verify` or `show` met damage; 2 if there is nothing to look at; 3 if there was no damage, but
-something cannot be read here, since a newer version wrote it or permission is missing.
+below `checkpoint.mirror`. The command writes nothing, except that `verify` copies mirrored steps to
+the directory for temporary files, one at a time. It uses no accelerator. Exit codes: 0; 1 if
+`verify` or `show` found damage; 2 if there is nothing to show; 3 if there was no damage, but
+something cannot be read here, because a newer version wrote it or permission is missing.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import yaml
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.places import Directory, place_of
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
 from maxpipe.storage.object_store import explained, is_remote
@@ -30,13 +30,13 @@ UNREADABLE = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit code."""
+    """Run one subcommand and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         if not is_remote(options.dir):
-            return _look(options)
+            return _run(options)
         with explained(options.dir, KEY):
-            return _look(options)
+            return _run(options)
     except PermissionError as error:
         print(error, file=sys.stderr)
         return UNREADABLE
@@ -45,49 +45,47 @@ def main(arguments: list[str] | None = None) -> int:
         return NOTHING
 
 
-def _look(options: argparse.Namespace) -> int:
-    place = place_of(options.dir, KEY)
-    if not place.entries():
-        return _nothing(f"{place} holds no checkpoints")
+def _run(options: argparse.Namespace) -> int:
+    store = open_steps(options.dir, KEY)
+    if not store.entries():
+        return _nothing(f"{store} holds no checkpoints")
     if options.command == "ls":
-        return list_steps(place)
-    steps = place.steps()
+        return list_steps(store)
+    steps = store.steps()
     step = getattr(options, "step", None)
     if step is not None and step not in steps:
-        return _nothing(f"step {step} is not committed in {place}; there are {steps}")
+        return _nothing(f"step {step} is not committed in {store}; there are {steps}")
     if not steps:
-        return _nothing(f"{place} holds no committed checkpoint")
+        return _nothing(f"{store} holds no committed checkpoint")
     if options.command == "verify":
-        return verify(place, lambda: place_of(options.dir, KEY).steps())
-    return show(place, steps[-1] if step is None else step)
+        return verify(store, lambda: open_steps(options.dir, KEY).steps())
+    return show(store, steps[-1] if step is None else step)
 
 
-def list_steps(place: Directory | Mirror) -> int:
-    """Prints step, state, size and time of every step."""
+def list_steps(store: StepStore) -> int:
+    """Print step, state, size and time of every step."""
     rows = [("step", "state", "size", "written", "name")]
-    for entry, size, time in place.sizes_and_times():
-        rows.append(
-            (
-                str(entry.step),
-                entry.state,
-                _size_text(size),
-                f"{time:%Y-%m-%d %H:%M:%S}",
-                entry.name,
-            )
-        )
+    for entry, size, time in store.sizes_and_times():
+        written = f"{time:%Y-%m-%d %H:%M:%S}"
+        rows.append((str(entry.step), entry.state, _size_text(size), written, entry.name))
     print(_table(rows))
     return 0
 
 
-def verify(place: Directory | Mirror, steps_now: Callable[[], list[int]]) -> int:
-    """Reads every committed step, compares all digests, and prints a verdict for each."""
+def verify(store: StepStore, steps_now: Callable[[], list[int]]) -> int:
+    """Read every committed step, compare all digests, and print a verdict for each.
+
+    Args:
+      store: the steps, as they were listed at the start.
+      steps_now: lists the committed steps again.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     from maxpipe.checkpoint.reader import verify_step
 
     code = 0
-    for step in place.steps():
+    for step in store.steps():
         try:
-            with place.local_copy(step) as path:
+            with store.local_copy(step) as path:
                 verdict = f"sound, {len(verify_step(path).leaves)} arrays"
         except CheckpointUnreadable as error:
             verdict = f"UNREADABLE: {error}"
@@ -102,21 +100,18 @@ def verify(place: Directory | Mirror, steps_now: Callable[[], list[int]]) -> int
     return code
 
 
-def show(place: Directory | Mirror, step: int) -> int:
-    """Prints what a step says about itself: the caller's meta as YAML, then a table of its arrays."""
+def show(store: StepStore, step: int) -> int:
+    """Print the record of a step: the caller's meta as YAML, then a table of its arrays."""
     try:
-        record = place.record(step)
+        record = store.record(step)
     except CheckpointDamaged as error:
         print(f"{step}: DAMAGED: {error}", file=sys.stderr)
         return DAMAGE
     except CheckpointUnreadable as error:
         print(f"{step}: UNREADABLE: {error}", file=sys.stderr)
         return UNREADABLE
-    print(
-        yaml.safe_dump(
-            {"step": record.step, **record.meta}, sort_keys=False, default_flow_style=None
-        )
-    )
+    description = {"step": record.step, **record.meta}
+    print(yaml.safe_dump(description, sort_keys=False, default_flow_style=None))
     rows = [("array", "dtype", "shape", "elements", "digest")]
     for name, leaf in record.leaves.items():
         shape = "x".join(map(str, leaf.shape)) or "scalar"
@@ -127,20 +122,21 @@ def show(place: Directory | Mirror, step: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m maxpipe.checkpoint", description="Look at checkpoints."
+        prog="python -m maxpipe.checkpoint", description="List, verify and show checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("ls", "list steps: state, size, time"),
         (
             "verify",
-            "read every committed step and compare digests; exit code 1 if one is damaged, 3 if unreadable",
+            "read every committed step and compare digests; "
+            "exit code 1 if one is damaged, 3 if unreadable",
         ),
         ("show", "configuration, versions and arrays of one step"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "dir", metavar=KEY, help="run directory, or its checkpoints; s3:// and gs:// as well"
+            "dir", metavar=KEY, help="run directory, or its checkpoints; also s3:// and gs://"
         )
         if name == "show":
             command.add_argument("--step", type=int, help="default: the newest")

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, by what the user has to do about it."""
+"""What can go wrong with a checkpoint, one class for each thing the user has to do about it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,36 +11,39 @@ class CheckpointDamaged(RuntimeError):
 
 
 class CheckpointUnreadable(RuntimeError):
-    """A checkpoint that may well be sound cannot be read here: a newer version wrote it, or permission is missing."""
+    """A checkpoint that may be sound cannot be read here: a newer version or missing permission."""
 
 
 class CheckpointSaveError(RuntimeError):
-    """A save failed; one in the background is heard of at the next step, and at the latest at the end."""
+    """A save failed; a background failure is raised at the next step, at the latest at the end."""
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint is sound but holds other arrays than the run needs; not mended by casting or skipping unasked.
-
-    Attributes:
-      differences: one line per array that is missing, unexpected, or of another shape or dtype.
+    """A sound checkpoint holds other arrays than the run needs; none is cast or skipped unasked.
 
     Args:
       directory: the checkpoint.
-      differences: see above.
-      is_only_dtype: whether `checkpoint.convert_dtype` would mend it.
+      differences: one line per array that is missing, unexpected, or of another shape or dtype.
+      is_only_dtype: whether `checkpoint.convert_dtype` would resolve the differences.
+
+    Attributes:
+      differences: as above.
     """
 
     def __init__(self, directory: Path, differences: Sequence[str], is_only_dtype: bool = False):
         assert differences
         self.differences = tuple(differences)
-        shown = [f"  {line}" for line in self.differences[:LINES_SHOWN]]
+        lines = [f"  {line}" for line in self.differences[:LINES_SHOWN]]
         if len(self.differences) > LINES_SHOWN:
-            shown.append(f"  ... and {len(self.differences) - LINES_SHOWN} more")
-        convert = (
-            "checkpoint.convert_dtype=true converts them. Otherwise c" if is_only_dtype else "C"
+            lines.append(f"  ... and {len(self.differences) - LINES_SHOWN} more")
+        remedy = (
+            "Continue with the model.* and optimizer.* it was saved with, "
+            "or choose another run_name."
         )
-        super().__init__(
-            f"checkpoint {directory} does not fit this run:\n"
-            + "\n".join(shown)
-            + f"\n{convert}ontinue with the model.* and optimizer.* it was saved with, or choose another run_name."
-        )
+        if is_only_dtype:
+            remedy = (
+                "checkpoint.convert_dtype=true converts them. "
+                f"Otherwise c{remedy.removeprefix('C')}"
+            )
+        table = "\n".join(lines)
+        super().__init__(f"checkpoint {directory} does not fit this run:\n{table}\n{remedy}")

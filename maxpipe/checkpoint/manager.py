@@ -1,4 +1,4 @@
-"""`Checkpointer`: asynchronous, atomic, verified checkpoints of a run, on Orbax."""
+"""`Checkpointer`: asynchronous, atomic, verified checkpoints of a run."""
 
 import contextlib
 import functools
@@ -6,45 +6,54 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
+from maxpipe.checkpoint.arrays import Array, named_leaves, saveable
 from maxpipe.checkpoint.digest import digests
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.mirroring import Mirroring
-from maxpipe.checkpoint.reader import ITEM as ARRAYS
+from maxpipe.checkpoint.mirror_sync import MirrorSync
+from maxpipe.checkpoint.orbax_writer import OrbaxWriter
+from maxpipe.checkpoint.policies import Retention, SaveTimer
 from maxpipe.checkpoint.reader import Restored, read_step
-from maxpipe.checkpoint.record import FILE as RECORD_FILE
-from maxpipe.checkpoint.record import ITEM as RECORD
-from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, named_leaves, read_record, saveable
-from maxpipe.checkpoint.retention import Interval, Retention
-from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, committed_steps, set_aside, step_path
+from maxpipe.checkpoint.record import ITERATOR, Leaf, Record
+from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.devices import processes
 
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
+State = TypeVar("State")
 
 
 class Checkpointer:
-    """Saves and restores the checkpoints of one run; with several processes all of them make the same calls.
+    """Saves and restores the checkpoints of one run.
 
-    A step is one commit: state, data position, the caller's meta and a digest of every array appear
-    together under `<directory>/<step>/` or not at all. The directory must be a local or shared file
-    system with atomic renames. With a mirror every committed step is copied there in the
-    background, and steps that are only there are as good as those in the directory: they are
-    fetched to be restored.
+    A save is due every `every` steps and `every_minutes` after the last one. It runs in the
+    background: the arrays are copied to host memory, written, and committed by one atomic rename. A
+    commit holds the state, the position in the data, the caller's meta and a digest of every array.
+    The last `keep` steps are kept, besides every `keep_every`-th and the `keep_best` best. Another
+    step is deleted only after a newer one has been committed.
+
+    With a mirror every committed step is then copied to an object store in the background. The next
+    save waits for the copy. Steps that are only in the mirror count like those in the directory;
+    `restore` fetches them.
+
+    A restore verifies every digest. If a step is damaged, the mirror's copy replaces it. If that is
+    damaged, too, the run continues from the newest sound step, and damaged newer steps are renamed
+    to `<step>.damaged`. If a run goes back to an older step, its next save renames the newer steps to
+    `<step>.abandoned`. An error of a background save is raised once, by the next call.
+
+    With several processes all of them make the same calls.
 
     Args:
-      directory: holds the step directories; made by the first save.
-      settings: `checkpoint.*`. A step that is not to be kept is deleted only after a newer one has
-        been committed.
+      directory: holds one directory per step; made by the first save. It must be in a local or
+        shared file system with atomic renames.
+      settings: `checkpoint.*`.
       mirror: of the directory.
-      say: where warnings go; called in process 0 only.
-      clock: seconds, never going back.
+      say: takes warnings; called in process 0 only.
+      clock: seconds, monotonic.
     """
 
     def __init__(
@@ -56,70 +65,55 @@ class Checkpointer:
         say: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._directory = Path(directory).absolute()
-        self._settings = settings
-        self._mirror = mirror
-        self._retention = Retention(settings, self._record_of)
-        self._mirroring = Mirroring(self._directory, mirror, self._retention) if mirror else None
-        self._interval = Interval(60 * settings.every_minutes, clock)
+        self._convert_dtype = settings.convert_dtype
         self._report = say or (lambda message: print(message, file=sys.stderr))
-        self._grace = settings.grace_seconds
-        self._save_began = 0.0
-        self._save_seconds: float | None = (
-            None  # until the last save was safe everywhere, and nobody has looked
-        )
-        self._orbax: ocp.CheckpointManager | None = None
-        self._is_saving = False  # or has been, and nobody has looked what came of it
-        self._latest: int | None = (
-            None  # step last saved or restored here, perhaps not committed yet
-        )
-
-    def due(self, step: int) -> bool:
-        """Whether to save after this step, by number or by time; never for a step just saved or restored.
-
-        With several processes all of them ask once after every step.
-
-        Raises:
-          CheckpointSaveError: the last save, or its copy to the mirror, has failed in the
-            background.
-        """
-        if self._orbax is not None and self._is_saving and not self._orbax.is_saving_in_progress():
-            self._wait_for_commit()
-        if self._mirroring is None or not self._mirroring.is_running:
-            self._wait_for_mirror()
-        every, is_late = self._settings.every, self._interval.is_over()
-        return step > 0 and step != self._latest and (is_late or (every > 0 and step % every == 0))
+        self._directory = StepsDirectory(Path(directory).absolute())
+        self._stores: list[StepStore] = [self._directory, *([mirror] if mirror else [])]
+        self._timer = SaveTimer(settings, clock)
+        self._retention = Retention(settings, self._record_of)
+        # With a mirror a step is safe when it has been copied, otherwise when it is committed.
+        on_written = (lambda: None) if mirror else self._timer.finished
+        self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
+        self._sync = MirrorSync(self._directory, mirror, self._retention) if mirror else None
+        self._latest: int | None = None  # step last saved or restored here, perhaps uncommitted
 
     @property
     def place(self) -> str:
-        """Where the steps are, in words."""
-        return f"{self._directory} and {self._mirror.url}" if self._mirror else str(self._directory)
+        """Path of the directory and URL of the mirror, for messages."""
+        return " and ".join(map(str, self._stores))
 
     def steps(self) -> list[int]:
-        """Committed steps in ascending order, those that are only in the mirror included."""
-        mirrored = self._mirror.steps() if self._mirror else []
-        return sorted({*committed_steps(self._directory), *mirrored})
+        """Return committed steps in ascending order, including those that only the mirror has."""
+        return sorted({step for store in self._stores for step in store.steps()})
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        iterator: np.ndarray | jax.Array,
-        meta: dict[str, Any],
-    ) -> bool:
-        """Starts saving in the background, unless the step was just saved or restored.
+    def due(self, step: int) -> bool:
+        """Return whether to save after this step; false for a step just saved or restored.
 
-        Waits for an earlier save, and for its copy to the mirror.
+        Every process calls this once after every step.
 
-        On return nothing refers to the arrays any more: they may be donated or overwritten. Until
-        the commit one copy of this process's shards is kept in host memory.
+        Raises:
+          CheckpointSaveError: the last save, or its copy to the mirror, has failed.
+        """
+        if self._writer.is_pending and not self._writer.is_running:
+            self._wait_for_commit()
+        if self._sync is None or not self._sync.is_running:
+            self._wait_for_mirror()
+        is_due = self._timer.is_due(step)
+        return step > 0 and step != self._latest and is_due
+
+    def save(self, step: int, state: object, iterator: Array, meta: dict[str, Any]) -> bool:
+        """Start saving in the background, unless the step was just saved or restored.
+
+        Waits for the previous save and for its copy to the mirror. After the return the arrays may
+        be donated or overwritten. Until the commit a copy of this process's shards is in host
+        memory.
 
         Args:
           step: training steps done.
           state: pytree of arrays in the canonical layout: `jax.Array`s (with several processes:
             global ones) or NumPy arrays (with several processes: equal in all of them). PRNG keys
             as key data.
-          iterator: [rows, columns] int64 of all rows, as NumPy or as a global `jax.Array`.
+          iterator: int64 [rows, columns] of all rows, as NumPy or as a global `jax.Array`.
           meta: JSON; `meta["config"]` should be the nested configuration, `meta["eval_loss"]` the
             evaluation loss of this state if it is known.
 
@@ -127,49 +121,44 @@ class Checkpointer:
           Whether a save was started.
 
         Raises:
-          CheckpointSaveError: the previous save failed in the background, or this one could not be
-            started.
+          CheckpointSaveError: the previous save failed, or this one could not be started.
           TypeError, ValueError: a leaf is not an array, or `meta` is not JSON.
         """
         if step == self._latest:
             return False
-        arrays = {
-            name: saveable(name, leaf)
-            for name, leaf in {**named_leaves(state), ITERATOR: iterator}.items()
-        }
+        leaves = {**named_leaves(state), ITERATOR: iterator}
+        arrays = {name: saveable(name, leaf) for name, leaf in leaves.items()}
         self.wait()
-        self._save_began = time.monotonic()
-        # Moving a state to the host is what a save is for, so that it is legal also inside a
-        # guarded loop.
+        self._timer.began()
+        # A save has to copy the state to the host, also in a loop that forbids transfers.
         with jax.transfer_guard("allow"):
-            found = digests(arrays)
-            leaves = {
-                n: Leaf(tuple(a.shape), np.dtype(a.dtype).name, found[n]) for n, a in arrays.items()
-            }
-            record = Record(step, meta, leaves).to_json()
+            record = Record(step, meta, _describe(arrays)).to_json()
             self._latest = step
             self._retention.note(step, meta)
-            self._interval.restart()
+            # Before the save has begun, a committed step of this number is one that it replaces.
             with self._failures(may_be_committed=False):
-                self._start(step, arrays, record)
+                if not self._writer.is_open:
+                    self._abandon_from(step)
+                self._writer.start(step, arrays, record)
         return True
 
     def restore(
-        self, abstract_state: Any, step: int | None = None, optional: Collection[str] = ()
-    ) -> Restored:
-        """Reads and verifies a committed step.
+        self,
+        abstract_state: State,
+        step: int | None = None,
+        optional: Collection[str] = (),
+    ) -> Restored[State]:
+        """Read and verify a committed step.
 
-        Without `step`, the newest step that is sound; damaged newer ones are reported and, once an
-        older one has been loaded, set aside as `<step>.damaged`. With `step`, that one or nothing.
-        Where the directory's copy of a step is missing or damaged, the mirror's takes its place.
+        Without `step`, reads the newest sound step. Damaged newer steps are reported and, once an
+        older one has been loaded, set aside as `<step>.damaged`. With `step`, reads that one only.
 
         Args:
           abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as
-            `jax.Array`s, the others as NumPy arrays. The mesh and the shardings need not be those
-            of the save.
+            `jax.Array`s, the others as NumPy arrays. Mesh and shardings may differ from the save's.
           step: a committed step.
-          optional: top-level names of parts that are zeros unless the checkpoint holds just such
-            ones.
+          optional: top-level names of parts that become zeros if the checkpoint does not hold them
+            with the same names, shapes and dtypes.
 
         Raises:
           CheckpointMismatch: names, shapes or dtypes differ (`checkpoint.convert_dtype` allows
@@ -179,94 +168,76 @@ class Checkpointer:
             tried.
           FileNotFoundError: there is no committed step.
         """
-        self._release()
-        if step is not None:
+        self._finish_saves()
+        if step is None:
+            restored = self._restore_newest_sound(abstract_state, optional)
+        else:
             try:
                 restored = self._read(step, abstract_state, optional)
             except CheckpointDamaged as error:
-                raise CheckpointDamaged(
-                    f"checkpoint {step_path(self._directory, step)}: {error}"
-                ) from error
-        else:
-            restored = self._restore_newest_sound(abstract_state, optional)
+                directory = self._directory.of(step)
+                raise CheckpointDamaged(f"checkpoint {directory}: {error}") from error
         self._latest = restored.step
         return restored
 
     def wait(self) -> None:
-        """Returns when nothing is being saved or copied to the mirror any more.
+        """Wait until nothing is being saved or copied to the mirror.
 
         Raises:
-          CheckpointSaveError: the save failed; reported once.
+          CheckpointSaveError: the save failed; raised once.
         """
         self._wait_for_commit()
         self._wait_for_mirror()
 
     def close(self) -> None:
-        """Waits for a running save and lets go of threads; copies to the mirror what earlier processes could not.
+        """Wait for a running save and stop its threads; copy to the mirror what it still lacks.
 
         Raises:
-          CheckpointSaveError: the save failed and that has not been reported yet.
+          CheckpointSaveError: the save failed, and no call has raised this yet.
         """
-        self._release()
-        if self._mirroring is not None:
-            self._mirroring.start(self._saved)
+        self._finish_saves()
+        if self._sync is not None:
+            self._sync.start(self._timer.finished)
             self._wait_for_mirror()
 
     def _wait_for_commit(self) -> None:
-        """Then the mirror has something to copy."""
-        if self._orbax is None or not self._is_saving:
+        """Wait for a running save, then start copying it to the mirror."""
+        if not self._writer.is_pending:
             return
-        self._is_saving = False
         with self._failures():
-            self._orbax.wait_until_finished()
-        if self._mirroring is not None:
-            self._mirroring.start(self._saved)
+            self._writer.wait()
+        if self._sync is not None:
+            self._sync.start(self._timer.finished)
 
     def _wait_for_mirror(self) -> None:
-        if self._mirroring is not None and (warning := self._mirroring.wait()):
+        if self._sync is not None and (warning := self._sync.wait()):
             self._say(warning)
-        self._compare_with_grace()
+        if warning := self._timer.warning():
+            self._say(warning)
 
-    def _start(self, step: int, arrays: dict[str, Any], record: dict[str, Any]) -> None:
-        import orbax.checkpoint as ocp  # a second or more to import: paid at the first save
-
-        if self._orbax is None:
-            self._abandon_from(step)
-            self._orbax = _manager_class()(
-                self._directory,
-                item_handlers={
-                    ARRAYS: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),
-                    RECORD: ocp.JsonCheckpointHandler(RECORD_FILE),
-                },
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=self._retention,
-                    cleanup_tmp_directories=True,
-                    async_options=ocp.AsyncOptions(post_finalization_callback=self._written),
-                    # Damage in an old step's metadata must not prevent a new save.
-                    lightweight_initialize=True,
-                ),
-            )
-        items = {ARRAYS: ocp.args.PyTreeSave(arrays), RECORD: ocp.args.JsonSave(record)}
-        self._is_saving = True
-        self._orbax.save(step, args=ocp.args.Composite(**items), force=True)
+    def _finish_saves(self) -> None:
+        with self._failures():
+            self._writer.close()
+        self._wait_for_mirror()
 
     def _abandon_from(self, step: int) -> None:
-        """Sets aside steps that a run which went back before them is about to write anew."""
-        for newer in [s for s in self.steps() if s >= step] if jax.process_index() == 0 else []:
-            aside = self._set_aside(newer, ABANDONED)
-            self._say(f"checkpoint {newer} lies ahead of this run and was set aside as {aside}")
+        """Set aside steps from `step` on, which a run that went back is about to write again."""
+        if jax.process_index() == 0:
+            for newer in [s for s in self.steps() if s >= step]:
+                target = self._set_aside(newer, ABANDONED)
+                self._say(
+                    f"checkpoint {newer} lies ahead of this run and was set aside as {target}"
+                )
         processes.barrier("maxpipe_abandon")
 
     def _set_aside(self, step: int, state: str) -> str:
-        """Sets a step aside wherever it is, for process 0; says as what."""
-        places = []
-        if step in committed_steps(self._directory):
-            places.append(str(set_aside(self._directory, step, state)))
-        if self._mirror and step in self._mirror.steps():
-            places.append(self._mirror.set_aside(step, state))
-        return " and ".join(places)
+        """Set a step aside in every store that has it; return the new names. Process 0 only."""
+        stores = [store for store in self._stores if step in store.steps()]
+        return " and ".join([store.set_aside(step, state) for store in stores])
 
-    def _restore_newest_sound(self, abstract_state: Any, optional: Collection[str]) -> Restored:
+    def _restore_newest_sound(
+        self, abstract_state: State, optional: Collection[str]
+    ) -> Restored[State]:
         damage: dict[int, str] = {}
         while (step := self._newest_below(min(damage, default=None))) is not None:
             try:
@@ -275,102 +246,72 @@ class Checkpointer:
                 damage[step] = str(error)
                 self._say(f"checkpoint {step} in {self._directory} is damaged: {error}")
                 continue
-            self._set_damaged_aside(damage, restored.step)
+            if damage:
+                self._set_damaged_aside(list(damage), restored.step)
             return restored
         if not damage:
             raise FileNotFoundError(f"no committed checkpoint in {self.place}")
-        found = "\n".join(f"  step {step}: {reason}" for step, reason in damage.items())
+        reasons = "\n".join(f"  step {step}: {reason}" for step, reason in damage.items())
         raise CheckpointDamaged(
-            f"none of the checkpoints in {self.place} can be loaded:\n{found}\n"
-            "Put back a copy of that directory; to start from scratch delete it or choose another run_name."
+            f"none of the checkpoints in {self.place} can be loaded:\n{reasons}\n"
+            "Put back a copy of that directory; to start from scratch delete it or choose another "
+            "run_name."
         )
 
-    def _read(self, step: int, abstract_state: Any, optional: Collection[str]) -> Restored:
-        directory, convert = step_path(self._directory, step), self._settings.convert_dtype
+    def _read(self, step: int, abstract_state: State, optional: Collection[str]) -> Restored[State]:
+        directory = self._directory.of(step)
         read = functools.partial(
-            read_step, directory, abstract_state, optional, convert_dtype=convert
+            read_step, directory, abstract_state, optional, convert_dtype=self._convert_dtype
         )
         try:
-            restored = (
-                read() if self._mirroring is None else self._mirroring.read(step, read, self._say)
-            )
+            restored = self._sync.read(step, read, self._say) if self._sync else read()
         except CheckpointUnreadable as error:
             raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
         if restored.converted:
-            what = f"{restored.converted} arrays of checkpoint {step} were converted to the dtypes of this run"
-            self._say(f"{what} (checkpoint.convert_dtype)")
+            self._say(
+                f"{restored.converted} arrays of checkpoint {step} were converted to the dtypes "
+                "of this run (checkpoint.convert_dtype)"
+            )
         return restored
 
     def _newest_below(self, limit: int | None) -> int | None:
-        """Process 0 looks, so that all try the same step."""
-        newest = max((step for step in self.steps() if limit is None or step < limit), default=-1)
-        step = processes.of_first_process(newest)
+        """Return the newest step below `limit`, as process 0 sees it."""
+        steps = [step for step in self.steps() if limit is None or step < limit]
+        step = processes.of_first_process(max(steps, default=-1))
         return step if step >= 0 else None
 
-    def _set_damaged_aside(self, damage: dict[int, str], sound: int) -> None:
-        if not damage:
-            return
+    def _set_damaged_aside(self, damaged: list[int], sound: int) -> None:
         if jax.process_index() == 0:
-            for step in damage:
+            for step in damaged:
                 self._set_aside(step, DAMAGED)
         processes.barrier("maxpipe_damaged")
-        steps = ", ".join(map(str, damage))
+        names = ", ".join(map(str, damaged))
         self._say(
-            f"going on from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: {steps}"
+            f"continuing from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: "
+            f"{names}"
         )
-
-    def _release(self) -> None:
-        orbax, self._orbax = self._orbax, None
-        if orbax is not None:
-            self._is_saving = False
-            with self._failures():
-                orbax.close()
-        self._wait_for_mirror()
-
-    def _written(self) -> None:
-        """Called by the thread that is about to commit."""
-        if self._mirroring is None:
-            self._saved()
-
-    def _saved(self) -> None:
-        if self._save_began:  # what is copied to the mirror may be of an earlier process
-            self._save_seconds = time.monotonic() - self._save_began
 
     def _record_of(self, step: int) -> Record:
-        if self._mirror and step not in committed_steps(self._directory):
-            return self._mirror.record(step)
-        return read_record(step_path(self._directory, step))
-
-    def _compare_with_grace(self) -> None:
-        seconds, self._save_seconds = self._save_seconds, None
-        if seconds is None or not 0 < self._grace < seconds:
-            return
-        self._grace = 0  # once is enough
-        self._say(
-            f"a checkpoint took {seconds:.1f} s, longer than checkpoint.grace_seconds allows: a preempted run would be "
-            "killed before its last save is done. Save to faster storage, or save more often to lose less"
-        )
+        """Return the record of a step from the directory, or from the mirror if only it has it."""
+        stores = [store for store in self._stores if step in store.steps()]
+        return (stores or self._stores)[0].record(step)
 
     @contextlib.contextmanager
     def _failures(self, may_be_committed: bool = True) -> Iterator[None]:
-        """Makes a `CheckpointSaveError` of any error, but for one met after the commit, while deleting older steps.
+        """Turn any error into a `CheckpointSaveError`, unless the step is committed.
 
-        Before the save has begun a step of this number is one that it was to replace:
-          `may_be_committed` is false.
+        An error after the commit came from deleting older steps; it is only reported.
         """
         try:
             yield
         except Exception as error:
-            if may_be_committed and self._latest in committed_steps(self._directory):
+            latest = self._latest
+            if may_be_committed and latest in self._directory.steps():
                 self._say(
-                    f"checkpoint {self._latest} is saved, but older ones could not be deleted: {error}"
+                    f"checkpoint {latest} is saved, but older ones could not be deleted: {error}"
                 )
                 return
-            where = (
-                self._directory
-                if self._latest is None
-                else step_path(self._directory, self._latest)
-            )
+            where = self._directory if latest is None else self._directory.of(latest)
             self._latest = None  # so that the step may be tried again
             raise CheckpointSaveError(
                 f"saving checkpoint {where} failed: {type(error).__name__}: {error}"
@@ -381,19 +322,10 @@ class Checkpointer:
             self._report(message)
 
 
-@functools.cache
-def _manager_class() -> type["ocp.CheckpointManager"]:
-    import orbax.checkpoint as ocp
-
-    class Manager(ocp.CheckpointManager):
-        """Orbax's manager, without its questions about preemption.
-
-        It asks JAX's preemption service about the step being saved, also from the thread that
-        commits it, while the loop asks about later steps. The service takes the latest question for
-        the step the process stands at, and would have the processes agree on one that has passed.
-        """
-
-        def reached_preemption(self, step: int) -> bool:
-            return False
-
-    return Manager
+def _describe(arrays: dict[str, Array]) -> dict[str, Leaf]:
+    """Return shape, dtype and digest of every array."""
+    digest_of = digests(arrays)
+    return {
+        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, digest_of[name])
+        for name, array in arrays.items()
+    }

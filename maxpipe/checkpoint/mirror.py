@@ -1,102 +1,102 @@
-"""Checkpoints of a run in an object store: a copy of each step, whole or not to be seen.
+"""Checkpoints of a run in an object store: a copy of each step, visible only when it is complete.
 
-The objects of a step lie below `<step>/` as its files do on disk. An object store renames nothing,
-so that the commit is one small object beside them, `<step>.json`, written after all of them and
-deleted before them: their names and sizes. Setting a step aside makes it `<step>.damaged.json` or
-`<step>.abandoned.json`. While objects are written or deleted there is a `<step>.unfinished.json`,
-which tells what a kill leaves from what another program has put there. Imports no JAX.
+The objects of a step are below `<step>/`, named like its files on disk. An object store cannot
+rename, so the commit is one small object next to them, `<step>.json`, with their names and sizes.
+It is written after all of them and deleted before them. Setting a step aside renames the commit to
+`<step>.damaged.json` or `<step>.abandoned.json`. While objects are being written or deleted there
+is a `<step>.unfinished.json`; it distinguishes the remains of a killed process from objects of
+another program. Imports no JAX.
 """
 
 import contextlib
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_record
-from maxpipe.checkpoint.steps import ABANDONED, COMMITTED, DAMAGED, UNFINISHED
+from maxpipe.checkpoint.steps import (
+    ABANDONED,
+    COMMITTED,
+    DAMAGED,
+    UNFINISHED,
+    StepEntry,
+    StepsDirectory,
+    StepStore,
+)
 from maxpipe.config import Config
-from maxpipe.storage.object_store import explained, open_store
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.storage.object_store import explained, is_remote, open_store
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 KEY = "checkpoint.mirror"
+CHECKPOINTS = "checkpoints"  # directory of the steps within that of a run
 FILES_AT_ONCE = 4  # each with up to ten parts of 50 MB in memory
 
 _STATE = re.compile(rf"(0|[1-9]\d*)(?:\.({DAMAGED}|{ABANDONED}|{UNFINISHED}))?\.json")
 
 
-@dataclass(frozen=True)
-class MirroredStep:
-    """What is in the store of one step.
-
-    Attributes:
-      step: its number.
-      state: as of a `StepDirectory`.
-      name: of the object that says so.
-    """
-
-    step: int
-    state: str
-    name: str
-
-
 class Mirror:
-    """The steps of one run in an object store; one process at a time may write to it.
+    """The `StepStore` of one run in an object store; one process at a time may write to it.
 
-    What is there is listed once, when the object is made; later only its own changes are known to
-    it. Every method may raise whatever errors the store has.
+    The store is listed once, when the object is made. Later changes of other programs stay unknown
+    to it. Every method may raise the store's own errors.
 
     Args:
       url: such as `s3://bucket/runs/base/checkpoints`.
-      store: the fsspec file system it belongs to.
+      store: the fsspec file system that the URL belongs to.
     """
 
-    def __init__(self, url: str, store: Any):
+    def __init__(self, url: str, store: "AbstractFileSystem"):
         self.url = url.rstrip("/")
         self._store = store
-        self._names = self._list()  # replaced, never changed: other threads may be reading it
+        self._names = self._list()  # replaced, never mutated: other threads may be reading it
 
     def __str__(self) -> str:
         return self.url
 
-    def entries(self) -> list[MirroredStep]:
-        """Every step in whatever state, by step, then name."""
-        matches = [match for name in self._names if (match := _STATE.fullmatch(name))]
-        found = [MirroredStep(int(match[1]), match[2] or COMMITTED, match[0]) for match in matches]
-        whole = {entry.step for entry in found if entry.state != UNFINISHED}
-        found = [entry for entry in found if entry.state != UNFINISHED or entry.step not in whole]
-        return sorted(found, key=lambda entry: (entry.step, entry.name))
+    def entries(self) -> list[StepEntry]:
+        """Return every step whatever its state, by step, then name.
 
-    def foreign(self) -> list[str]:
-        """Names of steps that no `Mirror` has written; it overwrites and deletes none of them."""
-        ours = {str(entry.step) for entry in self.entries()}
+        A step is unfinished only if nothing gives it another state: a process may be killed between
+        a commit and the deletion of the mark.
+        """
+        matches = [match for name in self._names if (match := _STATE.fullmatch(name))]
+        entries = [StepEntry(int(match[1]), match[2] or COMMITTED, match[0]) for match in matches]
+        finished = {entry.step for entry in entries if entry.state != UNFINISHED}
         return sorted(
-            (name for name in self._names if name.isdecimal() and name not in ours), key=int
+            (e for e in entries if e.state != UNFINISHED or e.step not in finished),
+            key=lambda entry: (entry.step, entry.name),
         )
 
+    def foreign(self) -> list[str]:
+        """Return names of steps that another program has written; they are never touched."""
+        ours = {str(entry.step) for entry in self.entries()}
+        names = [name for name in self._names if name.isdecimal() and name not in ours]
+        return sorted(names, key=int)
+
     def steps(self) -> list[int]:
-        """Committed steps in ascending order."""
+        """Return committed steps in ascending order."""
         return [entry.step for entry in self.entries() if entry.state == COMMITTED]
 
-    def sizes_and_times(self) -> Iterator[tuple[MirroredStep, int, datetime]]:
-        """Every step with its bytes, and when it came into its state."""
+    def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
+        """Yield every entry with its bytes and the time at which it got into its state."""
         for entry in self.entries():
             try:
-                size = sum(
-                    info["size"]
-                    for info in self._store.find(self._path(str(entry.step)), detail=True).values()
-                )
+                objects = self._store.find(self._path(str(entry.step)), detail=True)
                 time = self._store.modified(self._path(entry.name)).astimezone()
             except FileNotFoundError:
                 continue  # a running training has just committed or deleted it
-            yield entry, size, time
+            yield entry, sum(info["size"] for info in objects.values()), time
 
     def record(self, step: int) -> Record:
-        """The record of a committed step.
+        """Return the record of a committed step.
 
         Raises:
           CheckpointDamaged, CheckpointUnreadable: as `read_record`.
@@ -108,7 +108,7 @@ class Mirror:
         return parse_record(data, str(step))
 
     def upload(self, step: int, directory: Path) -> None:
-        """Copies the committed checkpoint in `directory`; visible when all of it is there.
+        """Copy the committed checkpoint in `directory`; it becomes visible when it is complete.
 
         Copies of the same step that were set aside are overwritten.
         """
@@ -116,46 +116,49 @@ class Mirror:
             path.relative_to(directory).as_posix(): path.stat().st_size
             for path in _files_of(directory)
         }
-        former = [
+        earlier = [
             entry.name
             for entry in self.entries()
             if entry.step == step and entry.state != UNFINISHED
         ]
+        # 1. Mark the step as unfinished, and only then withdraw what an earlier copy says of it.
         self._write(f"{step}.{UNFINISHED}.json", {})
-        for name in former:
+        for name in earlier:
             self._remove(name)
+        # 2. Copy the files.
+        sources = [str(directory / name) for name in sizes]
         targets = [self._path(str(step), name) for name in sizes]
-        self._store.put(
-            [str(directory / name) for name in sizes], targets, batch_size=FILES_AT_ONCE
-        )
+        self._store.put(sources, targets, batch_size=FILES_AT_ONCE)
         self._names |= {str(step)}
+        # 3. Commit, then remove the mark.
         self._write(f"{step}.json", {"files": sizes})
         self._remove(f"{step}.{UNFINISHED}.json")
 
     def download(self, step: int, directory: Path) -> None:
-        """Copies a committed step to `directory`, which is made; what it holds is not verified but for sizes.
+        """Copy a committed step to a new `directory`; of its contents only the sizes are verified.
 
         Raises:
           CheckpointDamaged: objects are missing, or of another size.
-          OSError: there is no room for it, among other errors.
+          OSError: among other errors, there is no room for it.
         """
-        sizes = self._files(f"{step}.json")
+        sizes = self._committed_files(f"{step}.json")
         root = self._path(str(step))
-        found = self._store.find(root, detail=True)  # by name without protocol
+        objects = self._store.find(root, detail=True)  # by name without protocol
         for name, size in sizes.items():
-            if found.get(f"{root.partition('://')[2]}/{name}", {}).get("size") != size:
+            if objects.get(f"{root.partition('://')[2]}/{name}", {}).get("size") != size:
                 raise CheckpointDamaged(f"{root}/{name} is missing or has not {size} bytes")
         directory.mkdir(parents=True)
+        sources = [f"{root}/{name}" for name in sizes]
         targets = [str(directory / name) for name in sizes]
-        self._store.get([f"{root}/{name}" for name in sizes], targets, batch_size=FILES_AT_ONCE)
+        self._store.get(sources, targets, batch_size=FILES_AT_ONCE)
 
     @contextlib.contextmanager
     def local_copy(self, step: int) -> Iterator[Path]:
-        """A copy of a committed step in the directory for temporary files, deleted at the end.
+        """Yield a temporary copy of a committed step.
 
         Raises:
           CheckpointDamaged: as `download`.
-          CheckpointUnreadable: the store, or the directory, does not let it be copied.
+          CheckpointUnreadable: the store or the file system does not allow the copy.
         """
         with TemporaryDirectory(prefix="maxpipe-") as scratch:
             copy = Path(scratch, str(step))
@@ -164,16 +167,17 @@ class Mirror:
             except CheckpointDamaged:
                 raise
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
                 raise CheckpointUnreadable(
-                    f"{self.url}/{step} cannot be copied to {scratch}: {why}"
+                    f"{self.url}/{step} cannot be copied to {scratch}: {reason}"
                 ) from error
             yield copy
 
     def set_aside(self, step: int, state: str) -> str:
-        """Makes a committed step one that is not restored, counted or deleted, until a step of its number is uploaded.
+        """Rename the commit of a step, so that it is not restored, counted or deleted.
 
-        Returns the URL of its commit, which undoes this when it gets its old name back.
+        This holds until a step of the same number is uploaded. Returns the URL of the renamed
+        commit; restoring its old name undoes this.
         """
         name = f"{step}.{state}.json"
         self._store.cp_file(self._path(f"{step}.json"), self._path(name))
@@ -182,7 +186,7 @@ class Mirror:
         return self._path(name)
 
     def delete(self, step: int) -> None:
-        """Deletes a step that is committed or unfinished."""
+        """Delete a step that is committed or unfinished."""
         if f"{step}.json" in self._names:
             self._write(f"{step}.{UNFINISHED}.json", {})
             self._remove(f"{step}.json")
@@ -192,37 +196,36 @@ class Mirror:
         self._remove(f"{step}.{UNFINISHED}.json")
 
     def write_config(self, text: str) -> None:
-        """Writes the configuration of the run as `config.yml` beside the directory of its steps."""
+        """Write the configuration of the run as `config.yml` next to the directory of its steps."""
         self._store.pipe_file(f"{self.url.rpartition('/')[0]}/config.yml", text.encode())
 
     def _list(self) -> frozenset[str]:
         try:
-            return frozenset(
-                path.rstrip("/").rpartition("/")[2]
-                for path in self._store.ls(self.url, detail=False)
-            )
+            paths = self._store.ls(self.url, detail=False)
         except FileNotFoundError:
             return frozenset()
+        return frozenset(path.rstrip("/").rpartition("/")[2] for path in paths)
 
-    def _files(self, commit: str) -> dict[str, int]:
-        """Names and sizes of the objects of a step."""
+    def _committed_files(self, commit: str) -> dict[str, int]:
+        """Return names and sizes of the objects that a commit lists."""
         try:
             sizes = json.loads(self._store.cat_file(self._path(commit)))["files"]
-            is_inside = not any(
-                ".." in (path := PurePosixPath(name)).parts or path.is_absolute() for name in sizes
+            is_valid = all(map(_is_inside, sizes)) and all(
+                isinstance(size, int) for size in sizes.values()
             )
-            if is_inside and all(isinstance(size, int) for size in sizes.values()):
-                return sizes
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointDamaged(f"{commit} cannot be read: {error}") from error
-        raise CheckpointDamaged(f"{commit} is not a list of files and sizes")
+        if not is_valid:
+            raise CheckpointDamaged(f"{commit} is not a list of files and sizes")
+        return sizes
 
-    def _write(self, name: str, content: dict[str, Any]) -> None:
+    def _write(self, name: str, content: Mapping[str, object]) -> None:
         self._store.pipe_file(self._path(name), json.dumps(content).encode())
         self._names |= {name}
 
     def _remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # Google's store says so, Amazon's does not
+        # Google's store raises an error for an object that is not there, Amazon's does not.
+        with contextlib.suppress(FileNotFoundError):
             self._store.rm_file(self._path(name))
         self._names -= {name}
 
@@ -231,20 +234,47 @@ class Mirror:
 
 
 def open_mirror(config: Config) -> Mirror | None:
-    """The mirror that `checkpoint.mirror` asks for, listed, so that a store that does not answer shows here.
+    """Return the mirror that `checkpoint.mirror` asks for, None if it asks for none.
 
     Raises:
-      ConfigError: the store cannot be read; names the key and what credentials come from.
+      ConfigError: the store cannot be read; names the key and where credentials come from.
     """
     if not config.checkpoint.mirror:
         return None
-    return open_url(f"{config.checkpoint.mirror.rstrip('/')}/{config.run_name}/checkpoints", KEY)
+    url = f"{config.checkpoint.mirror.rstrip('/')}/{config.run_name}/{CHECKPOINTS}"
+    return open_url(url, KEY)
 
 
 def open_url(url: str, key: str) -> Mirror:
-    """The mirror at a URL that `key` gave; raises as `open_mirror`."""
+    """Return the mirror at a URL that `key` gave; raises as `open_mirror`."""
     with explained(url, key):
         return Mirror(url, open_store(url, key))
+
+
+def open_steps(run: str, key: str) -> StepStore:
+    """Return the steps of a run, on disk or in an object store.
+
+    Args:
+      run: path or URL of the run's directory, or of the `checkpoints` in it.
+      key: the argument that gave `run`, for messages.
+
+    Raises:
+      ConfigError: there is no such directory, or the store cannot be read.
+    """
+    if is_remote(run):
+        url = run.rstrip("/")
+        return open_url(url if url.endswith(f"/{CHECKPOINTS}") else f"{url}/{CHECKPOINTS}", key)
+    inner = Path(run, CHECKPOINTS)
+    path = inner if inner.is_dir() else Path(run)
+    if not path.is_dir():
+        message = f"there is no directory {run}; runs lie in output_dir/run_name"
+        raise ConfigError(Problem(key, message))
+    return StepsDirectory(path)
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return ".." not in path.parts and not path.is_absolute()
 
 
 def _files_of(directory: Path) -> list[Path]:

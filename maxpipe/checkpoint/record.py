@@ -1,53 +1,21 @@
-"""A state as a flat table of named arrays, which is what lies on disk, and how two such tables differ.
+"""The record of a checkpoint: JSON that describes its arrays and carries its own checksum.
 
-The record: the JSON part of a checkpoint, which says what the arrays are and carries its own
-checksum.
+Imports no JAX.
 """
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 
-ITERATOR = "iterator"  # name of the data position in the table, beside the state's own leaves
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves of a pytree by dotted path (`params.layers.attention.query`), in the tree's order.
-
-    Paths, not containers, are what a checkpoint knows, so that a NamedTuple may become a dataclass
-    between versions.
-    """
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
-    assert len(named) == len(paths), "two leaves share a dotted path"
-    assert not named.keys() & {ITERATOR, ""}, (
-        "a state is a tree of named leaves, none of them `iterator`"
-    )
-    return named
-
-
-def saveable(name: str, leaf: Any) -> jax.Array | np.ndarray:
-    """The leaf as an array.
-
-    Raises:
-      TypeError: it is not an array of plain numbers.
-    """
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"{name} is a typed PRNG key; save jax.random.key_data of it")
-    if isinstance(leaf, jax.Array | np.ndarray):
-        return leaf
-    if isinstance(leaf, np.generic):
-        return np.asarray(leaf)
-    raise TypeError(f"{name} is a {type(leaf).__name__}; a checkpoint holds JAX and NumPy arrays")
+FORMAT = 1
+ITEM = "meta"  # directory of the record within that of a step
+FILE = "metadata"
+ITERATOR = "iterator"  # name of the data position among the leaves, next to the state's own
 
 
 @dataclass(frozen=True)
@@ -68,52 +36,9 @@ class Leaf:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
-def nbytes(leaf: Leaf) -> int:
-    """Bytes of the whole array in memory."""
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-
-
-def differences(
-    saved: Mapping[str, Leaf], wanted: Mapping[str, Any], any_float: bool = False
-) -> list[str]:
-    """One line for each array that is missing, unexpected, or of another shape or dtype.
-
-    Args:
-      saved: leaves of a checkpoint without the iterator state.
-      wanted: name -> anything with a shape and a dtype.
-      any_float: whether two floating dtypes are as good as equal.
-    """
-    lines = []
-    for name in sorted(saved.keys() | wanted.keys()):
-        here = (
-            Leaf(tuple(wanted[name].shape), np.dtype(wanted[name].dtype).name, 0)
-            if name in wanted
-            else None
-        )
-        there = saved.get(name)
-        if here is None:
-            lines.append(f"{name}: {there} in the checkpoint, unknown to this run")
-        elif there is None:
-            lines.append(f"{name}: {here} in this run, not in the checkpoint")
-        elif here.shape != there.shape or (
-            here.dtype != there.dtype and not (any_float and _are_floats(here, there))
-        ):
-            lines.append(f"{name}: {there} in the checkpoint, {here} in this run")
-    return lines
-
-
-def _are_floats(*leaves: Leaf) -> bool:
-    return all(jax.dtypes.issubdtype(np.dtype(leaf.dtype), np.floating) for leaf in leaves)
-
-
-FORMAT = 1
-ITEM = "meta"
-FILE = "metadata"
-
-
 @dataclass(frozen=True)
 class Record:
-    """What is known about a checkpoint besides the arrays' values.
+    """Everything about a checkpoint except the values of its arrays.
 
     Attributes:
       step: training step after which it was taken.
@@ -126,7 +51,7 @@ class Record:
     leaves: dict[str, Leaf]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON object with a checksum over everything else in it.
+        """Return a JSON object with a checksum over everything else in it.
 
         Raises:
           TypeError, ValueError: `meta` holds something that JSON does not (objects, NaN).
@@ -137,13 +62,13 @@ class Record:
             "meta": self.meta,
             "leaves": {name: asdict(leaf) for name, leaf in self.leaves.items()},
         }
-        # What is read back has string keys and lists: the checksum must be taken over that.
+        # JSON turns keys into strings and tuples into lists. The checksum must be taken after that.
         content = json.loads(json.dumps(content, allow_nan=False))
         return {**content, "checksum": _checksum(content)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Record":
-        """Inverse of `to_json`.
+        """Return the record that `to_json` was called on.
 
         Raises:
           CheckpointDamaged: the checksum does not match.
@@ -154,8 +79,9 @@ class Record:
             raise CheckpointDamaged("checksum of the record does not match")
         if content["format"] != FORMAT:
             raise CheckpointUnreadable(
-                f"checkpoint format {content['format']} is not known to this version (knows {FORMAT}); "
-                "read it with the version of maxpipe that wrote it, or a newer one"
+                f"checkpoint format {content['format']} is not known to this version "
+                f"(knows {FORMAT}); read it with the version of maxpipe that wrote it, "
+                "or a newer one"
             )
         leaves = {
             name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
@@ -165,17 +91,17 @@ class Record:
 
 
 def record_file(step_directory: Path) -> Path:
-    """Where the record of a committed step lies."""
+    """Return the path of the record of a committed step."""
     return step_directory / ITEM / FILE
 
 
 def read_record(step_directory: Path) -> Record:
-    """Reads and checks the record of a committed step.
+    """Read and check the record of a committed step.
 
     Raises:
       CheckpointDamaged: it is missing, unreadable, changed, or belongs to another step.
-      CheckpointUnreadable: it was written in a format that this version does not know, or may not
-        be read.
+      CheckpointUnreadable: it was written in a format that this version does not know, or this
+        process has no permission to read it.
     """
     try:
         data = record_file(step_directory).read_bytes()
@@ -187,7 +113,7 @@ def read_record(step_directory: Path) -> Record:
 
 
 def parse_record(data: bytes, step: str) -> Record:
-    """The record of a step from the bytes of its file.
+    """Return the record of a step from the bytes of its file.
 
     Raises:
       CheckpointDamaged, CheckpointUnreadable: as `read_record`.

@@ -1,17 +1,19 @@
-"""Step directories by name: `120` is committed, `120.damaged` and `120.abandoned` are set aside.
+"""Steps of a run by name: `120` is committed, `120.damaged` and `120.abandoned` are set aside.
 
-Orbax writes into `120.orbax-checkpoint-tmp...` and commits by an atomic rename, so that a name made
-of digits alone is the commit. Nothing here reads a checkpoint or imports JAX.
-
-`checkpoint.resume`: which step a run continues from."""
+Orbax writes into `120.orbax-checkpoint-tmp...` and commits by an atomic rename, so a name made of
+digits alone is a commit. A mirror (`maxpipe.checkpoint.mirror`) holds steps in an object store and
+has the same interface. Imports no JAX.
+"""
 
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.checkpoint.record import Record, read_record
 
 COMMITTED = "committed"
 DAMAGED = "damaged"
@@ -23,105 +25,131 @@ _ASIDE_NAME = re.compile(rf"(\d+)\.({DAMAGED}|{ABANDONED})(-\d+)?")
 _UNFINISHED_NAME = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 
 
-@dataclass(frozen=True)
-class StepDirectory:
-    """A directory that holds, held or was to hold the checkpoint of `step`."""
+class StepEntry(NamedTuple):
+    """A step in some state.
+
+    Attributes:
+      step: its number.
+      state: `COMMITTED`, `DAMAGED`, `ABANDONED` or `UNFINISHED`.
+      name: of the directory, or of the object that gives it this state.
+    """
 
     step: int
     state: str
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """As it is listed."""
-        return self.path.name
+    name: str
 
 
-def checkpoints_of(path: Path) -> Path:
-    """The directory that holds the steps of a run, from that of the run or itself."""
-    inner = path / "checkpoints"
-    return inner if inner.is_dir() else path
+class StepStore(Protocol):
+    """A place that holds the steps of one run: a `StepsDirectory` or a `Mirror`.
+
+    `str()` of it is its path or URL.
+    """
+
+    def entries(self) -> list[StepEntry]:
+        """Return every step whatever its state, by step, then name."""
+        ...
+
+    def steps(self) -> list[int]:
+        """Return committed steps in ascending order."""
+        ...
+
+    def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
+        """Yield every entry with its bytes and the time at which it got into its state."""
+        ...
+
+    def record(self, step: int) -> Record:
+        """Return the record of a committed step; raises as `read_record`."""
+        ...
+
+    def set_aside(self, step: int, state: str) -> str:
+        """Rename a committed step, so that it is not restored, counted or deleted.
+
+        Returns the path or URL of the new name. Restoring the old name undoes this.
+        """
+        ...
+
+    def local_copy(self, step: int) -> AbstractContextManager[Path]:
+        """Return a context with a directory that holds a committed step."""
+        ...
+
+
+class StepsDirectory:
+    """The `StepStore` of a directory in a file system with atomic renames.
+
+    Args:
+      path: the directory; it may not exist yet.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def entries(self) -> list[StepEntry]:
+        """Return every step whatever its state, by step, then name; other names are left out."""
+        names = []
+        if self.path.is_dir():
+            names = [path.name for path in self.path.iterdir() if path.is_dir()]
+        entries = [entry for name in names if (entry := _parse(name)) is not None]
+        return sorted(entries, key=lambda entry: (entry.step, entry.name))
+
+    def steps(self) -> list[int]:
+        """Return committed steps in ascending order; none if the directory does not exist."""
+        return [entry.step for entry in self.entries() if entry.state == COMMITTED]
+
+    def sizes_and_times(self) -> Iterator[tuple[StepEntry, int, datetime]]:
+        """Yield every entry with its bytes and the time of its last change."""
+        for entry in self.entries():
+            directory = self.path / entry.name
+            try:
+                size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+                time = datetime.fromtimestamp(directory.stat().st_mtime)
+            except FileNotFoundError:
+                continue  # a running training has just committed or deleted it
+            yield entry, size, time
+
+    def record(self, step: int) -> Record:
+        """Return the record of a committed step; raises as `read_record`."""
+        return read_record(self.of(step))
+
+    def set_aside(self, step: int, state: str) -> str:
+        """Rename a committed step, so that it is not restored, counted or deleted.
+
+        Returns the new path. Restoring the old name undoes this.
+        """
+        assert state in (DAMAGED, ABANDONED)
+        name = f"{step}.{state}"
+        for number in itertools.count(2):
+            if not (self.path / name).exists():
+                break
+            name = f"{step}.{state}-{number}"
+        return str(self.of(step).rename(self.path / name))
+
+    def local_copy(self, step: int) -> AbstractContextManager[Path]:
+        """Return a context with the step's own directory."""
+        return nullcontext(self.of(step))
+
+    def of(self, step: int) -> Path:
+        """Return the path of a committed step."""
+        return step_path(self.path, step)
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Where the committed checkpoint of `step` lies."""
+    """Return the path of the committed checkpoint of `step`."""
     return directory / str(step)
 
 
-def step_directories(directory: Path) -> list[StepDirectory]:
-    """Every step directory in `directory` whatever its state, by step, then name; the rest is left out."""
-    found = []
-    for path in directory.iterdir() if directory.is_dir() else ():
-        if not path.is_dir():
-            continue
-        if _COMMITTED_NAME.fullmatch(path.name):
-            found.append(StepDirectory(int(path.name), COMMITTED, path))
-        elif match := _ASIDE_NAME.fullmatch(path.name):
-            found.append(StepDirectory(int(match[1]), match[2], path))
-        elif match := _UNFINISHED_NAME.fullmatch(path.name):
-            found.append(StepDirectory(int(match[1]), UNFINISHED, path))
-    return sorted(found, key=lambda entry: (entry.step, entry.path.name))
-
-
 def committed_steps(directory: Path) -> list[int]:
-    """Committed steps in ascending order; empty if the directory does not exist."""
-    return [entry.step for entry in step_directories(directory) if entry.state == COMMITTED]
+    """Return committed steps in ascending order; none if the directory does not exist."""
+    return StepsDirectory(directory).steps()
 
 
-def set_aside(directory: Path, step: int, state: str) -> Path:
-    """Renames a committed step, so that it is not restored, counted or deleted; returns its new path.
-
-    Renaming it back to the bare number undoes this.
-    """
-    assert state in (DAMAGED, ABANDONED)
-    names = itertools.chain(
-        [f"{step}.{state}"], (f"{step}.{state}-{n}" for n in itertools.count(2))
-    )
-    target = next(path for path in (directory / name for name in names) if not path.exists())
-    return step_path(directory, step).rename(target)
-
-
-KEY = "checkpoint.resume"
-
-
-def choose(resume: str, steps: Sequence[int], place: str = "") -> int | None:
-    """The step to continue from, or None to start from initial values.
-
-    `auto` takes the newest step if there is one, `must` insists on one, a number takes exactly that
-    step. `never` is refused while committed steps exist: going on would mix two runs under one
-    name, and clearing them would destroy work on the strength of one word.
-
-    Args:
-      resume: value of `checkpoint.resume`.
-      steps: committed steps in any order.
-      place: where they lie; named in messages.
-
-    Raises:
-      ConfigError: the value is not one of these, or `steps` does not allow it; names
-        `checkpoint.resume`.
-    """
-    where = f" in {place}" if place else ""
-    there = f"committed steps{where}: {', '.join(map(str, sorted(steps))) or 'none'}"
-    if resume == "auto":
-        return max(steps, default=None)
-    if resume == "never":
-        if steps:
-            raise _refusal(
-                f"never, but there is something ({there}); delete it or choose another run_name"
-            )
-        return None
-    if resume == "must":
-        if not steps:
-            raise _refusal(
-                f"must, but there is nothing to resume ({there}); check output_dir and run_name"
-            )
-        return max(steps)
-    if not (resume.isascii() and resume.isdecimal()):
-        raise _refusal(f"{resume!r} is not auto, never, must or the number of a step")
-    if int(resume) not in steps:
-        raise _refusal(f"step {int(resume)} does not exist ({there})")
-    return int(resume)
-
-
-def _refusal(message: str) -> ConfigError:
-    return ConfigError(Problem(KEY, message))
+def _parse(name: str) -> StepEntry | None:
+    if _COMMITTED_NAME.fullmatch(name):
+        return StepEntry(int(name), COMMITTED, name)
+    if match := _ASIDE_NAME.fullmatch(name):
+        return StepEntry(int(match[1]), match[2], name)
+    if match := _UNFINISHED_NAME.fullmatch(name):
+        return StepEntry(int(match[1]), UNFINISHED, name)
+    return None

@@ -1,4 +1,7 @@
-"""Configuration: typed sections, YAML with inheritance, overrides, checks that come all at once. No JAX."""
+"""Configuration: typed sections, YAML with inheritance, overrides, and all problems at once.
+
+Nothing here imports JAX.
+"""
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, load, replace, resolve

@@ -1,9 +1,9 @@
-"""The facts about every variant that a configuration key can name: data only, imports nothing of maxpipe.
+"""The facts about every variant that a configuration key can name; data only.
 
 A variant is one entry here and one function or class, which `implementation` names as
-"module:attribute"; it is imported when a run uses it. Errors, checks, `--help`, the documentation
-and the tests read these tables, so a fact stands nowhere else. A package of its own adds a variant
-by adding an entry before it calls a command:
+"module:attribute"; it is imported when a run uses it. This module imports nothing of maxpipe.
+Errors, checks, `--help`, the documentation and the tests read these tables, so a fact stands
+nowhere else. Another package adds a variant by adding an entry before it calls a command:
 
     from maxpipe.config import catalog
     catalog.OPTIMIZERS["mine"] = catalog.Optimizer("my_package.optimizers:mine", moments=1)
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule, `pipeline.schedule`: a function of (num_stages, num_microbatches) that returns a `Table`.
+    """A schedule, `pipeline.schedule`: a function (num_stages, num_microbatches) -> `Table`.
 
     Attributes:
       implementation: "module:function".
       engines: engines that run it; `pipeline.engine=auto` picks the first.
-      repeats: chunks per stage, `pipeline.num_repeats`; None if any number will do, which the
+      repeats: chunks per stage, `pipeline.num_repeats`; None if any number is legal, which the
         function then takes as `num_repeats`.
       delays: whether `pipeline.delay_activation_forwarding` applies; the function then takes
         `forwarding_delay`.
@@ -35,7 +35,7 @@ class Schedule:
     splits_backward: bool = False
 
     def repeats_for(self, num_repeats: int) -> int:
-        """Return the chunks per stage that the schedule has when `num_repeats` are asked for."""
+        """Return the chunks per stage when `pipeline.num_repeats` is `num_repeats`."""
         return self.repeats or num_repeats
 
 
@@ -75,11 +75,182 @@ SCHEDULES: dict[str, Schedule] = {
     ),
 }
 
-CSV_ENGINES = ("scheduled", "mpmd")  # engines that run the table of a CSV file
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of a key that an engine refuses: "VALUE is not for the ENGINE engine: REASON; REMEDY".
+
+    Attributes:
+      key: the full key.
+      values: refused values; empty for all but the default.
+      reason: why the engine cannot take them.
+      remedy: what to write instead.
+    """
+
+    key: str
+    values: tuple[object, ...]
+    reason: str
+    remedy: str
 
 
-# Names that the decoder block gives its tensors; those of a mixture's experts are the same as of an
-# MLP.
+@dataclass(frozen=True)
+class Engine:
+    """An engine, `pipeline.engine`: a class that runs the model, most of them by a schedule.
+
+    Attributes:
+      implementation: "module:class".
+      summary: what it is, a phrase.
+      unused: keys of `pipeline.*` that it does not read, without the section; a value of theirs is
+        refused or has no effect.
+      refusals: values that it refuses.
+      no_offloading: why it cannot save tensors in the host's memory; empty if it can.
+      has_stages: whether it divides layers into stages; otherwise it needs no schedule.
+      runs_csv: whether it runs the table of a CSV file.
+      whole_rounds: whether the microbatches must be a multiple of the stages.
+      outside_layers: whether layers may run outside the pipeline, `pipeline.parallel_layers`.
+      auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
+      several_processes: whether devices of several processes may take part.
+    """
+
+    implementation: str
+    summary: str
+    unused: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    no_offloading: str = ""
+    has_stages: bool = True
+    runs_csv: bool = False
+    whole_rounds: bool = False
+    outside_layers: bool = False
+    auto_stages: bool = False
+    several_processes: bool = True
+
+    def takes(self, key: str) -> bool:
+        """Return whether it reads a key; True for every key outside `pipeline.*`."""
+        section, _, name = key.partition(".")
+        return section != "pipeline" or name not in self.unused
+
+
+_ENGINES = "maxpipe.pipeline.engines."
+_LOCKSTEP = "use it with pipeline.schedule=lockstep_1f1b"
+_CIRCULAR = "use true, or pipeline.schedule=circular"
+_LOOPS = "it always loops over the ticks of a phase"
+_SINGLE_UNITS = "it dispatches units one by one"
+_NO_TICKS = "it has no ticks and starts a unit as soon as its inputs have arrived"
+ENGINES: dict[str, Engine] = {
+    "sequential": Engine(
+        _ENGINES + "sequential:SequentialEngine",
+        "the whole model on every device, without stages",
+        unused=(
+            "schedule",
+            "num_repeats",
+            "num_layers_per_stage",
+            "layers_per_stage",
+            "parallel_layers",
+            "outside_layers",
+            "delay_activation_forwarding",
+            "overlap_slots",
+            "skip_idle",
+            "fsdp_gather",
+            "scan_iterations",
+            "scan_repeats",
+            "scan_layers_per_stage",
+            "remat_iterations",
+            "remat_layers",
+            "memory_limit_gib",
+        ),
+        has_stages=False,
+    ),
+    "circular": Engine(
+        _ENGINES + "circular.engine:CircularEngine",
+        "one program in which activations go around a ring of stages; JAX derives the backward",
+        unused=("overlap_slots", "skip_idle", "memory_limit_gib"),
+        refusals=(
+            Refusal(
+                "pipeline.overlap_slots",
+                (True,),
+                "its backwards begin after all forwards",
+                _LOCKSTEP,
+            ),
+            Refusal(
+                "pipeline.skip_idle",
+                ("true",),
+                "all stages compute in one batched operation, the idle ones masked",
+                _LOCKSTEP,
+            ),
+        ),
+        whole_rounds=True,
+        outside_layers=True,
+    ),
+    "scheduled": Engine(
+        _ENGINES + "scheduled.engine:ScheduledEngine",
+        "one program whose ticks follow the table of a lockstep schedule",
+        unused=(
+            "parallel_layers",
+            "outside_layers",
+            "scan_iterations",
+            "scan_repeats",
+            "memory_limit_gib",
+        ),
+        refusals=(
+            Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
+            Refusal("pipeline.scan_repeats", (False,), _LOOPS, _CIRCULAR),
+            Refusal(
+                "pipeline.fsdp_gather",
+                ("per_repeat",),
+                "F and B of a tick are in different repeats, so 4 to 6 would be kept gathered",
+                "use per_iteration, or use once if all repeats fit, or pipeline.schedule=circular",
+            ),
+        ),
+        no_offloading="it updates its residuals in place on the device, where their size does not "
+        "depend on the number of microbatches",
+        runs_csv=True,
+    ),
+    "mpmd": Engine(
+        _ENGINES + "mpmd.engine:MpmdEngine",
+        "a program per stage and kind of unit, dispatched from one process in the schedule's order",
+        unused=(
+            "parallel_layers",
+            "outside_layers",
+            "delay_activation_forwarding",
+            "overlap_slots",
+            "skip_idle",
+            "fsdp_gather",
+            "scan_iterations",
+            "scan_repeats",
+        ),
+        refusals=(
+            Refusal("pipeline.overlap_slots", (True,), _NO_TICKS, _LOCKSTEP),
+            Refusal("pipeline.skip_idle", ("true",), _NO_TICKS, _LOCKSTEP),
+            Refusal(
+                "pipeline.delay_activation_forwarding",
+                (True,),
+                "it has no ticks, and its transfers overlap with units anyway",
+                "use false",
+            ),
+            Refusal(
+                "pipeline.fsdp_gather",
+                ("per_repeat", "once"),
+                "every unit is a program of its own that gathers its weights",
+                "use per_iteration",
+            ),
+            Refusal("pipeline.scan_iterations", (False,), _SINGLE_UNITS, _CIRCULAR),
+            Refusal("pipeline.scan_repeats", (False,), _SINGLE_UNITS, _CIRCULAR),
+            Refusal(
+                "compile.load",
+                (),
+                "a file holds one program for all devices, and it runs many",
+                "leave it empty",
+            ),
+        ),
+        no_offloading="its residuals pass from one program to another on the device",
+        runs_csv=True,
+        auto_stages=True,
+        several_processes=False,
+    ),
+}
+
+
+# Names that the decoder block gives its tensors.
 QKV = ("query_proj", "key_proj", "value_proj")
 MATMULS = (*QKV, "context", "out_proj", "mlp_gate", "mlp_up", "mlp_down")
 
@@ -88,12 +259,14 @@ MATMULS = (*QKV, "context", "out_proj", "mlp_gate", "mlp_up", "mlp_down")
 class RematPolicy:
     """What a layer saves from forward to backward besides its input, `pipeline.remat_policy`.
 
+    What it does not save, the backward recomputes.
+
     Attributes:
       device: names of tensors saved on the device.
       host: names of tensors saved in the host's memory.
-      everything: all intermediate values are saved, whatever their name; weights and copies of them
-        excepted.
-      by_tensor: `pipeline.remat_tensors` says which tensors are saved.
+      everything: whether all intermediate values are saved, whatever their names; weights and
+        copies of them are not.
+      by_tensor: whether `pipeline.remat_tensors` says which tensors are saved.
       on_device: for a policy that offloads, the policy that saves the same tensors on the device.
     """
 
@@ -102,6 +275,11 @@ class RematPolicy:
     everything: bool = False
     by_tensor: bool = False
     on_device: str = ""
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether only the layer's input is saved, whatever `pipeline.remat_tensors` says."""
+        return not (self.device or self.host or self.everything or self.by_tensor)
 
 
 REMAT_POLICIES: dict[str, RematPolicy] = {
@@ -119,7 +297,7 @@ REMAT_POLICIES: dict[str, RematPolicy] = {
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer, `optimizer.name`: a function of (`optimizer.*`, specs) that returns an optax transformation.
+    """An optimizer, `optimizer.name`: a function (`optimizer.*`, specs) -> optax transformation.
 
     Attributes:
       implementation: "module:function".
@@ -144,7 +322,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """A learning-rate schedule, `optimizer.schedule`: (progress, `optimizer.*`) -> share of the peak rate.
+    """A learning-rate schedule, `optimizer.schedule`: a function that returns a share of the peak.
+
+    The function takes the progress between warm-up and the end of the decay, 0 to 1, and
+    `optimizer.*`.
 
     Attributes:
       implementation: "module:function".
@@ -169,12 +350,11 @@ LR_SCHEDULES: dict[str, LearningRateSchedule] = {
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data source, `data.source`: a function of `data.*` that returns `Documents`.
+    """A data source, `data.source`: a function (`data.*`) -> `Documents`.
 
     Attributes:
       implementation: "module:function".
-      needs_path: whether `data.path` says where the documents are; otherwise the source has its
-        own.
+      needs_path: whether `data.path` says where the documents are; other sources read no path.
     """
 
     implementation: str
@@ -183,24 +363,24 @@ class DataSource:
 
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
-    "array_record": DataSource(_SOURCES + "array_record:build"),
-    "jsonl": DataSource(_SOURCES + "jsonl:build"),
-    "parquet": DataSource(_SOURCES + "parquet:build"),
-    "python_stdlib": DataSource(_SOURCES + "python_stdlib:build", needs_path=False),
-    "synthetic": DataSource(_SOURCES + "synthetic:build", needs_path=False),
-    "text": DataSource(_SOURCES + "text:build"),
-    "token_bin": DataSource(_SOURCES + "token_bin:build"),
+    "array_record": DataSource(_SOURCES + "array_record:array_record"),
+    "jsonl": DataSource(_SOURCES + "jsonl:jsonl"),
+    "parquet": DataSource(_SOURCES + "parquet:parquet"),
+    "python_stdlib": DataSource(_SOURCES + "text:python_stdlib", needs_path=False),
+    "synthetic": DataSource(_SOURCES + "tokens:synthetic", needs_path=False),
+    "text": DataSource(_SOURCES + "text:text"),
+    "token_bin": DataSource(_SOURCES + "tokens:token_bin"),
 }
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_engine_inputs`.
+    """An attention kernel, `model.attention`: a class such as `kernels.dot_product.DotProduct`.
 
     Attributes:
       implementation: "module:class".
       platforms: backends that it runs on.
-      preferred_on: backends on which `model.attention=auto` takes it, if the sizes fit.
+      preferred_on: backends on which `model.attention=auto` picks it if the sizes fit.
     """
 
     implementation: str
@@ -240,4 +420,4 @@ class Tokenizer:
     implementation: str
 
 
-TOKENIZERS: dict[str, Tokenizer] = {"byte": Tokenizer("maxpipe.data.tokenizers.byte:ByteTokenizer")}
+TOKENIZERS: dict[str, Tokenizer] = {"byte": Tokenizer("maxpipe.data.tokenizers:ByteTokenizer")}

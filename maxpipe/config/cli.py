@@ -1,4 +1,4 @@
-"""The front of every command: `CONFIG.yml key=value ...`, --print-config, --help [KEY]."""
+"""Parse what every command takes: `CONFIG.yml key=value ...`, --print-config and --help [KEY]."""
 
 import argparse
 import sys
@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import nearest_files
 from maxpipe.config.load import Loaded, load
-from maxpipe.config.nearest import unknown_key
-from maxpipe.config.options import OPTIONS, SECTIONS
-from maxpipe.config.printing import print_config
-from maxpipe.config.values import nearest
+from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
+from maxpipe.config.printing import print_config, unused_keys
+from maxpipe.config.rules.engines import refusals_of
+from maxpipe.config.rules.stages import schedules_of
+from maxpipe.config.values import example, nearest
 
 CONFIG_ERROR = 2
 
@@ -21,7 +23,13 @@ AddFlags = Callable[[argparse.ArgumentParser], None]
 
 @dataclass(frozen=True)
 class Arguments:
-    """A parsed command line: the YAML file, its loaded config, and the values of the command's own flags."""
+    """A parsed command line.
+
+    Attributes:
+      path: the YAML file.
+      loaded: its config with overrides.
+      flags: values of the command's own flags.
+    """
 
     path: str
     loaded: Loaded
@@ -30,10 +38,10 @@ class Arguments:
 
 @contextmanager
 def exit_on_config_error() -> Iterator[None]:
-    """Turns a ConfigError into one line per problem on stderr and exit code 2, without a traceback.
+    """Turn a ConfigError into one line per problem on stderr and exit code 2, without a traceback.
 
-    A context manager and a decorator, for the whole of a `main`: checks made after JAX's start look
-    alike.
+    A context manager and a decorator for `main`, so that problems before and after JAX's start look
+    the same.
     """
     try:
         yield
@@ -43,7 +51,7 @@ def exit_on_config_error() -> Iterator[None]:
 
 
 def print_problems(error: ConfigError) -> None:
-    """One line per problem on stderr, and how many there are."""
+    """Print one line per problem to stderr, and their number."""
     count = len(error.problems)
     lines = [f"config error: {problem}" for problem in error.problems]
     lines.append(f"{count} problem{'s' if count > 1 else ''} found")
@@ -57,10 +65,10 @@ def parse_args(
     description: str,
     add_flags: AddFlags | None = None,
 ) -> Arguments:
-    """Parses a command line and loads the config it names; --help and --print-config print and exit with 0.
+    """Parse a command line and load its config; --help and --print-config print and exit with 0.
 
     Args:
-      argv: words after the program's name; None = those of this process.
+      argv: words after the program's name; None = `sys.argv`.
       prog: the command as users type it, such as `python -m maxpipe.train`.
       description: what the command does, one line.
       add_flags: adds the command's own flags to the parser.
@@ -80,7 +88,7 @@ def parse_args(
         nargs="?",
         const="",
         metavar="KEY",
-        help="print this, or about a key or section",
+        help="print this, or help on a key or section",
     )
     if add_flags:
         add_flags(parser)
@@ -109,7 +117,10 @@ def parse_args(
 
 
 def describe(key: str) -> str:
-    """Help on a key (what it does, type, legal values, default) or on all keys of a section.
+    """Return help on a key, or on all keys of a section.
+
+    Help on a key says what it does, its type, legal values, default and engines, and where it has
+    no effect.
 
     Raises:
       ConfigError: there is no such key.
@@ -119,23 +130,70 @@ def describe(key: str) -> str:
         return "".join(f"{option.key:<40} {option.bounds.help}\n" for option in inside)
     if key not in OPTIONS:
         raise ConfigError(Problem(key, unknown_key(key)))
-    option = OPTIONS[key]
+    lines = [f"{key}: {OPTIONS[key].bounds.help}"]
+    for title, text in [*_value_lines(OPTIONS[key]), *_engine_lines(key), *_unused_lines(key)]:
+        lines.append(f"  {title:<11} {text}")
+    return "\n".join(lines) + "\n"
+
+
+def _value_lines(option: Option) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts on the type, default and legal values of a key."""
     bounds = option.bounds
-    kind = (
-        option.type.__name__
-        if isinstance(option.type, type) and option.type is not list
-        else str(option.type)
-    )
-    lines = [f"{key}: {bounds.help}", f"  type     {kind}", f"  default  {option.default!r}"]
+    is_plain = option.type in (str, int, float, bool)
+    yield "type", option.type.__name__ if is_plain else f"list such as {example(option)}"
+    yield "default", repr(option.default)
     if option.choices:
-        lines.append(f"  choices  {', '.join(option.choices)}")
+        yield "choices", ", ".join(option.choices)
     signs = [(">=", bounds.minimum), (">", bounds.above), ("<=", bounds.maximum)]
     limits = [f"{sign} {bound}" for sign, bound in signs if bound is not None]
     if limits:
-        lines.append(
-            f"  legal    {' and '.join(limits)}{', or -1 = derived' if bounds.derived else ''}"
-        )
-    return "\n".join(lines) + "\n"
+        yield "legal", " and ".join(limits) + (", or -1 = derived" if bounds.derived else "")
+
+
+def _engine_lines(key: str) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts on the engines that take a key, and why others do not."""
+    if key == "pipeline.engine":
+        for name, engine in ENGINES.items():
+            yield name, engine.summary
+    elif key == "pipeline.schedule":
+        for name in ENGINES:
+            if schedules := schedules_of(name):
+                yield name, f"runs {', '.join(schedules)}"
+    elif key.startswith("pipeline."):
+        yield "engines", ", ".join(name for name, engine in ENGINES.items() if engine.takes(key))
+        for name in ENGINES:
+            for sentence in _reasons(name, key):
+                yield "", sentence
+
+
+def _reasons(engine: str, key: str) -> list[str]:
+    """Return which values of a key an engine refuses, or that it ignores the key, and why."""
+    values_by_reason: dict[str, list[str]] = {}
+    for refusal in refusals_of(engine, key):
+        values = [
+            str(value).lower() if isinstance(value, bool) else str(value)
+            for value in refusal.values
+        ]
+        values_by_reason.setdefault(refusal.reason, []).extend(values)
+    if values_by_reason or ENGINES[engine].takes(key):
+        return [
+            f"{engine} refuses {', '.join(values)}: {reason}"
+            for reason, values in values_by_reason.items()
+        ]
+    if not ENGINES[engine].has_stages:
+        return [f"{engine} ignores it: it has no stages"]
+    if key in ("pipeline.parallel_layers", "pipeline.outside_layers"):
+        return [f"{engine} has no layers outside the pipeline"]
+    return [f"{engine} ignores it"]
+
+
+def _unused_lines(key: str) -> Iterator[tuple[str, str]]:
+    """Yield a title and text on the values of other keys with which a key has no effect."""
+    switches = [
+        f"{switch}={value}" for (switch, value), keys in unused_keys().items() if key in keys
+    ]
+    if switches:
+        yield "unused", f"with {', '.join(switches)}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -156,7 +214,7 @@ def _help(parser: argparse.ArgumentParser, key: str) -> str:
     sections = ", ".join(section for section in SECTIONS if "." not in section)
     usage = parser.format_help()
     return (
-        f"{usage}\nkeys:\n{top}sections (--help SECTION or --help KEY tells more):\n  {sections}\n"
+        f"{usage}\nkeys:\n{top}sections (--help SECTION or --help KEY prints more):\n  {sections}\n"
     )
 
 

@@ -1,7 +1,8 @@
-"""Reads YAML files and `key=value` words into settings, each with its source. No value is judged here.
+"""Read YAML files and `key=value` words into settings with their sources; values are not checked.
 
-`${other.key}` inside a value. Nothing else may be named: configs are written to disk, secrets are
-not."""
+A value may refer to another key as `${other.key}`. Other references, such as to the environment,
+are refused: configs are written to disk, and secrets must not be.
+"""
 
 import difflib
 import os
@@ -9,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -23,11 +23,18 @@ _SCALAR_TAGS = {
     for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
 }
 _MAX_DEPTH = 6
+_REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.\w+)*\}")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key (legal or not) with its value as written and its source (`file.yml:12` or `command line`)."""
+    """A key, legal or not, with its value as written and its source.
+
+    Attributes:
+      key: the full key.
+      raw: the value, not converted.
+      source: `file.yml:12` or `command line`.
+    """
 
     key: str
     raw: Raw
@@ -35,7 +42,7 @@ class Setting:
 
 
 def read_files(path: str) -> tuple[list[Setting], list[Problem]]:
-    """Settings of a file and of the files it inherits from, the furthest base first."""
+    """Return the settings of a file and of the files it inherits from, the furthest base first."""
     chain: list[list[Setting]] = []
     problems: list[Problem] = []
     seen: list[str] = []
@@ -65,7 +72,7 @@ def read_files(path: str) -> tuple[list[Setting], list[Problem]]:
 
 
 def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
-    """Settings of `key=value` words, in their order."""
+    """Return the settings of `key=value` words, in their order."""
     settings: list[Setting] = []
     problems: list[Problem] = []
     for word in words:
@@ -90,19 +97,20 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 
 
 def nearest_files(path: str) -> list[str]:
-    """YAML files that a mistyped path may have meant, the likeliest first, at most three."""
+    """Return up to three YAML files that a mistyped path may have meant, the most likely first."""
     roots = [
         Path(root) for root in {os.path.dirname(path) or ".", "configs"} if os.path.isdir(root)
     ]
-    found = {
+    files = {
         os.path.normpath(p)
         for root in roots
         for end in ("yml", "yaml")
         for p in root.glob(f"**/*.{end}")
+        if not any(part.startswith(".") for part in p.relative_to(root).parts)
     }
     stem = Path(path).stem
     ranked = sorted(
-        found, key=lambda f: (-difflib.SequenceMatcher(None, Path(f).stem, stem).ratio(), f)
+        files, key=lambda f: (-difflib.SequenceMatcher(None, Path(f).stem, stem).ratio(), f)
     )
     return ranked[:3]
 
@@ -192,15 +200,12 @@ def _duplicates(settings: Sequence[Setting]) -> Iterator[Problem]:
         first.setdefault(setting.key, setting.source)
 
 
-_REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.\w+)*\}")
-
-
 def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[Problem]]:
-    """Replaces references by the values of the keys they name.
+    """Replace references by the values of the keys they name.
 
     Returns:
-      The settings without those whose references are refused or lead nowhere, and a problem for
-      each.
+      The settings, and a problem for each setting that is left out because its reference is
+      refused or leads nowhere.
     """
     settings = dict(chosen)
     problems: list[Problem] = []
@@ -245,7 +250,10 @@ def _resolve(settings: dict[str, Setting]) -> list[Problem]:
 
 def _refusal(raw: Raw) -> str:
     if any("env" in text for text in _texts(raw)):
-        return "values from the environment are refused: the config is written to disk, and secrets must not be"
+        return (
+            "values from the environment are refused: "
+            "the config is written to disk, and secrets must not be"
+        )
     return "a reference has the form ${section.key}; nothing else is understood between the braces"
 
 
@@ -257,7 +265,7 @@ def _texts(raw: Raw) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _plain(raw: Raw) -> Any:
+def _plain(raw: Raw) -> object:
     if isinstance(raw, Scalar):
         return raw.text
     if isinstance(raw, list):
@@ -265,7 +273,7 @@ def _plain(raw: Raw) -> Any:
     return {key: _plain(value) for key, value in raw.items()}
 
 
-def _raw_value(value: Any) -> Raw:
+def _raw_value(value: object) -> Raw:
     if isinstance(value, list):
         return [_raw_value(item) for item in value]
     if isinstance(value, dict):

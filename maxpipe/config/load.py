@@ -1,16 +1,15 @@
-"""YAML and overrides -> a checked Config with the source of every value -> a Config for real devices."""
+"""Load a configuration from YAML and overrides, and resolve it for real devices."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import Setting, follow_references, read_files, read_overrides
-from maxpipe.config.nearest import unknown_key
-from maxpipe.config.options import OPTIONS, SECTIONS, update
-from maxpipe.config.rules.mesh import RULES, fit_mesh, one_unknown, unknown_axes
-from maxpipe.config.rules.rule import apply_rules
+from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
+from maxpipe.config.rules import RULES
+from maxpipe.config.rules.mesh import check_unknown_axes, fit_mesh, unknown_axes
+from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.values import check_bounds, check_type, convert
 
@@ -19,20 +18,25 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config as written, -1 for what is derived later, and for every key the place its value came from."""
+    """A config as written, with -1 for values that are derived later, and where values are from.
+
+    Attributes:
+      config: checked as far as no device is needed.
+      sources: for every key `file.yml:12`, `command line` or `default`.
+    """
 
     config: Config
     sources: Mapping[str, str]
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
-    """Reads a YAML file, the files it inherits from and `key=value` words; checks all that needs no device.
+    """Read a YAML file, the files it inherits from and `key=value` words, and check the config.
 
-    Precedence, weakest first: defaults, the furthest `base:`, ..., the file, the overrides in their
-    order.
+    Checks that depend on the number of devices are left to `resolve`. Precedence, weakest first:
+    defaults, the furthest `base:`, ..., the file, the overrides in their order.
 
     Raises:
-      ConfigError: with every problem found.
+      ConfigError: with all problems.
     """
     settings, problems = read_files(str(path))
     words, word_problems = read_overrides(overrides)
@@ -55,16 +59,21 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     config = update(Config(), values)
     sources = {key: chosen[key].source if key in chosen else DEFAULT for key in OPTIONS}
     broken = {problem.key for problem in problems} | set(unknown_axes(config))
-    problems += _sourced(apply_rules((one_unknown, *RULES), config, broken)[1], sources)
+    problems += _sourced(apply_rules((check_unknown_axes, *RULES), config, broken)[1], sources)
     if problems:
         raise ConfigError(*problems)
     return Loaded(config, sources)
 
 
-def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> Config:
-    """Fills every -1 and checks what depends on the number of devices.
+def derive_known(config: Config) -> Config:
+    """Return the config with all derived values that need no device; problems are ignored."""
+    return apply_rules(RULES, config, unknown_axes(config))[0]
 
-    `pipeline.layers_per_stage: auto` stays; `pipeline.auto_stages.plan.choose_stages` decides it.
+
+def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> Config:
+    """Derive every value that is -1, and check what depends on the number of devices.
+
+    `pipeline.layers_per_stage: auto` stays; `planning.auto_stages` decides it.
 
     Args:
       loaded: from `load`, or a config made in code.
@@ -72,15 +81,15 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
       num_slices: slices joined by DCN.
 
     Raises:
-      ConfigError: with every problem found.
+      ConfigError: with all problems.
     """
     config, sources = (
         (loaded.config, loaded.sources) if isinstance(loaded, Loaded) else (loaded, {})
     )
-    problems = apply_rules((one_unknown,), config, ())[1]
+    problems = apply_rules((check_unknown_axes,), config, ())[1]
     if not problems:
         try:
-            config = fit_mesh(config, num_devices, num_slices)
+            config = fit_mesh(config, num_devices, num_slices, RULES)
         except ConfigError as error:
             problems += error.problems
     resolved, more = apply_rules(
@@ -91,16 +100,16 @@ def resolve(loaded: Loaded | Config, num_devices: int, num_slices: int = 1) -> C
     return resolved
 
 
-def from_record(saved: Mapping[str, Any]) -> Config:
-    """The config that a checkpoint holds as nested mappings.
+def from_record(saved: Mapping[str, object]) -> Config:
+    """Return the config that a checkpoint holds as nested mappings.
 
-    Keys that this version does not know are left out, and those that it has since got keep their
-    defaults.
+    Keys that this version does not know are left out; keys that the record does not have keep
+    their defaults.
     """
-    values: dict[str, Any] = {}
+    values: Updates = {}
     for key in OPTIONS:
         *sections, name = key.split(".")
-        section: Any = saved
+        section: object = saved
         for inner in sections:
             section = section.get(inner, {}) if isinstance(section, Mapping) else {}
         if isinstance(section, Mapping) and name in section:
@@ -108,12 +117,13 @@ def from_record(saved: Mapping[str, Any]) -> Config:
     return update(Config(), values)
 
 
-def replace(config: Config, **values: Any) -> Config:
-    """A copy with some keys changed: `replace(config, **{"mesh.ici.stage": 2})`.
+def replace(config: Config, **values: object) -> Config:
+    """Return a copy with some keys changed: `replace(config, **{"mesh.ici.stage": 2})`.
+
+    Rules across keys are left to `resolve`.
 
     Raises:
-      ConfigError: a key does not exist, or a value breaks the rule of its key. Rules across keys
-        are left to `resolve`.
+      ConfigError: a key does not exist, or a value has the wrong type or breaks the key's bounds.
     """
     problems = []
     for key, value in values.items():
@@ -130,8 +140,8 @@ def replace(config: Config, **values: Any) -> Config:
     return update(config, values)
 
 
-def _values(chosen: Mapping[str, Setting]) -> tuple[dict[str, Any], list[Problem]]:
-    values: dict[str, Any] = {}
+def _values(chosen: Mapping[str, Setting]) -> tuple[Updates, list[Problem]]:
+    values: Updates = {}
     problems = []
     for key, setting in chosen.items():
         try:

@@ -1,15 +1,15 @@
-"""MaxText's keys -> ours. Error messages and the README's migration table (see `migration`) are made from this.
+"""MaxText's keys and ours, for error messages and the migration table of the documentation.
 
-The migration table from MaxText's keys to ours.
-
-python -m maxpipe.config.migration              prints it
-python -m maxpipe.config.migration README.md    puts it between the marks in that file"""
+python -m maxpipe.config.maxtext            print the table
+python -m maxpipe.config.maxtext FILE.md    write it between the marks in that file
+"""
 
 import sys
 from pathlib import Path
 
-NONE = ""
+NONE = ""  # our key, where there is no counterpart
 
+# MaxText's key -> our key, and what differs.
 KEYS: dict[str, tuple[str, str]] = {
     # pipeline
     "num_layers_per_pipeline_stage": ("pipeline.num_layers_per_stage", "-1 derives it"),
@@ -152,7 +152,7 @@ START, END = "<!-- MaxText keys: start -->", "<!-- MaxText keys: end -->"
 
 
 def table() -> str:
-    """All keys as a Markdown table."""
+    """Return all keys as a Markdown table."""
     rows = [
         f"| `{key}` | {f'`{ours}`' if ours else '-'} | {differs} |"
         for key, (ours, differs) in KEYS.items()
@@ -161,7 +161,7 @@ def table() -> str:
 
 
 def with_table(text: str) -> str:
-    """`text` with the table between its marks.
+    """Return `text` with the table between its marks.
 
     Raises:
       ValueError: the marks are not there.
@@ -173,9 +173,14 @@ def with_table(text: str) -> str:
     return f"{before}{start}\n{table()}\n{end}{after}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the table, or write it into the file that the command line names."""
     if sys.argv[1:]:
         file = Path(sys.argv[1])
         file.write_text(with_table(file.read_text()))
     else:
         print(table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,31 +1,33 @@
-"""A config as YAML, plain or with the source of every value; and what was decided automatically, in words."""
+"""Print a config as YAML, plain or with the sources of values; explain automatic decisions."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
-from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
-from maxpipe.config.load import Loaded
+from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS
+from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
-from maxpipe.config.rules.batches import data_shards
-from maxpipe.config.rules.mesh import RULES, unknown_axes
-from maxpipe.config.rules.rule import apply_rules
-from maxpipe.config.rules.stages import ignored_options, num_stages
+from maxpipe.config.rules.batches import data_shards, least_microbatches
+from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 
 _SOURCE_COLUMN = 44
-# Keys that nothing reads where another key has this value.
-_UNUSED: dict[tuple[str, str | int], tuple[str, ...]] = {
-    ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
-    ("eval.every", 0): ("eval.batches",),
+_PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
+_REASONS = {
+    "model.head_dim": "model.embed_dim / model.num_query_heads",
+    "optimizer.decay_steps": "steps",
+    "optimizer.warmup_steps": "a twentieth of optimizer.decay_steps",
+    "eval.global_batch_size": "data.global_batch_size",
 }
 
 
 def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
-    """Return, for a key and a value of it, the keys that nothing reads then."""
-    unused = dict(_UNUSED)
+    """Return, for a key and a value of it, the keys that have no effect with that value."""
+    unused: dict[tuple[str, str | int], tuple[str, ...]] = {
+        ("optimizer.spike_window", 0): ("optimizer.spike_deviations",),
+        ("eval.every", 0): ("eval.batches",),
+    }
     for name, optimizer in OPTIMIZERS.items():
         unused["optimizer.name", name] = tuple(f"optimizer.{key}" for key in optimizer.unused)
     for name, schedule in LR_SCHEDULES.items():
@@ -34,13 +36,13 @@ def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
 
 
 def to_yaml(config: Config) -> str:
-    """YAML text that `load` reads back to an equal config."""
+    """Return YAML text that `load` reads back to an equal config."""
     return "".join(f"{line}\n" for line, _ in _lines(config))
 
 
 def print_config(loaded: Loaded) -> str:
-    """YAML text with the source of every value as a comment; derived values as far as they are known."""
-    known, _ = apply_rules(RULES, loaded.config, unknown_axes(loaded.config))
+    """Return YAML text with the source of every value as a comment, and known derived values."""
+    known = derive_known(loaded.config)
     text = []
     for line, key in _lines(known):
         if key is None:
@@ -56,11 +58,11 @@ def print_config(loaded: Loaded) -> str:
 
 
 def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
-    """Automatic decisions and keys without effect, one line each with the reason.
+    """Return automatic decisions and keys without effect, one line each with the reason.
 
     Args:
       resolved: from `resolve`.
-      loaded: what it was resolved from; without it neither derived values nor ignored pipeline
+      loaded: the config before `resolve`; without it neither derived values nor unused pipeline
         options are listed.
     """
     before = loaded.config if isinstance(loaded, Loaded) else loaded
@@ -72,83 +74,80 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
             for key in changed
             if (reason := _reason(resolved, key))
         ]
-        lines += ignored_options(before, resolved)
-        if (
-            before.pipeline.memory_limit_gib
-            and before.pipeline.layers_per_stage != AUTO
-            and num_stages(resolved) > 1
-        ):
-            lines.append(
-                "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
-            )
+        lines += _unused_options(before, resolved)
     return [*lines, *_outside(resolved), *_without_effect(resolved)]
 
 
+def _unused_options(before: Config, resolved: Config) -> list[str]:
+    """Return a line for options of `pipeline.*` that the engine does not read."""
+    name = resolved.pipeline.engine
+    engine = ENGINES[name]
+    unused = [
+        f"{key}={_shown(key, get(before, key))}"
+        for key in _PIPELINE_KEYS
+        if is_set(before, key) and not engine.takes(key)
+    ]
+    lines = []
+    if unused:
+        reason = f" on the {name} engine"
+        if not engine.has_stages:
+            reason = ": there is one stage; mesh.ici.stage=2 or more makes a pipeline"
+        verb = "has" if len(unused) == 1 else "have"
+        lines.append(f"{', '.join(unused)} {verb} no effect{reason}")
+    if (
+        before.pipeline.memory_limit_gib
+        and engine.takes("pipeline.memory_limit_gib")
+        and before.pipeline.layers_per_stage != AUTO
+    ):
+        lines.append(
+            "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
+        )
+    return lines
+
+
 def _outside(c: Config) -> list[str]:
+    """Return a line for layers outside the pipeline, if there are any."""
     outside = c.model.num_layers - c.pipeline.parallel_layers
-    if c.pipeline.engine == "sequential" or not outside:
+    if not ENGINES[c.pipeline.engine].has_stages or not outside:
         return []
-    where = f"{outside} of {c.model.num_layers} layers run {c.pipeline.outside_layers} the pipeline"
     return [
-        f"pipeline.parallel_layers={c.pipeline.parallel_layers}: {where}, with the stages as data parallelism"
+        f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
+        f"{outside} of {c.model.num_layers} layers run {c.pipeline.outside_layers} the pipeline, "
+        "with the stages as data parallelism"
     ]
 
 
 def _reason(c: Config, key: str) -> str:
-    stages = num_stages(c)
-    if c.pipeline.engine == "sequential":
-        pipeline = {
-            "pipeline.engine": "there is one stage" if stages == 1 else "",
-            "pipeline.num_microbatches": "the whole batch at once",
-        }
-    else:
-        delayed = c.pipeline.delay_activation_forwarding
-        count = "two per stage, since forwarding is delayed" if delayed else "one per stage"
-        chunks = f"{c.pipeline.parallel_layers} layers over {stages} stages"
-        pipeline = {
-            "pipeline.engine": f"it runs schedule {c.pipeline.schedule}",
-            "pipeline.num_microbatches": count,
-            "pipeline.num_repeats": f"{chunks} x {c.pipeline.num_layers_per_stage} layers per stage",
-            "pipeline.num_layers_per_stage": f"{chunks} x {c.pipeline.num_repeats} repeats",
-        }
-        if c.pipeline.layers_per_stage:
-            pipeline["pipeline.num_repeats"] = (
-                "the length of pipeline.layers_per_stage over the stages"
-            )
-            pipeline["pipeline.num_layers_per_stage"] = (
-                "the largest entry of pipeline.layers_per_stage"
-            )
+    """Return why a derived key has its value; empty if that needs no words."""
     if key.startswith("mesh."):
         return "the devices that the other axes leave"
-    return pipeline.get(key, _REASONS.get(key, ""))
-
-
-_REASONS = {
-    "model.head_dim": "model.embed_dim / model.num_query_heads",
-    "optimizer.decay_steps": "steps",
-    "optimizer.warmup_steps": "a twentieth of optimizer.decay_steps",
-    "eval.global_batch_size": "data.global_batch_size",
-}
+    if not key.startswith("pipeline."):
+        return _REASONS.get(key, "")
+    stages = num_stages(c)
+    if not ENGINES[c.pipeline.engine].has_stages:
+        return {
+            "pipeline.engine": "there is one stage" if stages == 1 else "",
+            "pipeline.num_microbatches": "the whole batch at once",
+        }.get(key, "")
+    chunks = f"{c.pipeline.parallel_layers} layers over {stages} stages"
+    repeats = f"{chunks} x {c.pipeline.num_layers_per_stage} layers per stage"
+    layers = f"{chunks} x {c.pipeline.num_repeats} repeats"
+    if c.pipeline.layers_per_stage:
+        repeats = "the length of pipeline.layers_per_stage over the stages"
+        layers = "the largest entry of pipeline.layers_per_stage"
+    is_delayed = c.pipeline.delay_activation_forwarding
+    microbatches = "two per stage, since forwarding is delayed" if is_delayed else "one per stage"
+    return {
+        "pipeline.engine": f"it runs schedule {c.pipeline.schedule}",
+        "pipeline.num_microbatches": microbatches,
+        "pipeline.num_repeats": repeats,
+        "pipeline.num_layers_per_stage": layers,
+    }.get(key, "")
 
 
 def _without_effect(c: Config) -> list[str]:
-    lines = []
-    if c.pipeline.engine == "sequential":
-        rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
-        lines.append(
-            "the sequential engine has no pipeline: schedule, repeats, layers per stage, delayed forwarding, "
-            "overlap, idle slots and FSDP gathers do not apply; remat_policy acts on each layer; gradients add up "
-            f"over microbatches of {rows} rows a device"
-        )
-    elif c.pipeline.fsdp_gather == "per_repeat" and c.pipeline.num_repeats > 2:
-        microbatches, stages = c.pipeline.num_microbatches, num_stages(c)
-        least = stages * (2 if c.pipeline.delay_activation_forwarding else 1)
-        if microbatches == least:
-            lines.append(
-                "pipeline.fsdp_gather=per_repeat: three gathered repeats, since with "
-                f"num_microbatches={microbatches} a fetch has no time within a repeat; "
-                f"{least + stages} or more need two"
-            )
+    """Return a line for every key that another key leaves without effect."""
+    lines = _pipeline_notes(c)
     for (switch, value), keys in unused_keys().items():
         if get(c, switch) == value:
             lines += [
@@ -157,10 +156,10 @@ def _without_effect(c: Config) -> list[str]:
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if c.compile.topology:
-        asked = f"compile.topology={c.compile.topology}"
+        topology = f"compile.topology={c.compile.topology}"
         if c.compile.num_slices > 1:
-            asked += f" compile.num_slices={c.compile.num_slices}"
-        lines.append(f"{asked}: for maxpipe.compile only; a run takes the devices that there are")
+            topology += f" compile.num_slices={c.compile.num_slices}"
+        lines.append(f"{topology}: for maxpipe.compile only; a run uses the devices that there are")
     if not (c.checkpoint.every or c.checkpoint.every_minutes):
         if c.checkpoint.resume in ("auto", "must"):
             lines.append("checkpoint.every=0: this run cannot be resumed")
@@ -169,8 +168,28 @@ def _without_effect(c: Config) -> list[str]:
     return lines
 
 
+def _pipeline_notes(c: Config) -> list[str]:
+    """Return what a run without stages leaves out, or that a third gathered repeat is needed."""
+    if not ENGINES[c.pipeline.engine].has_stages:
+        rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
+        return [
+            f"the {c.pipeline.engine} engine has no pipeline: schedule, repeats, layers per stage, "
+            "delayed forwarding, overlap, idle slots and FSDP gathers do not apply; remat_policy "
+            f"acts on each layer; gradients add up over microbatches of {rows} rows a device"
+        ]
+    microbatches, least = c.pipeline.num_microbatches, least_microbatches(c)
+    is_third_needed = c.pipeline.fsdp_gather == "per_repeat" and c.pipeline.num_repeats > 2
+    if is_third_needed and microbatches == least:
+        return [
+            "pipeline.fsdp_gather=per_repeat: three gathered repeats are in memory, since with "
+            f"num_microbatches={microbatches} there is no time for a fetch within a repeat; "
+            f"{least + num_stages(c)} or more need two"
+        ]
+    return []
+
+
 def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
-    """Lines of YAML, each with its key (None for lines that set no value)."""
+    """Yield lines of YAML, each with its key; None for lines that set no value."""
     opened: tuple[str, ...] = ()
     for key in OPTIONS:
         *path, name = key.split(".")
@@ -185,10 +204,14 @@ def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
             for item in value:
                 yield f"{indent}- {_flow(item)}", None
         else:
-            is_auto = OPTIONS[key].bounds.derived and value == AUTO
-            yield f"{indent}{name}: {'auto' if is_auto else _flow(value)}", key
+            yield f"{indent}{name}: {_shown(key, value)}", key
 
 
-def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=2**20, allow_unicode=True)
+def _shown(key: str, value: object) -> str:
+    """Return a value as it is written in YAML."""
+    return "auto" if OPTIONS[key].bounds.derived and value == AUTO else _flow(value)
+
+
+def _flow(value: object) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=2**20, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")

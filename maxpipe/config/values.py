@@ -1,7 +1,6 @@
-"""From the text of a YAML scalar to the value of a key, led by the type of the key and not by YAML's guess.
+"""Convert the text of a YAML scalar to the value of a key by the key's type, not by YAML's guess.
 
-That keeps `run_name: 007` a string, `cache_dir: off` a string, and lets numbers be written 1e3, 4k
-or 2Mi.
+So `run_name: 007` and `cache_dir: off` stay strings, and numbers may be written 1e3, 4k or 2Mi.
 """
 
 import difflib
@@ -12,6 +11,7 @@ from decimal import Decimal
 from typing import Any, TypeAlias
 
 from maxpipe.config.options import Option
+from maxpipe.config.sections.training import MixtureEntry
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,18 @@ class Scalar:
 
 Raw: TypeAlias = "Scalar | list[Raw] | dict[str, Raw]"
 
-AUTO = [-1]  # what the word auto is in place of a list
+AUTO = [-1]  # value of a list that is written as the word auto
 
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*)?(?:\.\d*)?(?:[eE][+-]?\d{1,4})?)(k|M|Ki|Mi)?")
 _SUFFIXES = {None: 1, "k": 10**3, "M": 10**6, "Ki": 2**10, "Mi": 2**20}
 _BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def convert(option: Option, raw: Raw) -> Any:
-    """The value of `raw` in the type of the option, not yet checked against its bounds.
+def convert(option: Option, raw: Raw) -> object:
+    """Return the value of `raw` in the type of the option, not yet checked against its bounds.
 
     Raises:
-      ValueError: it has another type; the message says which is expected, and does not name the
-        key.
+      ValueError: it has another type; the message says which type is expected, but not the key.
     """
     if isinstance(raw, dict):
         raise ValueError("takes a value, not a section of further keys")
@@ -57,23 +56,23 @@ def convert(option: Option, raw: Raw) -> Any:
     if option.bounds.derived and isinstance(raw, Scalar) and raw.text == "auto":
         return AUTO
     if not isinstance(raw, list):
-        raise ValueError(f"expected a list such as {_example(option)}, got {show(raw)}")
+        raise ValueError(f"expected a list such as {example(option)}, got {show(raw)}")
     if option.type == list[int]:
         return [_integer(item) for item in raw]
-    if option.type == list[dict[str, Any]]:
+    if option.type == list[MixtureEntry]:
         return [_mapping(item, option) for item in raw]
     return [_plain(item) for item in raw]
 
 
-def check_type(option: Option, value: Any) -> None:
-    """Raises ValueError unless a Python value has the option's type; whole numbers may stand for floats."""
+def check_type(option: Option, value: object) -> None:
+    """Raise ValueError unless a Python value has the option's type; an int is a legal float."""
     if option.type is float:
         legal = isinstance(value, int | float) and not isinstance(value, bool)
     elif option.type is int:
         legal = isinstance(value, int) and not isinstance(value, bool)
     elif option.type == list[int]:
         legal = isinstance(value, list) and all(type(item) is int for item in value)
-    elif option.type == list[dict[str, Any]]:
+    elif option.type == list[MixtureEntry]:
         legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
         legal = isinstance(value, list if option.type == list[Any] else option.type)
@@ -82,7 +81,7 @@ def check_type(option: Option, value: Any) -> None:
 
 
 def check_bounds(option: Option, value: Any) -> None:
-    """Raise ValueError, naming the legal values, if a value of the right type breaks the option's bounds."""
+    """Raise ValueError, with the legal values, if a value of the right type breaks the bounds."""
     bounds = option.bounds
     choices = option.choices
     if choices and value not in choices:
@@ -104,20 +103,30 @@ def check_bounds(option: Option, value: Any) -> None:
 
 
 def nearest(value: str, choices: list[str]) -> str:
-    """`; did you mean X?` for the choice most like `value`, or nothing if none is like it."""
-    found = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    """Return `; did you mean X?` with the choice most like `value`, or nothing if none is."""
+    matches = difflib.get_close_matches(value.lower(), choices, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def show(raw: Raw) -> str:
-    """A short form of a raw value for messages."""
+    """Return a short form of a raw value for messages."""
     if isinstance(raw, Scalar):
         return repr(raw.text)
     return "a list" if isinstance(raw, list) else "a section"
 
 
+def example(option: Option) -> str:
+    """Return a legal value of an option that takes a list, as it is written in YAML."""
+    if option.type == list[MixtureEntry]:
+        return (
+            "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
+            "{source: text, path: b.txt, weight: 0.3}]"
+        )
+    return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
+
+
 def number(text: str) -> Decimal:
-    """The exact value of a number as written: underscores and the suffixes k, M, Ki, Mi are understood.
+    """Return the exact value of a number, written with underscores or a suffix k, M, Ki or Mi.
 
     Raises:
       ValueError: the text is no finite number.
@@ -150,17 +159,17 @@ def _bool(raw: Raw) -> bool:
 
 
 def _integer(raw: Raw) -> int:
-    wanted = "expected a whole number such as 8, 1e3, 4k or 2Ki"
+    expected = "expected a whole number such as 8, 1e3, 4k or 2Ki"
     try:
         value = number(raw.text) if isinstance(raw, Scalar) else None
     except ValueError:
         value = None
     if value is None:
-        raise ValueError(f"{wanted}, got {show(raw)}")
+        raise ValueError(f"{expected}, got {show(raw)}")
     if value and value.adjusted() > 18:
         raise ValueError(f"{show(raw)} is too large")
     if value != value.to_integral_value():
-        raise ValueError(f"{wanted}, got {show(raw)}")
+        raise ValueError(f"{expected}, got {show(raw)}")
     return int(value)
 
 
@@ -174,11 +183,11 @@ def _float(raw: Raw) -> float:
     return value
 
 
-def _mapping(raw: Raw, option: Option) -> dict[str, Any]:
-    """Names to numbers, where the text is one and not quoted, or to strings."""
+def _mapping(raw: Raw, option: Option) -> dict[str, str | float]:
+    """Return a mapping to numbers, where the text is an unquoted number, or else to strings."""
     if not isinstance(raw, dict):
-        raise ValueError(f"expected a list such as {_example(option)}, got {show(raw)} in it")
-    values: dict[str, Any] = {}
+        raise ValueError(f"expected a list such as {example(option)}, got {show(raw)} in it")
+    values: dict[str, str | float] = {}
     for name, item in raw.items():
         if not isinstance(item, Scalar):
             raise ValueError(f"expected one value for {name}, got {show(item)}")
@@ -189,7 +198,7 @@ def _mapping(raw: Raw, option: Option) -> dict[str, Any]:
     return values
 
 
-def _plain(raw: Raw) -> Any:
+def _plain(raw: Raw) -> object:
     if isinstance(raw, list):
         return [_plain(item) for item in raw]
     if isinstance(raw, dict):
@@ -199,10 +208,4 @@ def _plain(raw: Raw) -> Any:
 
 def _name(option: Option) -> str:
     names = {str: "a string", bool: "true or false", int: "a whole number", float: "a number"}
-    return names[option.type] if option.type in names else f"a list such as {_example(option)}"
-
-
-def _example(option: Option) -> str:
-    if option.type == list[dict[str, Any]]:
-        return "[{source: jsonl, path: a.jsonl, weight: 0.7}, {source: text, path: b.txt, weight: 0.3}]"
-    return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
+    return names[option.type] if option.type in names else f"a list such as {example(option)}"

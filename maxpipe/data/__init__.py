@@ -1,0 +1,1 @@
+"""From files to batches: sources, documents, tokenizers, order and mixture, packing, loader."""

@@ -1,7 +1,7 @@
-"""Looks at data as a run would see it: `python -m maxpipe.data show CONFIG.yml key=value ...`.
+"""`python -m maxpipe.data show CONFIG.yml key=value ...`: show data as a run would see it.
 
-Prints a few rows as text, one line per segment, and measures the loader. No model is built. Exit
-codes: 0; 2 if the configuration or the data is wrong.
+The command prints a few rows as text, one line per segment, and measures the loader. It builds no
+model. Exit codes: 0; 2 if the configuration or the data is wrong.
 """
 
 import argparse
@@ -25,19 +25,19 @@ DESCRIPTION = (
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code."""
+    """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["show"]:
         words = words[1:]
     elif words[:1] not in (["--help"], ["-h"]):
-        raise ConfigError(Problem("", f"the one thing to do is: {PROG} CONFIG.yml key=value ..."))
+        raise ConfigError(Problem("", f"the only command is: {PROG} CONFIG.yml key=value ..."))
     arguments = parse_args(words, prog=PROG, description=DESCRIPTION, add_flags=_add_flags)
     show(arguments.loaded.config, arguments.flags.rows, arguments.flags.seconds)
     return 0
 
 
 def show(config: Config, num_rows: int, seconds: float) -> None:
-    """Prints `num_rows` rows of the first batch, then what the loader does in `seconds`."""
+    """Print `num_rows` rows of the first batch, then the speed of the loader over `seconds`."""
     from maxpipe.data.loader import make_loader
 
     loader = make_loader(config, "train", range(config.data.global_batch_size))
@@ -45,7 +45,7 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
     batch = next(loader)
     for row in range(min(num_rows, config.data.global_batch_size)):
         print(*describe_row(batch, row, tokenizer), sep="\n")
-    # What was prepared ahead while the rows were printed would count as time won.
+    # Batches that were prefetched while the rows were printed must not count.
     for _ in range(config.data.prefetch + 1):
         next(loader)
     print(measure(loader, config, seconds))
@@ -53,8 +53,9 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
 
 
 def describe_row(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """A row as lines: its size, then number, first position, tokens and text of each segment."""
-    segments, tokens = batch["segment_ids"][row], batch["tokens"][row]
+    """Yield a row as lines: its size, then number, token range and text of each segment."""
+    segments = batch["segment_ids"][row]
+    tokens = batch["tokens"][row]
     padding = int((segments == 0).sum())
     yield f"row {row}: {len(tokens)} tokens, {segments.max()} segments, {padding} of padding"
     for segment in range(1, segments.max() + 1):
@@ -64,18 +65,22 @@ def describe_row(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def measure(loader: Iterator[Batch], config: Config, seconds: float) -> str:
-    """Tokens per second of the loader alone, and how well its rows are filled."""
+    """Return the loader's tokens per second and how well its rows are filled, as text."""
     began = time.perf_counter()
-    batches = filled = segments = 0
+    batches = 0
+    filled = 0  # tokens that are not padding
+    segments = 0
     while not batches or time.perf_counter() - began < seconds:
         batch = next(loader)
         batches += 1
         filled += int((batch["segment_ids"] > 0).sum())
         segments += int(batch["segment_ids"].max(axis=1).sum())
     rows = batches * config.data.global_batch_size
-    tokens, elapsed = rows * config.data.sequence_length, time.perf_counter() - began
+    tokens = rows * config.data.sequence_length
+    elapsed = time.perf_counter() - began
     return (
-        f"{batches} batches in {elapsed:.1f} s: {tokens / elapsed:,.0f} tokens/s with {_workers(config)}\n"
+        f"{batches} batches in {elapsed:.1f} s: "
+        f"{tokens / elapsed:,.0f} tokens/s with {_workers(config)}\n"
         f"packing efficiency {filled / tokens:.1%}: the share of tokens that are not padding\n"
         f"{segments / rows:.2f} segments a row, {filled / segments:.1f} tokens a segment"
     )
@@ -83,11 +88,9 @@ def measure(loader: Iterator[Batch], config: Config, seconds: float) -> str:
 
 def _workers(config: Config) -> str:
     workers = config.data.num_workers
-    return (
-        f"data.num_workers={workers}"
-        if workers
-        else "a thread of this process (data.num_workers=0)"
-    )
+    if workers:
+        return f"data.num_workers={workers}"
+    return "a thread of this process (data.num_workers=0)"
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Documents: random access to texts or token ids, and their split into training and evaluation."""
+"""Documents: random access to texts or token ids, split into training and evaluation, encoding."""
 
 from typing import Literal, Protocol
 
@@ -6,19 +6,20 @@ import numpy as np
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
+from maxpipe.data.tokenizers import Tokenizer
 
 Split = Literal["train", "eval"]
 
 
 class Documents(Protocol):
-    """What a source offers. Picklable, for worker processes; reads a document only when asked for it."""
+    """What a data source returns; picklable, for worker processes, and reads documents lazily."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        """Document `index`: its text, or its token ids (integers, [tokens]), without begin or end marks."""
+        """Return the text, or the token ids (integers, [tokens]) without begin and end marks."""
         ...
 
 
@@ -37,7 +38,7 @@ class Subset:
 
 
 def open_documents(config: DataConfig, split: Split) -> Documents:
-    """The documents of one split of `data.source`.
+    """Return the documents of one split of `data.source`.
 
     Raises:
       ConfigError: files are missing or unusable, or the split would be empty.
@@ -49,10 +50,10 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
 
 
 def split_documents(documents: Documents, split: Split, eval_fraction: float) -> Documents:
-    """The documents of one split; every document is in exactly one.
+    """Return the documents of one split; every document is in exactly one.
 
-    A document is kept for evaluation if the hash of its index falls below `eval_fraction`, so that
-    documents added at the end move no other document across. With two or more documents neither
+    A document belongs to evaluation if the hash of its index is below `eval_fraction`, so documents
+    added at the end move no other document to the other split. With two or more documents neither
     split is empty, unless `eval_fraction` is 0.
 
     Raises:
@@ -61,20 +62,14 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
     if eval_fraction == 0:
         if split == "train":
             return documents
-        raise ConfigError(
-            Problem(
-                "data.eval_fraction",
-                "0 keeps no documents for evaluation; raise it or set eval.every=0",
-            )
-        )
+        message = "0 keeps no documents for evaluation; raise it or set eval.every=0"
+        raise ConfigError(Problem("data.eval_fraction", message))
     if len(documents) < 2:
-        raise ConfigError(
-            Problem(
-                "data.path",
-                f"{len(documents)} document cannot serve both training and evaluation; "
-                "add documents, or set data.eval_fraction=0 eval.every=0",
-            )
+        message = (
+            f"{len(documents)} document cannot serve both training and evaluation; "
+            "add documents, or set data.eval_fraction=0 eval.every=0"
         )
+        raise ConfigError(Problem("data.path", message))
     hashes = _hash(np.arange(len(documents)))
     in_eval = hashes < eval_fraction
     in_eval[hashes.argmin()] = True
@@ -83,9 +78,52 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
 
 
 def _hash(indices: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) that look random (SplitMix64's finalizer), float64, [n]."""
+    """Return pseudo-random numbers in [0, 1), float64 [n], by SplitMix64's finalizer."""
     x = indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x = x ^ (x >> np.uint64(31))
     return (x >> np.uint64(11)) / 2.0**53
+
+
+class EncodedDocuments:
+    """Documents as token ids, each framed by begin and end of document.
+
+    Args:
+      documents: texts or token ids.
+      tokenizer: encodes texts; its special ids frame both.
+      vocab_size: ids must be below it, because JAX would clamp larger ones silently.
+    """
+
+    def __init__(self, documents: Documents, tokenizer: Tokenizer, vocab_size: int):
+        self._documents = documents
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Return [bos?, tokens..., eos], int32; empty if the document has no tokens.
+
+        Raises:
+          ConfigError: a token id is outside the vocabulary.
+        """
+        document = self._documents[index]
+        if isinstance(document, str):
+            ids = self._tokenizer.encode(document)
+        else:
+            ids = np.asarray(document)
+        if ids.size == 0:
+            return np.empty(0, np.int32)
+        if ids.max() >= self._vocab_size or ids.min() < 0:
+            message = (
+                f"{self._vocab_size} is too small for the data: a document holds token ids "
+                f"{ids.min()} to {ids.max()}; raise it, or check that data.tokenizer made these "
+                "tokens"
+            )
+            raise ConfigError(Problem("model.vocab_size", message))
+        bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
+        start = [] if bos is None or ids[0] == bos else [bos]
+        end = [] if ids[-1] == eos and ids.size + len(start) > 1 else [eos]
+        return np.concatenate([start, ids.astype(np.int32), end], dtype=np.int32, casting="unsafe")

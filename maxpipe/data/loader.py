@@ -1,9 +1,9 @@
-"""The loader: this process's rows of every batch, and where they stand.
+"""The loader: this process's rows of every batch, and their positions in the data.
 
 Batch N is a pure function of (seed, data configuration, N). Each of the B rows of the global batch
-is a stream of its own over documents (`maxpipe.data.packing`), whose state is three integers, so
-that a run continues exactly from the saved array whatever the number of processes, workers or
-batches prepared ahead.
+is a stream of its own over documents (`maxpipe.data.packing`), whose state is three integers. A run
+therefore continues exactly from the saved array, whatever the number of processes, workers or
+prefetched batches.
 
 Shapes: B global batch size, R rows of this process, T sequence length.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import Split
+from maxpipe.data.documents import EncodedDocuments, Split
 from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import load_tokenizer
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Loader(Iterator[Batch]):
-    """Endless batches; made by `make_loader`.
+    """An endless iterator of batches, made by `make_loader`.
 
-    `next(loader)` gives `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and
+    `next(loader)` returns `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and
     `weights` (float32 [R, T]): weight 1 for real targets, 0 for padding; segments from 1, 0 for
     padding; positions from 0 within each segment.
 
     Args:
-      iterators: worker w gives rows w::len(iterators) as (batch, state).
+      iterators: worker w yields (batch, state) of rows w::len(iterators).
       state: int64 [R, 3], the state before the first batch.
     """
 
@@ -47,17 +47,17 @@ class Loader(Iterator[Batch]):
 
     @property
     def state(self) -> np.ndarray:
-        """int64 [R, 3] (epoch, position, offset): the state after the batch handed out last; a copy."""
+        """State after the last batch: a copy, int64 [R, 3] (epoch, position, offset)."""
         return self._state.copy()
 
     def restart(self) -> None:
-        """Goes back to the first batch that it has given."""
+        """Go back to the first batch."""
         self._state = self._first_state
         for iterator, start in zip(self._iterators, self._starts, strict=True):
             iterator.set_state(start)
 
     def close(self) -> None:
-        """Stops threads and worker processes; may be called twice."""
+        """Stop threads and worker processes; may be called twice."""
         for iterator in self._iterators:
             iterator.close()
 
@@ -65,20 +65,20 @@ class Loader(Iterator[Batch]):
 def make_loader(
     config: Config, split: Split, rows: Sequence[int], state: np.ndarray | None = None
 ) -> Loader:
-    """A loader of some rows of the global batch.
+    """Return a loader of some rows of the global batch.
 
     Args:
-      config: `seed`, `data`, `eval.global_batch_size` and `model.vocab_size` count.
-      split: `train` has data.global_batch_size rows in all, `eval` eval.global_batch_size.
+      config: `seed`, `data`, `eval.global_batch_size` and `model.vocab_size` are read.
+      split: B is data.global_batch_size for `train`, eval.global_batch_size for `eval`.
       rows: this process's rows, each in [0, B), at least one.
       state: int64 [R, 3] of these rows, from `Loader.state`; None starts from the beginning.
 
     Raises:
       ConfigError: files are missing or unusable, the split is empty, model.vocab_size is too small,
-        or `state` does not belong to these documents and rows. `next(loader)` raises it for what
-        reading finds.
+        or `state` does not belong to these documents and rows. `next(loader)` raises it if a
+        document cannot be read.
     """
-    from maxpipe.data.encoding import EncodedDocuments
+    # These import grain, which takes longer than reporting an error of the configuration should.
     from maxpipe.data.mixture import open_mixture
     from maxpipe.data.rows import RowSource, prefetched
 
@@ -106,19 +106,20 @@ def make_loader(
         pad_id=tokenizer.pad_id,
     )
     workers = min(max(data.num_workers, 1), len(rows))
-    parts = [state[worker::workers] for worker in range(workers)]
-    return Loader(prefetched(source, parts, data.prefetch, processes=data.num_workers > 0), state)
+    states = [state[worker::workers] for worker in range(workers)]
+    iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
+    return Loader(iterators, state)
 
 
 def global_batch_size(config: Config, split: Split) -> int:
-    """B of a split."""
+    """Return B of a split."""
     if split == "eval" and config.eval.global_batch_size != -1:
         return config.eval.global_batch_size
     return config.data.global_batch_size
 
 
 def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
-    """int64 [R, 3]: row r starts with document r of all epochs laid end to end."""
+    """Return int64 [R, 3]: row r starts at document r of the concatenated epochs."""
     row = np.asarray(rows, np.int64)
     return np.stack([row // num_documents, row % num_documents, np.zeros_like(row)], axis=1)
 
@@ -126,20 +127,21 @@ def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
 def check_state(
     state: np.ndarray, rows: Sequence[int], num_documents: int, batch_size: int
 ) -> None:
-    """Raises ConfigError unless every row stands at one of its own documents."""
+    """Raise ConfigError unless the position of every row is at one of its own documents."""
     assert state.shape == (len(rows), 3)
     epoch, position, offset = state.T
     fits = (epoch >= 0) & (position >= 0) & (position < num_documents) & (offset >= 0)
     if not (fits & ((epoch * num_documents + position) % batch_size == np.asarray(rows))).all():
         message = (
-            f"the saved data position does not fit {num_documents} documents and {batch_size} rows; restore "
-            "the files and data.global_batch_size that the run began with, or start a new run"
+            f"the saved data position does not fit {num_documents} documents and {batch_size} "
+            "rows; restore the files and data.global_batch_size that the run began with, or start "
+            "a new run"
         )
         raise ConfigError(Problem("data.path", message))
 
 
 def _interleave(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Inverse of splitting rows into parts w::len(parts)."""
+    """Return the rows of which part w holds every len(parts)-th, from row w on."""
     if len(parts) == 1:
         return parts[0]
     rows = np.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), parts[0].dtype)

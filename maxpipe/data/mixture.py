@@ -1,11 +1,10 @@
-"""The order in which documents are visited, as a pure function of (seed, epoch, position).
+"""The order in which documents are visited, for one source and for a mixture of several.
 
-Documents of several sources in the shares of `data.mixture`, as one sequence with an order of its
-own.
-
-Draws come in rounds of `ROUND`, of which every source has its share; within a round they are
-shuffled. So which document draw number g is follows from g alone, and the state of a row stays what
-it is without a mixture."""
+An order is a pure function of (seed, epoch, position). A mixture draws documents in rounds of
+`ROUND`: every source has its share (`data.mixture`) of a round, and the draws of a round are
+shuffled. The document of draw number g therefore follows from g alone, and the state of a row is
+the same as without a mixture.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,18 +15,20 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.rules.checks import LEAST_SHARE
+from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents, Split, open_documents
 
+ROUND = round(1 / LEAST_SHARE)  # draws
+
 
 class Order(Protocol):
-    """Which document is visited when; an epoch has `num_documents` positions."""
+    """An order of documents; an epoch has `num_documents` positions."""
 
     num_documents: int
 
     def __call__(self, epoch: int, position: int) -> int:
-        """Index of the document at `position` of `epoch`."""
+        """Return the index of the document at `position` of `epoch`."""
         ...
 
 
@@ -37,7 +38,7 @@ class DocumentOrder:
     Args:
       num_documents: below 2**32.
       seed: any non-negative integer.
-      shuffle: False visits the documents in their own order in every epoch.
+      shuffle: whether every epoch has a permutation of its own, or visits documents in order.
     """
 
     def __init__(self, num_documents: int, seed: int, shuffle: bool):
@@ -47,20 +48,17 @@ class DocumentOrder:
         self._shuffle = shuffle
 
     def __call__(self, epoch: int, position: int) -> int:
-        """Index of the document at `position` of `epoch`."""
+        """Return the index of the document at `position` of `epoch`."""
         if not self._shuffle:
             return position
         seed = (self._seed + epoch) % 2**32
         return index_shuffle(position, max_index=self.num_documents - 1, seed=seed, rounds=4)
 
 
-ROUND = round(1 / LEAST_SHARE)
-
-
 def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:
-    """The documents of one split of `data.mixture`, or of `data.source` without one, and the order to visit them in.
+    """Return the documents of one split and the order in which to visit them.
 
-    Every source is split by itself.
+    They come from `data.mixture`, each source split by itself, or from `data.source` without one.
 
     Raises:
       ConfigError: as `open_documents`; with a mixture the message names the entry.
@@ -68,11 +66,12 @@ def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents
     if not config.mixture:
         documents = open_documents(config, split)
         return documents, DocumentOrder(len(documents), seed, config.shuffle)
-    parts, problems = [], []
+    sources = []
+    problems = []
     for number, entry in enumerate(config.mixture, 1):
         try:
-            one = replace(config, source=entry["source"], path=entry.get("path", ""), mixture=[])
-            parts.append(open_documents(one, split))
+            source = replace(config, source=entry["source"], path=entry.get("path", ""), mixture=[])
+            sources.append(open_documents(source, split))
         except ConfigError as error:
             for problem in error.problems:
                 problems.append(
@@ -81,38 +80,37 @@ def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents
     if problems:
         raise ConfigError(*problems)
     weights = [entry["weight"] for entry in config.mixture]
-    return Concatenation(parts), MixedOrder(
-        [len(part) for part in parts], weights, seed, config.shuffle
-    )
+    order = MixedOrder([len(source) for source in sources], weights, seed, config.shuffle)
+    return Concatenation(sources), order
 
 
 class Concatenation:
     """The documents of several sources, one source after the other."""
 
-    def __init__(self, parts: Sequence[Documents]):
-        self._parts = parts
-        self._firsts = np.array([0, *accumulate(len(part) for part in parts)])
+    def __init__(self, sources: Sequence[Documents]):
+        self._sources = sources
+        self._firsts = np.array([0, *accumulate(len(source) for source in sources)])
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        part = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        return self._parts[part][int(index - self._firsts[part])]
+        source = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return self._sources[source][int(index - self._firsts[source])]
 
 
 class MixedOrder:
-    """The order in which the documents of a `Concatenation` are drawn; as `DocumentOrder`.
+    """The `Order` in which the documents of a `Concatenation` are drawn.
 
-    A source goes through its own epochs, in each of them once through all of its documents, as fast
-    as its weight makes it. An epoch of the mixture is as many draws as there are documents, and has
-    no further meaning.
+    Every source has epochs of its own, each a `DocumentOrder` of its documents; its weight decides
+    how fast they pass. An epoch of the mixture is as many draws as there are documents, and has no
+    further meaning.
 
     Args:
       sizes: documents of each source.
       weights: share of each source, positive, in any unit.
       seed: any non-negative integer.
-      shuffle: as in `DocumentOrder`; the sources are mixed either way.
+      shuffle: as in `DocumentOrder`; the sources are mixed in either case.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool):
@@ -125,19 +123,21 @@ class MixedOrder:
         self._slots = np.array([0, *accumulate(self._shares)])
 
     def __call__(self, epoch: int, position: int) -> int:
-        """Index of the document at `position` of `epoch`."""
+        """Return the index of the document at `position` of `epoch`."""
+        # 1. The shuffled slot of this draw within its round, and the source that owns the slot.
         number, draw = divmod(epoch * self.num_documents + position, ROUND)
-        slot = index_shuffle(
-            draw, max_index=ROUND - 1, seed=(self._seed + number) % 2**32, rounds=4
-        )
+        seed = (self._seed + number) % 2**32
+        slot = index_shuffle(draw, max_index=ROUND - 1, seed=seed, rounds=4)
         source = int(np.searchsorted(self._slots, slot, side="right")) - 1
+        # 2. The source has made `_shares` draws in each earlier round.
+        source_draw = number * self._shares[source] + slot - int(self._slots[source])
+        # 3. Its own epoch and position, and the document there.
         order = self._orders[source]
-        draw_of_source = number * self._shares[source] + slot - int(self._slots[source])
-        return self._firsts[source] + order(*divmod(draw_of_source, order.num_documents))
+        return self._firsts[source] + order(*divmod(source_draw, order.num_documents))
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Draws of each source in a round, in proportion to the weights, but at least one; they add up to `ROUND`."""
+    """Return each source's draws per round: proportional to weight, at least 1, sum `ROUND`."""
     exact = np.asarray(weights, np.float64) / sum(weights) * ROUND
     counts = np.maximum(exact.astype(int), 1)
     while counts.sum() < ROUND:

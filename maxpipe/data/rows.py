@@ -1,4 +1,4 @@
-"""The rows of a batch as a grain dataset, prefetched by a thread or by worker processes."""
+"""The rows of a batch as a grain dataset, prefetched by threads or by worker processes."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -7,28 +7,28 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import grain
 import numpy as np
 from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
-from maxpipe.data.encoding import EncodedDocuments
+from maxpipe.data.documents import EncodedDocuments
 from maxpipe.data.mixture import Order
 from maxpipe.data.packing import Batch, RowStream, empty_batch, fill_row
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """All that decides which pairs a row gets, apart from its state.
+    """Everything but its state that determines the contents of a row.
 
     Attributes:
       documents: framed token ids.
-      order: visiting order.
-      global_batch_size: rows over all processes, the stride of every row.
+      order: order in which documents are visited.
+      global_batch_size: number of rows of all processes; the stride of every row.
       sequence_length: T.
-      packing: several documents per sequence, or one.
+      packing: whether a sequence holds several documents or one.
       pad_id: token id of padding.
     """
 
@@ -40,8 +40,14 @@ class RowSource:
     pad_id: int
 
 
+class RowStates(TypedDict):
+    """State of a `RowIterator`: int64 [rows, 3] (epoch, position, offset)."""
+
+    rows: np.ndarray
+
+
 class RowDataset(grain.IterDataset):
-    """Endless batches of some rows; an element is (batch, state after it, int64 [rows, 3])."""
+    """Endless batches of some rows; an element is (batch, state after it: int64 [rows, 3])."""
 
     def __init__(self, source: RowSource, state: np.ndarray):
         super().__init__()
@@ -53,6 +59,8 @@ class RowDataset(grain.IterDataset):
 
 
 class RowIterator(grain.DatasetIterator):
+    """The iterator of a `RowDataset`."""
+
     def __init__(self, source: RowSource, state: np.ndarray):
         super().__init__()
         self._source = source
@@ -65,10 +73,10 @@ class RowIterator(grain.DatasetIterator):
             fill_row(batch, row, stream, source.packing)
         return batch, self.get_state()["rows"]
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> RowStates:
         return {"rows": np.array([stream.state for stream in self._streams], np.int64)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: RowStates) -> None:
         source = self._source
         self._streams = [
             RowStream(source.documents, source.order, source.global_batch_size, row)
@@ -79,15 +87,15 @@ class RowIterator(grain.DatasetIterator):
 def prefetched(
     source: RowSource, states: Sequence[np.ndarray], depth: int, processes: bool
 ) -> list[grain.DatasetIterator]:
-    """One started iterator over `RowDataset` elements per entry of `states`.
+    """Return one started iterator over `RowDataset` elements per entry of `states`.
 
     Args:
-      states: int64 [rows, 3] per iterator.
-      depth: elements that each iterator prepares ahead.
-      processes: one worker process per iterator instead of one thread.
+      states: int64 [rows, 3] for each iterator.
+      depth: elements that each iterator prefetches.
+      processes: whether each iterator has a worker process instead of a thread.
     """
     if processes and not flags.FLAGS.is_parsed():
-        # grain's workers read absl flags, which nobody parses outside absl.app.
+        # grain's workers read absl flags, which only absl.app parses.
         flags.FLAGS.mark_as_parsed()
     iterators = []
     for state in states:
@@ -104,11 +112,11 @@ def prefetched(
 
 
 def _start_worker(index: int, count: int) -> None:
-    """Makes a worker process live exactly as long as its parent needs it."""
-    # A signal to the whole process group must leave the parent able to finish its step and save.
+    """Let a worker process ignore signals and end with its parent."""
+    # After a signal to the process group the parent still needs batches to finish its step.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # Nothing else ends a worker whose parent was killed.
+    # If the parent is killed, only this thread ends the worker.
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_exit_after, args=(parent.sentinel,), daemon=True).start()

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.rules.engines import one_process
-from maxpipe.config.rules.mesh import RULES, unknown_axes
-from maxpipe.config.rules.rule import apply_rules
+from maxpipe.config.load import derive_known
+from maxpipe.config.rules.engines import check_processes
 from maxpipe.config.sections import Config
 from maxpipe.devices.simulated import start_threads, uses_cache
 
@@ -29,7 +28,7 @@ def start_jax(config: Config) -> None:
         the simulated devices evenly, or there are several for an engine that has one.
     """
     # Whoever waits for peers first would say it only when all of them have come.
-    one_process(apply_rules(RULES, config, unknown_axes(config))[0], announced_processes())
+    check_processes(derive_known(config), announced_processes())
     if config.mesh.simulated_devices:
         devices = simulated_share(config.mesh.simulated_devices)
         jax.config.update("jax_num_cpu_devices", devices)

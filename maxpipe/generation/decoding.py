@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import dot_product_attention
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
@@ -98,13 +99,11 @@ class Decoder:
     ) -> tuple[jax.Array, KeysValues]:
         """Tokens [B,T] from position `start` on -> (logits after the last one, cache)."""
         rows, length = tokens.shape
-        side = {
-            "positions": jnp.broadcast_to(
-                start + jnp.arange(length, dtype=jnp.int32), tokens.shape
-            ),
-            "segment_ids": jnp.ones_like(tokens),
-            "sequence_index": jnp.arange(rows, dtype=jnp.int32),
-        }
+        side = SideInputs(
+            positions=jnp.broadcast_to(start + jnp.arange(length, dtype=jnp.int32), tokens.shape),
+            segment_ids=jnp.ones_like(tokens),
+            sequence_index=jnp.arange(rows, dtype=jnp.int32),
+        )
 
         def layer(x: jax.Array, inputs: tuple[Params, Any]) -> tuple[jax.Array, KeysValues]:
             weights, before = inputs

@@ -1,7 +1,6 @@
 """Pre-norm decoder block of the Llama family: attention, then gated MLP, each added to the residual stream."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ from flax import nnx
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import Attention, AttentionFn
-from maxpipe.model.layers import GatedMLP, RMSNorm, dropout
+from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, dropout
 
 
 class LlamaBlock(nnx.Module):
@@ -24,27 +23,25 @@ class LlamaBlock(nnx.Module):
         self.mlp = GatedMLP(config)
 
     def __call__(
-        self, x_BTD: jax.Array, side: dict[str, Any], key: jax.Array | None
+        self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Applies the layer.
 
         Args:
           x_BTD: activations [B,T,D].
-          side: positions and segment_ids int32 [B,T], sequence_index int32 [B].
+          side: see `SideInputs`.
           key: the layer's key of this step, or None without dropout.
 
         Returns:
           (activations [B,T,D], auxiliary loss summed over sequences, float32 scalar: 0 here).
         """
-        attended = self.attention(
-            self.attention_norm(x_BTD), side["positions"], side["segment_ids"]
-        )
+        attended = self.attention(self.attention_norm(x_BTD), side.positions, side.segment_ids)
         x_BTD = x_BTD + self._drop(attended, key, 0, side)
         x_BTD = x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), key, 1, side)
         return x_BTD, jnp.float32(0)
 
     def _drop(
-        self, x: jax.Array, key: jax.Array | None, sublayer: int, side: dict[str, Any]
+        self, x: jax.Array, key: jax.Array | None, sublayer: int, side: SideInputs
     ) -> jax.Array:
         if key is None or not self.rate:
             return x

@@ -11,7 +11,7 @@ it."""
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,21 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import ModelConfig, RopeScalingConfig
 from maxpipe.model.parameters import declare
+
+
+class SideInputs(NamedTuple):
+    """What a layer reads besides activations and weights; the arrays of one microbatch never change between layers.
+
+    Attributes:
+      positions: int32 [B, T], position of each token in its segment.
+      segment_ids: int32 [B, T], which of a row's packed segments each token belongs to.
+      sequence_index: int32 [B], index of each row in the global batch, from which dropout masks are
+        drawn.
+    """
+
+    positions: jax.Array
+    segment_ids: jax.Array
+    sequence_index: jax.Array
 
 
 class RMSNorm(nnx.Module):
@@ -135,16 +150,15 @@ def rotate(x_BTHD: jax.Array, positions_BT: jax.Array, freq: np.ndarray) -> jax.
     return rotated.astype(x_BTHD.dtype)
 
 
-def dropout(x_BTD: jax.Array, rate: float, key: jax.Array, side: dict[str, Any]) -> jax.Array:
+def dropout(x_BTD: jax.Array, rate: float, key: jax.Array, side: SideInputs) -> jax.Array:
     """Zeroes entries with probability `rate` and scales the rest by 1 / (1 - rate).
 
     Args:
       x_BTD: [batch, tokens, embed].
       rate: in [0, 1).
       key: key of the step, layer and sublayer.
-      side: sequence_index int32 [batch], of each sequence in the global batch; segment_ids and
-        positions int32 [batch, tokens], which tell the tokens of a sequence apart in whatever order
-        they are.
+      side: sequence_index tells rows apart; segment_ids and positions tell the tokens of a row
+        apart, in whatever order they are stored.
     """
 
     def keep_token(key: jax.Array, segment: jax.Array, position: jax.Array) -> jax.Array:
@@ -156,5 +170,5 @@ def dropout(x_BTD: jax.Array, rate: float, key: jax.Array, side: dict[str, Any])
             jax.random.fold_in(key, sequence), segments, positions
         )
 
-    mask = jax.vmap(keep)(side["sequence_index"], side["segment_ids"], side["positions"])
+    mask = jax.vmap(keep)(side.sequence_index, side.segment_ids, side.positions)
     return jnp.where(mask, x_BTD / (1 - rate), 0).astype(x_BTD.dtype)

@@ -5,18 +5,16 @@ layer dimensions that the engine chooses. Shapes: B sequences of a microbatch, T
 V vocabulary.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxpipe.config.catalog import BLOCKS
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
-from maxpipe.config.variants import implementation
 from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn, dot_product_attention
-from maxpipe.model.layers import RMSNorm
+from maxpipe.model.layers import RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import Params, declare, split_module
 
@@ -84,7 +82,7 @@ class ModelProgram:
         return params["embed"]["embedding"][tokens].astype(self.config.dtype)
 
     def block(
-        self, layer: Params, x_BTD: jax.Array, side: dict[str, Any], key: jax.Array | None
+        self, layer: Params, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """One decoder layer: (activations [B,T,D], auxiliary loss summed over the sequences, float32 scalar)."""
         return self._apply_block(layer, x_BTD, side, key)

@@ -1,9 +1,10 @@
-"""Looking into traced programs, and taking them apart."""
+"""Read traced programs (jaxprs), open the calls in them, and cut programs out of them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Atom = Var | Literal
@@ -25,50 +26,62 @@ _EXPENSIVE = (
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """Without the constants, if it has any."""
+    """Return the program without its constants, if it has any."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
-    """Those among an equation's parameters, such as branches and bodies of loops; open or closed."""
+def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """Yield the programs among an equation's parameters, such as branches and bodies of loops."""
     for parameter in jax.tree.leaves(list(eqn.params.values())):
         if isinstance(parameter, (Jaxpr, ClosedJaxpr)):
             yield parameter
 
 
-def inline(program: ClosedJaxpr, calls: Sequence[str]) -> ClosedJaxpr:
-    """The same program with the bodies of `calls`, names of primitives, in the place of the calls."""
+def shaped(atom: Atom) -> ShapedArray:
+    """Return shape and dtype of a variable or literal that is an array."""
+    aval = atom.aval
+    assert isinstance(aval, ShapedArray)
+    return aval
 
-    def run(*args: Any) -> list[Any]:
+
+def inline(program: ClosedJaxpr, calls: Sequence[str]) -> ClosedJaxpr:
+    """Return the program with every call of a primitive in `calls` replaced by the call's body."""
+
+    def run(*args: jax.Array) -> list[jax.Array]:
         return _evaluate(program, args, calls)
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in program.in_avals))
+    return jax.make_jaxpr(run)(
+        *(jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype) for v in program.jaxpr.invars)
+    )
 
 
-def _evaluate(program: Any, args: Sequence[Any], opened: Sequence[str]) -> list[Any]:
+def _evaluate(
+    program: Jaxpr | ClosedJaxpr, args: Sequence[jax.Array], calls: Sequence[str]
+) -> list[jax.Array]:
     jaxpr = open_jaxpr(program)
     consts = program.consts if isinstance(program, ClosedJaxpr) else ()
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
+    # A literal's value may be a Python number.
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
         inputs = [read(v) for v in eqn.invars]
-        if eqn.primitive.name in opened:
-            outputs = _evaluate(next(inner_jaxprs(eqn)), inputs, opened)
+        if eqn.primitive.name in calls:
+            outputs = _evaluate(next(inner_jaxprs(eqn)), inputs, calls)
         else:
             with eqn.ctx.manager:
                 outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
             outputs = outputs if eqn.primitive.multiple_results else [outputs]
-        env.update(zip(eqn.outvars, outputs, strict=True))
+        values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
 def part(
     jaxpr: Jaxpr, inputs: Sequence[Var], equations: Sequence[JaxprEqn], outputs: Sequence[Atom]
 ) -> Jaxpr:
-    """Some equations of a program as a program of their own, which has no constants."""
+    """Return some equations of a program as a program of their own, which has no constants."""
     return jaxpr.replace(
         constvars=[],
         invars=list(inputs),
@@ -79,34 +92,31 @@ def part(
 
 
 def ancestors(equations: Sequence[JaxprEqn], ends: Iterable[Atom]) -> list[JaxprEqn]:
-    """The equations that the ends depend on, in order."""
-    needed, found = set(variables(ends)), []
+    """Return the equations that the ends depend on, in order."""
+    needed = set(variables(ends))
+    selected = []
     for eqn in reversed(equations):
         if any(v in needed for v in eqn.outvars):
-            found.append(eqn)
+            selected.append(eqn)
             needed.update(variables(eqn.invars))
-    return found[::-1]
+    return selected[::-1]
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those atoms that are no literals."""
+    """Return the atoms that are no literals."""
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
 def read_by(equations: Iterable[JaxprEqn], others: Iterable[Atom]) -> dict[Var, None]:
-    """Variables that equations and others name, each once, in order."""
+    """Return the variables that equations read or `others` name, each once, in order."""
     return dict.fromkeys(
         [*(v for eqn in equations for v in variables(eqn.invars)), *variables(others)]
     )
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation costs little more than reading its operands."""
+    """Return whether an equation costs little more than reading its operands."""
     name = eqn.primitive.name
-    if (
-        name.startswith(("scatter", "cum", "reduce_window"))
-        or eqn.effects
-        or any(inner_jaxprs(eqn))
-    ):
+    if name.startswith(("scatter", "cum", "reduce_window")) or name in _EXPENSIVE:
         return False
-    return name not in _EXPENSIVE
+    return not eqn.effects and not any(inner_jaxprs(eqn))

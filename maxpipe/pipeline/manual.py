@@ -1,13 +1,18 @@
-"""Weights inside a manual `shard_map`: gathering them, and summing their gradients, over named mesh axes."""
+"""Collectives inside `shard_map`: gather weights, sum gradients, send activations along a ring.
 
-from collections.abc import Callable
+Such a program is manual over named mesh axes: arrays are one device's parts, and what moves between
+devices is written out. Over the mesh axes that are not manual XLA's partitioner works as elsewhere.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
 from maxpipe.sharding.context_parallel import AXIS
@@ -15,27 +20,34 @@ from maxpipe.sharding.rules import only
 
 ROW_AXES = ("data", "fsdp")
 BATCH_AXES = (*ROW_AXES, AXIS)  # axes along which each device has its own tokens
-# Axes over which the scheduled engine's program is written by hand; the partitioner has the others.
+# Axes over which the scheduled engine's program is manual; the partitioner has the others.
 MANUAL_AXES = ("stage", *BATCH_AXES)
 
-Array2Array = Callable[[jax.Array], jax.Array]
+ArrayFunction = Callable[[jax.Array], jax.Array]
+Tree = TypeVar("Tree")  # an array or a pytree of arrays
 
 
 def manual_part(spec: PartitionSpec) -> PartitionSpec:
-    """A PartitionSpec reduced to the manual axes."""
+    """Return a PartitionSpec reduced to the manual axes."""
     return only(spec, MANUAL_AXES)
 
 
 class Gather:
-    """Gathers one parameter over the manual axes that spread it, and takes its gradient back.
+    """Gather of one parameter over the manual axes that split it, and scatter of its gradient.
+
+    Called with this device's shard it returns the full parameter, differentiably; `gather` and
+    `scatter` are the two halves for programs that write their backward out.
 
     Args:
       spec: the parameter's PartitionSpec, without leading layer dimensions.
-      param_dtype: dtype in which it is kept.
+      param_dtype: dtype in which it is stored.
       dtype: dtype in which it is gathered and used.
+
+    Attributes:
+      axes: the manual axes that split it.
     """
 
-    def __init__(self, spec: PartitionSpec, param_dtype: Any, dtype: Any):
+    def __init__(self, spec: PartitionSpec, param_dtype: DTypeLike, dtype: DTypeLike):
         self._dtype = dtype
         self._spec = spec
         self._dims: list[tuple[int, tuple[str, ...]]] = []
@@ -43,21 +55,21 @@ class Gather:
             if entry is not None:
                 self._dims.append((dim, entry if isinstance(entry, tuple) else (entry,)))
         self.axes = {axis for _, axes in self._dims for axis in axes}
-        self._differentiable = jax.custom_vjp(lambda shard: self.whole(shard))
+        self._differentiable = jax.custom_vjp(lambda shard: self.gather(shard))
         self._differentiable.defvjp(
-            lambda shard: (self.whole(shard), None),
+            lambda shard: (self.gather(shard), None),
             lambda _, gradient: (self.scatter(gradient).astype(param_dtype),),
         )
 
     def __call__(self, shard: jax.Array) -> jax.Array:
-        """The whole parameter in `dtype`; differentiable: the gradient is summed in float32 and scattered."""
+        """Return the full parameter in `dtype`; its gradient is summed in float32 and scattered."""
         return self._differentiable(shard)
 
-    def whole(self, shard: jax.Array, leading: tuple[str | None, ...] = ()) -> jax.Array:
-        """As `__call__`, without a gradient of its own.
+    def gather(self, shard: jax.Array, leading: Sequence[str | None] = ()) -> jax.Array:
+        """Return the full parameter, [..., n, ...] -> [..., n * devices, ...]; not differentiable.
 
         Args:
-          shard: may have leading layer dimensions.
+          shard: this device's part, with any number of leading layer dimensions.
           leading: for each of them the partitioner's mesh axis that splits it, or None.
         """
         x = shard.astype(self._dtype) if jnp.issubdtype(shard.dtype, jnp.floating) else shard
@@ -68,12 +80,12 @@ class Gather:
                     x = lax.all_gather(x, axis, axis=dim + len(leading), tiled=True)
             return x
 
-        return self._partwise(gather, leading)(x)
+        return self._on_parts(gather, leading)(x)
 
-    def scatter(self, gradient: jax.Array, leading: tuple[str | None, ...] = ()) -> jax.Array:
-        """Sums a whole parameter's gradient over the axes that spread it; each device keeps its shard, float32.
+    def scatter(self, gradient: jax.Array, leading: Sequence[str | None] = ()) -> jax.Array:
+        """Sum a full parameter's gradient over the axes that split it; return this device's shard.
 
-        Leading layer dimensions as in `whole`.
+        Float32, [..., n * devices, ...] -> [..., n, ...]; leading dimensions as in `gather`.
         """
         # Sums are float32 for accuracy; bfloat16 ones also abort XLA's CPU backend in partially
         # manual programs.
@@ -85,13 +97,13 @@ class Gather:
                     x = lax.psum_scatter(x, axis, scatter_dimension=dim + len(leading), tiled=True)
             return x
 
-        return self._partwise(reduce, leading)(x)
+        return self._on_parts(reduce, leading)(x)
 
-    def _partwise(self, f: Array2Array, leading: tuple[str | None, ...]) -> Array2Array:
-        """`f` on each device's part over the partitioner's axes.
+    def _on_parts(self, f: ArrayFunction, leading: Sequence[str | None]) -> ArrayFunction:
+        """Return `f` applied to each device's part over the partitioner's axes.
 
         The partitioner does not split the operand of a collective written by hand: it would gather
-          it first.
+        it first.
         """
         mesh = jax.sharding.get_abstract_mesh()
         # All of them: XLA of jax 0.12 ends the process where some are left to the partitioner, even
@@ -105,37 +117,43 @@ class Gather:
         )
 
 
-def map_gathers(f: Callable[..., Any], gathers: Any, *trees: Any) -> Any:
-    """`jax.tree.map` over a tree of `Gather`s."""
+GatherTree: TypeAlias = "Gather | dict[str, GatherTree]"  # of the structure of some parameters
+
+
+def map_gathers(f: Callable[..., jax.Array], gathers: GatherTree, *trees: Params) -> Params:
+    """Apply `f(gather, *leaves)` to every parameter, as `jax.tree.map` does."""
     return jax.tree.map(f, gathers, *trees, is_leaf=lambda x: isinstance(x, Gather))
 
 
-def gather_tree(gathers: Any, params: Params) -> Params:
-    """Every parameter whole, differentiable."""
-    return map_gathers(lambda g, p: g(p), gathers, params)
+def gather_tree(gathers: GatherTree, params: Params) -> Params:
+    """Return every parameter in full, differentiably."""
+    return map_gathers(lambda gather, shard: gather(shard), gathers, params)
 
 
-def sum_replicas(gathers: Any, gradients: Params, axes: tuple[str, ...]) -> Params:
-    """Sums gradients over those of `axes` that do not spread the parameter (over the others they were scattered)."""
+def sum_replicas(gathers: GatherTree, gradients: Params, axes: Sequence[str]) -> Params:
+    """Sum gradients over those of `axes` that do not split the parameter.
 
-    def one(gather: Gather, g: jax.Array) -> jax.Array:
-        return psum(g, tuple(a for a in axes if a not in gather.axes))
+    Over the others they have been summed and scattered.
+    """
 
-    return map_gathers(one, gathers, gradients)
+    def sum_leaf(gather: Gather, gradient: jax.Array) -> jax.Array:
+        return psum(gradient, [axis for axis in axes if axis not in gather.axes])
+
+    return map_gathers(sum_leaf, gathers, gradients)
 
 
-def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`lax.psum` over those of `axes` that have more than one device.
+def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sum over the axes that have more than one device.
 
     Sums over one device each, where only automatic axes have several, fail in XLA's partitioner.
     """
-    several = tuple(a for a in axes if lax.axis_size(a) > 1)
+    several = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
     return lax.psum(x, several) if several else x
 
 
-def ring(x: Any, size: int, shift: int) -> Any:
-    """Every stage's arrays to the stage `shift` places on."""
+def ring(x: Tree, size: int, shift: int) -> Tree:
+    """Send every stage's arrays to the stage `shift` places on, in a ring of `size` stages."""
     if size == 1:
         return x
-    pairs = [(s, (s + shift) % size) for s in range(size)]
+    pairs = [(stage, (stage + shift) % size) for stage in range(size)]
     return jax.tree.map(partial(lax.ppermute, axis_name="stage", perm=pairs), x)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.sharding.context_parallel import in_places
 
 Batch = dict[str, jax.Array]
 ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # [B, T] each
-SIDE = ("positions", "segment_ids", "sequence_index")
 
 
 def prepared(batch: Batch, context: int) -> Batch:
@@ -49,9 +49,9 @@ def column(batch: Batch, microbatch: jax.Array) -> Batch:
     }
 
 
-def side_inputs(batch: Batch) -> Batch:
-    """What every layer may look at beside its activations."""
-    return {name: batch[name] for name in SIDE}
+def side_inputs(batch: Batch) -> SideInputs:
+    """Return what every layer reads of a prepared batch, or of its microbatches, besides activations."""
+    return SideInputs(batch["positions"], batch["segment_ids"], batch["sequence_index"])
 
 
 def pad_rows(batch: Batch, multiple: int) -> Batch:

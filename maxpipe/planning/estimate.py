@@ -16,7 +16,6 @@ from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
-    axis_size,
     device_parameters,
     itemsize,
     kept_width,
@@ -74,7 +73,7 @@ def estimate(config: Config) -> Memory:
     pipeline = config.pipeline
     at_rest = _parameters(config)
     is_gathered = (
-        axis_size(config, "fsdp") > 1
+        config.mesh.size("fsdp") > 1
         and pipeline.fsdp_gather != "per_iteration"
         and pipeline.engine != "sequential"
     )
@@ -124,13 +123,13 @@ def traffic(config: Config, memory: Memory) -> float:
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
-    layers = config.model.num_layers / axis_size(config, "stage")
+    layers = config.model.num_layers / config.mesh.size("stage")
     return weights + update + _PASSES * size * tokens * layers * width
 
 
 def _parameters(config: Config, whole_over: Collection[str] = ()) -> float:
     """Return the parameters on one device, gathered over some mesh axes."""
-    layers = config.model.num_layers / axis_size(config, "stage")
+    layers = config.model.num_layers / config.mesh.size("stage")
     return (
         layers * device_parameters(config, "layers", whole_over=whole_over)
         + device_parameters(config, "embed", whole_over=whole_over)
@@ -147,10 +146,10 @@ def _activations(config: Config) -> float:
         stored = layers * (model.embed_dim + per_layer)
     elif pipeline.engine == "scheduled":
         plan = lockstep_plan(build_table(config))
-        slots = plan.num_activation_slots + plan.num_gradient_slots + 2
-        stored = (plan.num_residual_slots + 1) * unit + slots * chunk_input
+        slots = plan.sizes.activations + plan.sizes.gradients + 2
+        stored = (plan.sizes.residuals + 1) * unit + slots * chunk_input
         if plan.splits_backward:
-            stored += (plan.num_stash_slots + 1) * layers * stash_width(config)
+            stored += (plan.sizes.stash + 1) * layers * stash_width(config)
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         stages, microbatches = num_stages(config), pipeline.num_microbatches

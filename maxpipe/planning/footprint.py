@@ -26,11 +26,6 @@ Rules = tuple[tuple[str, tuple[str, ...]], ...]
 Sizes = tuple[tuple[str, int], ...]
 
 
-def axis_size(config: Config, axis: str) -> int:
-    """Return the size of a mesh axis over all slices."""
-    return getattr(config.mesh.ici, axis) * getattr(config.mesh.dcn, axis)
-
-
 def itemsize(dtype: str) -> int:
     """Return the bytes of an element."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
@@ -44,13 +39,13 @@ def optimizer_bytes(config: Config) -> float:
 def microbatch_tokens(config: Config) -> float:
     """Return the tokens of a microbatch on one device."""
     rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
-    return rows * config.data.sequence_length / axis_size(config, "context")
+    return rows * config.data.sequence_length / config.mesh.size("context")
 
 
 def logits_bytes(config: Config, tokens: float) -> float:
     """Return the bytes of a device's logits and their gradient, float32, for so many tokens."""
     tile = math.ceil(tokens / config.model.logit_tiles)
-    return 2 * 4.0 * tile * config.model.vocab_size / axis_size(config, "tensor")
+    return 2 * 4.0 * tile * config.model.vocab_size / config.mesh.size("tensor")
 
 
 def device_parameters(
@@ -64,7 +59,7 @@ def device_parameters(
       whole_over: mesh axes over which the parameters are gathered.
       without_stages: whether the part lies on the devices of one stage, as on the MPMD engine.
     """
-    sizes = {axis: axis_size(config, axis) for axis in MESH_AXES}
+    sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
     if without_stages or part == "layers":
         sizes["stage"] = 1
     mesh = tuple(sizes.items())
@@ -74,7 +69,7 @@ def device_parameters(
 
 def layer_of(config: Config) -> Layer:
     """Return the tensors and products of a layer of a resolved configuration."""
-    sizes = {axis: axis_size(config, axis) for axis in MESH_AXES}
+    sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
     return _layer(config.model, config.data.sequence_length, _rules(config), tuple(sizes.items()))
 
 
@@ -123,7 +118,7 @@ def working_width(config: Config) -> float:
     Keys and values are those of whole sequences.
     """
     layer = layer_of(config)
-    others = (axis_size(config, "context") - 1) * layer.key_value_width
+    others = (config.mesh.size("context") - 1) * layer.key_value_width
     return 2 * (layer.result_width + others + layer.elementwise_width)
 
 

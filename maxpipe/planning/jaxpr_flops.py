@@ -9,17 +9,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
 
 BranchRuns = Callable[[float], float]
-
-
-def shape_of(atom: Var | Literal) -> tuple[int, ...]:
-    """Return the shape of a value of a program."""
-    shape: tuple[int, ...] = atom.aval.shape  # type: ignore[attr-defined]
-    return shape
 
 
 def every_time(runs: float) -> float:
@@ -42,16 +36,16 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        depth = math.prod(shape_of(eqn.invars[0])[d] for d in contracted)
-        return runs * 2.0 * depth * math.prod(shape_of(eqn.outvars[0]))
+        depth = math.prod(shaped(eqn.invars[0]).shape[d] for d in contracted)
+        return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
     if name.startswith("ragged_dot"):
         # Each row meets the matrix of its own group only.
-        return runs * 2.0 * math.prod(shape_of(eqn.invars[0])) * shape_of(eqn.outvars[0])[-1]
+        return runs * 2.0 * math.prod(shaped(eqn.invars[0]).shape) * shaped(eqn.outvars[0]).shape[-1]
     if name == "conv_general_dilated":
-        kernel = shape_of(eqn.invars[1])
+        kernel = shaped(eqn.invars[1]).shape
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
         depth = math.prod(kernel) // outputs
-        return runs * 2.0 * depth * math.prod(shape_of(eqn.outvars[0]))
+        return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
     if name == "pallas_call":
         return runs * _kernel(params)
     if name == "cond":

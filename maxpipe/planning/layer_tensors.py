@@ -14,8 +14,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.model.parameters import ParamSpec
-from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
-from maxpipe.planning.jaxpr_flops import equation_flops, shape_of
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
+from maxpipe.planning.jaxpr_flops import equation_flops
 from maxpipe.planning.layer_trace import ATTENTION, ModelTrace, trace_residuals
 
 # Return the devices over which each dimension of a parameter is split while a layer computes.
@@ -316,7 +316,7 @@ class _Walk:
         """Return the value of an atom that depends on no input and is split over no device."""
         dtype = getattr(atom.aval, "dtype", None)
         itemsize = getattr(dtype, "itemsize", 0)  # keys of random numbers have none
-        return Value("constant", math.prod(shape_of(atom)) / self.tokens, itemsize)
+        return Value("constant", math.prod(shaped(atom).shape) / self.tokens, itemsize)
 
     def _equation(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -363,7 +363,7 @@ class _Walk:
         """Return the FLOPs of an equation's products for the sequence."""
         if eqn.primitive.name != ATTENTION:
             return equation_flops(eqn)
-        q, k, v = (shape_of(atom) for atom in eqn.invars[:3])
+        q, k, v = (shaped(atom).shape for atom in eqn.invars[:3])
         # Scores [T, T] of a head from [T, C], and their products with values, half of them masked.
         return 0.5 * 2.0 * math.prod(q[:-1]) * k[1] * (q[-1] + v[-1])
 

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from maxpipe.config.catalog import BLOCKS, Block, RematPolicy
 from maxpipe.config.sections import ModelConfig
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.remat import checkpoint
@@ -118,13 +119,13 @@ def trace_residuals(trace: ModelTrace) -> ClosedJaxpr:
 
 def _shapes(
     program: ModelProgram, tokens: int
-) -> tuple[Params, jax.ShapeDtypeStruct, dict[str, jax.ShapeDtypeStruct], jax.Array | None]:
+) -> tuple[Params, jax.ShapeDtypeStruct, SideInputs, jax.Array | None]:
     """Return the shapes of parameters in the compute dtype, x, side inputs and key."""
     dtype = jnp.dtype(program.config.dtype)
     params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), program.specs)
     x = jax.ShapeDtypeStruct((1, tokens, program.config.embed_dim), dtype)
     ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
     row = jax.ShapeDtypeStruct((1,), jnp.int32)
-    side = {"positions": ids, "segment_ids": ids, "sequence_index": row}
+    side = SideInputs(positions=ids, segment_ids=ids, sequence_index=row)
     key = jax.eval_shape(lambda: jax.random.key(0)) if program.needs_key else None
     return params, x, side, key

@@ -17,7 +17,6 @@ from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import KINDS, Table
 from maxpipe.pipeline.weights import STORAGE_AXES
 from maxpipe.planning.footprint import (
-    axis_size,
     device_parameters,
     handed_over_width,
     itemsize,
@@ -95,7 +94,7 @@ class StageMemory:
             projection = "embed" if config.model.tie_embeddings else "head"
             # With the head's gradient, float32.
             ends = max(ends, self._parameters(projection, gathered=True) * (size + 4.0))
-        if axis_size(config, "fsdp") == 1:
+        if config.mesh.size("fsdp") == 1:
             return ends
         return ends + layers * self._parameters("layers", gathered=True) * size
 

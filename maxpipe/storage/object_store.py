@@ -1,27 +1,40 @@
-"""Object stores (`s3://`, `gs://`) through fsspec: what speaks to them, and what their errors tell the user."""
+"""Object stores (`s3://`, `gs://`) through fsspec: libraries, options, and helpful errors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 
-# Protocol: (library of fsspec's that speaks it = extra that installs it, options, what credentials
-# come from).
-STORES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "s3": (
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+
+class Protocol(NamedTuple):
+    """What maxpipe knows about the stores of one URL protocol.
+
+    Attributes:
+      library: the fsspec library that speaks it; the extra that installs it is named like the
+        protocol.
+      options: keyword arguments for `fsspec.filesystem`.
+      credentials: where the library looks for credentials, in words.
+    """
+
+    library: str
+    options: Mapping[str, object]
+    credentials: str
+
+
+_S3_TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30, "retries": {"max_attempts": 2}}
+PROTOCOLS = {
+    "s3": Protocol(
         "s3fs",
-        {
-            "config_kwargs": {
-                "connect_timeout": 5,
-                "read_timeout": 30,
-                "retries": {"max_attempts": 2},
-            }
-        },
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE); AWS_ENDPOINT_URL for stores other than AWS",
+        {"config_kwargs": _S3_TIMEOUTS},
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE); "
+        "AWS_ENDPOINT_URL for stores other than AWS",
     ),
-    "gs": (
+    "gs": Protocol(
         "gcsfs",
         {"token": "google_default"},
         "GOOGLE_APPLICATION_CREDENTIALS to the path of a key file",
@@ -30,44 +43,48 @@ STORES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def is_remote(path: str) -> bool:
-    """Whether the path begins with a protocol."""
+    """Return whether the path begins with a protocol."""
     return "://" in path
 
 
-def open_store(url: str, key: str) -> Any:
-    """The fsspec file system that a URL belongs to; nothing is asked of the store yet.
+def open_store(url: str, key: str) -> "AbstractFileSystem":
+    """Return the fsspec file system that a URL belongs to, without contacting the store.
 
     Args:
       url: such as `s3://bucket/corpus`.
-      key: what names it, such as `data.path`.
+      key: the configuration key or argument that gave the URL, such as `data.path`.
 
     Raises:
       ConfigError: no library speaks the protocol, or it is not installed.
     """
-    protocol = url.partition("://")[0]
-    if protocol not in STORES:
-        known = ", ".join(f"{name}://" for name in STORES)
-        raise ConfigError(Problem(key, f"{url}: there is no {protocol}:// here; it may be {known}"))
-    library, options, _ = STORES[protocol]
+    protocol = _protocol_of(url)
+    if protocol not in PROTOCOLS:
+        known = ", ".join(f"{name}://" for name in PROTOCOLS)
+        message = f"{url}: {protocol}:// is not supported; it may be {known}"
+        raise ConfigError(Problem(key, message))
+    library, options, _ = PROTOCOLS[protocol]
     with optional(library, protocol, key):
         import fsspec
 
-        # What others write must be seen, so that neither instances nor listings are kept.
+        # Other programs change the store, so neither instances nor listings may be cached.
         return fsspec.filesystem(
-            protocol, skip_instance_cache=True, use_listings_cache=False, **options
+            protocol,
+            skip_instance_cache=True,
+            use_listings_cache=False,
+            **options,
         )
 
 
 @contextmanager
-def explained(url: str, key: str, deed: str = "read") -> Iterator[None]:
-    """Makes every error inside one that a user can mend.
+def explained(url: str, key: str, action: str = "read") -> Iterator[None]:
+    """Turn every error inside the context into a ConfigError that names credentials.
 
     Args:
       url, key: as for `open_store`.
-      deed: what is done with the URL inside, a past participle.
+      action: what the context does with the URL, a past participle.
 
     Raises:
-      ConfigError: the store lets nobody in, or does not answer.
+      ConfigError: the store refuses access, or does not answer.
     """
     try:
         yield
@@ -75,11 +92,18 @@ def explained(url: str, key: str, deed: str = "read") -> Iterator[None]:
         raise
     # Every store has errors of its own, from the network's to "no such bucket".
     except Exception as error:
-        raise unusable(url, error, key, deed) from error
+        raise unusable(url, error, key, action) from error
 
 
-def unusable(url: str, error: Exception, key: str, deed: str = "read") -> ConfigError:
-    """What to say of an error of a store; arguments as for `explained`."""
-    credentials = STORES[url.partition("://")[0]][2]
-    message = f"{url} cannot be {deed}: {type(error).__name__}: {error}; credentials come from {credentials}"
+def unusable(url: str, error: Exception, key: str, action: str = "read") -> ConfigError:
+    """Return the ConfigError for an error of a store; arguments as for `explained`."""
+    credentials = PROTOCOLS[_protocol_of(url)].credentials
+    message = (
+        f"{url} cannot be {action}: {type(error).__name__}: {error}; "
+        f"credentials come from {credentials}"
+    )
     return ConfigError(Problem(key, message))
+
+
+def _protocol_of(url: str) -> str:
+    return url.partition("://")[0]

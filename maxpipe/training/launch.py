@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import maxpipe
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
-from maxpipe.checkpoint.steps import choose
+from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
@@ -139,7 +139,7 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
-    resume_step = choose(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
+    resume_step = step_to_resume(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
     claim_run_directory(config, directory)
     if resume_step is None:
         state, step = trainer.init(jax.random.key(config.seed)), 0

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.retention import EVAL_LOSS
+from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader
 from maxpipe.pipeline.engines.base import Metrics

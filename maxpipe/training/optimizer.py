@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import OptimizerConfig
-from maxpipe.config.variants import implementation
 from maxpipe.model.parameters import Params, map_specs
 from maxpipe.training.spikes import SpikeFilter
 

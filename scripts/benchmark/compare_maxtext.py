@@ -1,12 +1,13 @@
-"""The same model in MaxText and in maxpipe, in turns on this machine.
+"""Train the same model in MaxText and in maxpipe, in turns on this machine.
 
     python scripts/benchmark/compare_maxtext.py PYTHON [--case interleaved one_repeat fsdp]
         [--rounds 1] [--steps 6] [--json FILE]
 
 PYTHON is a Python 3.12 with MaxText, which runs both trainers, so that JAX and libtpu are the same:
 
-    python3.12 -m venv VENV && VENV/bin/pip install uv VENV/bin/uv pip install --python
-    VENV/bin/python --compile-bytecode 'maxtext[tpu]==0.2.5' --resolution=lowest
+    python3.12 -m venv VENV && VENV/bin/pip install uv
+    VENV/bin/uv pip install --python VENV/bin/python --compile-bytecode 'maxtext[tpu]==0.2.5' \\
+        --resolution=lowest
 
 Each training command runs as its own process on 8 simulated CPU devices: 8 layers, 4 heads of 64,
 32 x 256 tokens, float32, full rematerialisation, synthetic data. Reported are seconds from the
@@ -153,12 +154,12 @@ MAXPIPE_V5P = (
 
 
 class Failed(Exception):
-    """What the user has to know, in one message."""
+    """Something stands in the way; the message tells the user what."""
 
 
 @dataclass
 class Run:
-    """One training command.
+    """Measurements of one training command.
 
     Attributes:
       first_step: seconds from its start to the end of the first step.
@@ -175,7 +176,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Peer:
-    """A Python with MaxText: its path, MaxText's configuration file, and versions by distribution."""
+    """A Python with MaxText: its path, MaxText's configuration file, versions by distribution."""
 
     python: str
     base_config: str
@@ -183,7 +184,7 @@ class Peer:
 
 
 def find_peer(python: str) -> Peer:
-    """Looks for MaxText and for what maxpipe needs.
+    """Look for MaxText and for the packages that maxpipe needs.
 
     Raises:
       Failed: with what to install.
@@ -195,8 +196,10 @@ def find_peer(python: str) -> Peer:
         "    try: return m.version(name)\n"
         "    except m.PackageNotFoundError: return ''\n"
         "names = ('maxtext', 'jax', 'jaxlib', 'libtpu', 'omegaconf')\n"
-        "needed = ('flax', 'optax', 'orbax', 'grain', 'omegaconf', 'yaml', 'tensorboardX', 'tokenizers', 'tqdm')\n"
-        "print(json.dumps([list(spec.submodule_search_locations) if spec else [], {n: version(n) for n in names},\n"
+        "needed = ('flax', 'optax', 'orbax', 'grain', 'omegaconf', 'yaml', 'tensorboardX',\n"
+        "          'tokenizers', 'tqdm')\n"
+        "print(json.dumps([list(spec.submodule_search_locations) if spec else [],\n"
+        "                  {n: version(n) for n in names},\n"
         "                  [n for n in needed if u.find_spec(n) is None]]))"
     )
     try:
@@ -209,9 +212,9 @@ def find_peer(python: str) -> Peer:
         raise Failed(f"{python} is not a usable Python:\n{error.stderr[-1000:]}") from None
     places, versions, missing = json.loads(done.stdout)
     if versions["maxtext"] != MAXTEXT or not places:
-        found = f"maxtext {versions['maxtext']}" if versions["maxtext"] else "no maxtext"
+        installed = f"maxtext {versions['maxtext']}" if versions["maxtext"] else "no maxtext"
         remedy = f"uv pip install --python {python} 'maxtext[tpu]=={MAXTEXT}' --resolution=lowest"
-        raise Failed(f"{python} has {found}; install it with: {remedy}")
+        raise Failed(f"{python} has {installed}; install it with: {remedy}")
     if missing:
         raise Failed(f"{python} lacks what maxpipe needs: {', '.join(missing)}; install it there")
     return Peer(python, f"{places[0]}/configs/base.yml", versions)
@@ -254,7 +257,7 @@ def maxpipe_command(peer: Peer, module: str, directory: str, words: Sequence[str
 
 
 def environment(trainer: str) -> dict[str, str]:
-    """This process's, less what would change how JAX runs."""
+    """Return this process's variables without those that change how JAX runs."""
     own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "LIBTPU_"))}
     own |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     if trainer == "maxtext":
@@ -266,7 +269,7 @@ def environment(trainer: str) -> dict[str, str]:
 
 
 def train(trainer: str, command: Sequence[str], steps: int) -> Run:
-    """Runs a training command to its end.
+    """Run a training command to its end.
 
     Raises:
       Failed: it failed, or wrote other lines than expected.
@@ -302,7 +305,7 @@ def train(trainer: str, command: Sequence[str], steps: int) -> Run:
 def compare_training(
     peer: Peer, names: Sequence[str], rounds: int, steps: int, say: Callable[[str], None]
 ) -> dict[str, dict[str, list[Run]]]:
-    """Case -> trainer -> runs; the trainers take turns."""
+    """Return case -> trainer -> runs; the trainers take turns."""
     runs: dict[str, dict[str, list[Run]]] = {name: {"maxtext": [], "maxpipe": []} for name in names}
     with tempfile.TemporaryDirectory() as directory:
         for number in range(rounds):
@@ -330,7 +333,7 @@ def compare_training(
 
 
 def compile_memory(peer: Peer, say: Callable[[str], None]) -> dict[str, dict[str, int]]:
-    """Trainer or schedule -> bytes of one v5p chip: arguments, temp.
+    """Return trainer or schedule -> bytes of one v5p chip: arguments, temp.
 
     Raises:
       Failed: a command failed.
@@ -338,12 +341,14 @@ def compile_memory(peer: Peer, say: Callable[[str], None]) -> dict[str, dict[str
     memory = {}
     with tempfile.TemporaryDirectory() as directory:
         text = _output("maxtext", maxtext_command(peer, "train_compile", directory, MAXTEXT_V5P))
-        found = {
+        matches = {
             name: re.search(rf"{name}_size_in_bytes=(\d+)", text) for name in ("argument", "temp")
         }
-        if not all(found.values()):
+        if not all(matches.values()):
             raise Failed(f"MaxText printed no CompiledMemoryStats:\n{text[-2000:]}")
-        memory["maxtext circular"] = {name: int(match[1]) for name, match in found.items() if match}
+        memory["maxtext circular"] = {
+            name: int(match[1]) for name, match in matches.items() if match
+        }
         say("v5p: MaxText compiled")
         for schedule in ("circular", "lockstep_1f1b"):
             file = Path(directory) / "report.json"
@@ -375,7 +380,7 @@ def _output(trainer: str, command: Sequence[str]) -> str:
 
 
 def training_table(runs: dict[str, dict[str, list[Run]]]) -> str:
-    """Markdown: medians over all rounds, MaxText / maxpipe / ratio."""
+    """Return Markdown: medians over all rounds, MaxText / maxpipe / ratio."""
     columns = {
         "first step s": lambda group: statistics.median(r.first_step for r in group),
         "CPU s a step": lambda group: statistics.median(cpu for r in group for cpu in r.cpu),
@@ -394,14 +399,15 @@ def training_table(runs: dict[str, dict[str, list[Run]]]) -> str:
 
 
 def memory_table(memory: dict[str, dict[str, int]]) -> str:
-    """Markdown: MiB of one v5p chip, and MaxText's temp over each."""
+    """Return Markdown: MiB of one v5p chip, and MaxText's temp over each."""
     reference = memory["maxtext circular"]["temp"]
     lines = [
         "| v5p, 32 microbatches | arguments MiB | temp MiB | MaxText / this |",
         "| --- | ---: | ---: | ---: |",
     ]
     for name, sizes in memory.items():
-        cells = f"{sizes['argument'] / MIB:.0f} | {sizes['temp'] / MIB:.0f} | {reference / sizes['temp']:.2f}"
+        argument, temp = sizes["argument"] / MIB, sizes["temp"] / MIB
+        cells = f"{argument:.0f} | {temp:.0f} | {reference / sizes['temp']:.2f}"
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
 

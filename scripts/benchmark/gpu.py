@@ -1,10 +1,10 @@
-"""A Llama-like model of 1.1 billion parameters on one GPU: maxpipe beside PyTorch, every turn a process of its own.
+"""Train a Llama-like model of 1.1 billion parameters on one GPU, in maxpipe and in PyTorch.
 
     python scripts/benchmark/run.py --gpu
 
-Both train float32 parameters with bfloat16 matrix products, AdamW and clipped gradients, on the
-same shapes and the same number of tokens per step. MFU counts the FLOPs of the mathematics only, so
-recomputation lowers it.
+Every turn is a process of its own. Both train float32 parameters with bfloat16 matrix products,
+AdamW and clipped gradients, on the same shapes and the same number of tokens per step. MFU counts
+the FLOPs of the mathematics only, so recomputation lowers it.
 """
 
 import argparse
@@ -53,7 +53,7 @@ STEPS = 8
 def run(
     rounds: int, say: Callable[[str], None], cases: dict[str, Row] = CASES, *, need_gpu: bool = True
 ) -> list[Row]:
-    """Measures every case with every implementation that is installed, in turns.
+    """Measure every case with every implementation that is installed, in turns.
 
     Args:
       rounds: processes per case and implementation.
@@ -74,19 +74,19 @@ def run(
         workers["PyTorch"] = [str(HERE / "torch_llama.py")]
     else:
         say("torch is not installed; maxpipe alone")
-    found: dict[tuple[str, str], list[Row]] = {(c, w): [] for c in cases for w in workers}
+    runs: dict[tuple[str, str], list[Row]] = {(c, w): [] for c in cases for w in workers}
     for _ in range(rounds):
-        for (case, worker), results in found.items():
+        for (case, worker), results in runs.items():
             shape = cases[case] | {"steps": STEPS, "need_gpu": need_gpu}
             results.append(_start(workers[worker], shape))
             say(f"{case}, {worker}: {results[-1].get('error') or results[-1]['step_seconds']}")
     return [
-        _summary(case, worker, cases[case], results) for (case, worker), results in found.items()
+        _summary(case, worker, cases[case], results) for (case, worker), results in runs.items()
     ]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = [
         "| case | implementation | tokens/s | MFU % | peak GiB |",
         "| --- | --- | ---: | ---: | ---: |",
@@ -98,7 +98,8 @@ def table(rows: Sequence[Row]) -> str:
         mfu = f"{100 * row['mfu']:.1f}" if row["mfu"] else "?"
         peak = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else "?"
         lines.append(
-            f"| {row['case']} | {row['implementation']} | {row['tokens_per_second']:.0f} | {mfu} | {peak} |"
+            f"| {row['case']} | {row['implementation']} | {row['tokens_per_second']:.0f} "
+            f"| {mfu} | {peak} |"
         )
     return "\n".join(lines)
 
@@ -137,7 +138,7 @@ def _summary(case: str, worker: str, shape: Row, results: Sequence[Row]) -> Row:
 
 
 def model_values(shape: Row) -> Row:
-    """`model.*` of a shape."""
+    """Return `model.*` of a shape."""
     names = ("num_layers", "embed_dim", "num_kv_heads", "head_dim", "mlp_dim", "vocab_size")
     return {name: shape[name] for name in names} | {
         "num_query_heads": shape["num_heads"],
@@ -146,7 +147,7 @@ def model_values(shape: Row) -> Row:
 
 
 def measure(policy: str, shape: Row) -> Row:
-    """Trains in this process; the median step, its device and its peak memory."""
+    """Train in this process; return the median step, its device and its peak memory."""
     import jax
     import numpy as np
 
@@ -158,7 +159,7 @@ def measure(policy: str, shape: Row) -> Row:
     device = jax.devices()[0]
     if shape["need_gpu"] and device.platform != "gpu":
         raise ValueError(
-            f"--gpu: there is no GPU that JAX can use, only {device.platform}; install maxpipe[cuda]"
+            f"--gpu: JAX has no GPU that it can use, only {device.platform}; install maxpipe[cuda]"
         )
     rows, length = shape["batch_size"], shape["sequence_length"]
     values = {f"model.{name}": value for name, value in model_values(shape).items()} | {

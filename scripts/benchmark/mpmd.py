@@ -1,12 +1,12 @@
-"""The MPMD engine's dispatch on simulated CPU devices: overhead per unit, and real runs beside the simulator's.
+"""Measure the MPMD engine's overhead per unit, and compare real runs with the simulator.
 
     python scripts/benchmark/mpmd.py
     python scripts/benchmark/mpmd.py --stages 2 --microbatches 16 --seconds 0.05
 
-A chunk's forward, input gradient and weight gradient are loops of equal length on one core each, so
-the machine needs as many idle cores as there are stages. The prediction is the simulator's makespan
-with the time that such a unit took by itself. The overhead is the time of a step whose units do
-next to nothing, by the number of units.
+All devices are simulated CPU devices. A chunk's forward, input gradient and weight gradient are
+loops of equal length on one core each, so the machine needs as many idle cores as there are stages.
+The prediction is the simulator's makespan with the time that such a unit took by itself. The
+overhead is the time of a step whose units do next to nothing, by the number of units.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CALIBRATION = 200  # trips
 
 
 def busy(x: Any, trips: int) -> Any:
-    """`x`, slowly: a loop that XLA neither splits over cores nor removes."""
+    """Return `x`, slowly: after a loop that XLA neither splits over cores nor removes."""
     import jax
     import jax.numpy as jnp
 
@@ -34,7 +34,7 @@ def busy(x: Any, trips: int) -> Any:
 
 
 def busy_model(num_chunks: int, trips: int) -> Any:
-    """Loss of a product of matrices; a chunk's F, I and W are a product and a loop each."""
+    """Build the loss of a matrix product; a chunk's F, I and W are a product and a loop each."""
     import jax
     import jax.numpy as jnp
 
@@ -44,8 +44,8 @@ def busy_model(num_chunks: int, trips: int) -> Any:
     def chunk(x: Any, w: Any) -> Any:
         return busy(x @ w, trips)
 
-    def backward(kept: Any, ct: Any) -> Any:
-        x, w = kept
+    def backward(residuals: Any, ct: Any) -> Any:
+        x, w = residuals
         return busy(ct @ w.T, trips), busy(x.T @ ct, trips)
 
     chunk.defvjp(lambda x, w: (chunk(x, w), (x, w)), backward)
@@ -59,7 +59,7 @@ def busy_model(num_chunks: int, trips: int) -> Any:
 
 
 def seconds_of(trips: int) -> float:
-    """Time of one unit by itself."""
+    """Measure the time of one unit by itself."""
     import jax
     import jax.numpy as jnp
 
@@ -87,33 +87,34 @@ class Step:
         from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 
         loss = busy_model(table.num_chunks, trips)
-        one = jnp.eye(SIZE)
-        w, x = [one] * table.num_chunks, one
+        identity = jnp.eye(SIZE)
+        w, x = [identity] * table.num_chunks, identity
         program = slice_program(
             jax.make_jaxpr(jax.value_and_grad(loss))(w, x), split_backward="W" in table.kinds
         )
         meshes = [Mesh(np.array([d]), ("stage",)) for d in jax.devices()[: table.num_stages]]
-        whole = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
-        sums = [dict.fromkeys(range(program.num_outputs), sharding) for sharding in whole]
+        replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
+        sums = [dict.fromkeys(range(program.num_outputs), sharding) for sharding in replicated]
         self._runner = Runner(program, table, meshes, [program.inputs[-1]], sums)
-        self._whole = whole
+        self._replicated = replicated
         self._fixed = [
-            {v: jax.device_put(one, sharding) for v in program.inputs[:-1]} for sharding in whole
+            {v: jax.device_put(identity, sharding) for v in program.inputs[:-1]}
+            for sharding in replicated
         ]
         self._micro = [
-            [{program.inputs[-1]: jax.device_put(one, sharding)}] * table.num_microbatches
-            for sharding in whole
+            [{program.inputs[-1]: jax.device_put(identity, sharding)}] * table.num_microbatches
+            for sharding in replicated
         ]
         self.num_units = len(execution_order(table))
 
     def run(self) -> tuple[float, float]:
-        """Seconds until all units are dispatched, and until all have run."""
+        """Return seconds until all units are dispatched, and until all have run."""
         import jax
         import jax.numpy as jnp
 
         sums = [
             {i: jax.device_put(jnp.zeros((SIZE, SIZE) if i else ()), sharding) for i in outputs}
-            for outputs, sharding in zip(self._runner.outputs, self._whole, strict=True)
+            for outputs, sharding in zip(self._runner.outputs, self._replicated, strict=True)
         ]
         jax.block_until_ready(sums)
         begin = time.perf_counter()
@@ -123,7 +124,7 @@ class Step:
         return dispatched, time.perf_counter() - begin
 
     def best(self) -> tuple[float, float]:
-        """The fastest of some runs, after one that compiles."""
+        """Return the fastest of some runs, after one that compiles."""
         self.run()
         return min((self.run() for _ in range(ROUNDS)), key=lambda times: times[1])
 
@@ -146,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     unit = seconds_of(trips)
     print(f"a unit takes {1e3 * unit:.2f} ms")
     print(
-        "schedule           units  dispatch us/unit  overhead us/unit  run s   predicted s  difference"
+        "schedule           units  dispatch us/unit  overhead us/unit  run s   predicted s  "
+        "difference"
     )
     for name in options.schedules:
         table = load_schedule(name, options.stages, options.microbatches, SCHEDULES[name])

@@ -1,4 +1,4 @@
-"""What supervising a run costs a step: guard against bad numbers, watchdog, digests of batches and checkpoints.
+"""Measure what supervision costs a step: guard, watchdog, digests of batches and checkpoints.
 
 Whole steps with and without them differ by less than they scatter. So each part is timed by itself,
 in turns with the others, and set against the step; the guard, which is fused into the update, as
@@ -39,7 +39,7 @@ CHECKPOINT = f"digests of a checkpoint, every {SAVE_EVERY} steps"
 
 
 def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) -> list[Row]:
-    """Times a step on one device, and each part of its supervision.
+    """Time a step on one device, and each part of its supervision.
 
     Args:
       make_case: `run.Case`, called as make_case(name, values, num_devices).
@@ -49,8 +49,8 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
     Returns:
       Rows with "what" and "seconds" (see `seconds`), one of each turn; the first is the step.
     """
+    from maxpipe.checkpoint.arrays import named_leaves
     from maxpipe.checkpoint.digest import digests
-    from maxpipe.checkpoint.record import named_leaves
     from maxpipe.supervision.watchdog import Watchdog
     from maxpipe.training.batches import batch_digest
 
@@ -78,7 +78,7 @@ def run(make_case: Callable[..., Any], rounds: int, say: Callable[[str], None]) 
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Time of a call: of the processor, which does not depend on who else uses it, or else by the clock."""
+    """Return the time of a call: CPU time, which other processes do not affect, or wall time."""
     import jax
 
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
@@ -142,7 +142,7 @@ class Update:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     step = statistics.median(rows[0]["seconds"])
     lines = ["| | median ms | of the step % |", "| --- | ---: | ---: |"]
     for row in rows:

@@ -1,11 +1,11 @@
-"""Engines, schedules and options side by side, in turns on one machine.
+"""Measure engines, schedules and options side by side, in turns on one machine.
 
-    python scripts/benchmark/run.py                              the three engines, 8 simulated CPU devices
+    python scripts/benchmark/run.py                   the three engines, 8 simulated CPU devices
     python scripts/benchmark/run.py --case engines variants --rounds 7 --json out.json
     python scripts/benchmark/run.py --case lockstep_1f1b circular/none
-    python scripts/benchmark/run.py --case startup               from the command to the first finished step
-    python scripts/benchmark/run.py --case overhead              what guard, watchdog and digests cost, on one device
-    python scripts/benchmark/run.py --gpu                        one GPU, beside PyTorch if torch is installed
+    python scripts/benchmark/run.py --case startup    from the command to the first finished step
+    python scripts/benchmark/run.py --case overhead   what guard, watchdog and digests cost
+    python scripts/benchmark/run.py --gpu             one GPU, next to PyTorch if it is installed
     python scripts/benchmark/run.py --list
 
 Every case is compiled first, without a compilation cache. Then each round runs one step of every
@@ -75,7 +75,7 @@ ENGINES = {"sequential": SEQUENTIAL, "circular": CIRCULAR, "lockstep_1f1b": LOCK
 
 
 def variants() -> dict[str, Values]:
-    """The engines with one option changed each."""
+    """Return the engines with one option changed each."""
     cases = {
         "gpipe": CIRCULAR | ONE_REPEAT | {"pipeline.schedule": "gpipe"},
         "circular/once": CIRCULAR | {"pipeline.fsdp_gather": "once"},
@@ -89,7 +89,7 @@ def variants() -> dict[str, Values]:
     for policy in ("minimal", "none"):
         for name, values in ENGINES.items():
             cases[f"{name}/{policy}"] = values | {"pipeline.remat_policy": policy}
-    # Split backwards want something kept, so its peer is lockstep_1f1b/minimal.
+    # A split backward needs stored residuals, so its peer is lockstep_1f1b/minimal.
     cases["lockstep_zb/minimal"] = cases["lockstep_1f1b/minimal"] | {
         "pipeline.schedule": "lockstep_zb"
     }
@@ -97,7 +97,7 @@ def variants() -> dict[str, Values]:
 
 
 def more_microbatches() -> dict[str, Values]:
-    """Four times the microbatches of the same size: whose memory grows?"""
+    """Return cases with four times the microbatches of the same size: whose memory grows?"""
     more = {"pipeline.num_microbatches": 32, "data.global_batch_size": 128}
     return {
         f"{name}/M32": values | more for name, values in ENGINES.items() if name != "sequential"
@@ -109,7 +109,7 @@ def prefixed(prefix: str, size: Values) -> dict[str, Values]:
 
 
 def tiled() -> dict[str, Values]:
-    """A vocabulary whose logits are most of the memory: all at once, and in 16 tiles."""
+    """Return cases whose logits are most of the memory: all at once, and in 16 tiles."""
     size = SMALL | {
         "model.vocab_size": 128256,
         "model.embed_dim": 64,
@@ -138,7 +138,7 @@ STARTUP, OVERHEAD = "startup", "overhead"
 
 @dataclass
 class Result:
-    """What was measured of one case.
+    """Measurements of one case.
 
     Attributes:
       name, values: the case.
@@ -206,7 +206,7 @@ class Case:
         self.step()
 
     def step(self) -> tuple[float, float]:
-        """Runs one step: (wall seconds, CPU seconds)."""
+        """Run one step: (wall seconds, CPU seconds)."""
         import jax
 
         before, started = os.times(), time.perf_counter()
@@ -218,7 +218,7 @@ class Case:
 
 
 def start() -> None:
-    """Starts JAX on simulated devices, or on what the machine has, without a compilation cache."""
+    """Start JAX on simulated devices, or on what the machine has, without a compilation cache."""
     import jax
 
     from maxpipe.config import Config, replace
@@ -231,13 +231,13 @@ def start() -> None:
 
 
 def run_cases(names: Sequence[str], rounds: int) -> list[Result]:
-    """Compiles the cases one after the other, then runs them in turns."""
+    """Compile the cases one after the other, then run them in turns."""
     cases = []
     for name in names:
         cases.append(Case(name, CASES[name]))
         say(f"{name}: compiled in {cases[-1].result.compile_seconds:.1f} s")
     for number in range(rounds):
-        # Who goes first changes, so that nobody always runs in the wake of the same neighbour.
+        # The first case changes from round to round, so that none always follows the same one.
         for case in cases[number % len(cases) :] + cases[: number % len(cases)]:
             wall, cpu = case.step()
             case.result.wall.append(wall)
@@ -246,12 +246,12 @@ def run_cases(names: Sequence[str], rounds: int) -> list[Result]:
 
 
 def ratio(result: Result, other: Result) -> float:
-    """Median over rounds of CPU seconds of one case over another's."""
+    """Return the median over rounds of CPU seconds of one case over another's."""
     return statistics.median(a / b for a, b in zip(result.cpu, other.cpu, strict=True))
 
 
 def references(results: Sequence[Result]) -> list[Result]:
-    """The cases that others are compared with: those without a pipeline, and the plain circular ones."""
+    """Return the cases to compare with: sequential, and circular without options."""
     plain = {
         f"{prefix}{name}"
         for prefix in ("", "V32k/", "bf16/", "tiny/")
@@ -261,7 +261,7 @@ def references(results: Sequence[Result]) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     compared = references(results)
     head = ["case", "step s", "CPU s", *(f"CPU / {other.name}" for other in compared)]
     head += ["trace s", "compile s", "temp MiB"]
@@ -283,7 +283,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def as_json(results: Sequence[Result]) -> list[Values]:
-    """One dictionary per case, with every round and the ratios."""
+    """Return one dictionary per case, with every round and the ratios."""
     compared = references(results)
     return [
         vars(result)
@@ -297,7 +297,7 @@ def as_json(results: Sequence[Result]) -> list[Values]:
 
 
 def surroundings() -> Values:
-    """Machine and versions."""
+    """Return machine and versions."""
     versions = {
         name: metadata.version(name) for name in ("maxpipe", "jax", "jaxlib", "flax", "numpy")
     }
@@ -310,7 +310,7 @@ def surroundings() -> Values:
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """Names of cases from names of cases and groups, each once.
+    """Return names of cases from names of cases and groups, each once.
 
     Raises:
       ValueError: a word is neither.
@@ -371,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> tuple[Mapping[str, Any], str]:
-    """(what goes into the JSON file, what is printed)."""
+    """Return (what goes into the JSON file, what is printed)."""
     if options.gpu:
         rows = gpu.run(options.rounds, say)
         return {"gpu": rows}, gpu.table(rows)

@@ -1,4 +1,4 @@
-"""How long the train command takes to a validated configuration, and to its first finished step."""
+"""Measure the train command's time to a validated configuration and to its first step."""
 
 import os
 import resource
@@ -42,7 +42,7 @@ ENGINES = {
 
 
 def run(directory: Path, rounds: int, say: Callable[[str], None]) -> list[Row]:
-    """Starts the command again and again, engines in turns, with an empty and then a warm compilation cache.
+    """Start the command repeatedly, engines in turns, with an empty and then a warm cache.
 
     Args:
       directory: an empty directory for runs and caches.
@@ -78,7 +78,7 @@ def _add(row: Row, times: tuple[float, float]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     lines = ["| from the command to | median s | least s | CPU s |", "| --- | ---: | ---: | ---: |"]
     for row in rows:
         median, cpu = statistics.median(row["seconds"]), statistics.median(row["cpu"])
@@ -117,7 +117,7 @@ def _validate() -> tuple[float, float]:
 
 
 def _first_step(directory: Path, name: str, words: Sequence[str]) -> tuple[float, float]:
-    """Seconds and CPU seconds from the start of the process to the line of step 1, less one median step."""
+    """Return seconds and CPU seconds from start to the line of step 1, less one median step."""
     command = _command(
         *words,
         f"output_dir={directory}",

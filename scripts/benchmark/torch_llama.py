@@ -1,8 +1,9 @@
-"""The model of `gpu.py` in plain PyTorch: torch.compile, scaled-dot-product attention, fused AdamW.
+"""Train the model of `gpu.py` in plain PyTorch, as the yardstick.
 
-What an experienced user would write first, as the yardstick: float32 parameters, matrix products in
-bfloat16 by autocast, gradients accumulated over microbatches, no recomputation. Letters: B
-sequences, T tokens, D embed, H query heads, K key/value heads, C head width.
+What an experienced user would write first: torch.compile, scaled-dot-product attention, fused
+AdamW, float32 parameters, matrix products in bfloat16 by autocast, gradients accumulated over
+microbatches, no recomputation. Letters: B sequences, T tokens, D embed, H query heads, K key/value
+heads, C head width.
 """
 
 import argparse
@@ -18,14 +19,14 @@ from torch import nn
 
 
 def rotations(length: int, width: int, theta: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotary embedding, float32 [T, C / 2] each."""
+    """Return cosines and sines of the rotary embedding, float32 [T, C / 2] each."""
     inverse = theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the halves of each head, x [B, H, T, C]."""
+    """Rotate the halves of each head, x [B, H, T, C]."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -60,7 +61,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, each behind a norm and around a residual."""
+    """Attention and a gated MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, shape: dict[str, Any]):
         super().__init__()
@@ -107,7 +108,7 @@ class Llama(nn.Module):
 
 
 def measure(shape: dict[str, Any], *, compiled: bool = True) -> dict[str, Any]:
-    """Trains on random tokens; the median step, its device and its peak memory.
+    """Train on random tokens; return the median step, its device and its peak memory.
 
     Raises:
       ValueError: `need_gpu` and there is none.

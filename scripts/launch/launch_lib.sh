@@ -82,8 +82,8 @@ wait_for() {
 }
 
 # Runs a command or function again as long as its exit code asks for it: after RESTART_SECONDS (10), then twice as long
-# each time up to ten minutes, MAX_RESTARTS (20) times at most. An attempt that lasted for half an hour starts the
-# counting anew.
+# each time up to ten minutes, MAX_RESTARTS (20) times at most. An attempt that lasted for half an hour resets
+# the count.
 with_restarts() {
   local restarts=0 code began pause
   while true; do

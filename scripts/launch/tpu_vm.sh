@@ -14,7 +14,7 @@
 #   run      starts the training on every worker, detached; does nothing on workers where it runs
 #   status   state of the resource, and on every worker whether the training runs or how it ended
 #   logs     follows the log of the first worker
-#   resume   makes what was preempted anew, then goes on: create, setup, run
+#   resume   replaces what was preempted, then continues: create, setup, run
 #   delete   stops everything and gives the TPUs back
 #
 # --project P picks the project, --dry-run shows what would be run. Every command may be repeated. Workers restart the
@@ -121,7 +121,7 @@ create() {
   until "$dry_run" || [[ "$(state)" == ACTIVE ]]; do
     now="$(state)"
     case "$now" in
-      FAILED | SUSPENDED | '') fail "$name is ${now:-gone}; scripts/launch/tpu_vm.sh resume makes it anew" ;;
+      FAILED | SUSPENDED | '') fail "$name is ${now:-gone}; scripts/launch/tpu_vm.sh resume replaces it" ;;
     esac
     echo "$name is $now"
     sleep "${POLL_SECONDS:-30}"

@@ -8,7 +8,7 @@ import pytest
 from maxpipe.checkpoint import reader
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.steps import step_directories
+from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 
 SETTINGS = CheckpointConfig(every=10)
@@ -95,7 +95,7 @@ def test_falls_back_from_a_damaged_step(copied, checkpointer, said, samples, dam
     assert (copied / "20.damaged").is_dir()
     assert "checkpoint 20" in said[0]
     assert "is damaged" in said[0]
-    assert "going on from checkpoint 10" in said[1]
+    assert "continuing from checkpoint 10" in said[1]
     samples.save(checkpointer, 20)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
 
@@ -116,7 +116,7 @@ def test_uncommitted_leftovers_are_ignored_and_cleared(copied, checkpointer, sai
     shutil.copytree(copied / "20", leftover)
     (copied / "notes.txt").write_text("not a checkpoint")
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
-    assert [entry.state for entry in step_directories(copied)] == [
+    assert [entry.state for entry in StepsDirectory(copied).entries()] == [
         "committed",
         "committed",
         "unfinished",

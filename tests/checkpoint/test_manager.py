@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointSaveError
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.steps import step_directories
+from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 
 
@@ -221,7 +221,8 @@ def test_goes_back_to_a_given_step_and_sets_aside_what_lies_ahead(
     samples.save(checkpointer, 20)
     checkpointer.wait()
     assert checkpointer.steps() == [10, 20]
-    aside = [entry.path.name for entry in step_directories(directory) if entry.state == "abandoned"]
+    entries = StepsDirectory(directory).entries()
+    aside = [entry.name for entry in entries if entry.state == "abandoned"]
     assert aside == ["20.abandoned", "30.abandoned"]
     assert len(said) == 2
     assert "30.abandoned" in said[1]
@@ -235,7 +236,7 @@ def test_a_step_that_cannot_be_set_aside_is_a_failed_save(
 
     samples.save(checkpointer, 10, 20)
     checkpointer.restore(samples.abstract(samples.state(10)), step=10)
-    monkeypatch.setattr("maxpipe.checkpoint.manager.set_aside", refuse)
+    monkeypatch.setattr("maxpipe.checkpoint.steps.StepsDirectory.set_aside", refuse)
     with pytest.raises(
         CheckpointSaveError, match="checkpoints/20 failed: PermissionError: not yours"
     ):
@@ -244,11 +245,8 @@ def test_a_step_that_cannot_be_set_aside_is_a_failed_save(
     monkeypatch.undo()
     samples.save(checkpointer, 20)
     checkpointer.wait()
-    assert [entry.path.name for entry in step_directories(directory)] == [
-        "10",
-        "20",
-        "20.abandoned",
-    ]
+    names = [entry.name for entry in StepsDirectory(directory).entries()]
+    assert names == ["10", "20", "20.abandoned"]
 
 
 def test_restoring_from_nothing_is_an_error(checkpointer, samples):

@@ -13,11 +13,16 @@ import pytest
 from maxpipe.checkpoint.__main__ import main
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.steps import step_directories
+from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.training.run_directory import RunDirectory
 
 SAVER = Path(__file__).with_name("save_to_mirror.py")
+
+
+def mirror_of(checkpointer):
+    directory, mirror = checkpointer._stores
+    return mirror
 
 
 @pytest.fixture
@@ -200,7 +205,7 @@ def test_a_failed_copy_surfaces_once_and_is_made_up_for(start, samples, monkeypa
         "close": checkpointer.close,
         "restore": lambda: checkpointer.restore(samples.abstract(samples.state(10))),
     }[surfaces]
-    while surfaces == "restore" and checkpointer._is_saving:
+    while surfaces == "restore" and checkpointer._writer.is_pending:
         checkpointer.due(11)
     with pytest.raises(
         CheckpointSaveError,
@@ -226,7 +231,7 @@ def test_what_could_not_be_copied_is_copied_by_the_next_process(start, samples, 
             checkpointer.close()
     assert start().steps() == [10]  # in the directory
     start().close()
-    assert start()._mirror.steps() == [10]
+    assert mirror_of(start()).steps() == [10]
 
 
 def test_steps_that_cannot_be_deleted_are_no_failed_save(start, samples, monkeypatch, said):
@@ -240,14 +245,14 @@ def test_steps_that_cannot_be_deleted_are_no_failed_save(start, samples, monkeyp
     assert "could not be deleted: ConnectionError: the store is gone" in warning
     samples.save(checkpointer, 30)
     checkpointer.close()
-    assert start()._mirror.steps() == [30]
+    assert mirror_of(start()).steps() == [30]
 
 
 def test_what_somebody_else_has_deleted_is_no_failure(start, samples, monkeypatch, said):
     checkpointer = start(keep=1)
     samples.save(checkpointer, 10)
     checkpointer.wait()
-    store = checkpointer._mirror._store
+    store = mirror_of(checkpointer)._store
     delete = store.rm_file
 
     def like_google(path):
@@ -256,11 +261,11 @@ def test_what_somebody_else_has_deleted_is_no_failure(start, samples, monkeypatc
         delete(path)
 
     monkeypatch.setattr(store, "rm_file", like_google)
-    start()._mirror.delete(10)
+    mirror_of(start()).delete(10)
     samples.save(checkpointer, 20)
     checkpointer.close()
     assert said == []
-    assert start()._mirror.steps() == [20]
+    assert mirror_of(start()).steps() == [20]
 
 
 def test_a_store_that_fails_while_fetching_says_nothing_about_the_checkpoint(
@@ -293,7 +298,7 @@ def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(
 
     monkeypatch.setattr(Mirror, "upload", slow)
     samples.save(checkpointer, 10)
-    while checkpointer._is_saving:
+    while checkpointer._writer.is_pending:
         assert not checkpointer.due(11)
     assert not checkpointer.due(12)
     assert said == []  # how long a save takes is not known before it is copied
@@ -302,7 +307,7 @@ def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(
     assert release.is_set()
     assert ["longer than checkpoint.grace_seconds allows" in line for line in said] == [True]
     checkpointer.close()
-    assert start()._mirror.steps() == [20]
+    assert mirror_of(start()).steps() == [20]
 
 
 def test_killed_while_copying_leaves_the_step_before(
@@ -337,12 +342,12 @@ def test_a_step_is_no_less_whole_for_a_kill_before_its_mark_is_gone(
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
-    checkpointer._mirror.set_aside(10, "damaged")
+    mirror_of(checkpointer).set_aside(10, "damaged")
     shutil.rmtree(directory / "10")
     for step in (10, 20):
         s3.put_object(Bucket=bucket, Key=f"{prefix}/{step}.unfinished.json", Body=b"{}")
     checkpointer = start()
-    assert [(entry.step, entry.state) for entry in checkpointer._mirror.entries()] == [
+    assert [(entry.step, entry.state) for entry in mirror_of(checkpointer).entries()] == [
         (10, "damaged"),
         (20, "committed"),
     ]
@@ -357,7 +362,7 @@ def run_directory(start, tmp_path):
     config = replace(Config(), output_dir=str(tmp_path / "runs"), run_name="base")
     RunDirectory(config).claim(config)
     (RunDirectory(config).checkpoints / "20").mkdir(parents=True)
-    return lambda: RunDirectory(config, start()._mirror).claim(config)
+    return lambda: RunDirectory(config, mirror_of(start())).claim(config)
 
 
 def test_a_directory_does_not_meet_the_mirror_of_another_run(
@@ -387,7 +392,7 @@ def test_what_a_killed_fetch_leaves_is_no_checkpoint_and_is_cleared(start, direc
     samples.save(checkpointer, 10)
     checkpointer.close()
     (directory / "10").rename(directory / "10.orbax-checkpoint-tmp-fetched")
-    assert [entry.state for entry in step_directories(directory)] == ["unfinished"]
+    assert [entry.state for entry in StepsDirectory(directory).entries()] == ["unfinished"]
     checkpointer = start()
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
     assert names(directory) == ["10"]
@@ -398,7 +403,7 @@ def test_a_commit_that_makes_no_sense_is_damage(start, tmp_path, s3, mirror_url,
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
     s3.put_object(Bucket=bucket, Key=f"{prefix}/10.json", Body=content)
     with pytest.raises(CheckpointDamaged, match=r"10\.json"):
-        start()._mirror.download(10, tmp_path / "10")
+        mirror_of(start()).download(10, tmp_path / "10")
 
 
 @pytest.fixture
@@ -407,7 +412,7 @@ def mirrored(start, directory, samples, mirror_url):
     checkpointer = start()
     samples.save(checkpointer, 10, 20, 30)
     checkpointer.close()
-    checkpointer._mirror.set_aside(30, "damaged")
+    mirror_of(checkpointer).set_aside(30, "damaged")
     shutil.rmtree(directory)
     return mirror_url.removesuffix("/checkpoints")
 
@@ -429,8 +434,8 @@ def test_ls_leaves_out_what_a_running_training_has_just_deleted(start, samples):
     training = start()
     samples.save(training, 10, 20)
     training.close()
-    seen = start()._mirror
-    training._mirror.delete(10)
+    seen = mirror_of(start())
+    mirror_of(training).delete(10)
     assert [entry.step for entry, _, _ in seen.sizes_and_times()] == [20]
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from maxpipe.checkpoint.steps import choose
+from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config import ConfigError
 
 
@@ -16,7 +16,7 @@ from maxpipe.config import ConfigError
     ],
 )
 def test_choice(resume, steps, chosen):
-    assert choose(resume, steps) == chosen
+    assert step_to_resume(resume, steps) == chosen
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_choice(resume, steps, chosen):
         (
             "never",
             [10, 20],
-            r"committed steps in runs/a: 10, 20\); delete it or choose another run_name",
+            r"committed steps in runs/a: 10, 20; delete them or choose another run_name",
         ),
         ("15", [20, 10], r"step 15 does not exist \(committed steps in runs/a: 10, 20\)"),
         ("15", [], r"step 15 does not exist \(committed steps in runs/a: none\)"),
@@ -37,5 +37,5 @@ def test_choice(resume, steps, chosen):
 )
 def test_refusals_name_the_key_and_what_is_there(resume, steps, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        choose(resume, steps, "runs/a")
+        step_to_resume(resume, steps, "runs/a")
     assert [problem.key for problem in caught.value.problems] == ["checkpoint.resume"]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.policies import EVAL_LOSS, Retention
 from maxpipe.checkpoint.record import record_file
-from maxpipe.checkpoint.retention import EVAL_LOSS, Retention
-from maxpipe.checkpoint.steps import set_aside
+from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 
 LOSSES = {10: 5.0, 20: 3.0, 30: 4.0, 40: None, 50: 3.0, 60: 9.0}
@@ -65,14 +65,14 @@ def test_settings_may_change_between_starts(save):
 
 def test_a_step_saved_anew_counts_with_its_new_loss(save, directory):
     assert save({10: 1.0, 20: 2.0}, keep=2) == [10, 20]
-    set_aside(directory, 10, "abandoned")
-    set_aside(directory, 20, "abandoned")
+    StepsDirectory(directory).set_aside(10, "abandoned")
+    StepsDirectory(directory).set_aside(20, "abandoned")
     assert save({10: 7.0, 20: 2.0, 30: 8.0}, keep=1, keep_best=1) == [20, 30]
 
 
 def test_steps_set_aside_neither_count_nor_are_deleted(save, directory):
     assert save({10: 3.0, 20: 1.0, 30: 2.0}, keep=3) == [10, 20, 30]
-    set_aside(directory, 20, "damaged")
+    StepsDirectory(directory).set_aside(20, "damaged")
     assert save({40: 4.0}, keep=2, keep_best=1) == [30, 40]
     assert (directory / "20.damaged").is_dir()
 

@@ -129,8 +129,8 @@ def test_command_lines_that_are_refused(words, message):
             ("--help", "optimizer.name"),
             [
                 "optimizer.name: optimizer",
-                "default  'adamw'",
-                "choices  adafactor, adamw, lion, muon, sgd",
+                "default     'adamw'",
+                "choices     adafactor, adamw, lion, muon, sgd",
             ],
         ),
         (("--help", "mesh.ici"), ["mesh.ici.stage", "pipeline stages"]),

@@ -69,12 +69,12 @@ def test_overrides(base, overrides, devices, slices):
         key for key, option in OPTIONS.items() if option.bounds.derived and get(config, key) == -1
     ]
     pipeline, mesh = config.pipeline, config.mesh
-    stages = mesh.ici.stage * mesh.dcn.stage
+    stages = mesh.size("stage")
     if not pipeline.layers_per_stage:
         assert (
             stages * pipeline.num_repeats * pipeline.num_layers_per_stage == config.model.num_layers
         )
-    shards = mesh.ici.data * mesh.dcn.data * mesh.ici.fsdp * mesh.dcn.fsdp
+    shards = mesh.size("data") * mesh.size("fsdp")
     assert config.data.global_batch_size % (shards * pipeline.num_microbatches) == 0
 
 

@@ -1,13 +1,15 @@
-"""The split into training and evaluation."""
+"""The split into training and evaluation, and the framing of documents."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import open_documents, split_documents
+from maxpipe.data.documents import EncodedDocuments, open_documents, split_documents
+from maxpipe.data.tokenizers import load_tokenizer
 
 
 def _documents(count: int) -> list[str]:
@@ -61,3 +63,36 @@ def test_the_sources_that_read_no_path_are_known(source: str) -> None:
     else:
         with pytest.raises(ConfigError, match=r"^data\.path: this data\.source needs a file"):
             open_documents(DataConfig(source=source), "train")
+
+
+BOS, EOS = 256, 257
+
+
+def _encode(document: str | np.ndarray) -> np.ndarray:
+    return EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0]
+
+
+def test_text() -> None:
+    ids = _encode("hé")
+    assert ids.tolist() == [BOS, ord("h"), 0xC3, 0xA9, EOS]
+    assert ids.dtype == np.int32
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64, np.int64])
+def test_ids_of_any_dtype(dtype: type) -> None:
+    ids = _encode(np.array([5, 6], dtype))
+    assert ids.tolist() == [BOS, 5, 6, EOS]
+    assert ids.dtype == np.int32
+
+
+def test_frames_already_there_are_kept() -> None:
+    assert _encode(np.array([BOS, 5, EOS])).tolist() == [BOS, 5, EOS]
+
+
+def test_empty() -> None:
+    assert _encode("").size == 0
+
+
+def test_ids_outside_the_vocabulary() -> None:
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: 259 is too small .* 5 to 300"):
+        _encode(np.array([5, 300]))

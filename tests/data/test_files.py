@@ -73,7 +73,7 @@ def test_file_documents_name_what_they_cannot_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 3, 100])
 def test_find_all(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "BLOCK", block)
+    monkeypatch.setattr(files, "_BLOCK", block)
     assert find_all(np.array([7, 1, 7, 7, 0, 2, 7]), 7).tolist() == [0, 2, 3, 6]
     assert find_all(np.array([1, 2]), 7).tolist() == []
 

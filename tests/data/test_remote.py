@@ -118,7 +118,7 @@ def test_a_server_that_is_not_there_ends_in_seconds(bucket, monkeypatch, tmp_pat
 
 
 def test_protocols_and_libraries_that_are_not_there(monkeypatch):
-    with pytest.raises(ConfigError, match=r"there is no hdfs:// here; it may be s3://, gs://"):
+    with pytest.raises(ConfigError, match=r"hdfs:// is not supported; it may be s3://, gs://"):
         find_files("hdfs://host/a")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(ConfigError, match=r"^data\.path: needs gcsfs.*pip install 'maxpipe\[gs\]'"):

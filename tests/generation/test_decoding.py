@@ -8,6 +8,7 @@ from helpers.engines import canonical_params, tiny
 
 from maxpipe.config.catalog import BLOCKS
 from maxpipe.generation.decoding import Decoder
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 
 ALL_OPTIONS = {
@@ -22,11 +23,11 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8)).astype(np.int32)
 def forward(config, params, tokens):
     """Logits [B,T,V] of the training program."""
     program = ModelProgram(config)
-    side = {
-        "positions": jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
-        "segment_ids": jnp.ones_like(tokens),
-        "sequence_index": jnp.arange(len(tokens)),
-    }
+    side = SideInputs(
+        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+        segment_ids=jnp.ones_like(tokens),
+        sequence_index=jnp.arange(len(tokens)),
+    )
     x = program.embed(params, tokens)
     for i in range(config.num_layers):
         x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxpipe.checkpoint.reader import load
+from maxpipe.checkpoint.arrays import load
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 

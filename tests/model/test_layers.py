@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.engines import tiny
 
-from maxpipe.model.layers import GatedMLP, RMSNorm, dropout
+from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, dropout
 from maxpipe.model.parameters import init_params, split_module
 
 
@@ -49,15 +49,13 @@ def dropped():
     def _dropped(rows, key=0, rate=0.25, tokens=range(50)):
         tokens = np.array(tokens)
         x = jnp.ones((len(rows), len(tokens), 20))
-        of_tokens = {
-            "segment_ids": 1 + (tokens >= 30),
-            "positions": np.where(tokens < 30, tokens, tokens - 30),
-        }
-        side = {
-            name: jnp.asarray(np.tile(a, (len(rows), 1)), jnp.int32)
-            for name, a in of_tokens.items()
-        }
-        side["sequence_index"] = jnp.asarray(rows, jnp.int32)
+        positions = np.where(tokens < 30, tokens, tokens - 30)
+        segment_ids = 1 + (tokens >= 30)
+        side = SideInputs(
+            positions=jnp.asarray(np.tile(positions, (len(rows), 1)), jnp.int32),
+            segment_ids=jnp.asarray(np.tile(segment_ids, (len(rows), 1)), jnp.int32),
+            sequence_index=jnp.asarray(rows, jnp.int32),
+        )
         return np.asarray(dropout(x, rate, jax.random.key(key), side))
 
     return _dropped
@@ -90,5 +88,5 @@ def test_dropout_differs_by_row_by_token_and_by_key(dropped):
 
 def test_dropout_keeps_the_dtype():
     x, tokens = jnp.ones((1, 2, 3), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
-    side = {"sequence_index": jnp.zeros(1, jnp.int32), "segment_ids": tokens, "positions": tokens}
+    side = SideInputs(tokens, tokens, sequence_index=jnp.zeros(1, jnp.int32))
     assert dropout(x, 0.5, jax.random.key(0), side).dtype == jnp.bfloat16

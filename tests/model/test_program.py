@@ -9,6 +9,7 @@ from test_presets import PARAMETERS, for_slice
 
 from maxpipe.config import Config, replace
 from maxpipe.config.options import update
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 from maxpipe.planning import flops
 
@@ -20,7 +21,11 @@ def make(**values):
 
 def activations(program, params, batch):
     """Output of the last layer, [B, T, D]."""
-    side = {name: jnp.asarray(batch[name]) for name in ("positions", "segment_ids")}
+    side = SideInputs(
+        positions=jnp.asarray(batch["positions"]),
+        segment_ids=jnp.asarray(batch["segment_ids"]),
+        sequence_index=jnp.arange(len(batch["tokens"])),
+    )
     x = program.embed(params, jnp.asarray(batch["tokens"]))
     for i in range(program.config.num_layers):
         x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)

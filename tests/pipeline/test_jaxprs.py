@@ -1,4 +1,4 @@
-"""Looking into traced programs, and taking them apart."""
+"""Read traced programs, open calls, and cut programs out of them."""
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +16,19 @@ from maxpipe.pipeline.jaxprs import (
 )
 
 
-def test_branches_of_a_conditional_are_found() -> None:
+def test_inner_jaxprs_of_a_conditional_are_its_branches() -> None:
     closed = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x))(1.0)
     cond = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "cond")
     names = {eqn.primitive.name for inner in inner_jaxprs(cond) for eqn in open_jaxpr(inner).eqns}
     assert names == {"sin", "cos"}
 
 
-def test_an_equation_without_programs_inside_has_none() -> None:
+def test_inner_jaxprs_of_a_plain_equation_are_none() -> None:
     closed = jax.make_jaxpr(jnp.sin)(1.0)
     assert [list(inner_jaxprs(eqn)) for eqn in closed.jaxpr.eqns] == [[]]
 
 
-def test_a_closed_program_is_opened_and_an_open_one_is_itself() -> None:
+def test_open_jaxpr_of_a_closed_or_open_program_is_the_open_one() -> None:
     closed = jax.make_jaxpr(jnp.sin)(1.0)
     assert open_jaxpr(closed) is closed.jaxpr
     assert open_jaxpr(closed.jaxpr) is closed.jaxpr
@@ -39,22 +39,22 @@ def names(equations) -> list[str]:
 
 
 @pytest.mark.parametrize(("calls", "closed"), [(CALLS, ["remat2"]), (CALLS + CHECKPOINTS, [])])
-def test_calls_are_opened_however_deep_and_others_stay(calls, closed) -> None:
+def test_inline_opens_nested_calls_and_leaves_others(calls, closed) -> None:
     inner = jax.checkpoint(jax.jit(jnp.sin))
     flat = inline(jax.make_jaxpr(jax.jit(lambda x: jnp.cos(inner(x))))(1.0), calls)
     assert names(flat.jaxpr.eqns) == [*(closed or ["sin"]), "cos"]
     assert jax.core.eval_jaxpr(flat.jaxpr, flat.consts, 2.0) == [jnp.cos(jnp.sin(2.0))]
 
 
-def test_ancestors_of_one_output_are_a_program() -> None:
+def test_ancestors_of_an_output_compute_it() -> None:
     jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(jnp.cos(x)), jnp.exp(x)))(1.0).jaxpr
-    found = ancestors(jaxpr.eqns, jaxpr.outvars[:1])
-    assert names(found) == ["cos", "sin"]
-    smaller = part(jaxpr, jaxpr.invars, found, jaxpr.outvars[:1])
+    equations = ancestors(jaxpr.eqns, jaxpr.outvars[:1])
+    assert names(equations) == ["cos", "sin"]
+    smaller = part(jaxpr, jaxpr.invars, equations, jaxpr.outvars[:1])
     assert jax.core.eval_jaxpr(smaller, (), 2.0) == [jnp.sin(jnp.cos(2.0))]
 
 
-def test_products_calls_and_effects_are_not_cheap() -> None:
+def test_is_cheap_of_products_calls_and_effects_is_false() -> None:
     def f(x):
         jax.debug.callback(lambda _: None, x)
         return jax.jit(jnp.sin)(x @ x) + jnp.cumsum(x, axis=0)

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import print_saved_residuals
 
 from maxpipe.config import PipelineConfig, RematTensorsConfig
 from maxpipe.config.catalog import MATMULS, QKV, REMAT_POLICIES, RematPolicy
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.remat import checkpoint, remat_policy
 
@@ -33,7 +34,7 @@ def layer_and_inputs():
     program = ModelProgram(config.model)
     layer = jax.tree.map(lambda p: jnp.asarray(p[0]), canonical_params(program)["layers"])
     batch = make_batch(4)
-    side = {"positions": batch["positions"], "segment_ids": batch["segment_ids"]}
+    side = SideInputs(batch["positions"], batch["segment_ids"], jnp.arange(len(batch["tokens"])))
     x = jnp.asarray(jax.random.normal(jax.random.key(0), (4, 8, config.model.embed_dim)))
     return lambda layer, x: program.block(layer, x, side, None)[0], layer, x
 

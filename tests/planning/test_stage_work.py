@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from helpers.stage_configs import config_of
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.planning.stage_work import work
@@ -24,7 +25,7 @@ class Compiled:
         row = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
         self.x = jax.ShapeDtypeStruct((ROWS, length, config.model.embed_dim), jnp.float32)
         self.weights = jax.ShapeDtypeStruct((ROWS, length), jnp.float32)
-        self.side = {"positions": ids, "segment_ids": ids, "sequence_index": row}
+        self.side = SideInputs(ids, ids, row)
         self.ids, self.layer = ids, shapes["layers"]
         self.outer = {name: shapes[name] for name in ("embed", "head")}
 

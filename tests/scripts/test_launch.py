@@ -119,7 +119,8 @@ class TestRestart:
     def test_a_signal_is_handed_on_once_and_nothing_is_restarted(self, fakes, number):
         program = (
             "import signal, sys, time\n"
-            "def end(number, frame):\n    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)\n"
+            "def end(number, frame):\n"
+            "    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)\n"
             "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, end)\n"
             "print('ready', flush=True); time.sleep(60)"
         )
@@ -319,7 +320,8 @@ class TestSlurm:
         """slurm(codes, words) -> the finished job whose tasks end with these codes."""
         fakes.add("scontrol")
         (fakes.directory / "srun").write_text(
-            '#!/bin/bash\nshift\nfor code in $CODES; do export CODE=$code SLURM_PROCID=$((n++)); "$@"; done\nexit 137\n'
+            "#!/bin/bash\nshift\nfor code in $CODES; do\n"
+            '  export CODE=$code SLURM_PROCID=$((n++)); "$@"\ndone\nexit 137\n'
         )
         (fakes.directory / "python").write_text(
             '#!/bin/bash\nprintf "%s\\0" "$@" >"$OUT"; exit $CODE\n'

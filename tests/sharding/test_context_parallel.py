@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.config.catalog import KERNELS
-from maxpipe.config.variants import implementation
+from maxpipe.config.imports import implementation
 from maxpipe.model.attention import dot_product_attention
 from maxpipe.sharding.context_parallel import gathered, in_order, in_places, over_context, parts
 

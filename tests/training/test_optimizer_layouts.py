@@ -11,7 +11,7 @@ from helpers.engines import EngineUnderTest, make_batch, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
-from maxpipe.checkpoint.record import named_leaves
+from maxpipe.checkpoint.arrays import named_leaves
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.optimizer import Optimizer, global_norm

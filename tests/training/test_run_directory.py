@@ -165,6 +165,6 @@ def test_record_is_plain_json_at_a_known_place(checkpointer, directory, samples)
 
 
 def test_importing_does_not_import_jax():
-    modules = "maxpipe.training.run_directory, maxpipe.checkpoint.steps"
+    modules = "maxpipe.training.run_directory, maxpipe.checkpoint.mirror"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,22 @@
+"""Rules across keys: the list of all of them, in the order in which they run.
+
+Rules that derive a value come before those that read it. The mesh is fitted to the devices before
+(`rules.mesh`).
+"""
+
+from maxpipe.config.rules.batches import BATCH_RULES
+from maxpipe.config.rules.engines import ENGINE_RULES
+from maxpipe.config.rules.model import MODEL_RULES
+from maxpipe.config.rules.rule import Rule
+from maxpipe.config.rules.run import RUN_RULES
+from maxpipe.config.rules.stages import STAGE_RULES
+
+RULES: tuple[Rule, ...] = (
+    *RUN_RULES,
+    *MODEL_RULES,
+    *STAGE_RULES,
+    *ENGINE_RULES,
+    *BATCH_RULES,
+)
+
+__all__ = ["RULES"]

@@ -1,122 +1,77 @@
-"""Options that an engine does not have, or that have nothing to act on, are refused with the reason."""
+"""Refuse options that an engine does not have or that have nothing to act on, with the reason."""
 
-from maxpipe.config.catalog import REMAT_POLICIES, SCHEDULES
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, Refusal
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.options import OPTIONS, get
-from maxpipe.config.rules.rule import rule
+from maxpipe.config.options import OPTIONS, get, is_set
+from maxpipe.config.rules.rule import Rule, rule
 from maxpipe.config.sections import Config
 
 _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
 
 
-@rule("pipeline.engine", "pipeline.overlap_slots", "pipeline.skip_idle")
-def scheduled_only(c: Config) -> None:
-    """The circular engine has one slot per tick and computes the idle ones; the MPMD engine has no slots."""
-    asked = {"overlap_slots": c.pipeline.overlap_slots, "skip_idle": c.pipeline.skip_idle == "true"}
-    if c.pipeline.engine in ("circular", "mpmd") and any(asked.values()):
-        message = (
-            "true is for the scheduled engine only; use it with pipeline.schedule=lockstep_1f1b"
-        )
-        raise ConfigError(
-            *(Problem(f"pipeline.{name}", message) for name, on in asked.items() if on)
-        )
+def refusals_of(engine: str, key: str) -> list[Refusal]:
+    """Return the values of a key that an engine refuses: those of the catalogue, and offloading."""
+    facts = ENGINES[engine]
+    refusals = [refusal for refusal in facts.refusals if refusal.key == key]
+    if facts.no_offloading and key in _REMAT_TENSORS:
+        refusals.append(Refusal(key, ("offload",), facts.no_offloading, "use device or remat"))
+    if facts.no_offloading and key == "pipeline.remat_policy":
+        for name, policy in REMAT_POLICIES.items():
+            if policy.host:
+                other = policy.on_device or "a policy that saves on the device, such as minimal"
+                refusals.append(Refusal(key, (name,), facts.no_offloading, f"use {other}"))
+    return refusals
+
+
+def _refuse_values(key: str) -> Rule:
+    """Return the rule that refuses the values of a key that the engine does not take.
+
+    A rule for each key, so that a broken key leaves the others' refusals in place.
+    """
+
+    @rule("pipeline.engine", key)
+    def refuse(c: Config) -> None:
+        value = get(c, key)
+        shown = str(value).lower() if isinstance(value, bool) else value
+        for refusal in refusals_of(c.pipeline.engine, key):
+            if value in refusal.values or (not refusal.values and is_set(c, key)):
+                message = (
+                    f"{shown} is not for the {c.pipeline.engine} engine: "
+                    f"{refusal.reason}; {refusal.remedy}"
+                )
+                raise ConfigError(Problem(key, message))
+
+    return refuse
 
 
 @rule("pipeline.remat_policy", "pipeline.remat_tensors", "pipeline.remat_layers")
-def remat(c: Config) -> None:
-    """`remat_tensors` belong to one policy, and where nothing is recomputed there is nothing to choose."""
-    policy = c.pipeline.remat_policy
-    changed = [key for key in _REMAT_TENSORS if get(c, key) != OPTIONS[key].default]
-    if changed and policy != "custom":
-        message = f"needs pipeline.remat_policy=custom; {policy} decides about every tensor itself"
+def check_remat(c: Config) -> None:
+    """Check `remat_tensors` and `remat_layers` against the policy."""
+    name = c.pipeline.remat_policy
+    policy = REMAT_POLICIES[name]
+    changed = [key for key in _REMAT_TENSORS if is_set(c, key)]
+    if changed and not policy.by_tensor:
+        message = f"needs pipeline.remat_policy=custom; {name} decides about every tensor itself"
         raise ConfigError(*(Problem(key, message) for key in changed))
-    if policy == "none" and c.pipeline.remat_layers:
-        message = "true has nothing to recompute with pipeline.remat_policy=none; choose full or another policy"
+    if policy.everything and c.pipeline.remat_layers:
+        message = (
+            f"true has nothing to recompute with pipeline.remat_policy={name}; "
+            "choose full or another policy"
+        )
         raise ConfigError(Problem("pipeline.remat_layers", message))
 
 
-@rule("pipeline.engine", "pipeline.remat_policy", "pipeline.remat_tensors")
-def offloading(c: Config) -> None:
-    """The scheduled engine's residuals live in ring buffers that its loops update in place on the device."""
-    reasons = {
-        "scheduled": "it updates its residuals in place on the device, where they do not grow with the number of "
-        "microbatches",
-        "mpmd": "its residuals pass from one program to another on the device",
-    }
-    if c.pipeline.engine not in reasons:
-        return
-    policy, engine = c.pipeline.remat_policy, f"the {c.pipeline.engine} engine"
-    reason = reasons[c.pipeline.engine]
-    facts = REMAT_POLICIES[policy]
-    if facts.host:
-        instead = facts.on_device or "a policy that saves on the device, such as minimal"
-        message = f"{policy} is not for {engine}: {reason}; use {instead}"
-        raise ConfigError(Problem("pipeline.remat_policy", message))
-    offloaded = [key for key in _REMAT_TENSORS if get(c, key) == "offload"]
-    if offloaded:
-        message = f"offload is not for {engine}: {reason}; use device or remat"
-        raise ConfigError(*(Problem(key, message) for key in offloaded))
-
-
-@rule("pipeline.engine", "pipeline.fsdp_gather")
-def gathers_of_units(c: Config) -> None:
-    """A unit of the MPMD engine keeps nothing for the next one of its chunk."""
-    if c.pipeline.engine == "mpmd" and c.pipeline.fsdp_gather != "per_iteration":
-        message = f"{c.pipeline.fsdp_gather} is not for the mpmd engine: every unit is a program that gathers anew"
-        raise ConfigError(Problem("pipeline.fsdp_gather", f"{message}; use per_iteration"))
-
-
-@rule("pipeline.engine", "pipeline.fsdp_gather", "pipeline.num_repeats")
-def gathers(c: Config) -> None:
-    """Forward and backward of a 1F1B tick are in different repeats, each with its own gathered weights."""
-    if c.pipeline.engine != "scheduled" or c.pipeline.fsdp_gather != "per_repeat":
-        return
-    repeats = c.pipeline.num_repeats
-    reason = f"and all {repeats} repeats are no more; use once"
-    if repeats > 4:
-        reason = "and fetching them ahead is not there yet; use per_iteration, or once if all repeats fit"
-    needs = "per_repeat on the scheduled engine would keep 4 to 6 gathered repeats"
-    message = f"{needs}, {reason}, or the circular engine"
-    raise ConfigError(Problem("pipeline.fsdp_gather", message))
-
-
-@rule(
-    "pipeline.engine", "pipeline.scan_iterations", "pipeline.scan_repeats", "pipeline.fsdp_gather"
-)
-def loops(c: Config) -> None:
-    """The scheduled engine loops over phases of its schedule; repeats are a loop where each is fetched as a whole."""
+@rule("pipeline.engine", "pipeline.scan_repeats", "pipeline.fsdp_gather")
+def check_scan_repeats(c: Config) -> None:
+    """Check that repeats have loops: with gathers per iteration all repeats are one loop."""
     p = c.pipeline
-    problems = []
-    if p.engine in ("scheduled", "mpmd"):
-        why = {
-            "scheduled": "always loops over the ticks of a phase",
-            "mpmd": "dispatches units one by one",
-        }[p.engine]
-        message = f"false is for the circular engine only; the {p.engine} engine {why}"
-        names = [name for name in ("scan_iterations", "scan_repeats") if not getattr(p, name)]
-        problems = [Problem(f"pipeline.{name}", message) for name in names]
-    elif p.engine == "circular" and not p.scan_repeats and p.fsdp_gather == "per_iteration":
-        message = "false needs pipeline.fsdp_gather=per_repeat or once; with per_iteration all repeats are one loop"
-        problems = [
-            Problem("pipeline.scan_repeats", f"{message}, which scan_iterations=false unrolls")
-        ]
-    if problems:
-        raise ConfigError(*problems)
-
-
-@rule("pipeline.engine", "pipeline.delay_activation_forwarding", "compile.load")
-def separate_programs(c: Config) -> None:
-    """Transfers of the MPMD engine run when there is something to move, and there is no program of the whole step."""
-    p = c.pipeline
-    problems = []
-    if p.engine == "mpmd" and p.delay_activation_forwarding:
-        message = "true is for engines with ticks; transfers of the mpmd engine run beside the units anyway; use false"
-        problems.append(Problem("pipeline.delay_activation_forwarding", message))
-    if p.engine == "mpmd" and c.compile.load:
-        message = "holds one program for all devices, and the mpmd engine has many; leave it empty"
-        problems.append(Problem("compile.load", message))
-    if problems:
-        raise ConfigError(*problems)
+    has_loops = ENGINES[p.engine].takes("pipeline.scan_repeats")
+    if has_loops and not p.scan_repeats and p.fsdp_gather == "per_iteration":
+        message = (
+            "false needs pipeline.fsdp_gather=per_repeat or once; with per_iteration "
+            "all repeats are one loop, which scan_iterations=false unrolls"
+        )
+        raise ConfigError(Problem("pipeline.scan_repeats", message))
 
 
 @rule(
@@ -128,76 +83,89 @@ def separate_programs(c: Config) -> None:
     "pipeline.remat_iterations",
     "pipeline.remat_layers",
 )
-def split_backwards(c: Config) -> None:
-    """Schedules known by name; what a CSV file has is known when it is read."""
+def check_known_split_backwards(c: Config) -> None:
+    """Check schedules of the catalogue; a CSV file is checked when it is read."""
     schedule = c.pipeline.schedule
     if schedule in SCHEDULES and SCHEDULES[schedule].splits_backward:
         check_split_backwards(c)
 
 
 def check_split_backwards(c: Config) -> None:
-    """A backward is split equation by equation, and in lockstep a split that computes more is of no use.
+    """Check that the backward of a layer can be split, and that splitting it saves work.
 
     Args:
       c: with a schedule that has units for input and weight gradients, and `pipeline.engine`
         derived.
 
     Raises:
-      ConfigError: layers are in a loop, or matrix products would be computed twice.
+      ConfigError: layers are in a loop, which cannot be split equation by equation, or matrix
+        products would be computed twice.
     """
     p = c.pipeline
     problems = []
-    if p.scan_layers_per_stage and p.engine in ("mpmd", "scheduled"):
+    if p.scan_layers_per_stage and ENGINES[p.engine].has_stages:
         message = (
             f"true hides the layers in a loop, whose backward {p.schedule} cannot split; use false"
         )
         problems.append(Problem("pipeline.scan_layers_per_stage", message))
-    keeps_nothing = p.remat_policy == "full" or (
-        p.remat_policy == "custom" and all(get(c, key) == "remat" for key in _REMAT_TENSORS)
-    )
-    if p.engine == "scheduled" and keeps_nothing and (p.remat_iterations or p.remat_layers):
+    # Recomputing in both halves costs the mpmd engine time, which it may gain in the bubble; in
+    # lockstep it only costs.
+    recomputes = p.remat_iterations or p.remat_layers
+    if p.engine == "scheduled" and recomputes and _saves_nothing(c):
         message = (
-            f"{p.remat_policy} keeps no result of a matrix product; input gradients would compute them all again and "
-            f"stash them for {p.schedule}'s weight gradients, in more time and memory than the split saves"
+            f"{p.remat_policy} keeps no result of a matrix product; input gradients would compute "
+            f"them all again and stash them for {p.schedule}'s weight gradients, in more time and "
+            f"memory than the split saves; {_propose_policies(c)}, "
+            "or pipeline.schedule=lockstep_1f1b"
         )
-        remedy = "use minimal, save_out_proj, save_qkv_proj, save_dot_except_mlp, none or custom"
-        if p.remat_policy == "custom":
-            remedy = "give some pipeline.remat_tensors device"
-        problems.append(
-            Problem(
-                "pipeline.remat_policy", f"{message}; {remedy}, or pipeline.schedule=lockstep_1f1b"
-            )
-        )
+        problems.append(Problem("pipeline.remat_policy", message))
     if problems:
         raise ConfigError(*problems)
 
 
-def one_process(c: Config, num_processes: int) -> None:
-    """The MPMD engine's driver dispatches to all devices; no step, since processes are not configured.
+def _saves_nothing(c: Config) -> bool:
+    """Return whether the backward of a layer starts from nothing but the layer's input."""
+    policy = REMAT_POLICIES[c.pipeline.remat_policy]
+    tensors = [get(c, key) for key in _REMAT_TENSORS]
+    return policy.saves_nothing or (policy.by_tensor and set(tensors) == {"remat"})
+
+
+def _propose_policies(c: Config) -> str:
+    if REMAT_POLICIES[c.pipeline.remat_policy].by_tensor:
+        return "give some pipeline.remat_tensors device"
+    saving = [
+        name
+        for name, policy in REMAT_POLICIES.items()
+        if policy.device or policy.everything or policy.by_tensor
+    ]
+    return f"use one of {', '.join(saving)}"
+
+
+def check_processes(c: Config, num_processes: int) -> None:
+    """Check that the engine runs in this many processes; no rule, since no key says how many.
 
     Args:
       c: with `pipeline.engine` derived.
-      num_processes: that take part.
+      num_processes: processes that take part.
 
     Raises:
-      ConfigError: there are several for the MPMD engine.
+      ConfigError: there are several, and the engine drives all devices from one.
     """
-    if c.pipeline.engine == "mpmd" and num_processes > 1:
-        message = f"mpmd drives all devices from one process, and there are {num_processes}"
-        remedy = "start one, or use pipeline.schedule=lockstep_1f1b with engine=auto"
-        compare = f"python -m maxpipe.schedule --compare {c.pipeline.schedule} lockstep_1f1b"
-        raise ConfigError(
-            Problem("pipeline.engine", f"{message}; {remedy} (`{compare}` shows both bubbles)")
+    engine = c.pipeline.engine
+    if engine in ENGINES and not ENGINES[engine].several_processes and num_processes > 1:
+        message = (
+            f"{engine} drives all devices from one process, and there are {num_processes}; "
+            "start one, or use pipeline.schedule=lockstep_1f1b with engine=auto "
+            f"(`python -m maxpipe.schedule --compare {c.pipeline.schedule} lockstep_1f1b` "
+            "shows both bubbles)"
         )
+        raise ConfigError(Problem("pipeline.engine", message))
 
 
-RULES = (
-    scheduled_only,
-    remat,
-    offloading,
-    gathers_of_units,
-    gathers,
-    loops,
-    split_backwards,
-    separate_programs,
+_REFUSABLE = (*(key for key in OPTIONS if key.startswith("pipeline.")), "compile.load")
+ENGINE_RULES = (
+    *(_refuse_values(key) for key in _REFUSABLE if key != "pipeline.engine"),
+    check_remat,
+    check_scan_repeats,
+    check_known_split_backwards,
 )

@@ -1,25 +1,18 @@
-"""Fits the mesh to the devices there are, and proposes meshes that fit when the one asked for does not."""
+"""Fit the mesh to the devices, and propose meshes that fit when the configured one does not."""
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.nearest import distance, divisors
 from maxpipe.config.options import update
-from maxpipe.config.rules.batches import DERIVE
-from maxpipe.config.rules.batches import RULES as BATCHES
-from maxpipe.config.rules.checks import CHECKS
-from maxpipe.config.rules.engines import RULES as ENGINE_OPTIONS
-from maxpipe.config.rules.rule import Rule, Updates, apply_rules, rule
-from maxpipe.config.rules.stages import RULES as LAYOUT
+from maxpipe.config.rules.rule import Rule, Updates, apply_rules, distance, divisors, rule
 from maxpipe.config.sections import MESH_AXES, AxesConfig, Config
 
-RULES: tuple[Rule, ...] = (*CHECKS, *DERIVE, *LAYOUT, *ENGINE_OPTIONS, *BATCHES)
 LEVELS = ("ici", "dcn")
-# Proposals use these axes only, at this cost of each doubling or halving: re-cutting the data is
-# the mildest change, and tensor parallelism across slices is never a good one.
+# Proposals use these axes only, at this cost of each doubling or halving: splitting the data
+# otherwise is the mildest change, and tensor parallelism across slices is never a good one.
 _COSTS = {
     "ici": {"fsdp": 1.0, "data": 1.1, "stage": 1.6, "tensor": 2.5},
     "dcn": {"data": 1.0, "stage": 1.3, "fsdp": 1.5},
@@ -29,8 +22,8 @@ _PROPOSALS = 3
 
 
 @rule()
-def one_unknown(c: Config) -> None:
-    """At each level one axis may be -1."""
+def check_unknown_axes(c: Config) -> None:
+    """Check that at most one axis of each level is -1."""
     problems = []
     for level in LEVELS:
         unknown = [axis for axis in MESH_AXES if getattr(getattr(c.mesh, level), axis) == -1]
@@ -42,7 +35,7 @@ def one_unknown(c: Config) -> None:
 
 
 def unknown_axes(c: Config) -> list[str]:
-    """Full keys of the mesh axes that are still -1."""
+    """Return the full keys of the mesh axes that are still -1."""
     keys = [(level, axis) for level in LEVELS for axis in MESH_AXES]
     return [
         f"mesh.{level}.{axis}"
@@ -51,18 +44,24 @@ def unknown_axes(c: Config) -> list[str]:
     ]
 
 
-def fit_mesh(c: Config, num_devices: int, num_slices: int) -> Config:
-    """Fills the -1 of each level and checks the products.
+def fit_mesh(c: Config, num_devices: int, num_slices: int, rules: Sequence[Rule]) -> Config:
+    """Fill the -1 of each level, and check the products.
+
+    Args:
+      c: with at most one -1 per level.
+      num_devices: devices over all slices.
+      num_slices: slices joined by DCN.
+      rules: those that a mesh in an error message should satisfy.
 
     Raises:
       ConfigError: a product differs from the number of devices per slice, or of slices; the message
         gives both numbers and up to three meshes that fit.
     """
     assert num_devices % num_slices == 0, (num_devices, num_slices)
-    wanted = {"ici": num_devices // num_slices, "dcn": num_slices}
+    counts = {"ici": num_devices // num_slices, "dcn": num_slices}
     updates: Updates = {}
     wrong = []
-    for level, count in wanted.items():
+    for level, count in counts.items():
         sizes = _filled(getattr(c.mesh, level), count)
         if math.prod(sizes.values()) == count:
             updates |= {f"mesh.{level}.{axis}": size for axis, size in sizes.items()}
@@ -70,7 +69,7 @@ def fit_mesh(c: Config, num_devices: int, num_slices: int) -> Config:
             wrong.append(level)
     fitted = update(c, updates)
     if wrong:
-        raise ConfigError(*(_mismatch(fitted, level, wanted[level]) for level in wrong))
+        raise ConfigError(*(_mismatch(fitted, level, counts[level], rules) for level in wrong))
     return fitted
 
 
@@ -80,22 +79,23 @@ def _filled(axes: AxesConfig, count: int) -> dict[str, int]:
     return {axis: max(1, count // known) if size == -1 else size for axis, size in sizes.items()}
 
 
-def _mismatch(c: Config, level: str, count: int) -> Problem:
+def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Problem:
+    """Return the problem of a mesh that does not fit `count` devices or slices, with proposals."""
     sizes = dataclasses.asdict(getattr(c.mesh, level))
     written = (
         " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "all axes 1"
     )
     product = math.prod(size for size in sizes.values() if size != -1)
-    what = {"ici": "device", "dcn": "slice"}[level] + ("s" if count > 1 else "")
+    counted = {"ici": "device", "dcn": "slice"}[level] + ("s" if count > 1 else "")
     if level == "ici" and math.prod(dataclasses.astuple(c.mesh.dcn)) > 1:
-        what += " per slice"
+        counted += " per slice"
     relation = (
         "which does not divide the"
         if -1 in sizes.values()
         else f"but there {'are' if count > 1 else 'is'}"
     )
-    choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count))
-    message = f"{written} makes {product}, {relation} {count} {what}; these fit: {choices}"
+    choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count, rules))
+    message = f"{written} makes {product}, {relation} {count} {counted}; these fit: {choices}"
     if count == 1 and level == "ici":
         message += " (mesh.simulated_devices makes a CPU pretend to have more)"
     return Problem(f"mesh.{level}", message)
@@ -109,8 +109,8 @@ def _words(level: str, old: dict[str, int], new: dict[str, int]) -> str:
     )
 
 
-def _proposals(c: Config, level: str, count: int) -> list[dict[str, int]]:
-    """Meshes of `count` nearest to the one written; those that the rest of the config can use come first."""
+def _proposals(c: Config, level: str, count: int, rules: Sequence[Rule]) -> list[dict[str, int]]:
+    """Return the meshes of `count` nearest to the configured one, first those that pass `rules`."""
     old = dataclasses.asdict(getattr(c.mesh, level))
     costs = _COSTS[level]
 
@@ -121,23 +121,24 @@ def _proposals(c: Config, level: str, count: int) -> list[dict[str, int]]:
 
     def usable(new: dict[str, int]) -> bool:
         other = update(c, {f"mesh.{level}.{axis}": size for axis, size in new.items()})
-        divides = c.model.num_kv_heads % (other.mesh.ici.tensor * other.mesh.dcn.tensor) == 0
-        return divides and not apply_rules(RULES, other, unknown_axes(other))[1]
+        divides = c.model.num_kv_heads % other.mesh.size("tensor") == 0
+        return divides and not apply_rules(rules, other, unknown_axes(other))[1]
 
-    # Axes that are never proposed keep what they were given, if that is possible.
-    given = {axis: size for axis, size in old.items() if axis not in costs and size > 1}
-    if count % math.prod(given.values()):
-        given = {}
-    factorings = _factorings(count // math.prod(given.values()), list(costs))
-    ranked = sorted((new | given for new in factorings), key=cost)
+    # Axes that are never proposed keep their size, if that is possible.
+    kept = {axis: size for axis, size in old.items() if axis not in costs and size > 1}
+    if count % math.prod(kept.values()):
+        kept = {}
+    factorings = _factorings(count // math.prod(kept.values()), list(costs))
+    ranked = sorted((new | kept for new in factorings), key=cost)
     best = list(islice((new for new in ranked[:_MAX_TRIED] if usable(new)), _PROPOSALS))
     return [*best, *(new for new in ranked if new not in best)][:_PROPOSALS]
 
 
 def _factorings(count: int, axes: list[str]) -> Iterator[dict[str, int]]:
+    """Yield every way to write `count` as a product of sizes of `axes`; other axes are 1."""
     if len(axes) == 1:
         yield dict.fromkeys(MESH_AXES, 1) | {axes[0]: count}
         return
     for size in divisors(count):
-        for rest in _factorings(count // size, axes[1:]):
-            yield rest | {axes[0]: size}
+        for others in _factorings(count // size, axes[1:]):
+            yield others | {axes[0]: size}

@@ -1,22 +1,30 @@
-"""Rules that check or derive values across keys, run in order; a rule whose inputs are unusable is left out.
+"""What a rule across keys is, how rules run, and the numbers that their messages propose.
 
-That is what lets all problems be shown at once: a broken key silences only what depends on it.
+A rule whose inputs are unusable is left out. So all problems are shown at once: a broken key
+silences only the rules that depend on it.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 
-Updates: TypeAlias = dict[str, Any]
+Updates: TypeAlias = dict[str, object]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`run(config)` returns the keys it derives, or raises ConfigError. `reads` may name whole sections."""
+    """A check or derivation across keys.
+
+    Attributes:
+      run: takes the config; returns the keys that it derives, or raises ConfigError.
+      reads: keys or whole sections that it depends on.
+      writes: keys that it derives.
+    """
 
     run: Callable[[Config], Updates | None]
     reads: tuple[str, ...]
@@ -26,7 +34,7 @@ class Rule:
 def rule(
     *reads: str, writes: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Config], Updates | None]], Rule]:
-    """Decorator that declares which keys a function of the config reads and derives."""
+    """Declare which keys a function of the config reads and derives; a decorator."""
     return lambda run: Rule(run, reads, writes)
 
 
@@ -41,7 +49,7 @@ def apply_rules(
       broken: keys whose values are wrong or not yet known.
 
     Returns:
-      The config with derived values, and the problems found.
+      The config with derived values, and all problems.
     """
     unusable = set(broken)
     problems: list[Problem] = []
@@ -49,13 +57,33 @@ def apply_rules(
         try:
             if any(_overlap(key, other) for key in rule.reads for other in unusable):
                 unusable.update(rule.writes)
-            else:
-                config = update(config, rule.run(config) or {})
+            elif updates := rule.run(config):
+                config = update(config, updates)
         except ConfigError as error:
             problems.extend(error.problems)
             unusable.update(rule.writes, (problem.key for problem in error.problems if problem.key))
     return config, problems
 
 
+def multiples_around(value: int, unit: int, least: int = 1) -> str:
+    """Return the multiples of `unit` around `value`, at least `least`, such as "8 or 12"."""
+    below = value // unit * unit
+    smallest = -(-least // unit) * unit
+    multiples = {max(below, smallest), max(below + unit, smallest)}
+    return " or ".join(str(n) for n in sorted(multiples - {value}))
+
+
+def divisors(value: int) -> list[int]:
+    """Return all positive divisors of a positive number, ascending."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return [*small, *(value // n for n in reversed(small) if n * n != value)]
+
+
+def distance(a: int, b: int) -> float:
+    """Return how far apart two positive counts are; doubling is as far as halving."""
+    return abs(math.log(a / b))
+
+
 def _overlap(key: str, other: str) -> bool:
+    """Return whether two keys or sections are the same, or one contains the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")

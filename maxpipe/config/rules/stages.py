@@ -1,104 +1,83 @@
-"""Derives the engine, and layers -> stages x repeats x layers per stage."""
+"""Derive the engine, and split layers into stages x repeats x layers per stage."""
 
 import math
+import os
 
-from maxpipe.config.catalog import CSV_ENGINES, SCHEDULES
+from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.nearest import distance, divisors, multiples_around
-from maxpipe.config.options import get, is_set
-from maxpipe.config.rules.rule import Updates, rule
+from maxpipe.config.options import is_set
+from maxpipe.config.rules.rule import Updates, distance, divisors, multiples_around, rule
 from maxpipe.config.sections import Config
-from maxpipe.config.values import AUTO
+from maxpipe.config.values import AUTO, nearest
 
-STAGES = ("mesh.ici.stage", "mesh.dcn.stage")
+STAGE_AXES = ("mesh.ici.stage", "mesh.dcn.stage")
+_LAYOUT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
+_PARALLEL_LAYERS = "pipeline.parallel_layers"
 
-# What the sequential engine does not read.
-_OF_PIPELINES = (
-    "schedule",
-    "num_repeats",
-    "num_layers_per_stage",
-    "layers_per_stage",
-    "parallel_layers",
-    "outside_layers",
-    "delay_activation_forwarding",
-    "overlap_slots",
-    "skip_idle",
-    "fsdp_gather",
-    "scan_iterations",
-    "scan_repeats",
-    "scan_layers_per_stage",
-    "remat_iterations",
-    "remat_layers",
-    "memory_limit_gib",
-)
 
-_SPLIT = ("pipeline.num_repeats", "pipeline.num_layers_per_stage", "pipeline.layers_per_stage")
+def engines_of(schedule: str) -> list[str]:
+    """Return the engines that run a schedule or a CSV file, the preferred one first."""
+    if schedule.endswith(".csv"):
+        return [name for name, engine in ENGINES.items() if engine.runs_csv]
+    engines = SCHEDULES[schedule].engines if schedule in SCHEDULES else ()
+    return [name for name in engines if name in ENGINES]
 
 
 def schedules_of(engine: str) -> list[str]:
-    """Return the schedules that an engine runs, `*.csv` for files."""
-    names = [name for name, facts in SCHEDULES.items() if engine in facts.engines]
-    return [*names, "*.csv"] if engine in CSV_ENGINES else names
+    """Return the schedules that an engine runs, with `*.csv` for files."""
+    names = [name for name, schedule in SCHEDULES.items() if engine in schedule.engines]
+    return [*names, "*.csv"] if ENGINES[engine].runs_csv else names
 
 
 def fixed_repeats(schedule: str) -> int | None:
-    """Return the chunks per stage that a schedule has, None if any number will do."""
+    """Return the chunks per stage that a schedule has; None if any number is legal."""
     return SCHEDULES[schedule].repeats if schedule in SCHEDULES else None
 
 
 def num_stages(c: Config) -> int:
-    """Pipeline stages over all slices."""
-    return c.mesh.ici.stage * c.mesh.dcn.stage
+    """Return the number of pipeline stages over all slices."""
+    return c.mesh.size("stage")
 
 
-def ignored_options(asked: Config, resolved: Config) -> list[str]:
-    """A line for `notes` if options of pipelines were given and there is no pipeline.
-
-    Args:
-      asked: before derivation, when what was not given has its default.
-      resolved: what became of it.
-    """
-    given = [
-        f"{key}={get(asked, key)}"
-        for key in (f"pipeline.{name}" for name in _OF_PIPELINES)
-        if is_set(asked, key)
-    ]
-    if resolved.pipeline.engine != "sequential" or not given:
-        return []
-    verb = "has" if len(given) == 1 else "have"
-    return [
-        f"{', '.join(given)} {verb} no effect: there is one stage; mesh.ici.stage=2 or more makes a pipeline"
-    ]
+@rule("pipeline.schedule")
+def check_schedule(c: Config) -> None:
+    """Check that the schedule is in the catalogue or a CSV file."""
+    name, names = c.pipeline.schedule, [*SCHEDULES]
+    if name.endswith(".csv"):
+        if not os.path.isfile(name):
+            raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
+    elif name not in names:
+        legal = f"{', '.join(names)}{nearest(name, names)}"
+        message = f"{name!r} is neither a CSV file nor one of {legal}"
+        raise ConfigError(Problem("pipeline.schedule", message))
 
 
-@rule("pipeline.engine", "pipeline.schedule", *STAGES, writes=("pipeline.engine",))
-def engine(c: Config) -> Updates:
-    """Picks the engine, or checks that the one asked for runs the schedule."""
-    asked, schedule, stages = c.pipeline.engine, c.pipeline.schedule, num_stages(c)
-    if asked == "sequential" and stages > 1:
-        message = (
-            f"has no stages, but mesh.*.stage makes {stages}; use engine=auto or mesh.ici.stage=1"
-        )
-        raise ConfigError(Problem("pipeline.engine", f"sequential {message}"))
-    if asked == "sequential" or (asked == "auto" and stages == 1):
+@rule("pipeline.engine", "pipeline.schedule", *STAGE_AXES, writes=("pipeline.engine",))
+def derive_engine(c: Config) -> Updates:
+    """Pick the engine, or check that the one that the user names runs the schedule."""
+    name, schedule, stages = c.pipeline.engine, c.pipeline.schedule, num_stages(c)
+    if name == "auto" and stages == 1:
         return {"pipeline.engine": "sequential"}
-    able = (
-        CSV_ENGINES
-        if schedule.endswith(".csv")
-        else SCHEDULES[schedule].engines
-        if schedule in SCHEDULES
-        else ()
-    )
-    if not able:
-        runnable = ", ".join([*SCHEDULES, "*.csv"])
-        raise ConfigError(
-            Problem("pipeline.schedule", f"no engine runs {schedule}; choose one of {runnable}")
+    if name != "auto" and not ENGINES[name].has_stages:
+        if stages == 1:
+            return {}
+        message = (
+            f"{name} has no stages, but mesh.*.stage makes {stages}; "
+            "use engine=auto or mesh.ici.stage=1"
         )
-    if asked == "auto":
+        raise ConfigError(Problem("pipeline.engine", message))
+    able = engines_of(schedule)
+    if not able:
+        runnable = [schedule for schedule in SCHEDULES if engines_of(schedule)]
+        message = f"no engine runs {schedule}; choose one of {', '.join([*runnable, '*.csv'])}"
+        raise ConfigError(Problem("pipeline.schedule", message))
+    if name == "auto":
         return {"pipeline.engine": able[0]}
-    if asked not in able:
-        runs = ", ".join(schedules_of(asked))
-        message = f"{asked} does not run schedule {schedule} ({able[0]} does); it runs {runs}"
+    if name not in able:
+        message = (
+            f"{name} does not run schedule {schedule} ({able[0]} does); "
+            f"it runs {', '.join(schedules_of(name))}"
+        )
         raise ConfigError(Problem("pipeline.engine", message))
     return {}
 
@@ -106,62 +85,79 @@ def engine(c: Config) -> Updates:
 @rule(
     "model.num_layers",
     "pipeline.engine",
-    "pipeline.parallel_layers",
+    _PARALLEL_LAYERS,
     "pipeline.outside_layers",
-    writes=("pipeline.parallel_layers",),
+    writes=(_PARALLEL_LAYERS,),
 )
-def parallel_layers(c: Config) -> Updates:
-    """How many layers the pipeline has."""
-    total, asked = c.model.num_layers, c.pipeline.parallel_layers
-    if asked == -1 or c.pipeline.engine == "sequential":
-        asked = total
-    key = "pipeline.parallel_layers"
-    if asked > total:
-        message = f"{asked} is more than model.num_layers={total}; nearest legal: {total}, or -1 for all layers"
-        raise ConfigError(Problem(key, message))
-    if asked < total and c.pipeline.engine in ("scheduled", "mpmd"):
-        message = f"the {c.pipeline.engine} engine has no layers outside the pipeline"
-        remedy = f"use {total} or -1, or the circular engine (pipeline.schedule=circular)"
-        raise ConfigError(Problem(key, f"{message}; {remedy}"))
-    if (
-        asked == total
-        and c.pipeline.outside_layers == "before"
-        and c.pipeline.engine != "sequential"
-    ):
+def derive_parallel_layers(c: Config) -> Updates:
+    """Derive how many layers the pipeline has; check that the engine can run the others."""
+    engine = ENGINES[c.pipeline.engine]
+    total, layers = c.model.num_layers, c.pipeline.parallel_layers
+    if layers == -1 or not engine.has_stages:
+        layers = total
+    if layers > total:
         message = (
-            f"before needs layers outside the pipeline; set {key} below model.num_layers={total}"
+            f"{layers} is more than model.num_layers={total}; "
+            f"nearest legal: {total}, or -1 for all layers"
+        )
+        raise ConfigError(Problem(_PARALLEL_LAYERS, message))
+    if layers < total and not engine.outside_layers:
+        message = (
+            f"the {c.pipeline.engine} engine has no layers outside the pipeline; "
+            f"use {total} or -1, or the circular engine (pipeline.schedule=circular)"
+        )
+        raise ConfigError(Problem(_PARALLEL_LAYERS, message))
+    if layers == total and c.pipeline.outside_layers == "before" and engine.has_stages:
+        message = (
+            "before needs layers outside the pipeline; "
+            f"set {_PARALLEL_LAYERS} below model.num_layers={total}"
         )
         raise ConfigError(Problem("pipeline.outside_layers", message))
-    return {key: asked}
+    return {_PARALLEL_LAYERS: layers}
 
 
 @rule(
     "model",
     "data.sequence_length",
     "pipeline.engine",
-    "pipeline.parallel_layers",
+    _PARALLEL_LAYERS,
     "pipeline.schedule",
     "pipeline.remat_policy",
-    *_SPLIT,
-    *STAGES,
-    writes=_SPLIT,
+    *_LAYOUT,
+    *STAGE_AXES,
+    writes=_LAYOUT,
 )
-def layers(c: Config) -> Updates:
-    """Splits num_layers into stages x repeats x layers per stage."""
-    if c.pipeline.engine == "sequential":
+def derive_layout(c: Config) -> Updates:
+    """Split the pipeline's layers into stages x repeats x layers per stage."""
+    if not ENGINES[c.pipeline.engine].has_stages:
         return _layout(1, c.model.num_layers, [])
     if c.pipeline.layers_per_stage == AUTO:
         return _automatic_layers(c)
     if c.pipeline.layers_per_stage:
         return _uneven_layers(c)
-    stages, total = num_stages(c), c.pipeline.parallel_layers
+    return _even_layers(c)
+
+
+def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
+    return {
+        "pipeline.num_repeats": repeats,
+        "pipeline.num_layers_per_stage": per_stage,
+        "pipeline.layers_per_stage": uneven,
+    }
+
+
+def _even_layers(c: Config) -> Updates:
+    """Derive what is -1 of the repeats and the layers per stage."""
+    stages, total, schedule = num_stages(c), c.pipeline.parallel_layers, c.pipeline.schedule
     repeats, per_stage = c.pipeline.num_repeats, c.pipeline.num_layers_per_stage
-    schedule = c.pipeline.schedule
     if fixed := fixed_repeats(schedule):
         if repeats not in (-1, fixed):
-            message = f"schedule {schedule} has {_chunks(fixed)} per stage, not {repeats}"
-            hint = f"pipeline.num_repeats={fixed}, or pipeline.schedule=circular, lockstep_1f1b or interleaved_1f1b"
-            raise ConfigError(Problem("pipeline.num_repeats", f"{message}; use {hint}"))
+            message = (
+                f"schedule {schedule} has {_chunks(fixed)} per stage, not {repeats}; "
+                f"use pipeline.num_repeats={fixed}, or pipeline.schedule=circular, lockstep_1f1b "
+                "or interleaved_1f1b"
+            )
+            raise ConfigError(Problem("pipeline.num_repeats", message))
         repeats = fixed
     if repeats == -1 and per_stage == -1:
         per_stage = 1
@@ -174,20 +170,14 @@ def layers(c: Config) -> Updates:
     return _layout(repeats, per_stage, [])
 
 
-def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
-    return {
-        "pipeline.num_repeats": repeats,
-        "pipeline.num_layers_per_stage": per_stage,
-        "pipeline.layers_per_stage": uneven,
-    }
-
-
 def _uneven_layers(c: Config) -> Updates:
+    """Check that the chunks of `pipeline.layers_per_stage` add up and divide over the stages."""
     chunks, stages, total = c.pipeline.layers_per_stage, num_stages(c), c.pipeline.parallel_layers
-    repeats = max(1, min(round(len(chunks) / stages), total // stages))
-    example = f"pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
     if total < stages:
         raise ConfigError(Problem(_total_key(c), f"{total} layers are too few for {stages} stages"))
+    repeats = max(1, min(round(len(chunks) / stages), total // stages))
+    example = f"pipeline.layers_per_stage={_even_split(total, repeats * stages)}"
+    fixed = fixed_repeats(c.pipeline.schedule)
     if min(chunks) < 1:
         message = f"every chunk needs at least one layer; got {chunks}"
     elif len(chunks) % stages:
@@ -198,24 +188,27 @@ def _uneven_layers(c: Config) -> Updates:
         message = (
             f"adds up to {sum(chunks)}, but {_total_key(c)}={total}; a split that fits: {example}"
         )
-    elif len(chunks) != stages * (
-        fixed := fixed_repeats(c.pipeline.schedule) or len(chunks) // stages
-    ):
-        has = f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage"
-        message = f"{has}, so {stages * fixed} entries; got {len(chunks)}"
+    elif fixed and len(chunks) != stages * fixed:
+        message = (
+            f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage, "
+            f"so {stages * fixed} entries; got {len(chunks)}"
+        )
     else:
         return _layout(len(chunks) // stages, max(chunks), chunks)
     raise ConfigError(Problem("pipeline.layers_per_stage", message))
 
 
 def _automatic_layers(c: Config) -> Updates:
-    """The number of chunks; how many layers each gets is decided in `pipeline.auto_stages`, with the table at hand."""
-    key, total, stages = "pipeline.layers_per_stage", c.model.num_layers, num_stages(c)
-    if c.pipeline.engine != "mpmd":
-        message = f"auto is for the mpmd engine; on the {c.pipeline.engine} engine all stages share the head's work"
-        raise ConfigError(
-            Problem(key, f"{message}; leave it empty, or use a schedule that mpmd runs")
+    """Derive the number of chunks; `planning.auto_stages` decides how many layers each gets."""
+    total, stages = c.model.num_layers, num_stages(c)
+    if not ENGINES[c.pipeline.engine].auto_stages:
+        able = [name for name, engine in ENGINES.items() if engine.auto_stages]
+        message = (
+            f"auto is for the {' or '.join(able)} engine; on the {c.pipeline.engine} engine all "
+            "stages share the head's work; leave it empty, or use a schedule that "
+            f"{' or '.join(able)} runs"
         )
+        raise ConfigError(Problem("pipeline.layers_per_stage", message))
     repeats = fixed_repeats(c.pipeline.schedule) or max(1, c.pipeline.num_repeats)
     if total < stages * repeats:
         message = f"{total} layers are too few for {stages} stages x {repeats} repeats"
@@ -233,45 +226,50 @@ def _even_split(total: int, parts: int) -> str:
 
 
 def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
-    """The error for layers that do not divide, with the nearest choices that do, ready to paste."""
-    stages, total, fixed = (
-        num_stages(c),
-        c.pipeline.parallel_layers,
-        fixed_repeats(c.pipeline.schedule),
-    )
+    """Return the error for layers that do not divide, with the nearest legal choices to paste."""
+    stages, total = num_stages(c), c.pipeline.parallel_layers
     factors = {"stages": stages}
-    if c.pipeline.num_repeats != -1:
+    if is_set(c, "pipeline.num_repeats"):
         factors["repeats"] = repeats
-    if c.pipeline.num_layers_per_stage != -1:
+    if is_set(c, "pipeline.num_layers_per_stage"):
         factors["layers per stage"] = per_stage
-    chunks, extra = divmod(total, stages)
-    repeat_choices = [fixed] if fixed else divisors(chunks)
-    splits = [] if extra else [(v, chunks // v) for v in repeat_choices if chunks % v == 0]
-    splits.sort(key=lambda split: distance(split[0], repeats) + distance(split[1], per_stage))
-    options = [f"pipeline.num_repeats={v} pipeline.num_layers_per_stage={l}" for v, l in splits[:3]]
-    chunk = math.prod(factors.values())
-    options.append(f"{_total_key(c)}={multiples_around(total, chunk)}")
-    if c.pipeline.engine == "circular" and total == c.model.num_layers and total > chunk:
-        options.append(
-            f"pipeline.parallel_layers={total // chunk * chunk} (the others run outside the pipeline)"
-        )
-    parts = stages * factors.get("repeats", 1)
-    if total >= parts:
-        options.append(f"pipeline.layers_per_stage={_even_split(total, parts)}")
-    given = [
-        key
-        for key in ("pipeline.num_repeats", "pipeline.num_layers_per_stage")
-        if get(c, key) != -1
+    unit = math.prod(factors.values())
+    choices = [
+        *_even_choices(c, repeats, per_stage),
+        f"{_total_key(c)}={multiples_around(total, unit)}",
     ]
-    written = " x ".join(f"{count} {what}" for what, count in factors.items())
-    message = f"{_total_key(c)}={total} does not divide into {written}; nearest legal: {'; '.join(options)}"
-    return ConfigError(Problem(given[0] if given else _total_key(c), message))
+    if ENGINES[c.pipeline.engine].outside_layers and total == c.model.num_layers and total > unit:
+        inside = total // unit * unit
+        choices.append(f"{_PARALLEL_LAYERS}={inside} (the others run outside the pipeline)")
+    chunks = stages * factors.get("repeats", 1)
+    if total >= chunks:
+        choices.append(f"pipeline.layers_per_stage={_even_split(total, chunks)}")
+    keys = [
+        key for key in ("pipeline.num_repeats", "pipeline.num_layers_per_stage") if is_set(c, key)
+    ]
+    written = " x ".join(f"{count} {name}" for name, count in factors.items())
+    message = (
+        f"{_total_key(c)}={total} does not divide into {written}; "
+        f"nearest legal: {'; '.join(choices)}"
+    )
+    return ConfigError(Problem(keys[0] if keys else _total_key(c), message))
+
+
+def _even_choices(c: Config, repeats: int, per_stage: int) -> list[str]:
+    """Return up to three even splits of the layers, those nearest to the one that fails."""
+    layers, remainder = divmod(c.pipeline.parallel_layers, num_stages(c))
+    if remainder:
+        return []
+    fixed = fixed_repeats(c.pipeline.schedule)
+    splits = [(v, layers // v) for v in ([fixed] if fixed else divisors(layers)) if layers % v == 0]
+    splits.sort(key=lambda split: distance(split[0], repeats) + distance(split[1], per_stage))
+    return [f"pipeline.num_repeats={v} pipeline.num_layers_per_stage={l}" for v, l in splits[:3]]
 
 
 def _total_key(c: Config) -> str:
-    """The key that says how many layers the pipeline has."""
-    every = c.pipeline.parallel_layers == c.model.num_layers
-    return "model.num_layers" if every else "pipeline.parallel_layers"
+    """Return the key that says how many layers the pipeline has."""
+    has_all = c.pipeline.parallel_layers == c.model.num_layers
+    return "model.num_layers" if has_all else _PARALLEL_LAYERS
 
 
-RULES = (engine, parallel_layers, layers)
+STAGE_RULES = (check_schedule, derive_engine, derive_parallel_layers, derive_layout)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from maxpipe.config.sections.data import DataConfig, EvalConfig
 from maxpipe.config.sections.fields import Bounds, option
 from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
@@ -16,6 +15,8 @@ from maxpipe.config.sections.parallelism import (
 from maxpipe.config.sections.training import (
     CheckpointConfig,
     CompileConfig,
+    DataConfig,
+    EvalConfig,
     OptimizerConfig,
     TelemetryConfig,
 )
@@ -23,19 +24,24 @@ from maxpipe.config.sections.training import (
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. Frozen; after `maxpipe.config.resolve` no key is left at -1, save those of automatic stages."""
+    """The configuration of a run.
 
-    run_name: str = option("base", "name of the run's directory: letters, digits, '.', '_' and '-'")
-    output_dir: str = option("runs", "directory that holds run directories")
+    After `maxpipe.config.resolve` no key is -1 any more, except those of automatic stages.
+    """
+
+    run_name: str = option(
+        "base", "name of the run and its directory: letters, digits, '.', '_' and '-'"
+    )
+    output_dir: str = option("runs", "directory in which every run has its own directory")
     seed: int = option(
         0,
-        "seed of initial values, dropout and the order of documents",
+        "seed of initial parameters, dropout and the order of documents",
         minimum=0,
         maximum=2**32 - 1,
     )
-    steps: int = option(200, "training steps in all", minimum=1)
+    steps: int = option(200, "number of training steps", minimum=1)
     stop_after: int = option(
-        0, "end after this step as if interrupted; 0 = run to the end", minimum=0
+        0, "end after this step as if the run were interrupted; 0 = run to the end", minimum=0
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a value must satisfy by itself; rules across keys live in `maxpipe.config.rules`.
+    """What a value must satisfy by itself; rules across keys are in `maxpipe.config.rules`.
 
     Attributes:
       help: one line for users, printed by `--help KEY`.
@@ -16,11 +16,11 @@ class Bounds:
       also: legal values besides the variants.
       minimum, above: inclusive and exclusive lower bounds.
       maximum: inclusive upper bound.
-      derived: True if -1 stands for "derive it".
+      derived: whether -1 stands for "derive it".
     """
 
     help: str
-    choices: tuple[Any, ...] | None = None
+    choices: tuple[str, ...] | None = None
     variants: Mapping[str, object] | None = None
     also: tuple[str, ...] = ()
     minimum: float | None = None
@@ -30,7 +30,7 @@ class Bounds:
 
 
 def option(default: Any, help: str, **bounds: Any) -> Any:
-    """A field with that default and `Bounds(help, **bounds)` under metadata["bounds"]; lists are copied."""
+    """Return a field with `Bounds(help, **bounds)` in its metadata; a default list is copied."""
     metadata = {"bounds": Bounds(help, **bounds)}
     if isinstance(default, list):
         return field(default_factory=lambda: [*default], metadata=metadata)

@@ -1,11 +1,9 @@
-"""`mesh.*` and `sharding.*`: devices, their axes, and what is laid out over which axis.
-
-`pipeline.*`: how layers become stages and batches become microbatches."""
+"""`mesh.*` and `sharding.*`: devices and axes; `pipeline.*`: stages, microbatches and engines."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxpipe.config.catalog import REMAT_POLICIES
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.sections.fields import option
 
 MESH_AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
@@ -30,12 +28,14 @@ DEFAULT_RULES: list[Any] = [
 
 @dataclass(frozen=True)
 class AxesConfig:
-    """Sizes of the mesh axes; one of them may be -1 = whatever devices are left."""
+    """Sizes of the mesh axes; one of them may be -1 = the devices that the other axes leave."""
 
-    data: int = option(1, "replicas that share no parameter shards", minimum=1, derived=True)
+    data: int = option(
+        1, "groups of devices that hold a copy of the parameters each", minimum=1, derived=True
+    )
     stage: int = option(1, "pipeline stages", minimum=1, derived=True)
     fsdp: int = option(
-        1, "devices over which parameters are sharded and batches split", minimum=1, derived=True
+        1, "devices over which both parameters and batches are split", minimum=1, derived=True
     )
     context: int = option(
         1,
@@ -51,53 +51,73 @@ class AxesConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
+    """`mesh.*`: axes within a slice (ici) and over slices (dcn)."""
+
     ici: AxesConfig = field(default_factory=AxesConfig)
     dcn: AxesConfig = field(default_factory=AxesConfig)
     simulated_devices: int = option(
         0,
-        "pretend to have so many devices, over all processes, when the backend is CPU; 0 = the real ones",
+        "number of devices that the CPU backend pretends to have, over all processes; "
+        "0 = the real ones",
         minimum=0,
     )
     heartbeat_timeout_seconds: int = option(
         100,
-        "seconds of silence after which a process counts as lost, which ends the others",
+        "seconds of silence after which a process counts as lost and the other processes end",
         minimum=5,
     )
+
+    def size(self, axis: str) -> int:
+        """Return the size of a mesh axis over all slices: ICI times DCN."""
+        ici: int = getattr(self.ici, axis)
+        dcn: int = getattr(self.dcn, axis)
+        return ici * dcn
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
+    """`sharding.*`."""
+
     logical_axis_rules: list[Any] = option(DEFAULT_RULES, "list of [logical axis, [mesh axes]]")  # noqa: RUF009
     debug: bool = option(
         False, "print every sharding constraint of the step once, with logical and mesh axes"
     )
 
 
-ENGINES = ("auto", "sequential", "circular", "scheduled", "mpmd")
-
-_PLACES = ("remat", "device", "offload")
+_REMAT_CHOICES = ("remat", "device", "offload")
 
 
 @dataclass(frozen=True)
 class RematTensorsConfig:
-    """Where each tensor of a decoder layer waits for the backward, with `remat_policy: custom`."""
+    """Whether each tensor of a layer is recomputed or saved, with `remat_policy: custom`."""
 
-    query_proj: str = option("remat", "projection to queries", choices=_PLACES)
-    key_proj: str = option("remat", "projection to keys", choices=_PLACES)
-    value_proj: str = option("remat", "projection to values", choices=_PLACES)
-    context: str = option("remat", "output of attention before its projection", choices=_PLACES)
-    out_proj: str = option("remat", "output projection of attention", choices=_PLACES)
-    mlp_gate: str = option(
-        "remat", "gate of the MLP, before its activation function", choices=_PLACES
+    query_proj: str = option("remat", "projection to queries", choices=_REMAT_CHOICES)
+    key_proj: str = option("remat", "projection to keys", choices=_REMAT_CHOICES)
+    value_proj: str = option("remat", "projection to values", choices=_REMAT_CHOICES)
+    context: str = option(
+        "remat", "output of attention before its projection", choices=_REMAT_CHOICES
     )
-    mlp_up: str = option("remat", "what the gate multiplies", choices=_PLACES)
-    mlp_down: str = option("remat", "output projection of the MLP", choices=_PLACES)
+    out_proj: str = option("remat", "output projection of attention", choices=_REMAT_CHOICES)
+    mlp_gate: str = option(
+        "remat", "gate of the MLP, before its activation function", choices=_REMAT_CHOICES
+    )
+    mlp_up: str = option(
+        "remat", "projection of the MLP that is multiplied by the gate", choices=_REMAT_CHOICES
+    )
+    mlp_down: str = option("remat", "output projection of the MLP", choices=_REMAT_CHOICES)
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    engine: str = option("auto", "what runs the schedule; auto picks by schedule", choices=ENGINES)
-    schedule: str = option("circular", "order of work, or the path of a CSV file with one")
+    """`pipeline.*`; the catalogue says which engines take which of the keys."""
+
+    engine: str = option(
+        "auto",
+        "engine that runs the schedule; auto picks by schedule, and sequential for one stage",
+        variants=ENGINES,
+        also=("auto",),
+    )
+    schedule: str = option("circular", "name of a schedule, or the path of a CSV file with one")
     num_microbatches: int = option(
         -1,
         "microbatches per step; -1 = stages (twice as many with delayed forwarding)",
@@ -115,33 +135,41 @@ class PipelineConfig:
     )
     layers_per_stage: list[int] = option(  # noqa: RUF009
         [],
-        "uneven chunks: layers of each chunk in model order; overrides the two keys above; auto = the slowest stage "
-        "takes least (mpmd), num_repeats chunks per stage (-1 = 1)",
+        "layers of each chunk in model order, for uneven chunks; overrides the two keys above; "
+        "auto = chosen so that the slowest stage is as fast as possible (mpmd), with num_repeats "
+        "chunks per stage (-1 = 1)",
         derived=True,
     )
     memory_limit_gib: float = option(
         0,
-        "with layers_per_stage auto: what a device may hold, by estimate; 0 = the chip's memory, if known",
+        "with layers_per_stage=auto, the estimated memory that a device may use, in GiB; "
+        "0 = the chip's memory, if known",
         minimum=0,
     )
     parallel_layers: int = option(
         -1,
-        "layers in the pipeline; the others run with stages as data parallelism; -1 = all",
+        "layers in the pipeline; the others run outside it, with the stages as data parallelism; "
+        "-1 = all",
         minimum=1,
         derived=True,
     )
     outside_layers: str = option(
-        "after", "where layers outside the pipeline stand in the model", choices=("after", "before")
+        "after",
+        "whether layers outside the pipeline come after or before those in it",
+        choices=("after", "before"),
     )
     delay_activation_forwarding: bool = option(
-        False, "forward activations a tick later so that transfers overlap with compute"
+        False, "send activations a tick later, so that transfers overlap with compute"
     )
     overlap_slots: bool = option(
-        False, "a tick of slack between the last stage's forward and its backward"
+        False,
+        "leave a tick between the last stage's forward and its backward, so that forward, loss and "
+        "backward of a tick do not depend on each other",
     )
     skip_idle: str = option(
         "auto",
-        "skip idle slots instead of computing them masked",
+        "skip idle slots of the schedule instead of computing and masking them; "
+        "auto = on CPU devices, where idle stages take time from the others",
         choices=("auto", "true", "false"),
     )
     fsdp_gather: str = option(
@@ -150,21 +178,28 @@ class PipelineConfig:
         choices=("per_iteration", "per_repeat", "once"),
     )
     scan_iterations: bool = option(
-        True, "iterations in a loop; false = copies, which compile slowly"
+        True, "run iterations as a loop; false = unroll them, which compiles slowly"
     )
     scan_repeats: bool = option(
-        True, "with fsdp_gather per_repeat or once, repeats in a loop; false = copies"
+        True, "with fsdp_gather=per_repeat or once, run repeats as a loop; false = unroll them"
     )
     scan_layers_per_stage: bool = option(
         False,
-        "loop over the layers of a chunk: compiles faster, holds more memory; false = unroll them",
+        "run the layers of a chunk as a loop, which compiles faster and uses more memory; "
+        "false = unroll them",
     )
-    remat_policy: str = option("full", "what the backward recomputes", variants=REMAT_POLICIES)
+    remat_policy: str = option(
+        "full",
+        "which tensors of a layer are saved for the backward; it recomputes the others",
+        variants=REMAT_POLICIES,
+    )
     remat_iterations: bool = option(
-        True, "remat_policy says what an iteration keeps; false = it keeps every intermediate value"
+        True,
+        "apply remat_policy to each iteration; false = an iteration saves every intermediate value",
     )
     remat_layers: bool = option(
         False,
-        "recompute layer by layer: one more pass, or with remat_iterations=false each layer's input kept",
+        "recompute one layer at a time, which takes less memory and one more forward pass; "
+        "with remat_iterations=false each layer's input is saved instead",
     )
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)

@@ -1,19 +1,81 @@
-"""`optimizer.*`, `checkpoint.*`, `telemetry.*`, `compile.*`."""
+"""`data.*`, `eval.*`, `optimizer.*`, `checkpoint.*`, `telemetry.*` and `compile.*`."""
 
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
-from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
+from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS, SOURCES
 from maxpipe.config.sections.fields import option
+
+
+class MixtureEntry(TypedDict):
+    """A source of `data.mixture`; its weight is a share of the documents."""
+
+    source: str
+    path: NotRequired[str]
+    weight: float
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """`data.*`."""
+
+    source: str = option("python_stdlib", "where documents come from", variants=SOURCES)
+    path: str = option(
+        "",
+        "file, directory or glob that the source reads, several separated by commas; "
+        "s3:// and gs:// work, too",
+    )
+    mixture: list[MixtureEntry] = option(  # noqa: RUF009
+        [],
+        "several sources instead of one: a list of {source, path, weight}, "
+        "where weights are shares of the documents",
+    )
+    cache_dir: str = option(
+        "",
+        "directory for local copies of remote, compressed and parquet files; "
+        "empty = ~/.cache/maxpipe",
+    )
+    tokenizer: str = option(
+        "byte", "byte, or the path of a Hugging Face tokenizer.json or of a SentencePiece .model"
+    )
+    global_batch_size: int = option(
+        32, "sequences per step over all devices", minimum=1, maximum=2**24
+    )
+    sequence_length: int = option(128, "tokens per sequence", minimum=1)
+    packing: bool = option(
+        True, "fill each sequence with several documents; false = pad one document per sequence"
+    )
+    shuffle: bool = option(True, "read documents in a new order in each epoch, derived from seed")
+    eval_fraction: float = option(
+        0.02, "share of the documents set aside for evaluation", minimum=0, maximum=0.5
+    )
+    num_workers: int = option(
+        0, "worker processes that prepare batches; 0 = a thread of the training process", minimum=0
+    )
+    prefetch: int = option(4, "number of batches prepared ahead", minimum=1)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """`eval.*`."""
+
+    every: int = option(50, "evaluate every this many steps; 0 = never", minimum=0)
+    batches: int = option(2, "batches per evaluation", minimum=1)
+    global_batch_size: int = option(
+        -1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True
+    )
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    """`optimizer.*`."""
+
     name: str = option("adamw", "optimizer", variants=OPTIMIZERS)
     learning_rate: float = option(3e-4, "peak learning rate", above=0)
     schedule: str = option("cosine", "shape of the learning rate over steps", variants=LR_SCHEDULES)
     warmup_steps: int = option(
         -1,
-        "steps of linear warm-up from 0; -1 = a twentieth of decay_steps",
+        "steps over which the learning rate rises linearly from 0; -1 = a twentieth of decay_steps",
         minimum=0,
         derived=True,
     )
@@ -21,77 +83,94 @@ class OptimizerConfig:
         -1, "step at which the decay ends; -1 = steps", minimum=1, derived=True
     )
     stable_fraction: float = option(
-        0.8, "wsd: share of the steps after warm-up that keep the peak rate", minimum=0, maximum=1
+        0.8,
+        "with schedule=wsd, share of the steps after warm-up at the peak learning rate",
+        minimum=0,
+        maximum=1,
     )
     final_fraction: float = option(
         0.1, "learning rate at the end of the decay, as a share of the peak", minimum=0, maximum=1
     )
     beta1: float = option(
-        0.9, "decay of the first moment; momentum for sgd and lion", minimum=0, maximum=0.9999
+        0.9, "decay of the first moment; momentum of sgd and lion", minimum=0, maximum=0.9999
     )
     beta2: float = option(0.95, "decay of the second moment", minimum=0, maximum=0.999999)
-    eps: float = option(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = option(0.1, "decoupled weight decay, on matrices only", minimum=0)
-    grad_clip_norm: float = option(1.0, "clip gradients to this global norm; 0 = never", minimum=0)
+    eps: float = option(1e-8, "number added to the root of the second moment", above=0)
+    weight_decay: float = option(0.1, "decoupled weight decay; applies to matrices only", minimum=0)
+    grad_clip_norm: float = option(
+        1.0,
+        "upper bound of the gradients' global norm, to which they are clipped; 0 = none",
+        minimum=0,
+    )
     max_consecutive_skips: int = option(
-        5, "stop with exit code 42 after so many non-finite steps in a row; 0 = never", minimum=0
+        5,
+        "stop with exit code 42 after this many consecutive steps with a non-finite loss or "
+        "gradient; 0 = never",
+        minimum=0,
     )
     spike_window: int = option(
         0,
-        "skip steps whose loss or gradient norm lies far above those of so many steps; 0 = never",
+        "skip a step whose loss or gradient norm lies far above its mean over this many steps; "
+        "0 = never",
         minimum=0,
     )
     spike_deviations: float = option(
-        6.0, "how far above their mean a spike lies, in standard deviations", above=0
+        6.0, "how far above the mean a spike lies, in standard deviations", above=0
     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = option(100, "save after every so many steps; 0 = never", minimum=0)
+    """`checkpoint.*`."""
+
+    every: int = option(100, "save every this many steps; 0 = never", minimum=0)
     every_minutes: float = option(
-        0, "save as well when the last save is so long ago; 0 = never", minimum=0
+        0, "also save when the last save is this many minutes old; 0 = never", minimum=0
     )
     grace_seconds: float = option(
         30,
-        "time that a preempted run is given to save; a slower save is warned of, 0 = never",
+        "seconds that a preempted run has for its last save; a slower save is warned of; 0 = never",
         minimum=0,
     )
-    keep: int = option(3, "newest checkpoints kept", minimum=1)
+    keep: int = option(3, "number of newest checkpoints to keep", minimum=1)
     keep_every: int = option(
-        0, "keep for good every checkpoint whose step is a multiple of this; 0 = none", minimum=0
+        0,
+        "also keep, for good, checkpoints whose step is a multiple of this; 0 = none",
+        minimum=0,
     )
     keep_best: int = option(
-        0, "keep so many checkpoints of the lowest evaluation loss as well", minimum=0
+        0, "also keep this many checkpoints with the lowest evaluation loss", minimum=0
     )
     mirror: str = option(
         "",
-        "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint; a run that has lost its directory "
-        "goes on from there; empty = none",
+        "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint, from which a "
+        "run can resume when its directory is lost; empty = none",
     )
-    resume: str = option("auto", "auto, never, must, or the number of the step to continue from")
+    resume: str = option("auto", "auto, never, must, or the number of the step to resume from")
     convert_dtype: bool = option(
         False,
-        "continue with parameters or optimizer state of another floating dtype than was saved",
+        "resume with parameters or optimizer state of another floating dtype than the saved one",
     )
 
 
 @dataclass(frozen=True)
 class TelemetryConfig:
+    """`telemetry.*`."""
+
     log_every: int = option(
-        10, "console and TensorBoard lines every so many steps; 0 = never", minimum=0
+        10, "write to the console and TensorBoard every this many steps; 0 = never", minimum=0
     )
     batch_digest: bool = option(
-        False, "write a digest of every batch to metrics.jsonl, to compare runs by"
+        False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"
     )
     startup_deadline_seconds: float = option(
         3600,
-        "end with exit code 124 if the first step is not finished after so long; 0 = never",
+        "end with exit code 124 if the first step takes longer than this; 0 = never",
         minimum=0,
     )
     step_deadline_seconds: float = option(
         1800,
-        "after the first step, end with exit code 124 if nothing is done for so long; 0 = never",
+        "after the first step, end with exit code 124 if nothing is done for this long; 0 = never",
         minimum=0,
     )
     profile_steps: list[int] = option([], "[first, last]: write a profiler trace of these steps")  # noqa: RUF009
@@ -99,18 +178,23 @@ class TelemetryConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
+    """`compile.*`."""
+
     cache_dir: str = option(
         "",
-        "persistent compilation cache; off = none; empty = <output_dir>/compile_cache, off for several CPU devices",
+        "directory of the persistent compilation cache; off = no cache; "
+        "empty = <output_dir>/compile_cache, and no cache on several simulated devices",
     )
     topology: str = option(
         "",
-        "what maxpipe.compile compiles for: a TPU slice such as v5p:4x4x4, or cpu for simulated devices",
+        "what maxpipe.compile compiles for: a TPU slice such as v5p:4x4x4, or cpu for simulated "
+        "devices",
     )
-    num_slices: int = option(1, "slices of that topology, joined by DCN", minimum=1)
+    num_slices: int = option(1, "number of slices of that topology, joined by DCN", minimum=1)
     save: str = option(
         "", "file in which maxpipe.compile stores the executable, for compile.load; empty = none"
     )
     load: str = option(
-        "", "file of compile.save that maxpipe.train runs instead of compiling; empty = compile"
+        "",
+        "file of compile.save that maxpipe.train runs instead of compiling; empty = compile",
     )

@@ -1,6 +1,6 @@
-"""Data sources, chosen by `data.source`; the facts about them are in `maxpipe.config.catalog.SOURCES`.
+"""Data sources, chosen by `data.source`; `maxpipe.config.catalog.SOURCES` holds their facts.
 
-A source is a function `build(config: DataConfig) -> Documents`. It finds out how many documents
-there are; their contents are read when asked for. Splitting them into training and evaluation is
-left to `maxpipe.data.documents.open_documents`.
+A source is a function of `data.*` that returns `maxpipe.data.documents.Documents`. It finds out how
+many documents there are and reads their contents when they are asked for. `open_documents` splits
+them into training and evaluation.
 """

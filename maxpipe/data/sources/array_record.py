@@ -1,20 +1,38 @@
-"""ArrayRecord files: one `tf.train.Example` per record with the document in its feature "text", as TFDS writes them."""
+"""ArrayRecord files: one `tf.train.Example` per record, its document in the feature "text".
 
-from typing import Any
+TFDS writes such files. They are read without TensorFlow, by decoding as much of protocol buffers'
+wire format as an Example needs: an Example is {1: Features}, Features is {1: entry}*, an entry
+{1: name, 2: Feature}, a Feature {1: BytesList}, and a BytesList {1: value}*.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import find_files, require_content
-from maxpipe.data.tf_example import bytes_feature
+
+if TYPE_CHECKING:
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+ENDINGS = (".array_record", ".arrayrecord")
+VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
+
+
+def array_record(config: DataConfig) -> "ArrayRecords":
+    """Return the records of the files of `data.path`, files in sorted order.
+
+    In a directory these are *.array_record and *.arrayrecord.
+
+    Raises:
+      ConfigError: there is no file, one is no ArrayRecord file, or array_record is not installed.
+    """
+    return ArrayRecords(require_content(find_files(config.path, ENDINGS, config.cache_dir)))
 
 
 class ArrayRecords:
-    """The records of some files, read one at a time by their index.
-
-    Args:
-      paths: non-empty files.
-    """
+    """The records of non-empty files, read one at a time by their index."""
 
     def __init__(self, paths: list[str]):
         self._paths = paths
@@ -24,12 +42,19 @@ class ArrayRecords:
         return len(self._source)
 
     def __getitem__(self, index: int) -> str:
-        """Raises ConfigError, naming file and record, if the record is damaged or holds no UTF-8 text."""
+        """Return the text of a record.
+
+        Raises:
+          ConfigError: the record is damaged or holds no UTF-8 text; names file and record.
+        """
         try:
             (record,) = self._source.__getitems__([index])
             return bytes_feature(record, "text").decode("utf-8")
         except (ValueError, KeyError, RuntimeError) as error:
-            message = f'{self._locate(index)} is no tf.train.Example with a feature "text" in UTF-8 ({error})'
+            message = (
+                f"{self._locate(index)} is no tf.train.Example with a feature "
+                f'"text" in UTF-8 ({error})'
+            )
             raise ConfigError(Problem("data.path", message)) from error
 
     def _locate(self, index: int) -> str:
@@ -41,29 +66,72 @@ class ArrayRecords:
         raise AssertionError(index)
 
 
-def _open(paths: list[str]) -> Any:
-    """An `array_record.python.array_record_data_source.ArrayRecordDataSource`, which opens files when it reads them."""
+def _open(paths: list[str]) -> "ArrayRecordDataSource":
     with optional("array_record", "data", "data.source"):
         from array_record.python.array_record_data_source import ArrayRecordDataSource
     try:
         return ArrayRecordDataSource(paths)
     except (ValueError, RuntimeError) as error:
-        if len(paths) > 1:  # the error does not say which
+        if len(paths) > 1:  # the error does not say which file it is about
             for path in paths:
                 _open([path])
-        raise ConfigError(
-            Problem("data.path", f"{', '.join(paths)} cannot be read as ArrayRecord: {error}")
-        ) from error
+        message = f"{', '.join(paths)} cannot be read as ArrayRecord: {error}"
+        raise ConfigError(Problem("data.path", message)) from error
 
 
-def build(config: DataConfig) -> ArrayRecords:
-    """The records of the files of `data.path` (in a directory: *.array_record, *.arrayrecord), files in sorted order.
+def bytes_feature(example: bytes, name: str) -> bytes:
+    """Return the first value of a feature that holds bytes.
 
     Raises:
-      ConfigError: there is no file, one is no ArrayRecord file, or array_record is not installed.
+      KeyError: there is no such feature.
+      ValueError: the bytes are no Example.
     """
-    return ArrayRecords(
-        require_content(
-            find_files(config.path, (".array_record", ".arrayrecord"), config.cache_dir)
-        )
-    )
+    for features in _children(example, 1):
+        for entry in _children(features, 1):
+            if name.encode() in _children(entry, 1):
+                for feature in _children(entry, 2):
+                    for values in _children(feature, 1):
+                        for value in _children(values, 1):
+                            return value
+    raise KeyError(name)
+
+
+def _children(message: bytes, number: int) -> list[bytes]:
+    """Return the contents of the length-delimited fields with this number."""
+    return [content for field, content in _fields(message) if field == number]
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield number and content of each length-delimited field; skip other fields."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        wire_type = tag & 7
+        length = 0
+        if wire_type == VARINT:
+            _, position = _varint(message, position)
+        elif wire_type == DELIMITED:
+            length, position = _varint(message, position)
+        elif wire_type in (FIXED32, FIXED64):
+            length = 4 if wire_type == FIXED32 else 8
+        else:
+            raise ValueError(f"wire type {wire_type}")
+        if position + length > len(message):
+            raise ValueError("it is cut short")
+        if wire_type == DELIMITED:
+            yield tag >> 3, message[position : position + length]
+        position += length
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """Return the integer at `position` and the position after it."""
+    value = 0
+    shift = 0
+    while position < len(message):
+        byte = message[position]
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        position += 1
+        if byte < 0x80:
+            return value, position
+    raise ValueError("it is cut short")

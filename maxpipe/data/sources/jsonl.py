@@ -1,32 +1,36 @@
 """JSON lines: one object per line, the document under "text"; may be compressed (.gz, .zst)."""
 
 import json
-import os
 from functools import lru_cache
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import GZIP, ZSTD, Spans, find_all, find_files, require_content, unpacked
+from maxpipe.data.files import Spans, find_all, find_files, require_content
+from maxpipe.storage.local_files import GZIP, ZSTD, unpacked, version_of
 
 
 class JsonLines:
     """The lines of some files, read one at a time through an index of their byte offsets.
 
     Args:
-      paths: non-empty files. Each is read through once, here, for its index.
+      paths: non-empty files; each is scanned once here for its index.
     """
 
     def __init__(self, paths: list[str]):
         self._paths = paths
-        self._lines = Spans([_index_lines(path, *_version(path)) for path in paths])
+        self._lines = Spans([_index_lines(path, *version_of(path)) for path in paths])
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> str:
-        """Raises ConfigError, naming file and line, if the line is no object with a string under "text"."""
+        """Return the text of a line.
+
+        Raises:
+          ConfigError: the line is not an object with a string under "text"; names file and line.
+        """
         file, start, end = self._lines.locate(index)
         with open(self._paths[file], "rb") as stream:
             stream.seek(start)
@@ -49,14 +53,10 @@ class JsonLines:
         return ConfigError(Problem("data.path", message))
 
 
-def _version(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
-
-
 @lru_cache(maxsize=1024)
 def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
-    """Start and end of each line in bytes, int64 [lines, 2], blank lines left out."""
+    """Return start and end in bytes of each line that is not blank, int64 [lines, 2]."""
+    del mtime_ns  # part of the cache's key only
     content = np.memmap(path, np.uint8, mode="r")
     ends = np.append(find_all(content, ord("\n")), size)
     starts = np.append(0, ends[:-1] + 1)
@@ -66,8 +66,10 @@ def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
     return np.stack([starts, ends], axis=1)[~blank]
 
 
-def build(config: DataConfig) -> JsonLines:
-    """The lines of the files of `data.path` (in a directory: *.jsonl, *.jsonl.gz, *.jsonl.zst), files in sorted order.
+def jsonl(config: DataConfig) -> JsonLines:
+    """Return the lines of the files of `data.path`, files in sorted order.
+
+    In a directory these are *.jsonl, *.jsonl.gz and *.jsonl.zst.
 
     Raises:
       ConfigError: there is no file, or one holds no lines or is damaged.

@@ -1,32 +1,34 @@
-"""Parquet files: one document per row, from the column "text" (strings) or "tokens" (lists of token ids).
+"""Parquet files: one document per row, in the column "text" (strings) or "tokens" (lists of ids).
 
-A row of a parquet file cannot be read without the thousands around it, so each file is rewritten
-once as an uncompressed Arrow file of that column alone, which is memory-mapped; see
-`data.cache_dir`.
+Reading a row of a parquet file means reading the thousands of rows around it. Each file is
+therefore rewritten once as an uncompressed Arrow file of that column alone, which is memory-mapped;
+see `data.cache_dir`.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import Spans, find_files, local_copy, require_content, version_of
+from maxpipe.data.files import Spans, find_files, require_content
+from maxpipe.storage.local_files import local_copy, version_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 COLUMNS = ("text", "tokens")
 
 
 class ArrowRows:
-    """The rows of some Arrow files of one column.
-
-    Args:
-      paths: the files.
-    """
+    """The rows of Arrow files that have one column each."""
 
     def __init__(self, paths: list[str]):
         self._paths = paths
@@ -37,22 +39,22 @@ class ArrowRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        """Text, or token ids; a row without a value is an empty text."""
+        """Return text, or token ids; a row without a value is an empty text."""
         file, row, _ = self._rows.locate(index)
         value = _map_column(self._paths[file])[row].as_py()
         return np.asarray(value) if isinstance(value, list) else value or ""
 
 
-# Held per process, outside the object: what is mapped cannot be pickled for worker processes.
+# Mappings are cached per process, outside the object, because they cannot be pickled for workers.
 @lru_cache(maxsize=1024)
-def _map_column(path: str) -> Any:
-    """The column of an Arrow file as a `pyarrow.ChunkedArray`."""
+def _map_column(path: str) -> "pa.ChunkedArray":
+    """Return the column of an Arrow file."""
     pyarrow = _pyarrow()
     return pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all().column(0)
 
 
 def _as_arrow(path: str, cache_dir: str) -> str:
-    """Path of the Arrow file for a parquet file."""
+    """Return the path of the Arrow file made of a parquet file."""
     pyarrow = _pyarrow()
 
     def write(target: Path) -> None:
@@ -69,16 +71,17 @@ def _as_arrow(path: str, cache_dir: str) -> str:
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
+    """Turn pyarrow's errors into ConfigErrors that name the file."""
     try:
         yield
     except _pyarrow().ArrowException as error:
         raise ConfigError(Problem("data.path", f"{path} is no parquet file: {error}")) from error
-    except OSError as error:  # also of damaged pages
+    except OSError as error:  # raised for damaged pages, too
         raise ConfigError(Problem("data.path", f"{path} cannot be read: {error}")) from error
 
 
-def _field(path: str, schema: Any) -> Any:
-    """Name and type, no longer encoded by a dictionary, of the column that holds documents."""
+def _field(path: str, schema: "pa.Schema") -> "pa.Field":
+    """Return name and type, without dictionary encoding, of the column that holds documents."""
     pyarrow = _pyarrow()
     types = pyarrow.types
     for name in COLUMNS:
@@ -94,14 +97,17 @@ def _field(path: str, schema: Any) -> Any:
                 or (is_list and types.is_integer(kind.value_type))
             ):
                 return pyarrow.field(name, kind)
-            message = f"{path}: column {name!r} holds {stored}, not text (strings) or token ids (lists of integers)"
+            message = (
+                f"{path}: column {name!r} holds {stored}, "
+                "not text (strings) or token ids (lists of integers)"
+            )
             raise ConfigError(Problem("data.path", message))
     message = f'{path} has the columns {", ".join(schema.names)}; it needs "text" or "tokens"'
     raise ConfigError(Problem("data.path", message))
 
 
-def _columns(path: str, file: Any, field: Any) -> Iterator[Any]:
-    """The column of each batch of rows.
+def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[pa.Array]":
+    """Yield the documents' column of each batch of rows.
 
     Raises:
       ConfigError: the file is damaged, or a list of token ids has a null in it.
@@ -121,14 +127,15 @@ def _columns(path: str, file: Any, field: Any) -> Iterator[Any]:
             yield column
 
 
-def _pyarrow() -> Any:
+def _pyarrow() -> ModuleType:
+    """Import pyarrow; raise ConfigError if it is not installed."""
     with optional("pyarrow", "data", "data.source"):
         import pyarrow.parquet
     return pyarrow
 
 
-def build(config: DataConfig) -> ArrowRows:
-    """The rows of the files of `data.path` (in a directory: *.parquet), files in sorted order.
+def parquet(config: DataConfig) -> ArrowRows:
+    """Return the rows of the files of `data.path` (in a directory: *.parquet) in sorted order.
 
     Raises:
       ConfigError: there is no file, one is no parquet file, has no such column or a null among its

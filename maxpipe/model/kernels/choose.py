@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import KERNELS
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import Config
-from maxpipe.config.variants import implementation
 from maxpipe.model.attention import AttentionFn
 from maxpipe.sharding.context_parallel import AXIS, over_context, parts
 from maxpipe.sharding.rules import AxisRules
@@ -24,7 +24,7 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
     Raises:
       ConfigError: the kernel asked for does not run on this backend or with these sizes.
     """
-    asked, num_parts = config.model.attention, config.mesh.ici.context * config.mesh.dcn.context
+    asked, num_parts = config.model.attention, config.mesh.size("context")
     sizes = config.model, config.data.sequence_length, num_parts
     if asked != "auto":
         facts = KERNELS[asked]

@@ -1,1 +1,1 @@
-"""Pipeline schedules: a schedule is a table of which unit of work each stage runs in each tick. No JAX."""
+"""Pipeline schedules: tables of the unit of work that each stage runs in each tick. No JAX."""

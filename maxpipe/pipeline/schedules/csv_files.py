@@ -36,11 +36,12 @@ class Cell(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.chunk}{self.kind}{self.microbatch} (row {self.row + 1}, column {self.column + 1})"
+        unit = f"{self.chunk}{self.kind}{self.microbatch}"
+        return f"{unit} (row {self.row + 1}, column {self.column + 1})"
 
 
 def to_csv(table: Table) -> str:
-    """The table as CSV text."""
+    """Return the table as CSV text."""
     width = table.columns_per_tick
     rows = [[""] * (table.num_ticks * width) for _ in range(table.num_stages)]
     for kind in table.kinds:
@@ -54,10 +55,10 @@ def to_csv(table: Table) -> str:
 
 
 def csv_sizes(path: str | Path) -> tuple[int, int, int]:
-    """Stages, microbatches and repeats of a CSV table.
+    """Return the numbers of stages, microbatches and repeats of a CSV table.
 
     Raises:
-      ScheduleError: the file cannot be read, or a cell is no unit.
+      ScheduleError: the file cannot be read, or a cell is not a unit.
     """
     return _sizes(*_read(Path(path)))
 
@@ -71,7 +72,7 @@ def load_csv(
     forwarding_delay: int = 1,
     slack: int = 0,
 ) -> Table:
-    """Reads and validates a table.
+    """Read and validate a table.
 
     Args:
       path: the file.
@@ -79,7 +80,7 @@ def load_csv(
       forwarding_delay, slack: as in `Table`; the file's ticks must leave room for them.
 
     Raises:
-      ScheduleError: the file cannot be read, is for other sizes, or is no valid schedule; names
+      ScheduleError: the file cannot be read, is for other sizes, or is not a valid schedule; names
         row, column and cell.
     """
     path = Path(path)
@@ -87,8 +88,8 @@ def load_csv(
     sizes = _sizes(num_rows, cells)
     if sizes != (num_stages, num_microbatches, num_repeats):
         raise ScheduleError(
-            f"pipeline.schedule={path}: the file is for {sizes[0]} stages, {sizes[1]} microbatches and "
-            f"{sizes[2]} repeats, but mesh.ici.stage={num_stages}, "
+            f"pipeline.schedule={path}: the file is for {sizes[0]} stages, {sizes[1]} microbatches "
+            f"and {sizes[2]} repeats, but mesh.ici.stage={num_stages}, "
             f"pipeline.num_microbatches={num_microbatches} and pipeline.num_repeats={num_repeats}"
         )
     width = 3 if any(cell.kind == "W" for cell in cells) else 2
@@ -105,28 +106,28 @@ def load_csv(
         microbatch[cell.kind][at] = cell.microbatch
         chunk[cell.kind][at] = cell.chunk // num_stages
     table = Table(
-        path.stem,
-        num_stages,
-        num_microbatches,
-        num_repeats,
-        microbatch,
-        chunk,
-        _placement(path, cells, num_stages, num_repeats),
-        lockstep,
-        forwarding_delay,
-        slack,
-        str(path),
+        name=path.stem,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_repeats=num_repeats,
+        microbatch=microbatch,
+        chunk=chunk,
+        placement=_placement(path, cells, num_stages, num_repeats),
+        lockstep=lockstep,
+        forwarding_delay=forwarding_delay,
+        slack=slack,
+        source=str(path),
     )
     validate(table)
     return table
 
 
 def _read(path: Path) -> tuple[int, list[Cell]]:
-    """Number of rows and the cells that are not empty."""
+    """Return the number of rows and the cells that are not empty."""
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8").rstrip("\n").split("\n")))
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text file"
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {reason}") from error
     cells = []
     for row, texts in enumerate(rows):
@@ -136,8 +137,9 @@ def _read(path: Path) -> tuple[int, list[Cell]]:
                 cells.append(Cell(row, column, int(match[1]), match[2], int(match[3])))
             elif text:
                 raise ScheduleError(
-                    f"pipeline.schedule={path}: row {row + 1}, column {column + 1}: {text!r} is no unit; "
-                    f"write the global chunk, F, B, I or W, and the microbatch, as in 2F0; nothing is idle"
+                    f"pipeline.schedule={path}: row {row + 1}, column {column + 1}: {text!r} is "
+                    f"not a unit; write the global chunk, F, B, I or W, and the microbatch, as in "
+                    f"2F0; an empty cell is idle"
                 )
     if not cells:
         raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
@@ -150,10 +152,10 @@ def _sizes(num_rows: int, cells: list[Cell]) -> tuple[int, int, int]:
 
 
 def _placement(path: Path, cells: list[Cell], num_stages: int, num_repeats: int) -> str:
-    """`loop` or `v`, whichever all cells agree with.
+    """Return `loop` or `v`, whichever all cells agree with.
 
     Raises:
-      ScheduleError: neither; names a cell that is off the placement that fits better.
+      ScheduleError: neither; names a cell that contradicts the placement that fits better.
     """
     strays = {}
     for placement in ("loop", "v"):
@@ -165,5 +167,6 @@ def _placement(path: Path, cells: list[Cell], num_stages: int, num_repeats: int)
     stray = strays[placement][0]
     row = 1 + int(stages_of_chunks(num_stages, num_repeats, placement)[stray.chunk])
     raise ScheduleError(
-        f"pipeline.schedule={path}: {stray} is on the wrong stage; chunk {stray.chunk} is row {row}'s"
+        f"pipeline.schedule={path}: {stray} is on the wrong stage; chunk {stray.chunk} belongs to "
+        f"row {row}"
     )

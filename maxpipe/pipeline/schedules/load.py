@@ -1,15 +1,15 @@
-"""A schedule's table by name, from a CSV file, or as configured; sizes and options are checked here."""
+"""Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
 from maxpipe.config.catalog import SCHEDULES, Schedule
+from maxpipe.config.imports import implementation
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
-from maxpipe.config.variants import implementation
 from maxpipe.pipeline.schedules.csv_files import load_csv
 from maxpipe.pipeline.schedules.table import ScheduleError, Table
 
 
 def is_csv(schedule: str) -> bool:
-    """Return whether `pipeline.schedule` names a file; no schedule's name ends so."""
+    """Return whether `pipeline.schedule` names a file; no name of a schedule ends like one."""
     return schedule.endswith(".csv")
 
 
@@ -40,7 +40,7 @@ def load_schedule(
     forwarding_delay: int = 1,
     slack: int = 0,
 ) -> Table:
-    """Build the valid table of a schedule of the catalogue, or read that of a CSV file.
+    """Build the table of a schedule of the catalogue, or read that of a CSV file; it is valid.
 
     Args:
       schedule: value of `pipeline.schedule`.
@@ -53,7 +53,7 @@ def load_schedule(
 
     Raises:
       ValueError: there is no such schedule.
-      ScheduleError: the sizes or options do not go with it, or the file is no valid schedule.
+      ScheduleError: it does not have these sizes or options, or the file is not a valid schedule.
     """
     if is_csv(schedule):
         return load_csv(

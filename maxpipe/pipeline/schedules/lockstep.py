@@ -1,13 +1,18 @@
-"""Lockstep 1F1B and lockstep zero bubble: tables for one SPMD program, in which all stages move together.
+"""Lockstep 1F1B and lockstep zero bubble: tables for one SPMD program, all stages in the same tick.
 
 Letters: S stages, M microbatches, V repeats, d forwarding delay, N ticks; F, B, I and W the time of
 a unit of one chunk.
 
-Every tick of `lockstep_1f1b` has an F slot, then a B slot. An example with S=2, M=3, V=1:
+Every tick has an F slot, then a B (or I) slot, then perhaps a W slot. The smallest example is
+`lockstep_1f1b` with S=2, M=3, V=1, where the last stage runs the B of a microbatch in the tick of
+its F:
 
-    tick      0    1    2    3    4
-    stage 0   F0   F1   F2B0 B1   B2        D = 1: the last stage starts its first B in the tick of its first F
-    stage 1        F0B0 F1B1 F2B2
+    tick    0  1     2     3     4
+    stage 0 F0 F1    F2+B0 B1    B2
+    stage 1    F0+B0 F1+B1 F2+B2
+
+What its buffers hold in each tick is shown at the top of
+`maxpipe.pipeline.engines.scheduled.stage_program`.
 """
 
 import numpy as np
@@ -25,19 +30,26 @@ def lockstep_1f1b(
 ) -> Table:
     """Build lockstep interleaved 1F1B.
 
-    Stage s runs its k-th F at tick k + d*s and its j-th B at tick j + D + d*(S-1-s), where k walks
-    (group of microbatches, chunk, microbatch) and j the same with chunks reversed; groups have at
-    least d*S microbatches and D is the tick at which the last stage can start the first B. The
-    order is Megatron's interleaved schedule (Narayanan et al., arXiv:2104.04473), its time and
-    memory too, but no stage ever branches on its own.
+    Stage s runs its k-th F at tick k + d*s and its j-th B at tick j + D + d*(S-1-s). Here k counts
+    units in the order (group of microbatches, chunk, microbatch), and j the same with chunks
+    reversed; groups have at least d*S microbatches, and D is the tick in which the last stage can
+    run its first B. Order, time and memory are those of Megatron's interleaved schedule (Narayanan
+    et al., arXiv:2104.04473), but all stages run the same program.
 
     With groups of exactly d*S microbatches (M a multiple of d*S), D = d(V*S-1) + slack and
 
         time       (M*V + d(S-1)) (F + B), so a bubble of d(S-1) chunks of F + B
-        in flight  d((V+1)S - 2 - 2s) + 1 + slack on stage s; (V+1)S - 1 - 2s for d = 1: independent of M
+        in flight  d((V+1)S - 2 - 2s) + 1 + slack on stage s; (V+1)S - 1 - 2s for d = 1. This
+                   does not depend on M.
 
     A remainder of M is spread over the groups, which costs no time; where groups grow by r, D and
     the peak grow by (V-1)r. Fewer than d*S microbatches leave positions empty.
+
+    An example with S=2, M=2, V=2, where D = 3:
+
+        tick    0   1   2   3       4       5   6   7
+        stage 0 0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1
+        stage 1     1F0 1F1 3F0+3B0 3F1+3B1 1B0 1B1
     """
     forward, backward = _ticks(num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
     return from_ticks(
@@ -58,22 +70,26 @@ def lockstep_zb(
     forwarding_delay: int = 1,
     slack: int = 0,
 ) -> Table:
-    """Build lockstep 1F1B with split backwards: ticks have a slot of their own for weight gradients.
+    """Build lockstep 1F1B with split backwards: ticks have a third slot, for weight gradients.
 
-    F and I run in the ticks of `lockstep_1f1b`'s F and B, and the j-th W of every stage at tick j +
-    D + d(S-1), when the first stage runs its j-th I: that is d*s ticks after the I on stage s, so
-    every W has what it needs. Ticks in which only the first or the last stages have an I then cost
-    no W. The split is that of zero bubble (Qi et al., arXiv:2401.10241, whose B is our I), brought
-    into lockstep. With M a multiple of d*S
+    F and I run in the ticks of `lockstep_1f1b`'s F and B. The j-th W of every stage runs at tick
+    j + D + d(S-1), when the first stage runs its j-th I; on stage s that is d*s ticks after the I.
+    Ticks in which some stages cannot have an I then cost no W. The split is that of zero bubble
+    (Qi et al., arXiv:2401.10241, whose B is our I), brought into lockstep. With M a multiple of d*S
 
-        time       M*V (F + I + W) + d(S-1) (F + I), which is d(S-1) W less than lockstep_1f1b if B = I + W
+        time       M*V (F + I + W) + d(S-1) (F + I): d(S-1) W less than lockstep_1f1b, if B = I + W
         bubble     d(S-1) chunks of F + I
-        in flight  d((V+1)S - 2 - s) + 1 + slack on stage s, counted until W has run: the first stage, which
-                   sets the size of the program's buffers, has no more than with lockstep_1f1b
-        stash      d*s + 1 chunks between their I and their W on stage s; the program's buffers are those of the
-                   last stage, d(S-1) + 1 on each
+        in flight  d((V+1)S - 2 - s) + 1 + slack on stage s, counted until W has run. The first
+                   stage, which sets the size of the program's buffers, has as many as with
+                   lockstep_1f1b.
+        stash      d*s + 1 chunks between their I and their W on stage s. The program's buffers are
+                   those of the last stage, d(S-1) + 1 on each.
 
-    Other numbers of microbatches as in `lockstep_1f1b`.
+    Other numbers of microbatches are as in `lockstep_1f1b`. An example with S=2, M=3:
+
+        tick    0  1     2        3        4
+        stage 0 F0 F1    F2+I0+W0 I1+W1    I2+W2
+        stage 1    F0+I0 F1+I1+W0 F2+I2+W1 W2
     """
     forward, backward = _ticks(num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
     stage = stages_of_chunks(num_stages, num_repeats, "loop")

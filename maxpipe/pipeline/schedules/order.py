@@ -1,34 +1,45 @@
-"""Free-running tables from the order of work on each stage.
+"""Orders of units on each stage, and the free-running table that follows from them.
 
 A unit is a tuple (kind, microbatch, global chunk); an order is the list of a stage's units.
+"""
 
-Depth-first order over several chunks per stage: microbatches walk through the chunks in groups."""
-
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from maxpipe.pipeline.schedules.table import Table, from_ticks, stages_of_chunks
 
 RawUnit = tuple[str, int, int]
+Item = TypeVar("Item")
 
 
 def one_forward_one_backward(
-    forwards: list[RawUnit], backwards: list[RawUnit], num_warmup: int
-) -> Iterator[RawUnit]:
-    """`num_warmup` forwards, then forward and backward in turn, then what is left."""
+    forwards: Sequence[Item], backwards: Sequence[Item], num_warmup: int
+) -> Iterator[Item]:
+    """Yield `num_warmup` forwards, then forward and backward in turn, then the other backwards.
+
+    >>> order = one_forward_one_backward(["F0", "F1", "F2"], ["B0", "B1", "B2"], num_warmup=1)
+    >>> " ".join(order)
+    'F0 F1 B0 F2 B1 B2'
+    """
     yield from forwards[:num_warmup]
-    rest = forwards[num_warmup:]
-    for forward, backward in zip(rest, backwards, strict=False):
+    steady = forwards[num_warmup:]
+    for forward, backward in zip(steady, backwards, strict=False):
         yield forward
         yield backward
-    yield from backwards[len(rest) :]
+    yield from backwards[len(steady) :]
 
 
 def split_backward(
     stage: int, num_microbatches: int, num_warmup: int, lag: int
 ) -> Iterator[RawUnit]:
-    """`num_warmup` forwards, then I and F in turn; W follows its I once more than `lag` W are due."""
+    """Yield `num_warmup` forwards, then I and F in turn; from the time when `lag` W are due, W too.
+
+    >>> order = split_backward(stage=0, num_microbatches=4, num_warmup=2, lag=1)
+    >>> " ".join(f"{kind}{microbatch}" for kind, microbatch, _ in order)
+    'F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3'
+    """
     yield from (("F", m, stage) for m in range(min(num_warmup, num_microbatches)))
     for m in range(num_microbatches):
         yield "I", m, stage
@@ -47,9 +58,10 @@ def place(
     orders: Iterable[Iterable[RawUnit]],
     placement: str = "loop",
 ) -> Table:
-    """Runs every unit in the earliest tick that its stage's order and its dependencies allow.
+    """Build a free-running table: each unit in the first tick that order and dependencies allow.
 
     Args:
+      name, num_stages, num_microbatches, num_repeats, placement: see `Table`.
       orders: one per stage; together they must be free of deadlock.
     """
     queues = [list(order) for order in orders]
@@ -57,8 +69,9 @@ def place(
     last = num_repeats * num_stages - 1
     stage_of = stages_of_chunks(num_stages, num_repeats, placement).tolist()
     done: dict[RawUnit, int] = {}
-    position, free = [0] * num_stages, [0] * num_stages
-    waiting: dict[RawUnit, int] = {}
+    position = [0] * num_stages  # in each stage's order
+    free = [0] * num_stages  # the next tick of each stage
+    waiting: dict[RawUnit, int] = {}  # unit that has not run -> stage that waits for it
     ready = list(range(num_stages))
     while ready:
         stage = ready.pop()
@@ -87,12 +100,12 @@ def place(
 
 
 def dependency(unit: RawUnit, last_chunk: int, units: Container[RawUnit]) -> RawUnit | None:
-    """The unit whose result this one waits for, usually another stage's; None for the first F.
+    """Return the unit whose result this one waits for, or None for the first chunk's F.
 
     Args:
       unit: kind, microbatch, global chunk.
       last_chunk: of the model.
-      units: all of the table: the backward behind this one may be whole or split.
+      units: all units of the table; they tell whether the next chunk's backward is a B or an I.
     """
     kind, microbatch, chunk = unit
     if kind == "F":
@@ -107,12 +120,15 @@ def dependency(unit: RawUnit, last_chunk: int, units: Container[RawUnit]) -> Raw
 
 
 def group_microbatches(num_microbatches: int, smallest: int) -> np.ndarray:
-    """Sizes of the groups, int [number of groups].
+    """Return the sizes of the groups in which microbatches pass the chunks, int [groups].
 
-    As many groups as there can be with at least `smallest` microbatches each, as equal as possible:
-    a microbatch then comes back to the first stage no earlier than it can, nobody waits, and the
-    largest group, which sets the memory, is as small as possible. Fewer microbatches than
-    `smallest` make one group.
+    There are as many groups of at least `smallest` microbatches as possible, of nearly equal sizes.
+    With `smallest` microbatches the first one is back from the last stage when the first stage
+    starts the group's next chunk, so no stage waits; and the largest group, which sets the memory,
+    is as small as possible. Fewer microbatches than `smallest` make one group.
+
+    >>> group_microbatches(11, smallest=4).tolist()
+    [6, 5]
     """
     num_groups = max(num_microbatches // smallest, 1)
     size, larger = divmod(num_microbatches, num_groups)
@@ -120,15 +136,24 @@ def group_microbatches(num_microbatches: int, smallest: int) -> np.ndarray:
 
 
 def depth_first(sizes: np.ndarray, strides: np.ndarray, num_repeats: int) -> np.ndarray:
-    """Position of each unit in the order (group, chunk, microbatch of the group), int [M, V].
+    """Return the position of each unit in the order (group, chunk, microbatch), int [M, V].
 
     Args:
-      sizes: microbatches per group.
-      strides: positions from a chunk of a group to its next chunk; positions beyond the size stay
-        empty.
+      sizes: microbatches per group, int [groups].
+      strides: positions from a chunk of a group to its next chunk; positions beyond the group's
+        size stay empty.
       num_repeats: V, chunks.
+
+    With two groups of two microbatches and two chunks, microbatch 1 runs its chunk 0 second and its
+    chunk 1 fourth:
+
+    >>> depth_first(np.array([2, 2]), np.array([2, 2]), num_repeats=2).tolist()
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
     """
+    # [M]: group of each microbatch.
     group = np.repeat(np.arange(len(sizes)), sizes)
+    # [M]: which microbatch of its group.
     index = np.arange(len(group)) - (np.cumsum(sizes) - sizes)[group]
-    base = (np.cumsum(strides) - strides) * num_repeats
+    base = (np.cumsum(strides) - strides) * num_repeats  # first position of each group
+    # [M, 1] + [M, 1] * [V] -> [M, V]
     return (base[group] + index)[:, None] + strides[group][:, None] * np.arange(num_repeats)

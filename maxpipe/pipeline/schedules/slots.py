@@ -1,18 +1,30 @@
-"""Where a table keeps what is in flight: interval colouring of four stores.
+"""Slots for what a table has in flight: interval colouring of four stores.
 
 A store is a number of equal slots on every stage. A value's lifetime is the inclusive range of
 ticks [first, last]; two values may share a slot if their lifetimes do not meet.
 
-    activations  written when the transfer lands, at the end of tick first - 1; read by the F at tick last
-    gradients    the same for the B (or I) that reads it; those of the loss are written by the head, see below
+    activations  written when the transfer lands, at the end of tick first - 1; read by the F at
+                 tick last
+    gradients    the same for the B (or I) that reads it; the head writes those of the loss, see
+                 below
     residuals    written by the F at tick first; read for the last time by the B (or W) at tick last
-    stash        what an I hands to its W, by ticks of the two
+    stash        written by an I at tick first; read by its W at tick last
 
 So an activation that lands at the end of tick t may take the slot that the F of tick t has just
 read, while the F of tick t must not write its residuals where the B of tick t, later in the tick,
 still reads. A transfer sent at tick t lands at the end of tick t + forwarding_delay - 1. The
 gradient of the loss needs a slot only if the B of the last chunk runs in a later tick than its F:
 it is written at the end of the F's tick.
+
+An example, lockstep 1F1B with S=2, M=3, V=1:
+
+    tick    0  1     2     3     4
+    stage 0 F0 F1    F2+B0 B1    B2
+    stage 1    F0+B0 F1+B1 F2+B2
+
+On stage 0 the residuals of microbatches 0, 1 and 2 live in ticks [0, 2], [1, 3] and [2, 4]; all
+three meet in tick 2, so the store has three slots. Their gradients arrive one tick before they are
+read and live in [2, 2], [3, 3] and [4, 4]: one slot.
 """
 
 from dataclasses import dataclass
@@ -24,14 +36,14 @@ from maxpipe.pipeline.schedules.table import Table
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """One of the four stores; lifetimes are sorted by stage, then first tick.
+    """One of the four stores; values are sorted by stage, then first tick.
 
     Attributes:
-      size: slots per stage that the table needs: its true peak over all stages.
-      peak: int [S], the same for each stage.
-      stage, microbatch, global_chunk: int, of the unit that reads the value, one entry per value.
-      first, last: int, its lifetime in ticks, inclusive.
-      slot: int, where it lives.
+      size: slots per stage that the table needs: its peak over all stages.
+      peak: int [S], slots that each stage needs.
+      stage, microbatch, global_chunk: int [values], the unit that reads each value.
+      first, last: int [values], lifetime in ticks, inclusive.
+      slot: int [values].
     """
 
     size: int
@@ -55,34 +67,35 @@ class ActivationSlots:
 
 
 def activation_slots(table: Table) -> ActivationSlots:
-    """Colours the lifetimes of everything in flight.
+    """Assign slots to everything that a table has in flight.
 
     Args:
-      table: a valid table; one with F units only has an activation store only, the others are
-        empty.
+      table: a valid table; if it has F units only, the other stores are empty.
     """
     delay = table.forwarding_delay
     forward = table.ticks["F"]
-    arrived = _colour(table, forward[:, :-1] + delay, forward[:, 1:], 1)
-    nothing = _colour(table, forward[:, :0], forward[:, :0], 0)
+    # Chunk i + 1 reads what chunk i has sent.
+    activations = _colour(table, forward[:, :-1] + delay, forward[:, 1:], chunk_offset=1)
     if table.kinds == ("F",):
-        return ActivationSlots(arrived, nothing, nothing, nothing)
-    backward = table.merged_ticks("BI")
-    # The head's gradient is a value of the last chunk; a same-tick one has first > last and is left
-    # out.
-    landed = np.concatenate([backward[:, 1:] + delay, forward[:, -1:] + 1], axis=1)
-    weights = table.merged_ticks("BW")
-    stashed = np.where(table.merged_ticks("W") >= 0, table.merged_ticks("I"), weights + 1)
+        empty = _colour(table, forward[:, :0], forward[:, :0], chunk_offset=0)
+        return ActivationSlots(activations, gradients=empty, residuals=empty, stash=empty)
+    input_gradient = table.merged_ticks("BI")
+    weight_gradient = table.merged_ticks("BW")
+    # Chunk i reads what chunk i + 1 has sent, and the last chunk the head's gradient. One that is
+    # read in the same tick has first > last, so it gets no slot; neither has a B a stash.
+    arrival = np.concatenate([input_gradient[:, 1:] + delay, forward[:, -1:] + 1], axis=1)
+    is_split = table.merged_ticks("W") >= 0
+    stashed = np.where(is_split, input_gradient, weight_gradient + 1)
     return ActivationSlots(
-        arrived,
-        _colour(table, landed, backward, 0),
-        _colour(table, forward, weights, 0),
-        _colour(table, stashed, weights, 0),
+        activations,
+        gradients=_colour(table, arrival, input_gradient, chunk_offset=0),
+        residuals=_colour(table, forward, weight_gradient, chunk_offset=0),
+        stash=_colour(table, stashed, weight_gradient, chunk_offset=0),
     )
 
 
 def _colour(table: Table, first: np.ndarray, last: np.ndarray, chunk_offset: int) -> Store:
-    """Assigns slots to the lifetimes [M, chunks]; column i belongs to global chunk i + chunk_offset."""
+    """Assign slots to lifetimes [M, chunks]; column i belongs to global chunk i + chunk_offset."""
     microbatch, column = np.nonzero(first <= last)
     first, last = first[microbatch, column], last[microbatch, column]
     chunk = column + chunk_offset
@@ -94,22 +107,34 @@ def _colour(table: Table, first: np.ndarray, last: np.ndarray, chunk_offset: int
     slot = np.zeros(len(first), int)
     peak = np.zeros(table.num_stages, int)
     for s in range(table.num_stages):
-        mine = slice(*np.searchsorted(stage, (s, s + 1)))
-        slot[mine], peak[s] = _colour_stage(first[mine], last[mine])
-    return Store(int(peak.max()), peak, stage, microbatch, chunk, first, last, slot)
+        on_stage = slice(*np.searchsorted(stage, (s, s + 1)))
+        slot[on_stage], peak[s] = _colour_stage(first[on_stage], last[on_stage])
+    return Store(
+        size=int(peak.max()),
+        peak=peak,
+        stage=stage,
+        microbatch=microbatch,
+        global_chunk=chunk,
+        first=first,
+        last=last,
+        slot=slot,
+    )
 
 
 def _colour_stage(first: np.ndarray, last: np.ndarray) -> tuple[list[int], int]:
-    """Greedy colouring of lifetimes sorted by their first tick, which is optimal for intervals."""
+    """Return (slot of each value, number of slots) for lifetimes sorted by their first tick.
+
+    Greedy: a value takes any slot that is free, which needs the fewest slots for intervals.
+    """
     by_last = np.argsort(last, kind="stable").tolist()
     ends = last.tolist()
     slots: list[int] = []
     free: list[int] = []
-    ended = size = 0
+    num_ended = size = 0
     for tick in first.tolist():
-        while ended < len(slots) and ends[by_last[ended]] < tick:
-            free.append(slots[by_last[ended]])
-            ended += 1
+        while num_ended < len(slots) and ends[by_last[num_ended]] < tick:
+            free.append(slots[by_last[num_ended]])
+            num_ended += 1
         if not free:
             free.append(size)
             size += 1

@@ -1,6 +1,6 @@
-"""What a schedule is: for every tick and stage, the unit of work of each kind that runs there.
+"""A schedule as a table: for every tick and stage, the unit of work of each kind that runs there.
 
-Shape suffixes: N ticks, S stages, M microbatches, V repeats (chunks per stage), G = V * S global
+Letters: N ticks, S stages, M microbatches, V repeats (chunks per stage), G = V * S global
 chunks.
 
 Units of work, in the order of the slots within a lockstep tick:
@@ -10,35 +10,45 @@ Units of work, in the order of the slots within a lockstep tick:
     I  the input gradient only            I and W together replace one B
     W  the weight gradient only
 
-Chunks are numbered per stage (`chunk`, 0..V-1, the repeat) or over the whole model (`global chunk`,
+Chunks are numbered per stage (`chunk`, 0..V-1, the repeat) or over the model (`global chunk`,
 0..G-1). In `loop` placement chunk c of stage s is global chunk c*S + s. In `v` placement odd chunks
 run back through the stages: c*S + (S-1-s), so that for V = 2 the second chunk of stage s is global
 chunk 2S-1-s.
 
 Tables come in two forms:
 
-    lockstep      all stages move from tick to tick together, as one SPMD program does. A tick has one slot of
-                  each kind, F before B (or I) before W, and the loss between F and B.
-    free-running  a tick holds at most one unit per stage; only the order of units on each stage matters, as
-                  in systems that dispatch every stage on its own.
+    lockstep      all stages move from tick to tick together, as one SPMD program does. A tick
+                  has one slot of each kind, F before B (or I) before W, and the loss between F
+                  and B.
+    free-running  a tick holds at most one unit per stage. Only the order of units on each stage
+                  matters, as in systems that dispatch every stage on its own.
 
-Phases of a table: what one loop of a compiled program can cover."""
+An example with S=2, M=2, V=2 in `loop` placement, free-running, as `table_text` prints it. The cell
+`2F1` is global chunk 2, which is chunk 1 of stage 0, forward, microbatch 1:
+
+    tick    0   1   2   3   4   5   6   7   8   9
+    stage 0 0F0 0F1 2F0 2F1     2B0     2B1 0B0 0B1
+    stage 1     1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+
+The same as arrays: `microbatch["F"]` [N, S] begins [[0, -1], [1, 0], [0, 1]], with -1 for idle, and
+`chunk["F"]` begins [[0, -1], [0, 0], [1, 0]].
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 KINDS = ("F", "B", "I", "W")
-# Of the columns of a lockstep tick in a CSV file, the one that a kind is in.
+# Column of each kind within a lockstep tick of a CSV file.
 LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
 IDLE = -1
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, is wrong, or cannot run where it was asked to."""
+    """A schedule cannot be built, is invalid, or cannot run on the engine."""
 
 
 class Unit(NamedTuple):
@@ -54,7 +64,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A schedule for given sizes, from `Schedule.build`, `from_ticks` or `load_csv`; arrays are read-only.
+    """A schedule for given sizes, from `load_schedule`, `from_ticks` or `load_csv`; read-only.
 
     Attributes:
       name: the schedule's name, for messages and pictures.
@@ -67,9 +77,9 @@ class Table:
       placement: `loop` or `v`.
       lockstep: whether ticks are lockstep or free-running, see above.
       forwarding_delay: ticks from sending an activation or a gradient to its first use, at least 1.
-      slack: ticks that at least lie between the last chunk's F and its B (lockstep only; 0 = the
-        same tick will do).
-      source: file that the table was read from; errors then speak of its rows and columns.
+      slack: least number of ticks from the last chunk's F to its B; lockstep only, 0 allows the
+        same tick.
+      source: file that the table was read from; errors then name its rows and columns.
     """
 
     name: str
@@ -95,46 +105,50 @@ class Table:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds that have a slot in this table, in slot order."""
+        """Return the kinds that have a slot in this table, in slot order."""
         return tuple(k for k in KINDS if k in self.microbatch)
 
     @property
     def columns_per_tick(self) -> int:
-        """Columns of a tick in a CSV file; a lockstep table without W has none for it."""
+        """Return the columns of a tick in a CSV file; there is one for W only if W units exist."""
         return (3 if "W" in self.kinds else 2) if self.lockstep else 1
 
     @property
     def num_ticks(self) -> int:
+        """Return N."""
         return len(self.microbatch["F"])
 
     @property
     def num_chunks(self) -> int:
-        """G, chunks of the whole model."""
+        """Return G, the chunks of the model."""
         return self.num_repeats * self.num_stages
 
     def global_chunk(self, chunk: np.ndarray | int, stage: np.ndarray | int) -> np.ndarray:
-        """Position in the model of a stage's chunk; broadcasts."""
+        """Return the position in the model of a stage's chunk; broadcasts."""
         chunk, stage = np.asarray(chunk), np.asarray(stage)
         back = (self.placement == "v") & (chunk % 2 == 1)
         return chunk * self.num_stages + np.where(back, self.num_stages - 1 - stage, stage)
 
     @cached_property
     def stage_of_chunk(self) -> np.ndarray:
-        """int [G]: the stage that holds each global chunk."""
+        """Return int [G]: the stage that holds each global chunk."""
         return stages_of_chunks(self.num_stages, self.num_repeats, self.placement)
 
     @cached_property
     def ticks(self) -> Mapping[str, np.ndarray]:
-        """For each kind, int [M, G]: the tick of each unit, -1 if it never runs (the last one if doubled)."""
-        found = {}
+        """Return for each kind int [M, G]: the tick of each unit, -1 if it never runs.
+
+        A unit that a table has twice by mistake has the later tick.
+        """
+        ticks = {}
         for kind in self.kinds:
             tick, stage, microbatch, chunk = self.units(kind)
-            found[kind] = np.full((self.num_microbatches, self.num_chunks), -1)
-            found[kind][microbatch, self.global_chunk(chunk, stage)] = tick
-        return found
+            ticks[kind] = np.full((self.num_microbatches, self.num_chunks), -1)
+            ticks[kind][microbatch, self.global_chunk(chunk, stage)] = tick
+        return ticks
 
     def merged_ticks(self, kinds: str) -> np.ndarray:
-        """int [M, G]: the tick of whichever of `kinds` runs, -1 if none.
+        """Return int [M, G]: the tick of whichever of `kinds` runs, -1 if none.
 
         `BI` gives the ticks of input gradients, `BW` those of weight gradients.
         """
@@ -144,13 +158,13 @@ class Table:
         return merged
 
     def units(self, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Tick, stage, microbatch and chunk of every unit of a kind, ordered by tick, then stage."""
+        """Return tick, stage, microbatch and chunk of each unit of a kind, by tick, then stage."""
         tick, stage = np.nonzero(self.microbatch[kind] != IDLE)
         return tick, stage, self.microbatch[kind][tick, stage], self.chunk[kind][tick, stage]
 
 
 def stages_of_chunks(num_stages: int, num_repeats: int, placement: str) -> np.ndarray:
-    """int [G]: the stage that holds each global chunk."""
+    """Return int [G]: the stage that holds each global chunk."""
     repeat, stage = np.divmod(np.arange(num_repeats * num_stages), num_stages)
     return np.where((placement == "v") & (repeat % 2 == 1), num_stages - 1 - stage, stage)
 
@@ -166,10 +180,10 @@ def from_ticks(
     forwarding_delay: int = 1,
     slack: int = 0,
 ) -> Table:
-    """Builds a table from the tick of every unit.
+    """Build a table from the tick of every unit.
 
     Args:
-      name: see `Table`; so are the arguments not named here.
+      name: see `Table`, also for the arguments that are not listed here.
       ticks: for each kind int [M, G], the tick at which the unit of that microbatch and global
         chunk runs, -1 if never.
     """
@@ -184,39 +198,31 @@ def from_ticks(
         microbatch[kind][tick[m, c], stage[c]] = m
         chunk[kind][tick[m, c], stage[c]] = c // num_stages
     return Table(
-        name,
-        num_stages,
-        num_microbatches,
-        num_repeats,
-        microbatch,
-        chunk,
-        placement,
-        lockstep,
-        forwarding_delay,
-        slack,
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_repeats=num_repeats,
+        microbatch=microbatch,
+        chunk=chunk,
+        placement=placement,
+        lockstep=lockstep,
+        forwarding_delay=forwarding_delay,
+        slack=slack,
     )
 
 
 def forward_only(table: Table) -> Table:
-    """The table's F units alone, for evaluation; idle ticks at the end are cut off."""
+    """Return the table's F units alone, for evaluation, up to the tick of the last of them."""
     num_ticks = 1 + int(table.ticks["F"].max())
-    return Table(
-        table.name,
-        table.num_stages,
-        table.num_microbatches,
-        table.num_repeats,
-        {"F": table.microbatch["F"][:num_ticks]},
-        {"F": table.chunk["F"][:num_ticks]},
-        table.placement,
-        table.lockstep,
-        table.forwarding_delay,
-        table.slack,
-        table.source,
+    return replace(
+        table,
+        microbatch={"F": table.microbatch["F"][:num_ticks]},
+        chunk={"F": table.chunk["F"][:num_ticks]},
     )
 
 
 class Phase(NamedTuple):
-    """Ticks [start, stop) in which some stage uses each slot kind of `kinds` and none uses another."""
+    """Ticks [start, stop) in which each of `kinds`, and no other kind, has a unit on some stage."""
 
     start: int
     stop: int
@@ -224,7 +230,10 @@ class Phase(NamedTuple):
 
 
 def phases(table: Table) -> list[Phase]:
-    """Runs of ticks with the same set of active slot kinds, in order, covering all ticks."""
+    """Return the runs of ticks with the same set of active slot kinds, in order, over all ticks.
+
+    A phase is what one loop of a compiled program can cover.
+    """
     active = np.stack(
         [(table.microbatch[kind] != IDLE).any(axis=1) for kind in table.kinds], axis=1
     )
@@ -234,3 +243,22 @@ def phases(table: Table) -> list[Phase]:
         Phase(start, stop, tuple(k for k, on in zip(table.kinds, active[start], strict=True) if on))
         for start, stop in zip(starts, stops, strict=True)
     ]
+
+
+def table_text(table: Table) -> str:
+    """Return the table as text, a row per stage and a column per tick.
+
+    A cell such as `2F0` is global chunk, kind, microbatch; with one chunk per stage it is `F0`. The
+    units of a lockstep tick are joined by `+`.
+    """
+    cells = [[""] * table.num_ticks for _ in range(table.num_stages)]
+    for kind in table.kinds:
+        for tick, stage, microbatch, chunk in zip(*table.units(kind), strict=True):
+            unit = Unit(kind, int(microbatch), int(table.global_chunk(chunk, stage)))
+            text = str(unit) if table.num_repeats > 1 else f"{kind}{microbatch}"
+            cells[stage][tick] += ("+" if cells[stage][tick] else "") + text
+    rows = [["tick", *map(str, range(table.num_ticks))]]
+    rows += [[f"stage {stage}", *row] for stage, row in enumerate(cells)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

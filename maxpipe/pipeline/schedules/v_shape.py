@@ -1,4 +1,4 @@
-"""ZB-V, V-Half, V-Min and DualPipeV: two chunks per stage in V placement, chunks s and 2S-1-s on stage s.
+"""ZB-V, V-Half, V-Min and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
 
 V-Half and V-Min repeat a building block for every microbatch. The building block (Qi et al.,
 arXiv:2405.15362) says when one microbatch passes a stage: F down through the first chunks, F back
@@ -16,13 +16,9 @@ from itertools import count, product
 from maxpipe.pipeline.schedules.order import RawUnit, dependency, place
 from maxpipe.pipeline.schedules.table import Table
 
-PERIOD = 6
-PASSES = (
-    ("F", 0),
-    ("F", 1),
-    ("I", 0),
-    ("I", 1),
-)  # kind, and whether it runs back through the stages
+PERIOD = 6  # units of time from a building block to the next
+# The four passes of a microbatch over the stages: kind, and 1 if it runs from the last stage back.
+PASSES = (("F", 0), ("F", 1), ("I", 0), ("I", 1))
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Table:
@@ -33,7 +29,12 @@ def zb_v(num_stages: int, num_microbatches: int) -> Table:
         bubble     0, within each stage's own span
         in flight  2S chunks on every stage, the memory of 1F1B's first stage
 
-    With fewer microbatches the order is that of 2S - 1 without the ones that are missing.
+    With fewer microbatches the order is that of 2S - 1 without those that are missing. An example
+    with S=2, M=3, V=2:
+
+        tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
+        stage 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+        stage 1     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
     return _without_missing("zb_v", _zb_v_order, num_stages, num_microbatches, 2 * num_stages - 1)
 
@@ -45,6 +46,12 @@ def v_half(num_stages: int, num_microbatches: int) -> Table:
 
         bubble     at most 3(S-1)F, half of 1F1B's
         in flight  S + 1 chunks for odd S, S + 2 for even: half of 1F1B's and one microbatch
+
+    An example with S=2, M=3, V=2:
+
+        tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
+        stage 0 0F0         3F0 3I0 0F1 3W0     3F1 3I1 0F2 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
+        stage 1     1F0 2F0         2I0 1F1 2F1 1I0 2W0 2I1 1F2 1W0 2F2 1I1 2W1 2I2 1I2 1W1 2W2 1W2
     """
     in_flight = num_stages + (1 if num_stages % 2 else 2)
     return _repeated_block("v_half", num_stages, num_microbatches, (2, 1, 2, 1), in_flight)
@@ -57,22 +64,34 @@ def v_min(num_stages: int, num_microbatches: int) -> Table:
 
         bubble     4(S-1)F - F, two thirds of 1F1B's; 4(S-1)F + F where 3 divides S
         in flight  2 * ceil((S+2) / 3) chunks: a third of 1F1B's and up to two chunks
+
+    An example with S=2, M=3, V=2:
+
+        tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
+        stage 0 0F0         3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 3W2     0I2 0W2
+        stage 1     1F0 2F0         2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2
     """
     in_flight = 2 * -(-(num_stages + 2) // 3)
     return _repeated_block("v_min", num_stages, num_microbatches, (1, 1, 1, 1), in_flight)
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Table:
-    """Build DualPipeV: pairs of a forward and a backward from both ends of a V, whose transfers overlap.
+    """Build DualPipeV: a forward of one chunk is paired with a backward of the other.
 
-    DeepSeek's DualPipe (arXiv:2412.19437) cut in half, after Sea AI Lab. Backwards are whole in the
-    steady state and split at the ends. With M >= 2S, times of a chunk, and F and B of a pair one
-    after the other
+    DeepSeek's DualPipe (arXiv:2412.19437) cut in half, after Sea AI Lab. The pairs are meant to
+    overlap one unit's transfers with the other's work. Backwards are B in the steady state, and
+    split into I and W at the ends. With M >= 2S, times of a chunk, and F and B of a pair one after
+    the other
 
         bubble     at most (S-1)(F + 2B - 3W), the published (PP/2 - 1)(F&B + B - 3W) with PP = 2S
         in flight  2S + 1 chunks on every stage
 
-    With fewer microbatches the order is that of 2S without the ones that are missing.
+    With fewer microbatches the order is that of 2S without those that are missing. An example with
+    S=2, M=4, V=2:
+
+        tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
+        stage 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+        stage 1     1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
     """
     return _without_missing(
         "dualpipe_v", _dualpipe_v_order, num_stages, num_microbatches, 2 * num_stages
@@ -81,16 +100,16 @@ def dualpipe_v(num_stages: int, num_microbatches: int) -> Table:
 
 def _zb_v_order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[RawUnit]:
     """Yield one stage's units."""
-    # 1. Warm-up: first chunks until the microbatch that turned around at the last stage comes back,
-    # then both chunks.
     after = num_stages - stage  # stages from this one on
+    # 1. Warm-up: forwards of the first chunk until the first microbatch comes back from the last
+    # stage, then both chunks.
     warmup = "F" * (2 * after - 1) + "fF" * stage + "fiw" * after
     # 2. Steady state: F, I and W of both chunks in turn.
     num_started = 2 * after - 1 + stage
     steady = "FIWfiw" * (num_microbatches - num_started)
-    # 3. The second chunk's forwards that are left, and what they make possible.
+    # 3. Drain: the second chunk's remaining forwards, and the backwards that follow them.
     drain = "IWfiw" * (num_started - num_stages)
-    # 4. Input gradients first, since the stages before wait for them; W fill the rest.
+    # 4. Cool-down: input gradients first, since the stages before wait for them; W fill the gaps.
     cooldown = "Ii" * stage + "IW" * after + "w" * stage + "W" * stage
     counters = {letter: count() for letter in "FfIiWw"}
     for letter in warmup + steady + drain + cooldown:
@@ -99,17 +118,18 @@ def _zb_v_order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[
 
 
 def _dualpipe_v_order(stage: int, num_stages: int, num_microbatches: int) -> Iterator[RawUnit]:
-    """Yield one stage's units; a W is that of the oldest I whose W has not run."""
+    """Yield one stage's units; a W belongs to the oldest I whose W has not run."""
     after = num_stages - 1 - stage  # stages after this one
     near = stage + 1
-    # 1. Warm-up: forwards of the first chunk, then of both, then weight gradients between input
-    # gradients.
+    # 1. Warm-up: forwards of the first chunk, then of both, then the first split backwards of the
+    # second chunk.
     warmup = "F" * (2 * after) + "Ff" * near + "iWf" * after
     # 2. Steady state: pairs of a forward of one chunk and a backward of the other.
     steady = "FbfB" * (num_microbatches - 2 * num_stages + near)
+    # 3. Drain: the second chunk's remaining forwards.
     drain = "bfB" * after
-    # 3. The last half of the backwards is split, so that the stages before get their gradients
-    # early.
+    # 4. Cool-down: the second half of the last backwards is split, so that the stages before get
+    # their gradients early.
     ends = "bB" * near
     cooldown = (
         ends[:near] + ends[near:].replace("b", "i").replace("B", "I") + "WI" * after + "W" * near
@@ -136,25 +156,24 @@ def _without_missing(
     num_microbatches: int,
     least: int,
 ) -> Table:
-    """The table of an order that is known for `least` microbatches and more.
+    """Build the table of an order that is known for `least` microbatches and more.
 
     Args:
       order: (stage, number of stages, number of microbatches) -> the stage's units. With fewer than
-        `least` microbatches the order is that of `least`, without the ones that are missing.
+        `least` microbatches the order is that of `least`, without those that are missing.
     """
     orders = [order(s, num_stages, max(num_microbatches, least)) for s in range(num_stages)]
-    kept = [[unit for unit in stage if unit[1] < num_microbatches] for stage in orders]
-    return place(name, num_stages, num_microbatches, 2, kept, placement="v")
+    shortened = [(unit for unit in units if unit[1] < num_microbatches) for units in orders]
+    return place(name, num_stages, num_microbatches, 2, shortened, placement="v")
 
 
 def _repeated_block(
     name: str, num_stages: int, num_microbatches: int, hops: Sequence[int], max_in_flight: int
 ) -> Table:
-    """The table of a building block.
+    """Build the table of a building block.
 
     The block gives each stage the order of its F and I. A W runs when its stage would be idle, or
-    has `max_in_flight` chunks in flight; at the start and the end of a step, where the block leaves
-    stages idle, that closes what gaps it can.
+    has `max_in_flight` chunks in flight, which also closes gaps at the start and the end of a step.
 
     Args:
       hops: units of time from a stage to the next, in each of `PASSES`.
@@ -177,10 +196,10 @@ def _repeated_block(
 
 
 def _block(num_stages: int, hops: Sequence[int]) -> list[list[int]]:
-    """When the first microbatch's passes start on each stage.
+    """Return the start of each pass of the first microbatch on each stage, [4][S].
 
-    Between passes a microbatch waits as long as it takes for the four of a stage to fall on
-    different times modulo the period, in all stages.
+    Between passes the microbatch waits, as little in all as possible, so that on every stage the
+    four starts differ modulo the period: no two units of the repeated block then collide.
     """
     down = range(num_stages)
     for waits in sorted(product(range(PERIOD), repeat=3), key=sum):
@@ -195,7 +214,7 @@ def _block(num_stages: int, hops: Sequence[int]) -> list[list[int]]:
 
 
 def _fill_with_w(queues: Sequence[Sequence[RawUnit]], max_in_flight: int) -> list[list[RawUnit]]:
-    """Orders of F, I and W from orders of F and I, by running them with units of equal length."""
+    """Return orders of F, I and W from orders of F and I, by simulating units of equal length."""
     last = 2 * len(queues) - 1
     units = {unit for queue in queues for unit in queue}
     orders: list[list[RawUnit]] = [[] for _ in queues]

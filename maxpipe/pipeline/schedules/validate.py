@@ -1,4 +1,4 @@
-"""Proof that a table computes every unit once, in an order that its dependencies allow."""
+"""Prove that a table computes every unit once, in an order that the dependencies allow."""
 
 from typing import NoReturn
 
@@ -15,16 +15,16 @@ from maxpipe.pipeline.schedules.table import (
 
 
 def validate(table: Table) -> None:
-    """Checks everything that an engine relies on.
+    """Check everything that an engine relies on.
 
     - every microbatch passes every chunk forward once, and backward once: as one B, or as one I and
       one W (a table with F units only is a table for evaluation);
     - the F of a chunk starts at least `forwarding_delay` ticks after the F of the chunk before it,
-      and its B or I as many after the B or I of the chunk behind it;
-    - the B or I of the last chunk starts at least `slack` ticks after its own F, free-running at
-    least 1;
-    - W runs after its I, in lockstep perhaps in the same tick;
-    - free-running: no stage has two units in one tick.
+      and its B or I as many after the B or I of the next chunk;
+    - the B or I of the last chunk starts at least `slack` ticks after its own F, in a free-running
+      table at least 1;
+    - W runs after its I, or in a lockstep table in the same tick;
+    - in a free-running table no stage has two units in one tick.
 
     Raises:
       ScheduleError: the first violation, with tick, stage and unit, or with row, column and cell of
@@ -34,14 +34,16 @@ def validate(table: Table) -> None:
     for kind in table.kinds:
         _check_once(table, kind)
     _check_complete(table)
-    _check_after(table, "F", "F", -1, table.forwarding_delay)
-    _check_after(table, "BI", "BI", 1, table.forwarding_delay)
-    _check_after(table, "BI", "F", 0, max(table.slack, 0 if table.lockstep else 1))
-    _check_after(table, "W", "I", 0, 0 if table.lockstep else 1)
+    # A lockstep tick runs F, then B or I, then W, so these may follow each other in one tick.
+    same_stage_gap = 0 if table.lockstep else 1
+    _check_after(table, "F", "F", offset=-1, gap=table.forwarding_delay)
+    _check_after(table, "BI", "BI", offset=1, gap=table.forwarding_delay)
+    _check_after(table, "BI", "F", offset=0, gap=max(table.slack, same_stage_gap))
+    _check_after(table, "W", "I", offset=0, gap=same_stage_gap)
 
 
 def describe(table: Table, kind: str, tick: int, stage: int) -> str:
-    """A cell and where it is: `2F0 at tick 3, stage 2`, or `2F0 (row 3, column 4)` of the CSV file."""
+    """Return a cell and its place: `2F0 at tick 3, stage 2`, in a file `2F0 (row 3, column 4)`."""
     unit = Unit(
         kind,
         int(table.microbatch[kind][tick, stage]),
@@ -66,9 +68,9 @@ def _check_cells(table: Table) -> None:
         for tick, stage in np.argwhere(~np.where(idle, chunk == IDLE, legal)):
             _fail(
                 table,
-                f"{describe(table, kind, tick, stage)} does not exist with {table.num_microbatches} "
-                f"microbatches and {table.num_chunks} chunks ({table.num_stages} stages x "
-                f"{table.num_repeats} repeats)",
+                f"{describe(table, kind, tick, stage)} does not exist with "
+                f"{table.num_microbatches} microbatches and {table.num_chunks} chunks "
+                f"({table.num_stages} stages x {table.num_repeats} repeats)",
             )
         running += ~idle
     if not table.lockstep:
@@ -95,7 +97,7 @@ def _check_once(table: Table, kind: str) -> None:
 
 
 def _check_complete(table: Table) -> None:
-    """Names a missing unit and, where there is one, a unit that waits for it."""
+    """Fail for a missing unit; name it and, if there is one, a unit that waits for it."""
     ran = {kind: table.merged_ticks(kind) >= 0 for kind in KINDS}
     for microbatch, chunk in np.argwhere(~ran["F"]):
         _fail_missing(table, Unit("F", int(microbatch), int(chunk)))
@@ -121,7 +123,7 @@ def _where(table: Table, unit: Unit) -> str:
 
 
 def _fail_missing(table: Table, unit: Unit) -> NoReturn:
-    """Reports a missing unit together with one that waits for it."""
+    """Fail for a missing unit, together with one that waits for it."""
     kind, microbatch, chunk = unit
     waiting = {
         "F": [
@@ -152,7 +154,10 @@ def _runs(table: Table, unit: Unit) -> bool:
 
 
 def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -> None:
-    """Every unit of `kinds` runs at least `gap` ticks after that of `needed`, `offset` chunks further on."""
+    """Check that units of `kinds` run at least `gap` ticks after those of `needed`.
+
+    The needed unit is of the same microbatch, `offset` chunks further on.
+    """
     end = table.num_chunks
     tick = table.merged_ticks(kinds)[:, max(0, -offset) : end - max(0, offset)]
     ready = table.merged_ticks(needed)[:, max(0, offset) : end + min(0, offset)] + gap
@@ -169,10 +174,11 @@ def _check_after(table: Table, kinds: str, needed: str, offset: int, gap: int) -
     on = f"column {_column(table, unit.kind, earliest)}" if table.source else f"tick {earliest}"
     _fail(
         table,
-        f"{_where(table, unit)} is too early: it needs {_where(table, needs)}, so its first is {on}",
+        f"{_where(table, unit)} is too early: it needs {_where(table, needs)}, so the earliest "
+        f"possible is {on}",
     )
 
 
 def _column(table: Table, kind: str, tick: int) -> int:
-    """Column of the CSV file, counted from 1."""
+    """Return the column of the CSV file, counted from 1."""
     return table.columns_per_tick * tick + (LOCKSTEP_COLUMN[kind] if table.lockstep else 0) + 1

@@ -1,7 +1,8 @@
 """ZB-H1 and ZB-H2: the backward is split into I and W, and W fills the bubble.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, whose B is our I. Letters: S
-stages, M microbatches; F, I and W the time of a unit.
+Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, whose B is our I. Only I is on the
+critical path: the stage before waits for it, while W can run at any later time. Letters: S stages,
+M microbatches; F, I and W the time of a unit. Tables are free-running.
 """
 
 from maxpipe.pipeline.schedules.order import place, split_backward
@@ -9,13 +10,21 @@ from maxpipe.pipeline.schedules.table import Table
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Table:
-    """Build ZB-H1: zero bubble in the memory of 1F1B's first stage.
+    """Build ZB-H1: a third of 1F1B's bubble (if F = I = W) in the memory of 1F1B's first stage.
 
     Stage s runs S-s forwards, then I and F in turn, and runs each W s units after its I, which
     fills the end of 1F1B with W.
 
         bubble     (S-1)(F + I - W) for M >= S and W <= F
         in flight  min(M, S) on every stage, counted until W has run
+
+    An example with S=3, M=4. Stage 2 puts off W0 until I2 has run, so that stage 1 gets its
+    gradients early; its last W run at the end, where 1F1B idles:
+
+        tick    0  1  2  3  4  5  6  7  8  9  10 11 12 13
+        stage 0 F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3
+        stage 1    F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        stage 2       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
     orders = [
         split_backward(stage, num_microbatches, num_warmup=num_stages - stage, lag=stage)
@@ -29,8 +38,16 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Table:
 
     Stage s runs 2(S-s) - 1 forwards, then I and F in turn, and runs each W 2s units after its I.
 
-        bubble     (S-1)(F + I - 2W) for M >= 2S-1, W <= F and 2W <= F + I, within each stage's own span
+        bubble     (S-1)(F + I - 2W) for M >= 2S-1, W <= F and 2W <= F + I, within each stage's own
+                   span
         in flight  min(M, 2S - 1) on every stage, counted until W has run
+
+    An example with S=3, M=5. No stage idles between its first and its last unit:
+
+        tick    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16
+        stage 0 F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
+        stage 1    F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+        stage 2       F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
     orders = [
         split_backward(

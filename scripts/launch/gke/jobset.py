@@ -1,15 +1,15 @@
-"""Prints a JobSet that trains on TPU slices of a GKE cluster, for `kubectl apply`.
+"""Print a JobSet that trains on TPU slices of a GKE cluster, for `kubectl apply`.
 
-    python scripts/launch/gke/jobset.py my-run --image IMAGE --accelerator tpu-v5p-slice --topology
-        4x4x4 --slices 2 \\ --claim shared-disk -- configs/models/llama3-8b.yml
-        output_dir=/shared/runs | kubectl apply -f -
+    python scripts/launch/gke/jobset.py my-run --image IMAGE --accelerator tpu-v5p-slice \\
+        --topology 4x4x4 --slices 2 --claim shared-disk -- \\
+        configs/models/llama3-8b.yml output_dir=/shared/runs | kubectl apply -f -
     kubectl logs -f -l jobset.sigs.k8s.io/jobset-name=my-run --max-log-requests 64
     kubectl delete jobset my-run
 
 Without `| kubectl apply -f -` nothing is changed; applying the same JobSet twice changes nothing
-either. All pods are made anew after exit codes 75, 124 and 134, and after the loss of a node; never
-after 1, 2, 42 and 130. The cluster needs the JobSet controller (https://jobset.sigs.k8s.io) and TPU
-node pools; `--claim` names a persistent volume claim that all pods can write to, mounted at
+either. All pods are started again after exit codes 75, 124 and 134, and after the loss of a node;
+never after 1, 2, 42 and 130. The cluster needs the JobSet controller (https://jobset.sigs.k8s.io)
+and TPU node pools; `--claim` names a persistent volume claim that all pods can write to, mounted at
 /shared. Tokens come from secrets of the cluster, never from here.
 """
 
@@ -27,13 +27,13 @@ SHARED = "/shared"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the manifest of a command line."""
+    """Print the manifest of a command line."""
     print(yaml.safe_dump(manifest(_parse(argv)), sort_keys=False), end="")
     return 0
 
 
 def manifest(options: argparse.Namespace) -> dict[str, Any]:
-    """The JobSet: one Job per slice, one pod per host."""
+    """Build the JobSet: one Job per slice, one pod per host."""
     hosts = math.prod(options.topology) // options.chips_per_host
     job = {
         "parallelism": hosts,

@@ -45,12 +45,12 @@ def refusal(**values):
         (
             SCHEDULED | {"pipeline.scan_iterations": False},
             "pipeline.scan_iterations",
-            "circular engine only",
+            "loops over the ticks of a phase; use true",
         ),
         (
             SCHEDULED | {"pipeline.scan_repeats": False},
             "pipeline.scan_repeats",
-            "circular engine only",
+            "loops over the ticks of a phase; use true",
         ),
         (
             SCHEDULED | {"pipeline.remat_policy": "minimal_offloaded"},
@@ -85,7 +85,7 @@ def refusal(**values):
         (
             MPMD | {"pipeline.scan_iterations": False},
             "pipeline.scan_iterations",
-            "circular engine only",
+            "units one by one; use true",
         ),
         (
             MPMD | {"pipeline.remat_policy": "minimal_offloaded"},
@@ -102,7 +102,11 @@ def refusal(**values):
             "pipeline.scan_layers_per_stage",
             "use false",
         ),
-        (SPLIT | {"pipeline.remat_policy": "full"}, "pipeline.remat_policy", "use minimal"),
+        (
+            SPLIT | {"pipeline.remat_policy": "full"},
+            "pipeline.remat_policy",
+            "use one of custom, minimal, none",
+        ),
         (
             SPLIT | {"pipeline.remat_policy": "custom"},
             "pipeline.remat_policy",

@@ -42,7 +42,7 @@ def test_options_of_a_pipeline_that_there_is_not_are_named(base):
         ]
 
     (line,) = lines(*SEQUENTIAL, *words)
-    named = "pipeline.schedule=1f1b, pipeline.num_repeats=7, pipeline.delay_activation_forwarding=True have no effect"
+    named = "pipeline.schedule=1f1b, pipeline.num_repeats=7, pipeline.delay_activation_forwarding=true have no effect"
     assert line.startswith(named)
     assert lines(*SEQUENTIAL) == lines(words[0]) == []
 
@@ -81,7 +81,7 @@ def test_a_csv_schedule_runs_on_the_scheduled_engine(resolved, problems, tmp_pat
         (
             ("pipeline.overlap_slots=true",),
             "pipeline.overlap_slots",
-            "for the scheduled engine only",
+            "its backwards begin after all forwards; use it with pipeline.schedule=lockstep_1f1b",
         ),
         (
             ("pipeline.schedule=gpipe", "pipeline.num_repeats=2"),

@@ -7,8 +7,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 
 TEXTS = ["plain", "é 漢字", "", "x" * 1000]
 

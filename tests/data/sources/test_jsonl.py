@@ -8,8 +8,8 @@ import pytest
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 from maxpipe.data.documents import Documents
 
 TEXTS = ["plain", "two\nlines", "é 漢字", "", "x" * 100]

@@ -8,8 +8,8 @@ import pytest
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
 pq = pytest.importorskip("pyarrow.parquet")

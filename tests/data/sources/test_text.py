@@ -1,13 +1,14 @@
-"""One document per text file."""
+"""One document per text file: the user's files, or Python's standard library."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 
 
 def test_documents_in_sorted_order_without_empty_ones(tmp_path: Path) -> None:
@@ -21,3 +22,18 @@ def test_only_empty_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError, match=r"data\.path: every file at .* is empty"):
         implementation(SOURCES["text"])(DataConfig(source="text", path=str(tmp_path)))
+
+
+def test_documents() -> None:
+    documents = implementation(SOURCES["python_stdlib"])(DataConfig())
+    assert len(documents) > 300
+    texts = [documents[i] for i in range(len(documents))]
+    assert sum(map(len, texts)) > 4_000_000
+    assert all(texts)
+    with open(os.__file__, encoding="utf-8") as stream:
+        assert texts.count(stream.read()) == 1
+
+
+def test_no_tests_and_no_packages() -> None:
+    documents = implementation(SOURCES["python_stdlib"])(DataConfig())
+    assert "import pytest" not in "".join(documents[i] for i in range(len(documents)))

@@ -14,6 +14,7 @@ from helpers.engines import (
     tiny,
 )
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 
 ROWS = 16
@@ -31,9 +32,7 @@ def sequential(**values):
 def by_hand(config, batch, key):
     """Loss of a batch from the program's functions: no scan, no rematerialisation, no microbatches."""
     program = ModelProgram(config.model)
-    side = {name: batch[name] for name in ("positions", "segment_ids")} | {
-        "sequence_index": jnp.arange(ROWS)
-    }
+    side = SideInputs(batch["positions"], batch["segment_ids"], jnp.arange(ROWS))
 
     def loss(params):
         x = program.embed(params, batch["tokens"])

@@ -1,4 +1,4 @@
-"""Schedules against their published time and memory, on a grid of stages, microbatches and repeats."""
+"""Schedules against their published time and memory, for many stages, microbatches and repeats."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def grid(*axes):
 
 @pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13)))
 @pytest.mark.parametrize("delay", [1, 2])
-def test_gpipe(S, M, delay):
+def test_gpipe_has_its_published_time_and_memory(S, M, delay):
     run = simulate(load_schedule("gpipe", S, M, forwarding_delay=delay), COSTS)
     assert run.table.num_ticks == 2 * (M + delay * (S - 1))
     assert run.bubble == pytest.approx(delay * (S - 1) * (F + B))
@@ -33,7 +33,7 @@ def test_gpipe(S, M, delay):
 @pytest.mark.parametrize(
     ("S", "V", "multiple", "extra", "delay"), grid(STAGES, REPEATS, (1, 2), (0, 1), (1, 2))
 )
-def test_circular(S, V, multiple, extra, delay):
+def test_circular_has_its_published_time_and_memory(S, V, multiple, extra, delay):
     M = multiple * delay * S + extra
     run = simulate(load_schedule("circular", S, M, V, forwarding_delay=delay), COSTS)
     assert run.table.num_ticks == 2 * (M * V + delay * (S - 1))
@@ -50,7 +50,7 @@ def test_circular_with_fewer_microbatches_than_stages_waits_for_the_ring(S, V, M
 @pytest.mark.parametrize(
     ("S", "V", "groups", "delay", "slack"), grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1))
 )
-def test_lockstep_1f1b(S, V, groups, delay, slack):
+def test_lockstep_1f1b_has_its_published_time_and_memory(S, V, groups, delay, slack):
     M = groups * delay * S
     table = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
     run = simulate(table, COSTS)
@@ -63,7 +63,7 @@ def test_lockstep_1f1b(S, V, groups, delay, slack):
 @pytest.mark.parametrize(
     ("S", "V", "groups", "delay", "slack"), grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1))
 )
-def test_lockstep_zb(S, V, groups, delay, slack):
+def test_lockstep_zb_has_its_published_time_and_memory(S, V, groups, delay, slack):
     M, I, W = groups * delay * S, 1.5, 1.25
     table = load_schedule("lockstep_zb", S, M, V, forwarding_delay=delay, slack=slack)
     run, slots = simulate(table, Costs(F, I + W, I, W)), activation_slots(table)
@@ -73,22 +73,22 @@ def test_lockstep_zb(S, V, groups, delay, slack):
     assert run.peak_in_flight.tolist() == slots.residuals.peak.tolist() == expected
     stash = [min(M * V, delay * s + 1) for s in range(S)]
     assert run.peak_stash.tolist() == slots.stash.peak.tolist() == stash
-    whole = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
-    assert slots.residuals.size == activation_slots(whole).residuals.size
+    full = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
+    assert slots.residuals.size == activation_slots(full).residuals.size
 
 
 @pytest.mark.parametrize(("S", "V"), grid((2, 3, 4, 8), (1, 2, 3)))
-def test_lockstep_zb_saves_time_whatever_the_number_of_microbatches(S, V):
+def test_lockstep_zb_with_any_number_of_microbatches_saves_time(S, V):
     for M, delay in grid(range(1, 3 * S), (1, 2)):
-        split, whole = (
+        split, full = (
             simulate(load_schedule(name, S, M, V, forwarding_delay=delay), Costs(1, 2, 1, 1))
             for name in ("lockstep_zb", "lockstep_1f1b")
         )
-        assert split.makespan == pytest.approx(whole.makespan - delay * (S - 1))
+        assert split.makespan == pytest.approx(full.makespan - delay * (S - 1))
 
 
 @pytest.mark.parametrize(("S", "V", "M"), grid((2, 3, 4, 8), REPEATS, (9, 14, 17, 30)))
-def test_lockstep_1f1b_pays_no_time_for_a_ragged_number_of_microbatches(S, V, M):
+def test_lockstep_1f1b_with_a_ragged_number_of_microbatches_costs_no_time(S, V, M):
     run = simulate(load_schedule("lockstep_1f1b", S, M, V), COSTS)
     assert run.makespan == pytest.approx((M * V + S - 1) * (F + B))
     larger = -(-(M % S) // (M // S))
@@ -97,14 +97,14 @@ def test_lockstep_1f1b_pays_no_time_for_a_ragged_number_of_microbatches(S, V, M)
 
 
 @pytest.mark.parametrize(("S", "V"), grid((2, 4, 8), (1, 2, 4)))
-def test_lockstep_1f1b_with_fewer_microbatches_than_stages_is_as_fast_as_its_dependencies(S, V):
+def test_lockstep_1f1b_with_fewer_microbatches_than_stages_waits_only_for_dependencies(S, V):
     for M in range(1, S):
         run = simulate(load_schedule("lockstep_1f1b", S, M, V), COSTS)
         assert run.makespan == pytest.approx((V * S + M - 1) * (F + B))
 
 
 @pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
-def test_1f1b(S, M):
+def test_1f1b_has_its_published_time_and_memory(S, M):
     run = simulate(load_schedule("1f1b", S, M), COSTS)
     assert run.makespan == pytest.approx((M + S - 1) * (F + B))
     assert run.bubble == pytest.approx((S - 1) * (F + B))
@@ -112,7 +112,7 @@ def test_1f1b(S, M):
 
 
 @pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
-def test_eager_1f1b(S, M):
+def test_eager_1f1b_has_its_published_time_and_memory(S, M):
     run = simulate(load_schedule("eager_1f1b", S, M), COSTS)
     assert run.bubble == pytest.approx((S - 1) * (F + B))
     assert run.peak_in_flight.tolist() == [min(M, 2 * (S - s) - 1) for s in range(S)]
@@ -128,7 +128,7 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(S):
 
 
 @pytest.mark.parametrize(("S", "V", "groups"), grid(STAGES, REPEATS, (1, 2, 4)))
-def test_interleaved_1f1b(S, V, groups):
+def test_interleaved_1f1b_has_its_published_time_and_memory(S, V, groups):
     M = groups * S
     run = simulate(load_schedule("interleaved_1f1b", S, M, V), COSTS)
     ideal = M * V * (F + B)
@@ -139,19 +139,19 @@ def test_interleaved_1f1b(S, V, groups):
 SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1), (3, 1, 2)]
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid(STAGES, (0, 1, 7)))
 @pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
-def test_zb_h1(S, rest, F, I, W):
-    M = S + rest
+def test_zb_h1_has_its_published_time_and_memory(S, extra, F, I, W):
+    M = S + extra
     run = simulate(load_schedule("zb_h1", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - W))
     assert run.peak_in_flight.tolist() == [S] * S
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid(STAGES, (0, 1, 7)))
 @pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
-def test_zb_h2(S, rest, F, I, W):
-    M = 2 * S - 1 + rest
+def test_zb_h2_has_its_published_time_and_memory(S, extra, F, I, W):
+    M = 2 * S - 1 + extra
     run = simulate(load_schedule("zb_h2", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - 2 * W))
     assert run.peak_in_flight.tolist() == [2 * S - 1] * S
@@ -160,40 +160,40 @@ def test_zb_h2(S, rest, F, I, W):
 V_STAGES = (1, 2, 3, 4, 5, 6, 8, 16)
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (-1, 0, 1, 7)))
-def test_zb_v(S, rest):
-    run = simulate(load_schedule("zb_v", S, max(2 * S + rest, 2), 2), Costs(1, 2, 1, 1))
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (-1, 0, 1, 7)))
+def test_zb_v_has_its_published_time_and_memory(S, extra):
+    run = simulate(load_schedule("zb_v", S, max(2 * S + extra, 2), 2), Costs(1, 2, 1, 1))
     assert run.bubble == 0
     assert run.peak_in_flight.tolist() == [2 * S] * S
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (0, 1, 7)))
-def test_v_half(S, rest):
-    """Half of the memory of 1F1B's 2S chunks and a microbatch; half of its bubble of 6(S-1) chunk times."""
-    run = simulate(load_schedule("v_half", S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (0, 1, 7)))
+def test_v_half_has_its_published_time_and_memory(S, extra):
+    """1F1B has 2S chunks in flight and a bubble of 6(S-1) chunk times: half of both, nearly."""
+    run = simulate(load_schedule("v_half", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
     assert run.bubble <= 3 * (S - 1)
     assert run.peak_in_flight.max() == S + (1 if S % 2 else 2)
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES[1:], (0, 1, 7)))
-def test_v_min(S, rest):
-    """A third of the memory of 1F1B's 2S chunks and a constant; two thirds of its bubble of 6(S-1) chunk times."""
-    run = simulate(load_schedule("v_min", S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES[1:], (0, 1, 7)))
+def test_v_min_has_its_published_time_and_memory(S, extra):
+    """1F1B has 2S chunks and a bubble of 6(S-1) chunk times: a third and two thirds, nearly."""
+    run = simulate(load_schedule("v_min", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
     assert run.bubble == 4 * (S - 1) + (1 if S % 3 == 0 else -1)
     assert run.peak_in_flight.max() == 2 * math.ceil((S + 2) / 3)
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (0, 1, 7)))
 @pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5)])
-def test_dualpipe_v(S, rest, F, I, W):
+def test_dualpipe_v_has_its_published_time_and_memory(S, extra, F, I, W):
     B = I + W
-    run = simulate(load_schedule("dualpipe_v", S, 2 * S + rest, 2), Costs(F, B, I, W))
+    run = simulate(load_schedule("dualpipe_v", S, 2 * S + extra, 2), Costs(F, B, I, W))
     assert run.bubble <= (S - 1) * (F + 2 * B - 3 * W) + 1e-9
     assert run.peak_in_flight.tolist() == [2 * S + 1] * S
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_unit_is_computed_whatever_the_sizes(name):
+def test_schedule_of_any_sizes_computes_every_unit(name):
     schedule = SCHEDULES[name]
     for S, M, V in grid(
         (1, 2, 3, 5), (1, 2, 4, 7, 11), {schedule.repeats_for(V) for V in (1, 2, 3)}

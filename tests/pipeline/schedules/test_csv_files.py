@@ -21,7 +21,7 @@ def same_cells(a, b):
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return tmp_path_factory.mktemp("schedules") / "mine.csv"
+    return tmp_path_factory.mktemp("schedules") / "schedule.csv"
 
 
 def read(path, text, S, M, V=1, **options):
@@ -30,7 +30,7 @@ def read(path, text, S, M, V=1, **options):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_round_trip_of_every_schedule(name, path):
+def test_csv_of_every_schedule_loads_as_the_same_table(name, path):
     schedule = SCHEDULES[name]
     for S, M, V in ((1, 1, 1), (2, 3, 1), (4, 6, 2), (3, 2, 3)):
         table = load_schedule(name, S, M, schedule.repeats_for(V))
@@ -41,12 +41,12 @@ def test_round_trip_of_every_schedule(name, path):
 
 
 @given(table=tables(lockstep=False))
-def test_round_trip_of_random_tables(table, path):
+def test_csv_of_a_random_table_loads_as_the_same_table(table, path):
     assert same_cells(read(path, to_csv(table), *sizes(table)), table)
 
 
 @given(table=tables(lockstep=False), data=st.data())
-def test_a_file_without_one_cell_or_with_one_twice_is_refused(table, data, path):
+def test_load_csv_without_a_cell_or_with_one_twice_is_refused(table, data, path):
     rows = [line.split(",") for line in to_csv(table).splitlines()]
     cells = [(r, c) for r, row in enumerate(rows) for c, text in enumerate(row) if text]
     if len(cells) <= 2 or table.num_microbatches == 1:
@@ -60,22 +60,23 @@ def test_a_file_without_one_cell_or_with_one_twice_is_refused(table, data, path)
         read(path, "\n".join(map(",".join, rows)), *sizes(table))
 
 
-def test_notation(path):
+def test_to_csv_writes_global_chunk_kind_microbatch(path):
     assert to_csv(load_schedule("1f1b", 2, 2)) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
     assert to_csv(load_schedule("lockstep_1f1b", 2, 1)) == "0F0,,,,,0B0\n,,1F0,1B0,,\n"
 
 
-def test_a_lockstep_tick_with_weight_gradients_has_three_columns(path):
+def test_to_csv_of_a_lockstep_table_with_w_has_three_columns_per_tick(path):
     table = load_schedule("lockstep_zb", 2, 1)
     assert to_csv(table) == "0F0,,,,,,,0I0,0W0\n,,,1F0,1I0,,,,1W0\n"
     assert read(path, to_csv(table), 2, 1).lockstep
     with pytest.raises(
-        ScheduleError, match=r"1W0 \(row 2, column 3\) is too early.*so its first is column 6"
+        ScheduleError,
+        match=r"1W0 \(row 2, column 3\) is too early.*so the earliest possible is column 6",
     ):
         read(path, "0F0,,,,,,,0I0,0W0\n,,1W0,1F0,1I0,,,,\n", 2, 1)
 
 
-def test_v_placement_is_recognised(path):
+def test_load_csv_of_a_v_table_recognises_the_placement(path):
     table = read(path, "0F0,,,3F0,3B0,,,0B0\n,1F0,2F0,,,2B0,1B0,\n", 2, 1, 2)
     assert table.placement == "v"
     assert table.stage_of_chunk.tolist() == [0, 1, 1, 0]
@@ -84,11 +85,11 @@ def test_v_placement_is_recognised(path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,,,0B0\n,1F0,1X0,\n", "row 2, column 3: '1X0' is no unit"),
+        ("0F0,,,0B0\n,1F0,1X0,\n", "row 2, column 3: '1X0' is not a unit"),
         (
             "0F0,,0B0\n,1F0,1B0\n",
-            r"0B0 \(row 1, column 3\) is too early: it needs 1B0 \(row 2, column 3\), so its first "
-            "is column 4",
+            r"0B0 \(row 1, column 3\) is too early: it needs 1B0 \(row 2, column 3\), so the "
+            "earliest possible is column 4",
         ),
         ("0F0,,,0B0\n,1F0,,\n", r"1B0 is missing on row 2; 0B0 \(row 1, column 4\) needs it"),
         (",,,0B0\n,1F0,1B0,\n", r"0F0 is missing on row 1; 1F0 \(row 2, column 2\) needs it"),
@@ -98,7 +99,7 @@ def test_v_placement_is_recognised(path):
         ),
         (
             "0F0,1F0,,0B0\n,,1B0,\n",
-            r"1F0 \(row 1, column 2\) is on the wrong stage; chunk 1 is row 2's",
+            r"1F0 \(row 1, column 2\) is on the wrong stage; chunk 1 belongs to row 2",
         ),
         ("0F0,\n,1F0\n", "1B0 is missing on row 2|0B0 is missing on row 1"),
         (
@@ -109,31 +110,32 @@ def test_v_placement_is_recognised(path):
         (",\n,\n", "the file has no units"),
     ],
 )
-def test_bad_files_are_named_by_row_column_and_cell(text, message, path):
+def test_load_csv_of_a_bad_file_names_row_column_and_cell(text, message, path):
     with pytest.raises(ScheduleError, match=message) as error:
         read(path, text, 2, 1)
     assert str(error.value).startswith(f"pipeline.schedule={path}: ")
 
 
-def test_columns_of_a_lockstep_file_are_counted_in_the_file(path):
+def test_load_csv_of_a_bad_lockstep_file_counts_columns_in_the_file(path):
     with pytest.raises(
-        ScheduleError, match=r"1F0 \(row 2, column 1\) is too early.*so its first is column 3"
+        ScheduleError,
+        match=r"1F0 \(row 2, column 1\) is too early.*so the earliest possible is column 3",
     ):
         read(path, "0F0,,,,,0B0\n1F0,,,1B0,,\n", 2, 1)
 
 
-def test_a_delay_that_the_file_has_no_room_for_is_refused(path):
+def test_load_csv_with_a_delay_that_the_file_has_no_room_for_is_refused(path):
     text = to_csv(load_schedule("lockstep_1f1b", 2, 4))
     with pytest.raises(ScheduleError, match="too early"):
         read(path, text, 2, 4, forwarding_delay=2)
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_load_csv_of_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ScheduleError, match="cannot read it: No such file or directory"):
         load_csv(tmp_path / "none.csv", 2, 4, 1)
 
 
-def test_a_schedule_is_loaded_by_name_or_by_file(path):
+def test_load_schedule_by_name_or_by_file_is_the_same_table(path):
     table = load_schedule("lockstep_1f1b", 2, 4, 2, slack=1)
     path.write_text(to_csv(table))
     again = load_schedule(str(path), 2, 4, 2, slack=1)

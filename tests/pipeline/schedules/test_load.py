@@ -6,7 +6,7 @@ from maxpipe.pipeline.schedules.table import ScheduleError
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_schedule_facts_split_backward_is_what_the_table_has(name):
+def test_load_schedule_has_w_units_if_the_catalogue_says_so(name):
     schedule = SCHEDULES[name]
     table = load_schedule(name, 2, 4, schedule.repeats_for(2))
     assert table.name == name
@@ -33,6 +33,8 @@ def test_schedule_facts_split_backward_is_what_the_table_has(name):
         ),
     ],
 )
-def test_what_a_schedule_does_not_have_is_refused(name, sizes, options, message):
+def test_load_schedule_with_an_option_that_it_does_not_have_is_refused(
+    name, sizes, options, message
+):
     with pytest.raises(ScheduleError, match=message):
         load_schedule(name, *sizes, **options)

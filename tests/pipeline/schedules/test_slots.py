@@ -11,7 +11,7 @@ from maxpipe.planning.simulate import simulate
 
 
 @given(tables())
-def test_no_two_values_share_a_slot_and_no_slot_is_spare(table):
+def test_slots_of_a_random_table_are_disjoint_and_none_is_spare(table):
     slots = activation_slots(table)
     for store in (slots.activations, slots.gradients, slots.residuals, slots.stash):
         owners = np.zeros((table.num_ticks, table.num_stages, store.size), int)
@@ -25,7 +25,7 @@ def test_no_two_values_share_a_slot_and_no_slot_is_spare(table):
 
 
 @given(tables())
-def test_every_value_in_flight_is_stored(table):
+def test_slots_of_a_random_table_hold_every_value_in_flight(table):
     slots = activation_slots(table)
     units = table.num_microbatches * table.num_chunks
     assert len(slots.residuals.slot) == units
@@ -38,7 +38,7 @@ def test_every_value_in_flight_is_stored(table):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_residual_and_stash_slots_are_the_simulated_peaks(name):
+def test_slots_of_residuals_and_stash_are_the_simulated_peaks(name):
     schedule = SCHEDULES[name]
     for S, M, V in ((1, 3, 1), (2, 5, 1), (4, 8, 2), (4, 11, 3), (5, 3, 2)):
         table = load_schedule(name, S, M, schedule.repeats_for(V))
@@ -47,12 +47,12 @@ def test_residual_and_stash_slots_are_the_simulated_peaks(name):
         assert slots.stash.peak.tolist() == run.peak_stash.tolist()
 
 
-def test_lockstep_keeps_one_arrival_only():
+def test_slots_of_lockstep_arrivals_are_one():
     slots = activation_slots(load_schedule("lockstep_1f1b", 4, 16, 2))
     assert (slots.activations.size, slots.gradients.size) == (1, 1)
 
 
-def test_evaluation_keeps_no_residuals():
+def test_slots_of_a_forward_table_have_no_residuals():
     slots = activation_slots(forward_only(load_schedule("circular", 4, 8, 2)))
     assert slots.residuals.size == slots.gradients.size == slots.stash.size == 0
     assert slots.activations.size == 5

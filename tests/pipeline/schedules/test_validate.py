@@ -23,7 +23,7 @@ def changed(table, **cells):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_generated_tables_are_valid(name):
+def test_validate_of_every_schedule_passes(name):
     schedule = SCHEDULES[name]
     for S in (1, 2, 3, 4):
         for M in (1, 2, 3, 5, 8, 11):
@@ -36,12 +36,12 @@ def test_generated_tables_are_valid(name):
 
 
 @given(tables())
-def test_random_tables_are_valid(table):
+def test_validate_of_a_random_table_passes(table):
     validate(table)
 
 
 @given(tables(), st.data())
-def test_a_dropped_unit_is_missed(table, data):
+def test_validate_of_a_dropped_unit_names_it(table, data):
     kind, tick, stage = pick(table, data)
     unit = changed(table, **{f"{kind}_{tick}_{stage}": (IDLE, IDLE)})
     with pytest.raises(ScheduleError, match=f"is missing on stage {stage}"):
@@ -49,7 +49,7 @@ def test_a_dropped_unit_is_missed(table, data):
 
 
 @given(tables(), st.data())
-def test_a_doubled_unit_is_found(table, data):
+def test_validate_of_a_doubled_unit_names_it(table, data):
     kind, tick, stage = pick(table, data)
     rows = {
         k: np.pad(a, ((0, 1), (0, 0)), constant_values=IDLE) for k, a in table.microbatch.items()
@@ -64,7 +64,7 @@ def test_a_doubled_unit_is_found(table, data):
 
 
 @given(tables())
-def test_a_unit_that_outruns_its_input_is_found(table):
+def test_validate_of_a_unit_before_its_input_names_it(table):
     """All units but the first F move a tick forward, relative to it."""
     if table.num_chunks == 1 and table.lockstep:
         return
@@ -89,17 +89,17 @@ def pick(table, data):
     return kind, int(tick[index]), int(stage[index])
 
 
-def test_the_message_names_unit_tick_stage_and_dependency():
+def test_validate_of_an_early_unit_names_tick_stage_and_dependency():
     table = load_schedule("gpipe", 2, 2)
     with pytest.raises(ScheduleError) as error:
         validate(changed(table, F_1_0=(IDLE, IDLE), F_2_0=(1, 0), F_2_1=(1, 0)))
     assert str(error.value) == (
-        "pipeline.schedule=gpipe: 1F1 at tick 2, stage 1 is too early: it needs 0F1 at tick 2, stage 0, "
-        "so its first is tick 3"
+        "pipeline.schedule=gpipe: 1F1 at tick 2, stage 1 is too early: it needs 0F1 at tick 2, "
+        "stage 0, so the earliest possible is tick 3"
     )
 
 
-def test_two_units_in_a_free_running_tick_are_refused():
+def test_validate_of_two_units_in_a_free_running_tick_is_refused():
     table = load_schedule("1f1b", 1, 2)
     both = changed(table, B_1_0=(IDLE, IDLE), B_2_0=(0, 0))
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_two_units_in_a_free_running_tick_are_refused():
         validate(both)
 
 
-def test_cells_out_of_range_are_refused():
+def test_validate_of_a_cell_out_of_range_is_refused():
     table = load_schedule("gpipe", 2, 2)
     with pytest.raises(
         ScheduleError,
@@ -117,17 +117,17 @@ def test_cells_out_of_range_are_refused():
         validate(changed(table, F_0_0=(7, 0)))
 
 
-def test_slack_and_delay_are_required_where_the_table_claims_them():
+def test_validate_of_a_table_without_its_slack_or_delay_is_refused():
     table = load_schedule("lockstep_1f1b", 2, 4)
     with pytest.raises(
         ScheduleError, match="1B0 at tick 1, stage 1 is too early: it needs 1F0 at tick 1, stage 1"
     ):
         validate(dataclasses.replace(table, slack=1))
-    with pytest.raises(ScheduleError, match="so its first is tick 2"):
+    with pytest.raises(ScheduleError, match="so the earliest possible is tick 2"):
         validate(dataclasses.replace(table, forwarding_delay=2))
 
 
-def test_a_gradient_is_not_computed_both_whole_and_split():
+def test_validate_of_a_backward_both_whole_and_split_is_refused():
     table = load_schedule("zb_h1", 1, 1)
     idle = np.full_like(table.microbatch["F"], IDLE)
     rows, chunks = {**table.microbatch, "B": idle}, {**table.chunk, "B": idle}

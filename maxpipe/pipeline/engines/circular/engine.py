@@ -15,6 +15,7 @@ import numpy as np
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import RematPolicy
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
@@ -133,7 +134,12 @@ class CircularEngine:
         return loss, cross_entropy, aux + outside_aux
 
     def _run(
-        self, layers: Params, io: jax.Array, side: Batch, key: jax.Array | None, conveyor: Conveyor
+        self,
+        layers: Params,
+        io: jax.Array,
+        side: SideInputs,
+        key: jax.Array | None,
+        conveyor: Conveyor,
     ) -> tuple[jax.Array, jax.Array]:
         """All iterations, each gathering its weights: (the conveyor with the outputs, auxiliary loss sum)."""
         chosen = self._over_stages_fn(self._choose_and_apply, (1, 1, 0, 0, 0, None))
@@ -156,13 +162,18 @@ class CircularEngine:
         return conveyor.outputs(state), state.aux
 
     def _run_gathered(
-        self, layers: Params, io: jax.Array, side: Batch, key: jax.Array | None, conveyor: Conveyor
+        self,
+        layers: Params,
+        io: jax.Array,
+        side: SideInputs,
+        key: jax.Array | None,
+        conveyor: Conveyor,
     ) -> tuple[jax.Array, jax.Array]:
         """All iterations on weights that are gathered once per repeat, or once."""
         index = np.asarray(self._layout.layer_index)
         over_stages = self._over_stages_fn(self._apply, (0, 0, 0, 0, None))
 
-        def rest(t: Any, side: Batch, key_data: jax.Array | None) -> Any:
+        def rest(t: Any, side: SideInputs, key_data: jax.Array | None) -> Any:
             _, microbatch, repeat = conveyor.units(t)
             key = None if key_data is None else jax.random.wrap_key_data(key_data)
             here = jnp.asarray(index)[repeat, jnp.arange(conveyor.num_stages)]
@@ -190,7 +201,7 @@ class CircularEngine:
         at_rest = self._rules.spec(spec.axes, spec.shape)
         return Gather(without(at_rest, ("stage",)), spec.dtype, self._program.config.dtype)
 
-    def _batch_shardings(self, side: Batch) -> Sharding:
+    def _batch_shardings(self, side: SideInputs) -> Sharding:
         def batch_part(axes: Any, shape: Any = None) -> Any:
             return only(self._rules.spec(axes, shape), BATCH_AXES)
 
@@ -198,7 +209,7 @@ class CircularEngine:
         specs = self._program.specs["layers"]
         layers = map_specs(lambda s: batch_part(self.layer_axes + s.axes, shape + s.shape), specs)
         axes = (None, "activation_batch", "activation_length")
-        sides = {name: batch_part(axes[: x.ndim]) for name, x in side.items()}
+        sides = SideInputs(*(batch_part(axes[: x.ndim]) for x in side))
         return Sharding(layers, batch_part((None, *axes)), sides)
 
     def _choose_and_apply(
@@ -207,7 +218,7 @@ class CircularEngine:
         index: jax.Array,
         repeat: jax.Array,
         x: jax.Array,
-        side: Batch,
+        side: SideInputs,
         key: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """One stage: `layers` [V, L, ...], index [V, L]; the rest as in `_apply`."""
@@ -219,7 +230,7 @@ class CircularEngine:
         return self._apply(chunk, index, x, side, key)
 
     def _apply(
-        self, chunk: Params, index: jax.Array, x: jax.Array, side: Batch, key: jax.Array | None
+        self, chunk: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """One stage: layers [L, ...], their index [L], activations [B, T, D] -> (activations, auxiliary loss)."""
         return apply_layers(
@@ -250,12 +261,11 @@ class CircularEngine:
     def _constrain(self, x_SBTD: jax.Array) -> jax.Array:
         return self._rules.constrain(x_SBTD, ACTIVATION)
 
-    def _cells(self, side: Batch, microbatch: np.ndarray) -> Batch:
+    def _cells(self, side: SideInputs, microbatch: np.ndarray) -> SideInputs:
         """Side inputs [M, B, ...] as the conveyor has their microbatches, [S, K, B, ...]."""
-        return {
-            name: self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1])
-            for name, a in side.items()
-        }
+        return SideInputs(
+            *(self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1]) for a in side)
+        )
 
     def _over_stages(self, x: jax.Array) -> jax.Array:
         """Lays [S, K, B, T, ...] out like the conveyor."""

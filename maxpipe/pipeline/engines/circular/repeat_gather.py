@@ -161,7 +161,7 @@ class _Pass:
         if of._once:
             V = self._conveyor.num_repeats
             self._shards = map_gathers(
-                lambda g, p: g.whole(p[:V], leading=(None, *SET)), of._gathers, layers
+                lambda g, p: g.gather(p[:V], leading=(None, *SET)), of._gathers, layers
             )
 
     def forward(self, io: jax.Array, *, keep: bool) -> tuple[State, list[jax.Array]]:
@@ -169,7 +169,7 @@ class _Pass:
         c = self._conveyor
         state = c.first_state(io)
         split = self._split(io) if keep else None
-        like = split.kept if split else []
+        like = split.residuals if split else []
         kept = [_store(c.num_iterations, k) for k in like]
         M, V, fill = c.num_microbatches, c.num_repeats, c.fill_iterations
 
@@ -273,7 +273,7 @@ class _Pass:
         one = jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, repeat, keepdims=False), shards)
         if self._of._once:
             return one
-        return map_gathers(lambda g, p: g.whole(p, leading=SET), self._of._gathers, one)
+        return map_gathers(lambda g, p: g.gather(p, leading=SET), self._of._gathers, one)
 
     def _put(self, totals: Params, repeat: Any, sums: Params) -> Params:
         """Stores a repeat's gradients: reduced and scattered, or as they are if that is done once for all."""

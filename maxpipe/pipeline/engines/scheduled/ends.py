@@ -1,17 +1,17 @@
-"""The two ends of the model inside the manual program: embedding and head, their work spread over the stages.
+"""The two ends of the model in the manual program: embedding and head, spread over the stages.
 
-Computed on the first and last stage alone they would dominate the tick at real vocabularies, and so
-would their weights. Letters: S stages, B sequences of a microbatch on one data shard, T sequence, D
-embed, N = B * T tokens.
+Computed on the first and the last stage alone they would dominate the tick at real vocabularies,
+and so would their weights. Letters: S stages, B sequences of a microbatch on one data shard, T
+tokens of each, D embed, V vocabulary, P = ceil(B * T / S) tokens of a stage's share.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.manual import BATCH_AXES, manual_part
@@ -20,51 +20,66 @@ HeadLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, 
 
 
 class Embedding:
-    """Lookup in a table [V, D] whose columns are spread over devices, without ever gathering the table.
+    """Lookup in a table [V, D] whose columns are spread over devices, without gathering the table.
 
     Every device looks up its columns for the tokens of all the devices that it shares the table
     with; then rows and columns change places. That moves activations of one microbatch instead of a
     vocabulary, and the gradient of a table column arises where the column lives.
 
+    An example with D = 4 columns over fsdp = 2 and B = 2: device 0 has columns 0-1 and the tokens
+    of rows 0-1, device 1 has columns 2-3 and the tokens of rows 2-3. Each gathers the tokens of all
+    four rows and looks up its two columns, [4, T, 2]; the all_to_all splits rows and joins columns,
+    [2, T, 4].
+
     Args:
-      spec: PartitionSpec of the table; its rows are whole.
+      spec: PartitionSpec of the table; no manual axis splits its rows.
       dtype: dtype of activations.
     """
 
-    def __init__(self, spec: PartitionSpec, dtype: Any):
+    def __init__(self, spec: PartitionSpec, dtype: DTypeLike):
         columns = (*manual_part(spec), None, None)[1]
         self._axes = columns if isinstance(columns, tuple) else (columns,) if columns else ()
         self._dtype = dtype
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Local columns of the table, tokens int32 [B, T] of this data shard -> [B, T, D], on every stage."""
+        """Return the embedding of tokens, [B, T, D] on every stage.
+
+        Args:
+          table: local columns [V, D / devices].
+          tokens: int32 [B, T] of this data shard.
+        """
         x = table[self._all_tokens(tokens)].astype(self._dtype)
         for axis in reversed(self._axes):
             if axis in BATCH_AXES:
+                # [n*B, T, D/n] -> [B, T, D], n devices of the axis.
                 x = lax.all_to_all(x, axis, split_axis=0, concat_axis=2, tiled=True)
             else:
+                # Along the stage axis all devices have the same tokens: [B, T, D/n] -> [B, T, D].
                 x = lax.all_gather(x, axis, axis=2, tiled=True)
         return x
 
     def add_gradient(self, total: jax.Array, tokens: jax.Array, gradient: jax.Array) -> jax.Array:
-        """Adds to the local columns' gradient.
+        """Return the local columns' gradient with that of a microbatch added.
 
         Args:
-          total: float32, like the local columns of the table.
+          total: float32, shaped like the local columns of the table.
           tokens: int32 [B, T] of this data shard.
-          gradient: [B, T, D] with respect to `lookup`'s result; that of stage 0 counts.
+          gradient: [B, T, D] with respect to `lookup`'s result; only stage 0's counts.
         """
         for axis in self._axes:
             if axis in BATCH_AXES:
+                # [B, T, D] -> [n*B, T, D/n]
                 gradient = lax.all_to_all(gradient, axis, split_axis=2, concat_axis=0, tiled=True)
             else:
-                gradient = _deal(jnp.moveaxis(gradient, 2, 0), source=0)
+                # [B, T, D] -> [D, B, T] -> [D/S, B, T] -> [B, T, D/S]
+                gradient = _scatter_from(jnp.moveaxis(gradient, 2, 0), source=0)
                 gradient = jnp.moveaxis(gradient, 0, 2)
         if "stage" not in self._axes:
             gradient = jnp.where(lax.axis_index("stage") == 0, gradient, 0)
         return total.at[self._all_tokens(tokens)].add(gradient.astype(jnp.float32))
 
     def _all_tokens(self, tokens: jax.Array) -> jax.Array:
+        """Return the tokens of all devices that share the table, [B, T] -> [n*B, T]."""
         # Not in reverse, so that the outermost rows are those of the axis that `lookup` exchanges
         # first.
         for axis in self._axes:
@@ -74,10 +89,10 @@ class Embedding:
 
 
 class Head:
-    """Loss of the last stage's output: its tokens are dealt out, and every stage does the S-th part of the head.
+    """Loss of the last stage's output: every stage runs the head on its share of the tokens.
 
     Args:
-      head_loss: (outer parameters, x [P,D], targets [P], weights [P]) -> (loss sum, cross-entropy
+      head_loss: (outer parameters, x [P, D], targets [P], weights [P]) -> (loss sum, cross-entropy
         sum), differentiable in the first two.
       num_stages: S.
     """
@@ -89,33 +104,35 @@ class Head:
     def share(
         self, y: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """This stage's tokens of the last stage's output.
+        """Return this stage's share of the last stage's output.
 
         Args:
-          y: [B, T, D]; that of the last stage counts.
+          y: [B, T, D]; only the last stage's counts.
           targets, weights: [B, T].
 
         Returns:
-          ([P, D], [P], [P]), P = ceil(N / S); tokens beyond N have weight 0.
+          ([P, D], [P], [P]); padding tokens have weight 0.
         """
-        mine = lax.axis_index("stage")
-        x = _deal(self._padded(y.reshape(-1, y.shape[-1])), source=self._num_stages - 1)
-        my_targets, my_weights = (
-            self._padded(a.reshape(-1)).reshape(self._num_stages, -1)[mine]
+        stage = lax.axis_index("stage")
+        flat = self._padded(y.reshape(-1, y.shape[-1]))  # [B, T, D] -> [B*T, D] -> [S*P, D]
+        x = _scatter_from(flat, source=self._num_stages - 1)  # [P, D]
+        # The targets are on every stage: [B, T] -> [B*T] -> [S*P] -> [S, P] -> [P]
+        targets, weights = (
+            self._padded(a.reshape(-1)).reshape(self._num_stages, -1)[stage]
             for a in (targets, weights)
         )
-        return x, my_targets, my_weights
+        return x, targets, weights
 
     def losses(
         self, outer: Params, y: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """(loss sum, cross-entropy sum) of this stage's share."""
+        """Return (loss sum, cross-entropy sum) of this stage's share; arguments as below."""
         return self._head_loss(outer, *self.share(y, targets, weights))
 
     def losses_and_gradients(
         self, outer: Params, y: jax.Array, targets: jax.Array, weights: jax.Array, scale: jax.Array
     ) -> tuple[jax.Array, jax.Array, Params]:
-        """Loss and gradients of this microbatch.
+        """Return loss and gradients of a microbatch.
 
         Args:
           outer: what `head_loss` takes as parameters.
@@ -131,19 +148,21 @@ class Head:
             lambda outer, x: self._head_loss(outer, x, targets, weights)[0], outer, x
         )
         outer_gradient, x_gradient = vjp(scale)
-        gradient = lax.all_gather(x_gradient, "stage", axis=0, tiled=True)
-        tokens = y.shape[0] * y.shape[1]
-        return loss, gradient[:tokens].reshape(y.shape), outer_gradient
+        flat = lax.all_gather(x_gradient, "stage", axis=0, tiled=True)  # [P, D] -> [S*P, D]
+        num_tokens = y.shape[0] * y.shape[1]
+        return loss, flat[:num_tokens].reshape(y.shape), outer_gradient  # -> [B, T, D]
 
     def _padded(self, flat: jax.Array) -> jax.Array:
+        """Append zeros until S divides the first dimension: [B*T, ...] -> [S*P, ...]."""
         missing = -flat.shape[0] % self._num_stages
         return jnp.pad(flat, [(0, missing)] + [(0, 0)] * (flat.ndim - 1))
 
 
-def _deal(x: jax.Array, source: int) -> jax.Array:
-    """Part s of stage `source`'s [S * P, ...] to every stage s: [P, ...]."""
+def _scatter_from(x: jax.Array, source: int) -> jax.Array:
+    """Send part s of stage `source`'s array to stage s: [S*P, ...] -> [P, ...]."""
     size = lax.axis_size("stage")
     if size == 1:
         return x
-    parts = x.reshape(size, -1, *x.shape[1:])
+    parts = x.reshape(size, -1, *x.shape[1:])  # [S*P, ...] -> [S, P, ...]
+    # Entry s of the result is what stage s has sent here, [S, P, ...].
     return lax.all_to_all(parts, "stage", split_axis=0, concat_axis=0)[source]

@@ -1,21 +1,25 @@
-"""What the scheduled engine asks of `sharding.logical_axis_rules`: its collectives are written for one layout.
+"""The scheduled engine: runs loop-placed tables in one SPMD program, backwards written out.
 
-The scheduled engine: runs loop-placed tables with at most one F, B (or I) and W per tick in one
-SPMD program.
+1F1B-class schedules interleave forwards and backwards of different microbatches, so that the
+activations in flight do not grow with the number of microbatches. Autodiff of a forward loop cannot
+express that order, so here the backward is written out. From a table to gradients:
 
-1F1B-class schedules interleave forward and backward of different microbatches, so that activations
-in flight do not grow with the number of microbatches. Autodiff of a forward loop cannot express
-that; here the backward is written out:
-a tick runs an F slot, the head, and a B slot on residuals that wait in ring buffers as large as the
-table's own peak; with split backwards the B slot leaves weight gradients, and a stash for them in
-ring buffers of its own, to a W slot. The program is manual over stage, data, fsdp and context, and
-left to the partitioner over the other axes.
+    plan            the table as indices of units and of buffer slots, per tick and stage
+    split_vjp       a chunk's vjp as functions that run in different ticks, and what passes between
+    ends            embedding and head, their work spread over the stages
+    stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers
+    sharding        how parameters and batch lie over the mesh, and the rules that this allows
+    engine          this module: builds these parts, and sums gradients over devices after the loop
+
+Buffers are as large as the table's own peak. The program is manual over stage, data, fsdp and
+context; the partitioner has the other axes.
 
 Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of a microbatch on one
-data shard, T tokens of each on one device, D embed."""
+data shard, T tokens of each on one device, D embed.
+"""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,178 +27,155 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from maxpipe.config import ConfigError, Problem
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
 from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
-from maxpipe.pipeline.engines.scheduled.split_vjp import HalvedVjp, SplitVjp
-from maxpipe.pipeline.engines.scheduled.stage_program import Carry, Settings, StageProgram, filled
+from maxpipe.pipeline.engines.scheduled.sharding import (
+    LAYER_AXES,
+    batch_specs,
+    check_rules,
+    param_specs,
+)
+from maxpipe.pipeline.engines.scheduled.split_vjp import SplitBackwardVjp, SplitVjp
+from maxpipe.pipeline.engines.scheduled.stage_program import (
+    Carry,
+    ChunkInputs,
+    ChunkOutputs,
+    ChunkVjp,
+    Settings,
+    StageProgram,
+    filled,
+)
 from maxpipe.pipeline.manual import (
     BATCH_AXES,
     MANUAL_AXES,
-    ROW_AXES,
     Gather,
     gather_tree,
-    manual_part,
     map_gathers,
     psum,
     sum_replicas,
 )
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.schedules.table import forward_only
-from maxpipe.sharding.rules import KEY
 
-
-def check_rules(parts: EngineInputs) -> None:
-    """Refuses rules under which rows would be counted twice, or layers or vocabulary be missing on a device.
-
-    Raises:
-      ConfigError: names every rule that does not fit, and one that does.
-    """
-    rules, several = parts.rules, [axis for axis in ROW_AXES if parts.mesh.shape[axis] > 1]
-    problems = []
-    if (rows := _axes(rules.spec(("activation_batch",)))) != set(several):
-        text = f"the scheduled engine splits rows over {_names(several)}, but activation_batch lays them"
-        problems.append(
-            f"{text} over {_names(rows)}; use [activation_batch, [{', '.join(several)}]]"
-        )
-    for axis, wanted in (("repeat", []), ("stage", ["stage"]), ("layers_per_stage", [])):
-        wanted = [name for name in wanted if parts.mesh.shape[name] > 1]
-        if (given := _axes(rules.spec((axis,)))) != set(wanted):
-            text = f"the scheduled engine lays axis {axis!r} over {_names(wanted)}, not {_names(given)}"
-            problems.append(f"{text}; use [{axis}, [{', '.join(wanted)}]]")
-    table = parts.program.specs["embed"]["embedding"]
-    if over := _axes(PartitionSpec(rules.spec(table.axes, table.shape)[0])):
-        problems.append(
-            f"the scheduled engine spreads the columns of the embedding table over {_names(over)}, not its rows; "
-            f"take these mesh axes from {table.axes[0]!r} and give them to {table.axes[1]!r}"
-        )
-    if problems:
-        raise ConfigError(*(Problem(KEY, text) for text in problems))
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    """Manual mesh axes of a one-dimensional PartitionSpec."""
-    (entry,) = manual_part(spec)
-    return set(entry) if isinstance(entry, tuple) else {entry} if entry else set()
-
-
-def _names(axes: Iterable[str]) -> str:
-    return " and ".join(sorted(axes)) or "no axis"
+Outputs = TypeVar("Outputs")
+Tree = TypeVar("Tree")
+Scales = tuple[jax.Array, jax.Array]  # of the token loss and of the auxiliary loss, float32 scalars
 
 
 class ScheduledEngine:
-    """See `contract.Pipeline`.
+    """Engine for loop-placed tables with at most one F, B (or I) and W per tick; see `base.Engine`.
 
     Args:
-      parts: program, rules, configuration, layout, schedule.
+      engine_inputs: program, rules, configuration, layout, schedule.
       idle_fill: what idle slots compute on; tests fill them with NaN to prove that nothing reads
         them.
 
     Raises:
       ConfigError: the engine cannot work under the sharding rules.
+      ScheduleError: the engine cannot run the table.
     """
 
-    layer_axes = ("repeat", "stage", "layers_per_stage")
+    layer_axes = LAYER_AXES
 
-    def __init__(self, parts: EngineInputs, *, idle_fill: float = 0.0):
-        table = parts.table
+    def __init__(self, engine_inputs: EngineInputs, *, idle_fill: float = 0.0):
+        table = engine_inputs.table
         assert table is not None
-        check_rules(parts)
-        self._parts = parts
-        self._program = parts.program
-        self._layout = parts.layout
-        self.to_canonical = parts.layout.to_canonical
-        self.from_canonical = parts.layout.from_canonical
+        check_rules(engine_inputs)
+        self._inputs = engine_inputs
+        self._program = engine_inputs.program
+        self._layout = engine_inputs.layout
+        self.to_canonical = engine_inputs.layout.to_canonical
+        self.from_canonical = engine_inputs.layout.from_canonical
         self.plan = lockstep_plan(table)
         self.forward_plan = lockstep_plan(forward_only(table))
         self._num_microbatches = table.num_microbatches
         self._settings = Settings(
-            parts.layout.num_stages, table.forwarding_delay == 2, skips_idle(parts), idle_fill
+            num_stages=engine_inputs.layout.num_stages,
+            delayed=table.forwarding_delay == 2,
+            skip_idle=skips_idle(engine_inputs),
+            idle_fill=idle_fill,
         )
-        self._remat = Remat(parts.config)
-        self._gather_once = parts.config.fsdp_gather == "once"
-        self._gathers = map_specs(self._gather, parts.program.specs)
+        self._remat = Remat(engine_inputs.config)
+        self._gather_once = engine_inputs.config.fsdp_gather == "once"
+        self._gathers = map_specs(self._gather, engine_inputs.program.specs)
 
     def layer_index(self) -> np.ndarray:
+        """Return int32 [V, S, L]: each layer's index in model order, num_layers for padding."""
         return self._layout.layer_index
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, Params]:
-        batch = microbatches.prepared(batch, self._parts.context)
+        """Return ({"loss"}, gradients like `params`); see `base.Engine`."""
+        batch = microbatches.prepared(batch, self._inputs.context)
         scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
         key_data = jax.random.key_data(key) if self._program.needs_key else None
-        run = self._manual(self._train, (PartitionSpec(), self._param_specs()), num_replicated=2)
+        out_specs = (PartitionSpec(), param_specs(self._inputs))
+        run = self._manual(self._train, out_specs, num_replicated=2)
         loss, gradients = run(batch, params, scales, key_data)
         return {"loss": loss}, gradients
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
+        """Return {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""
         weight = jnp.sum(batch["weights"])
-        shards = self._parts.rules.size("activation_batch")
+        shards = self._inputs.rules.size("activation_batch")
         batch = microbatches.pad_rows(batch, shards * self._num_microbatches)
-        batch = microbatches.prepared(batch, self._parts.context)
+        batch = microbatches.prepared(batch, self._inputs.context)
         run = self._manual(self._evaluate, PartitionSpec(), num_replicated=0)
         return {"cross_entropy": run(batch, params), "weight": weight}
 
-    def _manual(self, f: Any, out_specs: Any, num_replicated: int) -> Any:
-        """`f(batch, params, *replicated)` as a program that is manual over `MANUAL_AXES`."""
-        rules = self._parts.rules
-        batch = microbatches.specs(
-            manual_part(rules.spec(("activation_batch", "activation_length")))
-        )
+    def _manual(
+        self,
+        f: Callable[..., Outputs],
+        out_specs: PartitionSpec | tuple[PartitionSpec, Params],
+        num_replicated: int,
+    ) -> Callable[..., Outputs]:
+        """Return `f(batch, params, *replicated)` as a program that is manual over `MANUAL_AXES`."""
+        replicated = [PartitionSpec()] * num_replicated
         # Replication is not tracked: jax#40823 loses sums where a conditional's predicate varies
         # over devices.
         return jax.shard_map(
             f,
-            mesh=rules.mesh,
+            mesh=self._inputs.mesh,
             axis_names=set(MANUAL_AXES),
             check_vma=False,
-            in_specs=(batch, self._param_specs(), *[PartitionSpec()] * num_replicated),
+            in_specs=(batch_specs(self._inputs), param_specs(self._inputs), *replicated),
             out_specs=out_specs,
         )
 
-    def _param_specs(self) -> Params:
-        rules, shape = self._parts.rules, self._layout.shape
-
-        def layer(spec: ParamSpec) -> PartitionSpec:
-            return manual_part(rules.spec(self.layer_axes + spec.axes, shape + spec.shape))
-
-        specs = self._program.specs
-        outer = {
-            n: map_specs(lambda s: manual_part(rules.spec(s.axes, s.shape)), specs[n])
-            for n in ("embed", "head")
-        }
-        return {**outer, "layers": map_specs(layer, specs["layers"])}
-
     def _gather(self, spec: ParamSpec) -> Gather:
-        return Gather(
-            self._parts.rules.spec(spec.axes, spec.shape), spec.dtype, self._program.config.dtype
-        )
+        rules, dtype = self._inputs.rules, self._program.config.dtype
+        return Gather(rules.spec(spec.axes, spec.shape), spec.dtype, dtype)
 
-    def _outer(self, params: Params) -> Params:
-        """What the head needs of {"embed", "head"}."""
+    def _outer(self, params: dict[str, Tree]) -> dict[str, Tree]:
+        """Return the part of {"embed", "head", ...} that the head reads."""
         names = ("embed", "head") if self._program.config.tie_embeddings else ("head",)
         return {name: params[name] for name in names}
+
+    # What a chunk and the head compute; differentiated by the stage program. With
+    # `fsdp_gather=once` their weights are gathered already, otherwise they gather them themselves.
+
+    def _chunk(self, x: jax.Array, weights: Params, inputs: ChunkInputs) -> ChunkOutputs:
+        """Apply the layers of a chunk to x [B, T, D]; weights [L, ...]."""
+        layer_fn = layer_function(
+            self._program, self._prepare_layer, padded=not self._layout.is_even
+        )
+        layer_fn = self._remat.layer(layer_fn, is_only=self._layout.layers_per_stage == 1)
+        scan = self._inputs.config.scan_layers_per_stage
+        index, side, key = inputs
+        return apply_layers(layer_fn, weights, index, x, side, key, scan=scan)
 
     def _prepare_layer(self, layer: Params) -> Params:
         return layer if self._gather_once else gather_tree(self._gathers["layers"], layer)
 
-    def _chunk(self, x: jax.Array, weights: Params, rest: Any) -> tuple[jax.Array, jax.Array]:
-        index, side, key = rest
-        layer_fn = layer_function(
-            self._program, self._prepare_layer, padded=not self._layout.is_even
-        )
-        scan = self._parts.config.scan_layers_per_stage
-        layer_fn = self._remat.layer(layer_fn, is_only=self._layout.layers_per_stage == 1)
-        return apply_layers(layer_fn, weights, index, x, side, key, scan=scan)
-
     def _head_loss(
         self, outer: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
+        """Return (loss sum, cross-entropy sum) of tokens x [P, D], targets [P], weights [P]."""
         if not self._gather_once:
             outer = gather_tree(self._outer(self._gathers), outer)
         return self._program.head_loss(outer, x, targets, weights)
@@ -202,45 +183,58 @@ class ScheduledEngine:
     # From here on functions run inside the manual program: arrays are this device's parts.
 
     def _train(
-        self, batch: Batch, params: Params, scales: Any, key_data: Any
+        self, batch: Batch, params: Params, scales: Scales, key_data: jax.Array | None
     ) -> tuple[jax.Array, Params]:
+        """Return (loss of the global batch, gradients of this device's shards)."""
+        # 1. This stage's weights, layer indices and microbatches.
         key = None if key_data is None else jax.random.wrap_key_data(key_data)
         stage = self._stage_program(batch, params, scales, key)
+
+        # 2. Trace the chunk's vjp once, for any chunk and microbatch.
         first = jnp.zeros((), jnp.int32)
-        vjp = HalvedVjp if self.plan.splits_backward else SplitVjp
-        split = vjp(stage.chunk, self._activation(stage), *stage.inputs(first, first))
-        carry = stage.run(self.plan, split, self._first_carry(stage, self.plan, split))
+        make_vjp = SplitBackwardVjp if self.plan.splits_backward else SplitVjp
+        vjp = make_vjp(stage.chunk, self._activation(stage), *stage.chunk_operands(first, first))
+
+        # 3. All ticks.
+        carry = stage.run(self.plan, vjp, self._first_carry(stage, self.plan, vjp))
+
+        # 4. Sum over devices.
+        # The sums of the last stage's tokens are spread over all stages.
         loss = psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
         return loss, self._gradients(carry)
 
     def _evaluate(self, batch: Batch, params: Params) -> jax.Array:
+        """Return the cross-entropy sum of the global batch."""
         stage = self._stage_program(batch, params, (jnp.ones(()), jnp.ones(())), None)
-        carry = stage.run(
-            self.forward_plan, None, self._first_carry(stage, self.forward_plan, None)
-        )
+        plan = self.forward_plan
+        carry = stage.run(plan, None, self._first_carry(stage, plan, None))
         return psum(carry.loss, MANUAL_AXES)
 
     def _stage_program(
-        self, batch: Batch, params: Params, scales: Any, key: jax.Array | None
+        self, batch: Batch, params: Params, scales: Scales, key: jax.Array | None
     ) -> StageProgram:
-        layers = jax.tree.map(lambda p: p[:, 0], params["layers"])
+        layers = jax.tree.map(lambda p: p[:, 0], params["layers"])  # [V, 1, L, ...] -> [V, L, ...]
         outer = self._outer(params)
         if self._gather_once:
             layers = map_gathers(
-                lambda g, p: g.whole(p, leading=(None, None)), self._gathers["layers"], layers
+                lambda gather, p: gather.gather(p, leading=(None, None)),
+                self._gathers["layers"],
+                layers,
             )
-            outer = map_gathers(lambda g, p: g.whole(p), self._outer(self._gathers), outer)
+            outer = map_gathers(
+                lambda gather, p: gather.gather(p), self._outer(self._gathers), outer
+            )
         table = self._program.specs["embed"]["embedding"]
+        table_spec = self._inputs.rules.spec(table.axes, table.shape)
+        layer_index = jnp.asarray(self._layout.layer_index)  # [V, S, L]
         return StageProgram(
             settings=self._settings,
             chunk=self._remat.iteration(self._chunk),
-            embedding=Embedding(
-                self._parts.rules.spec(table.axes, table.shape), self._program.config.dtype
-            ),
+            embedding=Embedding(table_spec, self._program.config.dtype),
             head=Head(self._head_loss, self._settings.num_stages),
             table=params["embed"]["embedding"],
             layers=layers,
-            layer_index=jnp.asarray(self._layout.layer_index)[:, lax.axis_index("stage")],
+            layer_index=layer_index[:, lax.axis_index("stage")],
             outer=outer,
             batch=microbatches.columns(batch, self._num_microbatches),
             key=key,
@@ -249,70 +243,74 @@ class ScheduledEngine:
         )
 
     def _activation(self, stage: StageProgram) -> jax.ShapeDtypeStruct:
-        """[B, T, D] of a microbatch."""
-        rows, _, length = stage.batch["tokens"].shape
+        """Return the shape of a microbatch's activation, [B, T, D]."""
+        rows, _, length = stage.batch["tokens"].shape  # [B, M, T]
         shape = rows, length, self._program.config.embed_dim
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self._program.config.dtype))
 
-    def _first_carry(
-        self, stage: StageProgram, plan: LockstepPlan, split: SplitVjp | None
-    ) -> Carry:
-        x = self._activation(stage)
+    def _first_carry(self, stage: StageProgram, plan: LockstepPlan, vjp: ChunkVjp | None) -> Carry:
+        """Return empty stores and zeros; without a vjp those of a backward are None."""
+        activation, sizes = self._activation(stage), plan.sizes
 
-        def store(slots: int, like: Any) -> jax.Array:
+        def store(slots: int, like: jax.ShapeDtypeStruct | jax.core.ShapedArray) -> jax.Array:
+            # One slot more: the scratch slot.
             return filled((slots + 1, *like.shape), like.dtype, self._settings.idle_fill)
 
-        def zeros(tree: Any) -> Any:
-            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree) if split else None
+        def stores(slots: int, shapes: Sequence[jax.core.ShapedArray]) -> list[jax.Array]:
+            return [store(slots, shape) for shape in shapes]
 
-        leaving = jnp.zeros(x.shape, x.dtype) if self._settings.delayed else None
+        def zeros(params: Params) -> Params:
+            return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+        outgoing = jnp.zeros(activation.shape, activation.dtype) if self._settings.delayed else None
         return Carry(
-            activations=store(plan.num_activation_slots, x),
-            gradients=store(plan.num_gradient_slots, x) if split else None,
-            residuals=[store(plan.num_residual_slots, kept) for kept in split.kept]
-            if split
-            else [],
-            stash=[store(plan.num_stash_slots, s) for s in split.stash]
-            if isinstance(split, HalvedVjp)
-            else [],
-            leaving_f=leaving,
-            leaving_b=leaving if split else None,
-            layers=zeros(stage.layers),
-            head=zeros(stage.outer),
-            table=zeros(stage.table),
+            activations=store(sizes.activations, activation),
+            gradients=store(sizes.gradients, activation) if vjp else None,
+            residuals=stores(sizes.residuals, vjp.residuals) if vjp else [],
+            stash=stores(sizes.stash, vjp.stash) if isinstance(vjp, SplitBackwardVjp) else [],
+            outgoing_activation=outgoing,
+            outgoing_gradient=outgoing if vjp else None,
+            layers=zeros(stage.layers) if vjp else None,
+            outer=zeros(stage.outer) if vjp else None,
+            table=zeros(stage.table) if vjp else None,
             loss=jnp.zeros(()),
             aux=jnp.zeros(()),
         )
 
     def _gradients(self, carry: Carry) -> Params:
-        """Sums over the devices that share a parameter; the result lies like the parameters."""
-        layers, outer = carry.layers, carry.head
+        """Sum gradients over the devices that share a parameter; each keeps those of its shards."""
+        layers, outer = carry.layers, carry.outer
         gathers = self._outer(self._gathers)
         if self._gather_once:
             layers = map_gathers(
-                lambda g, x: g.scatter(x, leading=(None, None)), self._gathers["layers"], layers
+                lambda gather, g: gather.scatter(g, leading=(None, None)),
+                self._gathers["layers"],
+                layers,
             )
-            outer = map_gathers(lambda g, x: g.scatter(x), gathers, outer)
+            outer = map_gathers(lambda gather, g: gather.scatter(g), gathers, outer)
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)
         outer = sum_replicas(gathers, outer, MANUAL_AXES)
         embed = sum_replicas(self._gathers["embed"], {"embedding": carry.table}, MANUAL_AXES)
+        # Tied weights have the gradients of both ends.
         if "embed" in outer:
             embed = jax.tree.map(jnp.add, embed, outer["embed"])
         return {
             "embed": embed,
             "head": outer["head"],
-            "layers": jax.tree.map(lambda g: g[:, None], layers),
+            "layers": jax.tree.map(lambda g: g[:, None], layers),  # [V, L, ...] -> [V, 1, L, ...]
         }
 
 
-def skips_idle(parts: EngineInputs) -> bool:
-    """Whether idle slots are skipped: `pipeline.skip_idle`, or on auto where it costs nothing.
+def skips_idle(engine_inputs: EngineInputs) -> bool:
+    """Return whether idle slots are skipped: `pipeline.skip_idle`, on auto where it saves time.
 
     On a real pod an idle slot computed masked takes no time that another stage does not need.
     Simulated devices share cores, so there it does; but a conditional must not hold collectives
-    that the partitioner may insert.
+    that the partitioner may insert, which it does over automatic axes of several devices.
     """
-    if parts.config.skip_idle != "auto":
-        return parts.config.skip_idle == "true"
-    automatic = [n for axis, n in parts.mesh.shape.items() if axis not in MANUAL_AXES]
-    return parts.mesh.devices.flat[0].platform == "cpu" and max(automatic) == 1
+    skip_idle = engine_inputs.config.skip_idle
+    if skip_idle != "auto":
+        return skip_idle == "true"
+    mesh = engine_inputs.mesh
+    automatic = [size for axis, size in mesh.shape.items() if axis not in MANUAL_AXES]
+    return mesh.devices.flat[0].platform == "cpu" and max(automatic) == 1

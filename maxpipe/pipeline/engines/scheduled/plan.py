@@ -1,105 +1,190 @@
-"""A table as the SPMD engine reads it: one row of indices per tick, one column per stage.
+"""The plan of the scheduled engine: what each stage computes, reads, writes and receives per tick.
 
-The plan of a schedule as one stage of the scheduled engine reads it: arrays to loop over, facts to
-compile by."""
+`lockstep_plan` turns a schedule's table into arrays of indices that a compiled loop can walk
+through. Letters: N ticks, S stages, M microbatches, V repeats.
 
-from dataclasses import dataclass
+A tick runs, in this order: the F slot, the head, the B slot (of full backwards, or of the I of
+split ones), the W slot, then the transfers. With forwarding delay d the transfer of tick t carries
+the F (B) output of tick t - (d-1) to the next (previous) stage of the ring. The receiving stage
+writes it to a store at the end of tick t, and reads it from tick t + 1 on.
+
+Every stage has four stores (see `schedules.slots`): arrived activations, arrived gradients,
+residuals of the forward, and the stash between an I and its W. Each has one slot more than the
+schedule needs. That last slot is the scratch slot: an index that nothing should be read from or
+written to points there, so that every stage can read and write in every tick.
+
+`LockstepPlan` is a pytree of these indices, which makes its views tree maps:
+
+    plan                        all ticks, all stages     leaves [N, S], and [N] where stages agree
+    plan.ticks(start, stop)     a phase of it             leaves [n, S] and [n]
+    plan.column(stage)          as one stage sees it      leaves [N]
+    a step of `lax.scan`        one tick of one stage     scalars
+"""
+
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from maxpipe.pipeline.schedules.slots import Store, activation_slots
-from maxpipe.pipeline.schedules.table import IDLE, ScheduleError, Table
+from maxpipe.pipeline.schedules.table import IDLE, ScheduleError, Table, Unit
+
+PlanArray = np.ndarray | jax.Array  # NumPy in the plan, traced inside the program
 
 
-class EnginePhase(NamedTuple):
-    """Ticks [start, stop) that run the same slots; no stage has a unit in a slot that is off."""
-
-    start: int
-    stop: int
-    has_F: bool
-    has_head: bool
-    has_B: bool
-    has_W: bool
-
-
-@dataclass(frozen=True, eq=False)
-class LockstepPlan:
-    """What every stage does in every tick; lifetimes of slots are those of `_slots`.
-
-    A tick runs, in this order: the F slot, the head, the B slot (for the I of a split backward),
-    the W slot, then the transfers. With forwarding delay d the transfer of tick t carries the F (B)
-    output of tick t - (d-1) to the next (previous) stage of the ring, where it is written at the
-    end of tick t and read from tick t + 1 on.
-
-    int32 [N, S] unless said otherwise; N ticks, S stages. Slots are -1 where there is nothing to
-    read or write; microbatches and chunks are 0 where the slot is idle, which is always a legal
-    index.
+class ForwardSlot(NamedTuple):
+    """The F slot, [N, S] each: bool `active` and `embeds`, int32 the others.
 
     Attributes:
-      f_microbatch, f_chunk: unit of the F slot; f_active: bool, whether there is one.
-      f_in_slot: activation slot that F reads; -1 if it reads the embedding (or is idle).
-      arrive_f_slot: activation slot that this tick's transfer fills on this stage.
-      residual_slot_f: residual slot that F writes.
-      b_microbatch, b_chunk, b_active: unit of the B slot.
-      b_in_slot: gradient slot that B reads; -1 if it takes this tick's head gradient (or is idle).
-      arrive_b_slot: gradient slot that this tick's transfer fills on this stage.
-      residual_slot_b: residual slot that B reads.
-      stash_slot_b: stash slot that B writes if it is an I.
-      w_microbatch, w_chunk, w_active: unit of the W slot.
-      residual_slot_w, stash_slot_w: residual and stash slot that W reads.
-      head_microbatch: int32 [N], microbatch whose last chunk runs its F in this tick, so that the
-        head follows; -1 if none.
-      head_used_at: int32 [N], tick of the B that uses the head's gradient; -1 if none.
-      head_gradient_slot: int32 [N], gradient slot of the last stage that keeps the head's gradient
-        from the end of this tick on; -1 if the B of this same tick takes it (or there is none).
-      num_activation_slots, num_gradient_slots, num_residual_slots, num_stash_slots: store sizes,
-        without a scratch slot.
-      splits_backward: whether the B slot is one for I units.
-      phases: in order, covering all ticks; at most seven.
+      active: whether there is a unit.
+      microbatch, chunk: the unit; 0 if idle, which is always a legal index.
+      embeds: whether the unit's input is the embedding; otherwise it is an arrived activation.
+      reads: activation slot of the input.
+      residuals: residual slot that the unit writes.
+      arrival: activation slot that this tick's transfer fills, whatever the F slot does.
     """
 
-    f_microbatch: np.ndarray
-    f_chunk: np.ndarray
-    f_active: np.ndarray
-    f_in_slot: np.ndarray
-    arrive_f_slot: np.ndarray
-    residual_slot_f: np.ndarray
-    b_microbatch: np.ndarray
-    b_chunk: np.ndarray
-    b_active: np.ndarray
-    b_in_slot: np.ndarray
-    arrive_b_slot: np.ndarray
-    residual_slot_b: np.ndarray
-    stash_slot_b: np.ndarray
-    w_microbatch: np.ndarray
-    w_chunk: np.ndarray
-    w_active: np.ndarray
-    residual_slot_w: np.ndarray
-    stash_slot_w: np.ndarray
-    head_microbatch: np.ndarray
-    head_used_at: np.ndarray
-    head_gradient_slot: np.ndarray
-    num_activation_slots: int
-    num_gradient_slots: int
-    num_residual_slots: int
-    num_stash_slots: int
-    splits_backward: bool
-    phases: list[EnginePhase]
+    active: PlanArray
+    microbatch: PlanArray
+    chunk: PlanArray
+    embeds: PlanArray
+    reads: PlanArray
+    residuals: PlanArray
+    arrival: PlanArray
+
+
+class BackwardSlot(NamedTuple):
+    """The B slot, of units B or I, [N, S] each: bool `active` and `from_head`, int32 the others.
+
+    Attributes:
+      active, microbatch, chunk: the unit, as in `ForwardSlot`.
+      from_head: whether the output's gradient is what the head computes in this same tick;
+        otherwise it is in the gradient store.
+      reads: gradient slot of the output's gradient.
+      residuals: residual slot that the unit reads.
+      stash: stash slot that an I writes.
+      arrival: gradient slot that this tick's transfer fills, whatever the B slot does.
+    """
+
+    active: PlanArray
+    microbatch: PlanArray
+    chunk: PlanArray
+    from_head: PlanArray
+    reads: PlanArray
+    residuals: PlanArray
+    stash: PlanArray
+    arrival: PlanArray
+
+
+class WeightSlot(NamedTuple):
+    """The W slot, [N, S] each: bool `active`, int32 the others.
+
+    Attributes:
+      active, microbatch, chunk: the unit, as in `ForwardSlot`.
+      residuals, stash: residual slot and stash slot that the unit reads.
+    """
+
+    active: PlanArray
+    microbatch: PlanArray
+    chunk: PlanArray
+    residuals: PlanArray
+    stash: PlanArray
+
+
+class EndSlots(NamedTuple):
+    """Embedding and head, int32; all stages share their work, so [N] but for `head_gradient`.
+
+    Attributes:
+      embed: microbatch that the first stage's F embeds in this tick; -1 if none.
+      embed_backward: microbatch whose B reaches the embedding in this tick; -1 if none.
+      head: microbatch whose last F runs in this tick, so that the head follows; -1 if none.
+      head_gradient: [N, S], gradient slot of the last stage that stores the head's gradient at the
+        end of this tick; the scratch slot if the B of this same tick takes it, and on all other
+        stages.
+    """
+
+    embed: PlanArray
+    embed_backward: PlanArray
+    head: PlanArray
+    head_gradient: PlanArray
+
+
+class StoreSizes(NamedTuple):
+    """Slots of each store on every stage, without the scratch slot, whose index this number is."""
+
+    activations: int
+    gradients: int
+    residuals: int
+    stash: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LockstepPlan:
+    """What every stage does in every tick: a pytree of indices, see the top of this module.
+
+    Attributes:
+      F, B, W: the slots of a tick.
+      ends: embedding and head.
+      sizes: of the stores.
+      phases: runs of ticks (start, stop) that one loop can cover, in order, over all ticks.
+      splits_backward: whether the B slot runs I units, and the W slot what they leave.
+    """
+
+    F: ForwardSlot
+    B: BackwardSlot
+    W: WeightSlot
+    ends: EndSlots
+    sizes: StoreSizes = field(metadata={"static": True})
+    phases: tuple[tuple[int, int], ...] = field(metadata={"static": True})
+    splits_backward: bool = field(metadata={"static": True})
+
+    def ticks(self, start: int, stop: int) -> "LockstepPlan":
+        """Return ticks start ... stop - 1 of the plan."""
+        return jax.tree.map(lambda a: a[start:stop], self)
+
+    def column(self, stage: int | jax.Array) -> "LockstepPlan":
+        """Return the plan as one stage sees it, leaves [N]; `stage` may be traced."""
+        # [N, S] -> [N]
+        return jax.tree.map(lambda a: jnp.asarray(a)[:, stage] if a.ndim == 2 else a, self)
+
+    # What happens in some tick of the plan (or of a phase of it) on some stage. It is known before
+    # compilation, so that nothing else is compiled.
+
+    @property
+    def stores_head_gradient(self) -> bool:
+        """Whether some gradient of the head is stored for a later tick."""
+        return bool((self.ends.head_gradient < self.sizes.gradients).any())
+
+    @property
+    def activations_arrive(self) -> bool:
+        """Whether some transfer brings an activation that will be read."""
+        return bool((self.F.arrival < self.sizes.activations).any())
+
+    @property
+    def gradients_arrive(self) -> bool:
+        """Whether some transfer brings a gradient that will be read."""
+        return bool((self.B.arrival < self.sizes.gradients).any())
+
+    @property
+    def reuses_residuals_in_tick(self) -> bool:
+        """Whether some B reads residuals that the F of its own tick writes."""
+        # Idle slots also read and write the same slot, the scratch slot; that does not count.
+        both = np.asarray(self.F.active) & np.asarray(self.B.active)
+        return bool((both & (self.F.residuals == self.B.residuals)).any())
 
 
 def lockstep_plan(table: Table) -> LockstepPlan:
-    """Plans a valid table for the scheduled engine.
+    """Plan a valid table for the scheduled engine.
 
     Args:
       table: loop placement; F and B units, or F, I and W units (or F alone, to evaluate).
 
     Raises:
-      ScheduleError: the table has both whole and split backwards, or another placement.
+      ScheduleError: the table has both full and split backwards, or another placement.
     """
     if table.placement != "loop":
         raise _cannot_run(
@@ -107,48 +192,69 @@ def lockstep_plan(table: Table) -> LockstepPlan:
         )
     if "B" in table.kinds and "I" in table.kinds:
         raise _cannot_run(table, "it has both B and I units, and a slot of the engine runs either")
-    stores = activation_slots(table)
-    from_head = stores.gradients.global_chunk == table.num_chunks - 1
-    f_active, f_microbatch, f_chunk = _slot_units(table, "F")
     backward = "I" if "I" in table.kinds else "B"
-    b_active, b_microbatch, b_chunk = _slot_units(table, backward)
-    w_active, w_microbatch, w_chunk = _slot_units(table, "W")
-    head_microbatch, head_used_at, head_gradient_slot = np.full((3, table.num_ticks), -1, np.int32)
-    head_ticks = table.ticks["F"][:, -1]
-    head_microbatch[head_ticks] = np.arange(table.num_microbatches)
-    if backward in table.kinds:
-        head_used_at[head_ticks] = table.ticks[backward][:, -1]
-    head_gradient_slot[stores.gradients.first[from_head] - 1] = stores.gradients.slot[from_head]
+    stores = activation_slots(table)
+    sizes = StoreSizes(
+        stores.activations.size, stores.gradients.size, stores.residuals.size, stores.stash.size
+    )
+    activations, gradients = stores.activations, stores.gradients
+
+    # 1. F slot. Only the first chunk of the model does not read the activation store. A value is
+    # read at the end of its lifetime, and the transfer that brings it runs in the tick before.
+    active, microbatch, chunk = _units(table, "F")
+    f_slot = ForwardSlot(
+        active=active,
+        microbatch=microbatch,
+        chunk=chunk,
+        embeds=active & (table.global_chunk(chunk, np.arange(table.num_stages)) == 0),
+        reads=_slots_at(table, activations, activations.last),
+        residuals=_slots_of(table, stores.residuals, "F"),
+        arrival=_slots_at(table, activations, activations.first - 1),
+    )
+
+    # 2. B slot. A gradient of the head is in the gradient store only if a later tick reads it.
+    is_from_head = gradients.global_chunk == table.num_chunks - 1
+    reads = _slots_at(table, gradients, gradients.last)
+    active, microbatch, chunk = _units(table, backward)
+    b_slot = BackwardSlot(
+        active=active,
+        microbatch=microbatch,
+        chunk=chunk,
+        from_head=active & (reads == sizes.gradients),
+        reads=reads,
+        residuals=_slots_of(table, stores.residuals, backward),
+        stash=_slots_of(table, stores.stash, "I"),
+        arrival=_slots_at(table, gradients, np.where(is_from_head, -1, gradients.first - 1)),
+    )
+
+    # 3. W slot.
+    active, microbatch, chunk = _units(table, "W")
+    w_slot = WeightSlot(
+        active=active,
+        microbatch=microbatch,
+        chunk=chunk,
+        residuals=_slots_of(table, stores.residuals, "W"),
+        stash=_slots_of(table, stores.stash, "W"),
+    )
+
+    # 4. Ends. Stage 0 holds the first chunk; the head follows the last chunk's F.
+    ends_backward = b_slot.active[:, 0] & (b_slot.chunk[:, 0] == 0)
+    head = np.full(table.num_ticks, -1, np.int32)
+    head[table.ticks["F"][:, -1]] = np.arange(table.num_microbatches)
+    ends = EndSlots(
+        embed=np.where(f_slot.embeds[:, 0], f_slot.microbatch[:, 0], -1),
+        embed_backward=np.where(ends_backward, b_slot.microbatch[:, 0], -1),
+        head=head,
+        head_gradient=_slots_at(table, gradients, np.where(is_from_head, gradients.first - 1, -1)),
+    )
     return LockstepPlan(
-        f_microbatch=f_microbatch,
-        f_chunk=f_chunk,
-        f_active=f_active,
-        f_in_slot=_slots_at(table, stores.activations, stores.activations.last),
-        arrive_f_slot=_slots_at(table, stores.activations, stores.activations.first - 1),
-        residual_slot_f=_slots_of(table, stores.residuals, "F"),
-        b_microbatch=b_microbatch,
-        b_chunk=b_chunk,
-        b_active=b_active,
-        b_in_slot=_slots_at(table, stores.gradients, stores.gradients.last),
-        arrive_b_slot=_slots_at(
-            table, stores.gradients, np.where(from_head, -1, stores.gradients.first - 1)
-        ),
-        residual_slot_b=_slots_of(table, stores.residuals, backward),
-        stash_slot_b=_slots_of(table, stores.stash, "I"),
-        w_microbatch=w_microbatch,
-        w_chunk=w_chunk,
-        w_active=w_active,
-        residual_slot_w=_slots_of(table, stores.residuals, "W"),
-        stash_slot_w=_slots_of(table, stores.stash, "W"),
-        head_microbatch=head_microbatch,
-        head_used_at=head_used_at,
-        head_gradient_slot=head_gradient_slot,
-        num_activation_slots=stores.activations.size,
-        num_gradient_slots=stores.gradients.size,
-        num_residual_slots=stores.residuals.size,
-        num_stash_slots=stores.stash.size,
+        F=f_slot,
+        B=b_slot,
+        W=w_slot,
+        ends=ends,
+        sizes=sizes,
+        phases=_phases(table),
         splits_backward=backward == "I",
-        phases=_engine_phases(f_active, b_active, w_active, head_microbatch),
     )
 
 
@@ -161,128 +267,87 @@ def _cannot_run(table: Table, why: str) -> ScheduleError:
 
 
 def _slots_at(table: Table, store: Store, ticks: np.ndarray) -> np.ndarray:
-    """int32 [N, S]: where each of the store's values is, at its tick of `ticks`; -1 leaves it out."""
-    found, there = np.full((table.num_ticks, table.num_stages), -1, np.int32), ticks >= 0
-    found[ticks[there], store.stage[there]] = store.slot[there]
-    return found
+    """Return int32 [N, S]: the slot of each of the store's values at its entry of `ticks`.
+
+    Values whose tick is negative are left out. Everywhere else is the scratch slot.
+    """
+    slots = np.full((table.num_ticks, table.num_stages), store.size, np.int32)
+    happens = ticks >= 0
+    slots[ticks[happens], store.stage[happens]] = store.slot[happens]
+    return slots
 
 
 def _slots_of(table: Table, store: Store, kind: str) -> np.ndarray:
-    """int32 [N, S]: where the values of the units of a kind are, at the tick of each unit."""
+    """Return int32 [N, S]: the slot of each value at the tick in which the unit of `kind` runs."""
     if kind not in table.kinds:
-        return np.full((table.num_ticks, table.num_stages), -1, np.int32)
+        return np.full((table.num_ticks, table.num_stages), store.size, np.int32)
     return _slots_at(table, store, table.ticks[kind][store.microbatch, store.global_chunk])
 
 
-def _slot_units(table: Table, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Active, microbatch and chunk of one kind of slot, [N, S] each, legal indices everywhere."""
+def _units(table: Table, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return active, microbatch and chunk of one kind of slot, [N, S] each; 0 where idle."""
     idle = np.full((table.num_ticks, table.num_stages), IDLE, np.int32)
     microbatch, chunk = table.microbatch.get(kind, idle), table.chunk.get(kind, idle)
     return microbatch != IDLE, np.maximum(microbatch, 0), np.maximum(chunk, 0)
 
 
-def _engine_phases(
-    f_active: np.ndarray, b_active: np.ndarray, w_active: np.ndarray, head_microbatch: np.ndarray
-) -> list[EnginePhase]:
-    """Cuts where the first and last unit of each slot run on any stage: few phases, so few loops to compile."""
-    runs = []
-    for active in (f_active, b_active, w_active):
-        ticks = np.flatnonzero(active.any(axis=1))
-        runs.append(range(int(ticks[0]), int(ticks[-1]) + 1) if len(ticks) else range(0))
-    cuts = sorted({0, len(f_active), *(cut for run in runs for cut in (run.start, run.stop))})
-    return [
-        EnginePhase(
-            start,
-            stop,
-            start in runs[0],
-            bool((head_microbatch[start:stop] >= 0).any()),
-            start in runs[1],
-            start in runs[2],
-        )
-        for start, stop in pairwise(cuts)
-    ]
+def _phases(table: Table) -> tuple[tuple[int, int], ...]:
+    """Cut the ticks where the first and the last unit of each kind runs on any stage.
 
-
-Row = dict[str, jax.Array]
-
-
-@dataclass(frozen=True)
-class PhaseFacts:
-    """What can happen in a phase, known before compilation, so that nothing else is compiled.
-
-    Attributes:
-      has_F, has_head, has_B, has_W: slots in use.
-      embeds: some F reads the embedding; embeds_backward: some B ends there.
-      head_in_tick: some B takes the gradient that the head computes in the same tick.
-      stores_head_gradient: some head gradient is kept for a later tick.
-      same_tick: some B reads residuals that the F of its own tick writes.
-      activations_arrive, gradients_arrive: some transfer brings what will be read.
+    A kind may pause in between: at most seven phases, so few loops to compile, however often a
+    table alternates.
     """
-
-    has_F: bool
-    has_head: bool
-    has_B: bool
-    has_W: bool
-    embeds: bool
-    embeds_backward: bool
-    head_in_tick: bool
-    stores_head_gradient: bool
-    same_tick: bool
-    activations_arrive: bool
-    gradients_arrive: bool
-
-    @classmethod
-    def of(cls, plan: LockstepPlan, phase: EnginePhase) -> "PhaseFacts":
-        ticks = slice(phase.start, phase.stop)
-        f_active, b_active = plan.f_active[ticks], plan.b_active[ticks]
-        same = (plan.residual_slot_f[ticks] == plan.residual_slot_b[ticks]) & f_active & b_active
-        return cls(
-            phase.has_F,
-            phase.has_head,
-            phase.has_B,
-            phase.has_W,
-            embeds=bool((f_active & (plan.f_in_slot[ticks] < 0)).any()),
-            embeds_backward=bool((b_active[:, 0] & (plan.b_chunk[ticks, 0] == 0)).any()),
-            head_in_tick=bool((b_active & (plan.b_in_slot[ticks] < 0)).any()),
-            stores_head_gradient=bool((plan.head_gradient_slot[ticks] >= 0).any()),
-            same_tick=bool(same.any()),
-            activations_arrive=bool((plan.arrive_f_slot[ticks] >= 0).any()),
-            gradients_arrive=bool((plan.arrive_b_slot[ticks] >= 0).any()),
-        )
+    cuts = {0, table.num_ticks}
+    for ticks in table.ticks.values():
+        cuts |= {int(ticks[ticks >= 0].min()), int(ticks.max()) + 1}
+    return tuple(pairwise(sorted(cuts)))
 
 
-def stage_rows(plan: LockstepPlan) -> Row:
-    """The plan as this stage sees it, arrays [ticks]; slots of -1 become the scratch slot."""
-    stage = lax.axis_index("stage")
-    stores = {
-        "f_in_slot": plan.num_activation_slots,
-        "arrive_f_slot": plan.num_activation_slots,
-        "residual_slot_f": plan.num_residual_slots,
-        "residual_slot_b": plan.num_residual_slots,
-        "b_in_slot": plan.num_gradient_slots,
-        "arrive_b_slot": plan.num_gradient_slots,
-        "residual_slot_w": plan.num_residual_slots,
-        "stash_slot_b": plan.num_stash_slots,
-        "stash_slot_w": plan.num_stash_slots,
-    }
-    columns = {
-        name: np.where(getattr(plan, name) < 0, size, getattr(plan, name))
-        for name, size in stores.items()
-    }
-    for slot in "fbw":
-        for name in (f"{slot}_microbatch", f"{slot}_chunk", f"{slot}_active"):
-            columns[name] = getattr(plan, name)
-    columns["f_embeds"] = plan.f_active & (plan.f_in_slot < 0)
-    columns["b_from_head"] = plan.b_active & (plan.b_in_slot < 0)
-    kept_by = np.full(plan.f_active.shape, plan.num_gradient_slots)
-    kept_by[:, -1] = np.where(
-        plan.head_gradient_slot < 0, plan.num_gradient_slots, plan.head_gradient_slot
-    )
-    columns["head_gradient_slot"] = kept_by
-    rows = {name: jnp.asarray(a)[:, stage] for name, a in columns.items()}
-    first_f = plan.f_active[:, 0] & (plan.f_in_slot[:, 0] < 0)
-    first_b = plan.b_active[:, 0] & (plan.b_chunk[:, 0] == 0)
-    rows["embed_f"] = jnp.asarray(np.where(first_f, plan.f_microbatch[:, 0], -1))
-    rows["embed_b"] = jnp.asarray(np.where(first_b, plan.b_microbatch[:, 0], -1))
-    rows["head_microbatch"] = jnp.asarray(plan.head_microbatch)
-    return rows
+def plan_text(plan: LockstepPlan) -> str:
+    """Return the plan of all stages as text, a line for each tick and stage.
+
+    A unit is `2F0`: global chunk, kind, microbatch. After the colon stands what it reads, after the
+    arrow what it writes besides its output: slots `a0` of the activation store, `g0` of the
+    gradient store, `r0` of the residual store and `s0` of the stash. The last column is what the
+    tick's transfers fill.
+    """
+    num_ticks, num_stages = plan.F.active.shape
+    lines = [f"{'tick':<5} {'stage':<6} {'slots':<56} receives"]
+    for tick, stage in np.ndindex(num_ticks, num_stages):
+        slots, arrivals = _cell_texts(plan, tick, stage, is_last=stage == num_stages - 1)
+        label = tick if stage == 0 else ""
+        text = f"{label:<5} {stage:<6} {'; '.join(slots) or 'idle':<56} {' '.join(arrivals)}"
+        lines.append(text.rstrip())
+    return "\n".join(lines)
+
+
+def _cell_texts(
+    plan: LockstepPlan, tick: int, stage: int, *, is_last: bool
+) -> tuple[list[str], list[str]]:
+    """Return a text for each slot that a stage runs in a tick, and the store slots it receives."""
+    cell = jax.tree.map(lambda a: a[tick, stage] if a.ndim == 2 else a[tick], plan)
+    f_slot, b_slot, w_slot, ends, sizes = cell.F, cell.B, cell.W, cell.ends, plan.sizes
+
+    def unit(kind: str, slot: ForwardSlot | BackwardSlot | WeightSlot) -> Unit:
+        return Unit(kind, int(slot.microbatch), int(slot.chunk) * plan.F.active.shape[1] + stage)
+
+    texts = []
+    if f_slot.active:
+        source = "embedding" if f_slot.embeds else f"a{f_slot.reads}"
+        target = f" -> r{f_slot.residuals}" if f_slot.residuals < sizes.residuals else ""
+        texts.append(f"{unit('F', f_slot)}: {source}{target}")
+    if ends.head >= 0 and is_last:
+        is_stored = ends.head_gradient < sizes.gradients
+        texts.append(f"head {ends.head}" + (f" -> g{ends.head_gradient}" if is_stored else ""))
+    if b_slot.active:
+        source = "head" if b_slot.from_head else f"g{b_slot.reads}"
+        targets = [f"s{b_slot.stash}"] if plan.splits_backward else []
+        targets += ["embedding"] if ends.embed_backward >= 0 and stage == 0 else []
+        arrow = f" -> {' '.join(targets)}" if targets else ""
+        kind = "I" if plan.splits_backward else "B"
+        texts.append(f"{unit(kind, b_slot)}: {source} r{b_slot.residuals}{arrow}")
+    if w_slot.active:
+        texts.append(f"{unit('W', w_slot)}: r{w_slot.residuals} s{w_slot.stash}")
+    arrivals = [f"a{f_slot.arrival}"] if f_slot.arrival < sizes.activations else []
+    arrivals += [f"g{b_slot.arrival}"] if b_slot.arrival < sizes.gradients else []
+    return texts, arrivals

@@ -1,50 +1,99 @@
-"""What one stage does in a tick: F slot, head, B slot, W slot, transfers; inside the manual program of `scheduled`.
+"""The program of one stage: loops over ticks, each with F slot, head, B slot, W slot, transfers.
+
+It runs inside a `shard_map` that is manual over stage, data, fsdp and context; arrays are one
+device's parts. What each tick reads and writes comes from the plan (`plan.LockstepPlan`), whose
+columns differ between stages, so that one program serves them all.
+
+An example, lockstep 1F1B with S=2 stages, M=3 microbatches, V=1 repeat, as `plan.plan_text` prints
+it. A unit such as `1F0` is global chunk, kind, microbatch; a0, g0, r0 are slots of this stage's
+activation, gradient and residual stores.
+
+    tick  stage  slots                                                    receives
+    0     0      0F0: embedding -> r0
+          1      idle                                                     a0
+    1     0      0F1: embedding -> r1                                     g0
+          1      1F0: a0 -> r0; head 0; 1B0: head r0                      a0
+    2     0      0F2: embedding -> r2; 0B0: g0 r0 -> embedding            g0
+          1      1F1: a0 -> r0; head 1; 1B1: head r0                      a0
+    3     0      0B1: g0 r1 -> embedding                                  g0
+          1      1F2: a0 -> r0; head 2; 1B2: head r0
+    4     0      0B2: g0 r2 -> embedding
+          1      idle
+
+In tick 1 stage 1 runs its first F, the head and its first B, which takes the head's gradient as it
+is computed, and reads the residuals that the F has just written. Both stages then send: stage 0 its
+output for microbatch 1, which stage 1 reads from a0 in tick 2, and stage 1 the gradient of its
+input, which stage 0 reads from g0. Three loops cover the five ticks: F alone (tick 0), F and B
+(ticks 1 to 3), B alone (tick 4). In each, all stages run the same slots. An idle slot computes on
+any operands; its results go to scratch slots and are masked out of sums, or a conditional skips it.
 
 Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of a microbatch on one
-data shard, T sequence, D embed. A `row` is one tick of the plan as this stage sees it.
+data shard, T tokens of each on one device, D embed.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
+from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
-from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PhaseFacts, Row, stage_rows
-from maxpipe.pipeline.engines.scheduled.split_vjp import HalvedVjp, SplitVjp
+from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PlanArray
+from maxpipe.pipeline.engines.scheduled.split_vjp import Arrays, SplitBackwardVjp, SplitVjp
 from maxpipe.pipeline.manual import ring
+
+Result = TypeVar("Result")
+Operands = TypeVarTuple("Operands")
+
+
+class ChunkInputs(NamedTuple):
+    """What a chunk reads besides its activation and its parameters; nothing of it has a gradient.
+
+    Attributes:
+      layer_index: int32 [L], layers in model order.
+      side: side inputs of the microbatch, [B, ...] each.
+      key: key of the step or None.
+    """
+
+    layer_index: jax.Array
+    side: SideInputs
+    key: jax.Array | None
+
+
+ChunkOutputs = tuple[jax.Array, jax.Array]  # (activation [B, T, D], auxiliary loss)
+Chunk = Callable[[jax.Array, Params, ChunkInputs], ChunkOutputs]
+ChunkVjp = SplitVjp[Params, ChunkInputs, ChunkOutputs]
 
 
 class Carry(NamedTuple):
-    """What a tick hands to the next.
+    """What a tick hands to the next: stores, then sums.
 
     Attributes:
-      activations, gradients: arrived ones, [slots + 1, B, T, D]; the last slot is scratch for what
-        nobody reads.
-      residuals: for each kept residual [slots + 1, ...].
-      stash: with split backwards the same for each array between an input gradient and its weight
-        gradients.
-      leaving_f, leaving_b: with delayed forwarding what the next transfer takes along, [B, T, D];
-        else None.
+      activations, gradients: arrived ones, [slots + 1, B, T, D]; the last slot is scratch.
+      residuals: for each residual of a unit [slots + 1, ...].
+      stash: the same for each array that an I leaves to its W; empty if backwards are not split.
+      outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer takes
+        along, [B, T, D]; else None.
       layers: float32 gradients [V, L, ...] of this stage's layers.
-      head: float32 gradients of what the head takes; table: of the local columns of the embedding
-        table.
+      outer: float32 gradients of the parameters that the head takes.
+      table: float32 gradient of the local columns of the embedding table.
       loss, aux: float32 scalars, sums of this stage.
     """
 
     activations: jax.Array
     gradients: jax.Array | None
-    residuals: list[jax.Array]
-    stash: list[jax.Array]
-    leaving_f: jax.Array | None
-    leaving_b: jax.Array | None
+    residuals: Arrays
+    stash: Arrays
+    outgoing_activation: jax.Array | None
+    outgoing_gradient: jax.Array | None
     layers: Params
-    head: Params
+    outer: Params
     table: jax.Array | None
     loss: jax.Array
     aux: jax.Array
@@ -57,8 +106,8 @@ class Settings:
     Attributes:
       num_stages: S.
       delayed: transfers take a tick longer.
-      skip_idle: idle slots are skipped by a conditional instead of computed masked.
-      idle_fill: what idle slots and unwritten stores hold; tests fill them with NaN.
+      skip_idle: a conditional skips idle slots; otherwise they are computed and masked.
+      idle_fill: what idle slots return and stores hold at first; tests fill them with NaN.
     """
 
     num_stages: int
@@ -73,9 +122,9 @@ class StageProgram:
 
     Attributes:
       settings: see there.
-      chunk: (x [B,T,D], chunk's parameters [L, ...], (layer index [L], side inputs, key)) -> (y,
-        auxiliary loss).
-      embedding, head: the ends.
+      chunk: (x [B, T, D], parameters of a chunk [L, ...], its inputs) -> (y [B, T, D], auxiliary
+        loss).
+      embedding, head: the ends of the model.
       table: local columns of the embedding table.
       layers: parameters of this stage [V, L, ...], as `chunk` takes them.
       layer_index: int32 [V, L].
@@ -87,226 +136,295 @@ class StageProgram:
     """
 
     settings: Settings
-    chunk: Callable[[jax.Array, Params, Any], tuple[jax.Array, jax.Array]]
+    chunk: Chunk
     embedding: Embedding
     head: Head
     table: jax.Array
     layers: Params
     layer_index: jax.Array
     outer: Params
-    batch: dict[str, jax.Array]
+    batch: Batch
     key: jax.Array | None
     loss_scale: jax.Array
     aux_scale: jax.Array
 
-    def run(self, plan: LockstepPlan, split: SplitVjp | None, carry: Carry) -> Carry:
-        """All ticks.
+    def run(self, plan: LockstepPlan, vjp: ChunkVjp | None, carry: Carry) -> Carry:
+        """Run all ticks of a plan, phase by phase.
 
         Args:
           plan: what to do in them.
-          split: vjp of the chunk, a `HalvedVjp` if the plan splits backwards; None to run forward
+          vjp: of the chunk, a `SplitBackwardVjp` if the plan splits backwards; None to run forward
             only and sum up the cross-entropy.
           carry: empty stores, zeros.
         """
-        rows = stage_rows(plan)
-        for phase in plan.phases:
-            facts = PhaseFacts.of(plan, phase)
-            part = jax.tree.map(lambda a, p=phase: a[p.start : p.stop], rows)
+        # This stage's indices as arrays over ticks; the only thing that differs between stages.
+        column = plan.column(lax.axis_index("stage"))
+        for start, stop in plan.phases:
+            # NumPy arrays of all stages, the same on every device: they may decide what to trace.
+            phase = plan.ticks(start, stop)
 
-            def tick(carry: Carry, row: Row, facts: PhaseFacts = facts) -> tuple[Carry, None]:
-                return self._tick(facts, split, carry, row), None
+            def body(
+                carry: Carry, tick: LockstepPlan, phase: LockstepPlan = phase
+            ) -> tuple[Carry, None]:
+                return self._tick(phase, vjp, carry, tick), None
 
-            carry, _ = lax.scan(tick, carry, part)
+            carry, _ = lax.scan(body, carry, column.ticks(start, stop))
         return carry
 
-    def _tick(self, facts: PhaseFacts, split: SplitVjp | None, carry: Carry, row: Row) -> Carry:
-        kept = None
-        if facts.has_B and not facts.same_tick:
-            # Read before F writes, so that neither slot waits for the other.
-            kept = _read_all(carry.residuals, row["residual_slot_b"])
-        y = dx = head_gradient = None
-        if facts.has_F:
-            carry, y = self._forward(facts, split, carry, row)
-        if facts.has_head:
+    def _tick(
+        self, phase: LockstepPlan, vjp: ChunkVjp | None, carry: Carry, tick: LockstepPlan
+    ) -> Carry:
+        """Run one tick.
+
+        Args:
+          phase: the ticks of this loop on all stages, known while tracing; what none of them does
+            is not compiled.
+          vjp: as in `run`.
+          carry: from the tick before.
+          tick: this stage's indices in this tick, scalars.
+        """
+        y = dx = head_gradient = residuals = None
+        has_B = phase.B.active.any()
+
+        # 1. Read the residuals of the B slot before the F slot writes its own, so that neither slot
+        # waits for the other; after it in a phase where some B needs those of its own tick's F.
+        if has_B and not phase.reuses_residuals_in_tick:
+            residuals = _read_all(carry.residuals, tick.B.residuals)
+
+        # 2. F slot: a chunk's forward, from the embedding or an arrived activation.
+        if phase.F.active.any():
+            carry, y = self._forward(phase, vjp, carry, tick)
+
+        # 3. Head: loss and gradient of the last stage's output; all stages share the work.
+        if (phase.ends.head >= 0).any():
             assert y is not None
-            carry, head_gradient = self._head(split is not None, carry, row, y)
-        if facts.has_B:
-            assert split is not None
-            kept = kept or _read_all(carry.residuals, row["residual_slot_b"])
-            carry, dx = self._backward(facts, split, carry, row, kept, head_gradient)
-        if facts.has_W:
-            assert isinstance(split, HalvedVjp)
-            carry = self._weight_gradients(split, carry, row)
-        if facts.stores_head_gradient:
+            carry, head_gradient = self._head(vjp is not None, carry, tick, y)
+
+        # 4. B slot: a chunk's backward, from the head's gradient or an arrived one.
+        if has_B:
+            assert vjp is not None
+            if residuals is None:
+                residuals = _read_all(carry.residuals, tick.B.residuals)
+            carry, dx = self._backward(phase, vjp, carry, tick, residuals, head_gradient)
+
+        # 5. W slot: the weight gradients that an I, perhaps this tick's, has left.
+        if phase.W.active.any():
+            assert isinstance(vjp, SplitBackwardVjp)
+            carry = self._weight_gradients(vjp, carry, tick)
+
+        # 6. Store the head's gradient for a later B; this tick's B has read that slot by now.
+        if phase.stores_head_gradient:
             assert head_gradient is not None
-            gradients = _write(carry.gradients, row["head_gradient_slot"], head_gradient)
+            gradients = _write(carry.gradients, tick.ends.head_gradient, head_gradient)
             carry = carry._replace(gradients=gradients)
-        return self._transfer(facts, carry, row, y, dx)
+
+        # 7. Transfers: y to the next stage, dx to the previous one.
+        return self._transfer(phase, carry, tick, y, dx)
 
     def _forward(
-        self, facts: PhaseFacts, split: SplitVjp | None, carry: Carry, row: Row
+        self, phase: LockstepPlan, vjp: ChunkVjp | None, carry: Carry, tick: LockstepPlan
     ) -> tuple[Carry, jax.Array]:
-        """F slot: (carry with residuals written, output [B,T,D])."""
-        x = _read(carry.activations, row["f_in_slot"])
-        if facts.embeds:
-            embedded = self._embed(row, x)
-            x = jnp.where(row["f_embeds"], embedded, x)
-        weights, rest = self.inputs(row["f_chunk"], row["f_microbatch"])
+        """Run the F slot; return the carry with residuals written, and the output [B, T, D]."""
+        # A stage that embeds, or idles, reads the scratch slot.
+        x = _read(carry.activations, tick.F.reads)
+        if phase.F.embeds.any():
+            x = jnp.where(tick.F.embeds, self._embed(tick.ends.embed, x), x)
 
-        def compute(x: jax.Array, weights: Params, rest: Any) -> Any:
-            return (
-                (self.chunk(x, weights, rest), [])
-                if split is None
-                else split.forward(x, weights, rest)
-            )
+        def compute(
+            x: jax.Array, weights: Params, inputs: ChunkInputs
+        ) -> tuple[ChunkOutputs, Arrays]:
+            if vjp is None:
+                return self.chunk(x, weights, inputs), []
+            return vjp.forward(x, weights, inputs)
 
-        (y, aux), kept = self._unless_idle(row["f_active"], compute, x, weights, rest)
-        residuals = _write_all(carry.residuals, row["residual_slot_f"], kept)
-        aux = carry.aux + jnp.where(row["f_active"], aux, 0)
-        return carry._replace(residuals=residuals, aux=aux), y
+        weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch)
+        (y, aux), residuals = self._unless_idle(tick.F.active, compute, x, weights, inputs)
+        # An idle slot writes to the scratch slot, and its auxiliary loss does not count.
+        stores = _write_all(carry.residuals, tick.F.residuals, residuals)
+        aux = carry.aux + jnp.where(tick.F.active, aux, 0)
+        return carry._replace(residuals=stores, aux=aux), y
 
-    def _embed(self, row: Row, like: jax.Array) -> jax.Array:
-        # All stages take part, so the predicate is the tick's, not the stage's.
+    def _embed(self, microbatch: PlanArray, like: jax.Array) -> jax.Array:
+        """Return the embedding of a microbatch [B, T, D], zeros `like` it if it is negative."""
+
         def lookup(microbatch: jax.Array) -> jax.Array:
             return self.embedding.lookup(self.table, self._microbatch(microbatch)["tokens"])
 
+        # All stages take part in the lookup, so the predicate is the tick's, not the stage's.
         return lax.cond(
-            row["embed_f"] >= 0,
+            microbatch >= 0,
             lookup,
             lambda _: jnp.zeros_like(like),
-            jnp.maximum(row["embed_f"], 0),
+            jnp.maximum(microbatch, 0),
         )
 
-    def _head(self, train: bool, carry: Carry, row: Row, y: jax.Array) -> tuple[Carry, jax.Array]:
-        """Head of the last stage's output: (carry with loss and gradients added, gradient for y)."""
-        microbatch = jnp.maximum(row["head_microbatch"], 0)
-        batch = self._microbatch(microbatch)
-        targets, weights = batch["targets"], batch["weights"]
+    def _head(
+        self, train: bool, carry: Carry, tick: LockstepPlan, y: jax.Array
+    ) -> tuple[Carry, jax.Array]:
+        """Run the head on the last stage's output.
 
-        def active(total: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Params], jax.Array]:
-            loss_sum, outer = total
+        Returns:
+          (carry with loss and gradients added, gradient for y [B, T, D]).
+        """
+        batch = self._microbatch(jnp.maximum(tick.ends.head, 0))
+        targets, weights = batch["targets"], batch["weights"]
+        Sums = tuple[jax.Array, Params]
+
+        def active(sums: Sums) -> tuple[Sums, jax.Array]:
+            loss_sum, outer = sums
             if not train:
-                return (
-                    loss_sum + self.head.losses(self.outer, y, targets, weights)[1],
-                    outer,
-                ), jnp.zeros_like(y)
-            loss, gradient, added = self.head.losses_and_gradients(
+                cross_entropy = self.head.losses(self.outer, y, targets, weights)[1]
+                return (loss_sum + cross_entropy, outer), jnp.zeros_like(y)
+            loss, y_gradient, outer_gradient = self.head.losses_and_gradients(
                 self.outer, y, targets, weights, self.loss_scale
             )
-            return (loss_sum + loss, jax.tree.map(_add, outer, added)), gradient
+            return (loss_sum + loss, jax.tree.map(_add, outer, outer_gradient)), y_gradient
 
-        def idle(total: tuple[jax.Array, Params]) -> tuple[tuple[jax.Array, Params], jax.Array]:
-            return total, jnp.full_like(y, self.settings.idle_fill)
+        def idle(sums: Sums) -> tuple[Sums, jax.Array]:
+            return sums, jnp.full_like(y, self.settings.idle_fill)
 
+        # Only the predicate of the tick: the head scatters tokens, so all stages take part.
         (loss, outer), gradient = lax.cond(
-            row["head_microbatch"] >= 0, active, idle, (carry.loss, carry.head)
+            tick.ends.head >= 0, active, idle, (carry.loss, carry.outer)
         )
-        return carry._replace(loss=loss, head=outer), gradient
+        return carry._replace(loss=loss, outer=outer), gradient
 
     def _backward(
         self,
-        facts: PhaseFacts,
-        split: SplitVjp,
+        phase: LockstepPlan,
+        vjp: ChunkVjp,
         carry: Carry,
-        row: Row,
-        kept: list[jax.Array],
+        tick: LockstepPlan,
+        residuals: Arrays,
         head_gradient: jax.Array | None,
     ) -> tuple[Carry, jax.Array]:
-        """B slot: (carry with gradients added or what they need stashed, gradient for the chunk's input [B,T,D])."""
+        """Run the B slot.
+
+        Returns:
+          (carry with weight gradients added, or the stash that they need; gradient for the chunk's
+          input [B, T, D]).
+        """
         assert carry.gradients is not None
-        dy = _read(carry.gradients, row["b_in_slot"])
-        if facts.head_in_tick:
+        dy = _read(carry.gradients, tick.B.reads)
+        if phase.B.from_head.any():
             assert head_gradient is not None
-            dy = jnp.where(row["b_from_head"], head_gradient, dy)
-        weights, rest = self.inputs(row["b_chunk"], row["b_microbatch"])
-        arguments = kept, weights, rest, (dy, self.aux_scale)
-        if isinstance(split, HalvedVjp):
-            dx, stash = self._unless_idle(row["b_active"], split.input_gradient, *arguments)
-            carry = carry._replace(stash=_write_all(carry.stash, row["stash_slot_b"], stash))
+            dy = jnp.where(tick.B.from_head, head_gradient, dy)
+        # The auxiliary loss has a cotangent of its own, its weight in the total loss.
+        weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch)
+        operands = residuals, weights, inputs, (dy, self.aux_scale)
+        if isinstance(vjp, SplitBackwardVjp):
+            # I: weight gradients are left to the W slot.
+            dx, stash = self._unless_idle(tick.B.active, vjp.input_gradient, *operands)
+            carry = carry._replace(stash=_write_all(carry.stash, tick.B.stash, stash))
         else:
-            dx, dw = self._unless_idle(row["b_active"], split.backward, *arguments)
-            carry = _add_to_layers(carry, row["b_active"], row["b_chunk"], dw)
-        if facts.embeds_backward:
-            carry = carry._replace(table=self._embed_backward(carry, row, dx))
+            dx, dw = self._unless_idle(tick.B.active, vjp.backward, *operands)
+            carry = _add_to_layers(carry, tick.B.active, tick.B.chunk, dw)
+        if (phase.ends.embed_backward >= 0).any():
+            carry = self._embed_backward(carry, tick.ends.embed_backward, dx)
         return carry, dx
 
-    def _weight_gradients(self, split: HalvedVjp, carry: Carry, row: Row) -> Carry:
-        """W slot: carry with gradients added."""
-        kept, stash = (
-            _read_all(carry.residuals, row["residual_slot_w"]),
-            _read_all(carry.stash, row["stash_slot_w"]),
-        )
-        weights, rest = self.inputs(row["w_chunk"], row["w_microbatch"])
-        dw = self._unless_idle(row["w_active"], split.weight_gradients, kept, weights, rest, stash)
-        return _add_to_layers(carry, row["w_active"], row["w_chunk"], dw)
+    def _embed_backward(self, carry: Carry, microbatch: PlanArray, dx: jax.Array) -> Carry:
+        """Add the first stage's dx of a microbatch to the table's gradient; nothing if negative."""
 
-    def _embed_backward(self, carry: Carry, row: Row, dx: jax.Array) -> jax.Array:
         def active(total: jax.Array) -> jax.Array:
-            tokens = self._microbatch(jnp.maximum(row["embed_b"], 0))["tokens"]
+            tokens = self._microbatch(jnp.maximum(microbatch, 0))["tokens"]
             return self.embedding.add_gradient(total, tokens, dx)
 
-        return lax.cond(row["embed_b"] >= 0, active, lambda total: total, carry.table)
+        # As for the lookup, the predicate is the tick's.
+        table = lax.cond(microbatch >= 0, active, lambda total: total, carry.table)
+        return carry._replace(table=table)
+
+    def _weight_gradients(
+        self,
+        vjp: SplitBackwardVjp[Params, ChunkInputs, ChunkOutputs],
+        carry: Carry,
+        tick: LockstepPlan,
+    ) -> Carry:
+        """Run the W slot; return the carry with weight gradients added."""
+        residuals = _read_all(carry.residuals, tick.W.residuals)
+        stash = _read_all(carry.stash, tick.W.stash)
+        weights, inputs = self.chunk_operands(tick.W.chunk, tick.W.microbatch)
+        dw = self._unless_idle(
+            tick.W.active, vjp.weight_gradients, residuals, weights, inputs, stash
+        )
+        return _add_to_layers(carry, tick.W.active, tick.W.chunk, dw)
 
     def _transfer(
-        self, facts: PhaseFacts, carry: Carry, row: Row, y: jax.Array | None, dx: jax.Array | None
+        self,
+        phase: LockstepPlan,
+        carry: Carry,
+        tick: LockstepPlan,
+        y: jax.Array | None,
+        dx: jax.Array | None,
     ) -> Carry:
-        """Sends outputs to the neighbours and stores what arrives; unconditional, on all stages."""
-        size, leaving_f, leaving_b = self.settings.num_stages, y, dx
+        """Send outputs to the neighbours and store what arrives; unconditional, on all stages."""
+        size, activation, gradient = self.settings.num_stages, y, dx
+        # Delayed, the transfer takes the outputs of the tick before, so that it can overlap this
+        # tick's slots, and this tick's outputs wait in the carry.
         if self.settings.delayed:
-            leaving_f, leaving_b = carry.leaving_f, carry.leaving_b
+            activation, gradient = carry.outgoing_activation, carry.outgoing_gradient
             carry = carry._replace(
-                leaving_f=leaving_f if y is None else y, leaving_b=leaving_b if dx is None else dx
+                outgoing_activation=activation if y is None else y,
+                outgoing_gradient=gradient if dx is None else dx,
             )
-        if facts.activations_arrive:
-            stored = _write(carry.activations, row["arrive_f_slot"], ring(leaving_f, size, +1))
-            carry = carry._replace(activations=stored)
-        if facts.gradients_arrive:
-            stored = _write(carry.gradients, row["arrive_b_slot"], ring(leaving_b, size, -1))
-            carry = carry._replace(gradients=stored)
+        # All stages send and receive; what no unit will read goes to the scratch slot.
+        if phase.activations_arrive:
+            assert activation is not None
+            store = _write(carry.activations, tick.F.arrival, ring(activation, size, +1))
+            carry = carry._replace(activations=store)
+        if phase.gradients_arrive:
+            assert gradient is not None
+            store = _write(carry.gradients, tick.B.arrival, ring(gradient, size, -1))
+            carry = carry._replace(gradients=store)
         return carry
 
-    def inputs(self, chunk: jax.Array, microbatch: jax.Array) -> tuple[Params, Any]:
-        """(parameters of a chunk [L, ...], (layer index [L], side inputs [B, ...], key))."""
-        # Tied to the tick's chunk, lest XLA casts the weights of all chunks before the loop and
-        # keeps the copies.
+    def chunk_operands(self, chunk: PlanArray, microbatch: PlanArray) -> tuple[Params, ChunkInputs]:
+        """Return the parameters of a chunk [L, ...] and its inputs for a microbatch."""
+        # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
+        # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
         weights, index = jax.tree.map(lambda a: _read(a, chunk), (layers, self.layer_index))
         side = microbatches.side_inputs(self._microbatch(microbatch))
-        return weights, (index, side, self.key)
+        return weights, ChunkInputs(index, side, self.key)
 
-    def _microbatch(self, index: jax.Array) -> dict[str, jax.Array]:
-        return microbatches.column(self.batch, index)
+    def _microbatch(self, index: PlanArray) -> Batch:
+        return microbatches.column(self.batch, jnp.asarray(index))
 
-    def _unless_idle(self, active: jax.Array, compute: Callable[..., Any], *args: Any) -> Any:
+    def _unless_idle(
+        self, active: PlanArray, compute: Callable[[*Operands], Result], *operands: *Operands
+    ) -> Result:
+        """Call `compute`; with `skip_idle` return `idle_fill` instead if the slot is idle."""
         if not self.settings.skip_idle:
-            return compute(*args)
-        shapes = jax.eval_shape(compute, *args)
+            return compute(*operands)
+        shapes = jax.eval_shape(compute, *operands)
 
-        def idle(*_: Any) -> Any:
+        def idle(*_: *Operands) -> Result:
             return jax.tree.map(lambda s: filled(s.shape, s.dtype, self.settings.idle_fill), shapes)
 
-        return lax.cond(active, compute, idle, *args)
+        return lax.cond(active, compute, idle, *operands)
 
 
-def _read(store: jax.Array, slot: jax.Array) -> jax.Array:
+def _read(store: jax.Array, slot: PlanArray) -> jax.Array:
+    """Return slot `slot` of a store: [slots + 1, ...] -> [...]."""
     return lax.dynamic_index_in_dim(store, slot, keepdims=False)
 
 
-def _write(store: Any, slot: jax.Array, value: jax.Array) -> jax.Array:
+def _write(store: jax.Array | None, slot: PlanArray, value: jax.Array) -> jax.Array:
+    """Return the store [slots + 1, ...] with one slot overwritten by `value` [...]."""
     return lax.dynamic_update_index_in_dim(store, value, slot, 0)
 
 
-def _read_all(stores: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
+def _read_all(stores: Sequence[jax.Array], slot: PlanArray) -> Arrays:
     return [_read(store, slot) for store in stores]
 
 
-def _write_all(
-    stores: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
-) -> list[jax.Array]:
+def _write_all(stores: Sequence[jax.Array], slot: PlanArray, values: Sequence[jax.Array]) -> Arrays:
     return [_write(store, slot, value) for store, value in zip(stores, values, strict=True)]
 
 
-def _add_to_layers(carry: Carry, active: jax.Array, chunk: jax.Array, gradients: Params) -> Carry:
+def _add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients: Params) -> Carry:
+    """Add a chunk's gradients [L, ...] to this stage's [V, L, ...], zeros if the slot is idle."""
+
     def add(total: jax.Array, g: jax.Array) -> jax.Array:
         return total.at[chunk].add(jnp.where(active, g, 0).astype(total.dtype))
 
@@ -317,6 +435,6 @@ def _add(total: jax.Array, g: jax.Array) -> jax.Array:
     return total + g.astype(total.dtype)
 
 
-def filled(shape: tuple[int, ...], dtype: Any, value: float) -> jax.Array:
-    """An array of `value`, or of zeros if the dtype is not floating."""
+def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:
+    """Return an array of `value`, or of zeros if the dtype is not floating."""
     return jnp.full(shape, value if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)

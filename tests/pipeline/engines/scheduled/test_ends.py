@@ -1,4 +1,4 @@
-"""Embedding and head inside a manual program, against dense ones on one device."""
+"""Embedding and head in a manual program, against dense ones on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
-from maxpipe.pipeline.manual import MANUAL_AXES, manual_part, psum
+from maxpipe.pipeline.manual import MANUAL_AXES, psum
 
 P = PartitionSpec
 BATCH = P(("data", "fsdp"), "context")
@@ -56,8 +56,8 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
-def test_embedding_lookup_and_gradient(columns):
-    """On every stage the same activations, and of the gradient only what stage 0 hands in."""
+def test_embedding_of_any_columns_equals_a_dense_lookup(columns):
+    """Every stage gets the same activations; only stage 0's gradient counts."""
     axes = {"stage": 2, "fsdp": 2, "context": 2} if "context" in str(columns) else MESH
     mesh, spec, rows = make_mesh(**axes), P(None, columns), 8
     embedding = Embedding(spec, jnp.float32)
@@ -65,15 +65,15 @@ def test_embedding_lookup_and_gradient(columns):
     tokens = np.random.default_rng(2).integers(0, VOCAB, (rows, T)).astype(np.int32)
 
     def run(table, tokens, gradient):
-        mine = jnp.where(lax.axis_index("stage") == 0, gradient, jnp.nan)
-        total = embedding.add_gradient(jnp.ones_like(table), tokens, mine) - 1
-        spread = {
+        only_first = jnp.where(lax.axis_index("stage") == 0, gradient, jnp.nan)
+        total = embedding.add_gradient(jnp.ones_like(table), tokens, only_first) - 1
+        column_axes = {
             axis
             for entry in spec
             if entry
             for axis in (entry if isinstance(entry, tuple) else (entry,))
         }
-        total = psum(total, tuple(axis for axis in MANUAL_AXES if axis not in spread))
+        total = psum(total, tuple(axis for axis in MANUAL_AXES if axis not in column_axes))
         return embedding.lookup(table, tokens)[None], total
 
     lookup, total = manual(mesh, run, (spec, BATCH, BATCH), (P("stage", *BATCH), spec))(
@@ -86,8 +86,8 @@ def test_embedding_lookup_and_gradient(columns):
     np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_embedding_with_rows_over_an_automatic_axis():
-    """Vocabulary over tensor, as the default rules lay it."""
+def test_embedding_with_rows_over_an_automatic_axis_equals_a_dense_lookup():
+    """The default rules lay the vocabulary over tensor."""
     mesh = make_mesh(stage=2, fsdp=2, tensor=2)
     spec = P("tensor", ("stage", "fsdp"))
     embedding = Embedding(spec, jnp.bfloat16)
@@ -110,7 +110,7 @@ def test_embedding_with_rows_over_an_automatic_axis():
 
 
 def head_loss(outer, x, targets, weights):
-    """(loss, cross-entropy) sums, as `ModelProgram.head_loss`; the loss is not the cross-entropy."""
+    """Return (loss, cross-entropy) sums as `ModelProgram.head_loss` does; the two differ."""
     logits = x @ outer["kernel"]
     log_z = jax.nn.logsumexp(logits, axis=-1)
     cross_entropy = jnp.sum(
@@ -129,43 +129,43 @@ def head_inputs(rows):
 @pytest.mark.parametrize(
     ("stages", "rows"), [(1, 2), (2, 2), (2, 1), (4, 4), (4, 1), (4, 3), (8, 1)]
 )
-def test_head_shares_are_all_tokens_once(stages, rows):
+def test_head_shares_of_all_stages_are_every_token_once(stages, rows):
     """Also where the stages do not divide the tokens, or there are fewer tokens than stages."""
     head = Head(head_loss, stages)
     _, y, targets, weights = head_inputs(rows)
 
     def share(y, targets, weights):
-        mine = jnp.where(lax.axis_index("stage") == stages - 1, y, jnp.nan)
-        return head.share(mine, targets, weights)
+        only_last = jnp.where(lax.axis_index("stage") == stages - 1, y, jnp.nan)
+        return head.share(only_last, targets, weights)
 
     specs = P("stage"), P("stage"), P("stage")
-    x, dealt, weighted = manual(make_mesh(stages), share, (P(), P(), P()), specs)(
+    x, share_targets, share_weights = manual(make_mesh(stages), share, (P(), P(), P()), specs)(
         y, targets, weights
     )
     tokens, size = rows * T, stages * -(-rows * T // stages)
     assert x.shape == (size, D)
     np.testing.assert_array_equal(x[:tokens], y.reshape(-1, D))
-    np.testing.assert_array_equal(dealt[:tokens], targets.reshape(-1))
-    np.testing.assert_array_equal(weighted[:tokens], weights.reshape(-1))
-    assert not weighted[tokens:].any()
+    np.testing.assert_array_equal(share_targets[:tokens], targets.reshape(-1))
+    np.testing.assert_array_equal(share_weights[:tokens], weights.reshape(-1))
+    assert not share_weights[tokens:].any()
 
 
 @pytest.mark.parametrize(
     ("stages", "data", "rows"), [(1, 1, 2), (2, 2, 4), (4, 1, 1), (4, 2, 6), (8, 1, 1)]
 )
-def test_head_loss_and_gradients(stages, data, rows):
+def test_head_loss_and_gradients_equal_dense_ones(stages, data, rows):
     head = Head(head_loss, stages)
     outer, y, targets, weights = head_inputs(rows)
     scale = jnp.float32(0.25)
 
     def run(outer, y, targets, weights, scale):
-        mine = jnp.where(lax.axis_index("stage") == stages - 1, y, jnp.nan)
+        only_last = jnp.where(lax.axis_index("stage") == stages - 1, y, jnp.nan)
         loss, gradient, outer_gradient = head.losses_and_gradients(
-            outer, mine, targets, weights, scale
+            outer, only_last, targets, weights, scale
         )
         sums = (
             psum(loss, MANUAL_AXES),
-            psum(head.losses(outer, mine, targets, weights)[1], MANUAL_AXES),
+            psum(head.losses(outer, only_last, targets, weights)[1], MANUAL_AXES),
         )
         return *sums, gradient[None], jax.tree.map(lambda g: psum(g, MANUAL_AXES), outer_gradient)
 
@@ -189,8 +189,3 @@ def test_head_loss_and_gradients(stages, data, rows):
     np.testing.assert_allclose(actual[3]["kernel"], gradients[0]["kernel"], rtol=1e-4, atol=1e-6)
     for stage in actual[2]:
         np.testing.assert_allclose(stage, gradients[1], rtol=1e-4, atol=1e-6)
-
-
-def test_manual_part_keeps_order_and_drops_automatic_axes():
-    spec = P(("tensor", "fsdp"), None, ("stage", "data"), "tensor", "fsdp")
-    assert manual_part(spec) == P("fsdp", None, ("stage", "data"), None, "fsdp")

@@ -1,4 +1,4 @@
-"""The scheduled engine beyond its grid of options: evaluation, microbatches, tables from files, dtypes, rules."""
+"""The scheduled engine besides its grid of options: evaluation, files, dtypes, sharding rules."""
 
 import dataclasses
 import math
@@ -61,7 +61,7 @@ def check(config):
     ],
     ids=["plain", "delay", "uneven"],
 )
-def test_evaluation_takes_any_batch_size(values, rows):
+def test_evaluate_of_any_batch_size_is_exact(values, rows):
     """As large as the training batch, smaller, larger, and not divisible by the microbatches."""
     config, batch = small(**values), make_batch(rows, seed=1)
     expected = EngineUnderTest(sequential_like(config)).evaluate(batch)
@@ -84,7 +84,7 @@ def test_evaluation_takes_any_batch_size(values, rows):
         (4, 2, 13, True),
     ],
 )
-def test_any_number_of_microbatches(S, V, M, delay):
+def test_gradients_of_any_number_of_microbatches_are_exact(S, V, M, delay):
     """Fewer than stages, and groups of different sizes."""
     values = {
         "mesh.ici.stage": S,
@@ -99,10 +99,9 @@ def test_any_number_of_microbatches(S, V, M, delay):
 
 
 @pytest.mark.parametrize("delay", [1, 2])
-def test_a_table_from_a_file(delay, tmp_path):
-    """Lockstep 1F1B as a file does what it does by name."""
+def test_gradients_of_lockstep_1f1b_from_a_file_are_exact(delay, tmp_path):
     table = load_schedule("lockstep_1f1b", 2, 6, 2, forwarding_delay=delay, slack=1)
-    path = tmp_path / "mine.csv"
+    path = tmp_path / "schedule.csv"
     path.write_text(to_csv(table))
     check(
         small(
@@ -115,16 +114,16 @@ def test_a_table_from_a_file(delay, tmp_path):
     )
 
 
-def test_a_free_running_table_from_a_file(tmp_path):
-    """Every tick has one unit, and idle ticks lie between; all F before any B, as in GPipe."""
-    path = tmp_path / "mine.csv"
+def test_gradients_of_a_free_running_table_are_exact(tmp_path):
+    """Every tick has one unit, with idle ticks in between; all F precede all B, as in GPipe."""
+    path = tmp_path / "schedule.csv"
     path.write_text(to_csv(load_schedule("gpipe", 2, 6, 1)))
     check(small(**{"pipeline.schedule": str(path), "pipeline.num_repeats": 1}))
 
 
-def test_a_free_running_table_with_split_backwards_from_a_file(tmp_path):
-    """A weight gradient has a tick of its own, on every stage another number of ticks behind its input gradient."""
-    path = tmp_path / "mine.csv"
+def test_gradients_of_a_free_running_table_with_split_backwards_are_exact(tmp_path):
+    """W has a tick of its own, on every stage another number of ticks after its I."""
+    path = tmp_path / "schedule.csv"
     path.write_text(to_csv(load_schedule("zb_h1", 2, 6, 1)))
     check(
         small(
@@ -138,9 +137,9 @@ def test_a_free_running_table_with_split_backwards_from_a_file(tmp_path):
     )
 
 
-def test_a_table_by_hand(tmp_path):
+def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
     """Microbatches out of order, holes, and one backward before the other's forward."""
-    path = tmp_path / "mine.csv"
+    path = tmp_path / "schedule.csv"
     path.write_text("0F1,,0F0,,,,,0B1,,,,0B0\n,,1F1,,,1B1,1F0,,,1B0\n")
     values = {
         "pipeline.schedule": str(path),
@@ -163,8 +162,8 @@ def test_a_table_by_hand(tmp_path):
     ],
     ids=["tied", "once", "delay"],
 )
-def test_bfloat16_compute_stays_close(values):
-    """To the sequential engine in bfloat16, as summation order does; its loss to that of float32."""
+def test_gradients_in_bfloat16_are_close(values):
+    """Gradients to the sequential engine's in bfloat16, the loss to that of float32."""
     config, batch = small(**{"model.dtype": "bfloat16"} | values), make_batch(24)
     actual = EngineUnderTest(config, idle_fill=NAN).train(batch)
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(actual.gradients))
@@ -173,15 +172,15 @@ def test_bfloat16_compute_stays_close(values):
     assert actual.loss == pytest.approx(exact.loss, rel=3e-3)
 
 
-def test_bfloat16_parameters_over_tensor():
+def test_gradients_of_bfloat16_parameters_over_tensor_are_close():
     values = {"model.dtype": "bfloat16", "model.param_dtype": "bfloat16", "mesh.ici.tensor": 2}
     config = small(**values)
     actual = EngineUnderTest(config).train(make_batch(24))
     assert_same(actual, reference(config.model, 24), tolerance=3e-2)
 
 
-def test_a_microbatch_without_weights_counts_for_nothing_and_the_others_for_all():
-    """The loss is divided once, by the weights of the whole batch: no mean of microbatch means."""
+def test_loss_with_a_microbatch_of_weight_zero_is_divided_by_the_global_weight():
+    """No mean of microbatch means."""
     batch = make_batch(24)
     batch["weights"][1::6] = 0
     expected = EngineUnderTest(sequential_like(small())).train(batch)
@@ -199,7 +198,7 @@ def test_a_microbatch_without_weights_counts_for_nothing_and_the_others_for_all(
     ],
     ids=str,
 )
-def test_other_sharding_rules(rules):
+def test_gradients_under_other_sharding_rules_are_exact(rules):
     gather = "once" if "data" in str(rules) else "per_iteration"
     changed = [rule for rule in DEFAULT_RULES if rule[0] not in {name for name, _ in rules}] + rules
     axes = {"mesh.ici.data": 2} if "data" in str(rules) else {"mesh.ici.tensor": 2}
@@ -207,8 +206,8 @@ def test_other_sharding_rules(rules):
 
 
 @pytest.mark.parametrize("embed", [20, 18])
-def test_an_embedding_that_devices_do_not_divide(embed):
-    """It stays whole over stage (20 = 4 x 5, stage x fsdp = 8) or fsdp; tokens do not divide over stages, either."""
+def test_gradients_of_an_embedding_that_devices_do_not_divide_are_exact(embed):
+    """Of 4 stages and 2-way fsdp, stage divides 20 columns and fsdp 18; tokens do not divide."""
     values = {
         "model.embed_dim": embed,
         "model.head_dim": 4,
@@ -221,7 +220,7 @@ def test_an_embedding_that_devices_do_not_divide(embed):
     check(config)
 
 
-def test_idle_slots_are_skipped_on_simulated_devices_only_without_automatic_axes():
+def test_skips_idle_on_auto_is_true_on_cpu_without_automatic_axes():
     def decision(**values):
         config = small(**values)
         return skips_idle(build_engine_inputs(config, make_mesh(config)))

@@ -1,4 +1,4 @@
-"""The scheduled engine computes the loss and every gradient of the sequential one, whatever its options."""
+"""The scheduled engine's loss and gradients equal the sequential engine's, for all its options."""
 
 import math
 
@@ -97,7 +97,7 @@ SPLIT_CASES = [
 
 
 @pytest.mark.parametrize("case", [SPLIT | case for case in SPLIT_CASES], ids=name_of)
-def test_split_backwards_equal_sequential(case):
+def test_gradients_of_split_backwards_equal_sequential(case):
     check(case)
 
 
@@ -105,18 +105,18 @@ PAIRWISE = covering_array(FACTORS, is_legal, CONSTRAINED)
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
-def test_equals_sequential(case):
+def test_gradients_of_every_pair_of_options_equal_sequential(case):
     check(case)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("case", sampled_product(BOTH, GRID, is_legal), ids=name_of)
-def test_equals_sequential_in_the_full_product(case):
+def test_gradients_of_the_full_product_equal_sequential(case):
     check(case)
 
 
-def test_few_pairs_of_options_are_impossible():
-    """Only what the devices or the options themselves exclude stays out."""
+def test_pairs_that_are_left_out_are_impossible():
+    """Only the devices or the options themselves exclude them."""
     everything = legal_pairs(FACTORS, lambda case: True, CONSTRAINED)
     assert everything - legal_pairs(FACTORS, is_legal, CONSTRAINED) == {
         ("stages", 4, "mesh", "data fsdp"),

@@ -1,4 +1,4 @@
-"""What the scheduled engine holds: units in flight as the table says, no weights with them, nothing per microbatch."""
+"""What the scheduled engine stores: units in flight as the table says, and no weights with them."""
 
 import math
 from dataclasses import dataclass
@@ -17,8 +17,7 @@ from maxpipe.pipeline.weights import Weights
 from maxpipe.planning.footprint import stash_width
 from maxpipe.planning.simulate import simulate
 
-# No product of sizes of an activation is that of a weight, whole or sharded, of one layer or of
-# all.
+# No activation has as many elements as a weight, full or sharded, of one layer or of all.
 T, D, HEADS, KV_HEADS, HEAD_DIM, MLP = 13, 24, 6, 3, 4, 40
 MODEL = {
     "model.num_layers": 8,
@@ -72,7 +71,7 @@ def abstract_arguments(config, pipeline, parts):
 class Stores:
     """Shapes inside a stage's program."""
 
-    kept: list  # of one unit
+    residuals: list  # of one unit
     carry: object
     layers: list
     microbatch_rows: int
@@ -80,22 +79,22 @@ class Stores:
 
 
 def stores(config, monkeypatch):
-    """Traces a training step without compiling it."""
-    found = []
+    """Trace a training step without compiling it; return the stores of its stage program."""
+    traced = []
 
-    def run(self, plan, split, carry):
+    def run(self, plan, vjp, carry):
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry)
         layers = jax.tree.leaves(self.layers)
-        found.append(Stores(split.kept, shapes, layers, self.batch["tokens"].shape[0], plan))
-        return original(self, plan, split, carry)
+        traced.append(Stores(vjp.residuals, shapes, layers, self.batch["tokens"].shape[0], plan))
+        return original(self, plan, vjp, carry)
 
     original = StageProgram.run
     monkeypatch.setattr(StageProgram, "run", run)
     parts = build_engine_inputs(config, make_mesh(config))
     pipeline = ENGINES["scheduled"](parts)
     jax.eval_shape(pipeline.loss_and_gradients, *abstract_arguments(config, pipeline, parts))
-    (only,) = found
-    return only
+    (stage_program,) = traced
+    return stage_program
 
 
 def num_bytes(arrays):
@@ -104,23 +103,23 @@ def num_bytes(arrays):
 
 @pytest.mark.parametrize("M", [8, 16])
 @pytest.mark.parametrize(("S", "V"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
-def test_residual_store_is_the_peak_of_the_table(S, V, M, monkeypatch):
-    """(V+1)S-1-2s units in flight on stage s, and one slot more for units that are computed masked."""
+def test_residual_store_has_the_slots_of_the_tables_peak(S, V, M, monkeypatch):
+    """(V+1)S-1-2s units are in flight on stage s; one slot more is scratch."""
     config = scheduled(
         **{"mesh.ici.stage": S, "pipeline.num_repeats": V, "pipeline.num_microbatches": M}
     )
-    found = stores(config, monkeypatch)
+    program_stores = stores(config, monkeypatch)
     table = build_engine_inputs(config, make_mesh(config)).table
     peak = [(V + 1) * S - 1 - 2 * s for s in range(S)]
     np.testing.assert_array_equal(simulate(table).peak_in_flight, peak)
-    (residuals,) = found.carry.residuals
+    (residuals,) = program_stores.carry.residuals
     assert residuals.shape == (peak[0] + 1, 16 // M, T, D)
-    assert found.carry.activations.shape[0] == found.plan.num_activation_slots + 1
-    assert found.carry.gradients.shape[0] == found.plan.num_gradient_slots + 1
+    assert program_stores.carry.activations.shape[0] == program_stores.plan.sizes.activations + 1
+    assert program_stores.carry.gradients.shape[0] == program_stores.plan.sizes.gradients + 1
 
 
 @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "delayed", "overlapped"])
-def test_stores_do_not_grow_with_the_number_of_microbatches(schedule, monkeypatch):
+def test_stores_of_more_microbatches_are_equal(schedule, monkeypatch):
     options = {
         "pipeline.delay_activation_forwarding": schedule == "delayed",
         "pipeline.overlap_slots": schedule == "overlapped",
@@ -137,8 +136,8 @@ def test_stores_do_not_grow_with_the_number_of_microbatches(schedule, monkeypatc
 @pytest.mark.parametrize(
     ("S", "V", "M", "delay"), [(2, 2, 8, False), (4, 1, 8, True), (4, 2, 16, False)]
 )
-def test_stores_of_split_backwards_are_the_peaks_of_the_table(S, V, M, delay, monkeypatch):
-    """Residuals as for whole ones; in the stash d(S-1)+1 units, none of them larger than its residuals."""
+def test_stores_of_split_backwards_have_the_slots_of_the_tables_peaks(S, V, M, delay, monkeypatch):
+    """Residuals are as for full backwards; d(S-1)+1 stashed units, no larger than residuals."""
     values = {
         "mesh.ici.stage": S,
         "pipeline.num_repeats": V,
@@ -146,21 +145,21 @@ def test_stores_of_split_backwards_are_the_peaks_of_the_table(S, V, M, delay, mo
         "pipeline.delay_activation_forwarding": delay,
         "pipeline.remat_policy": "minimal",
     }
-    split, whole = (
+    split, full = (
         stores(scheduled(**values, **{"pipeline.schedule": name}), monkeypatch)
         for name in ("lockstep_zb", "lockstep_1f1b")
     )
     config = scheduled(**values, **{"pipeline.schedule": "lockstep_zb"})
     run = simulate(build_engine_inputs(config, make_mesh(config)).table)
     assert {a.shape[0] for a in split.carry.residuals} == {run.peak_in_flight.max() + 1}
-    assert split.carry.residuals == whole.carry.residuals
+    assert split.carry.residuals == full.carry.residuals
     assert (
         {a.shape[0] for a in split.carry.stash}
         == {run.peak_stash.max() + 1}
         == {(delay + 1) * (S - 1) + 2}
     )
-    assert num_bytes(split.carry.stash) / (run.peak_stash.max() + 1) <= num_bytes(split.kept)
-    assert whole.carry.stash == []
+    assert num_bytes(split.carry.stash) / (run.peak_stash.max() + 1) <= num_bytes(split.residuals)
+    assert full.carry.stash == []
 
 
 POLICIES = ["full", "minimal", "save_qkv_proj", "save_dot_except_mlp", "none"]
@@ -170,7 +169,7 @@ POLICIES = ["full", "minimal", "save_qkv_proj", "save_dot_except_mlp", "none"]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 @pytest.mark.parametrize("gather", ["per_iteration", "once"])
-def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, monkeypatch):
+def test_residuals_of_any_remat_policy_hold_no_weight(policy, dtype, scan, gather, monkeypatch):
     config = scheduled(
         **{
             "pipeline.remat_policy": policy,
@@ -183,18 +182,18 @@ def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, mo
             "mesh.ici.fsdp": 2,
         }
     )
-    found = stores(config, monkeypatch)
+    program_stores = stores(config, monkeypatch)
     program = build_engine_inputs(config, make_mesh(config)).program
     specs = jax.tree.leaves(program.specs["layers"], is_leaf=lambda x: isinstance(x, ParamSpec))
     weights = {math.prod(spec.shape) for spec in specs} | {
-        math.prod(p.shape[2:]) for p in found.layers
+        math.prod(p.shape[2:]) for p in program_stores.layers
     }
     layers = config.pipeline.num_layers_per_stage
-    sizes = {math.prod(kept.shape) for kept in found.kept}
+    sizes = {math.prod(residual.shape) for residual in program_stores.residuals}
     assert not sizes & {count * size for size in weights for count in (1, layers)}
-    tokens = found.microbatch_rows * T
-    assert all(size % tokens == 0 for size in sizes), "something that is not per token"
-    per_token = num_bytes(found.kept) / tokens / jnp.dtype(dtype).itemsize
+    tokens = program_stores.microbatch_rows * T
+    assert all(size % tokens == 0 for size in sizes), "a residual that is not per token"
+    per_token = num_bytes(program_stores.residuals) / tokens / jnp.dtype(dtype).itemsize
     named = {
         "full": 0,
         "save_qkv_proj": (HEADS + 2 * KV_HEADS) * HEAD_DIM,
@@ -202,11 +201,11 @@ def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, mo
         "minimal": (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM + D + 2 * MLP + D,
     }
     if policy == "full":
-        assert [(k.shape, k.dtype) for k in found.kept] == [
-            ((found.microbatch_rows, T, D), jnp.dtype(dtype))
+        assert [(r.shape, r.dtype) for r in program_stores.residuals] == [
+            ((program_stores.microbatch_rows, T, D), jnp.dtype(dtype))
         ]
     elif policy in named:
-        # The chunk's input beside them; results that no gradient needs are not kept.
+        # The chunk's input besides them; results that no gradient needs are not stored.
         assert named["save_qkv_proj"] * layers + D <= per_token <= named[policy] * layers + D
     else:
         assert per_token > named["minimal"] * layers
@@ -215,9 +214,7 @@ def test_no_weight_is_kept_with_a_unit_in_flight(policy, dtype, scan, gather, mo
 @pytest.mark.parametrize(
     ("policy", "unknown"), [("minimal", 0), ("none", 0), ("save_qkv_proj", 0.1)]
 )
-def test_what_input_gradients_stash_is_what_weight_gradients_cannot_make_for_little(
-    policy, unknown, monkeypatch
-):
+def test_stash_of_a_layer_has_the_width_that_the_footprint_predicts(policy, unknown, monkeypatch):
     config = scheduled(
         **{
             "pipeline.schedule": "lockstep_zb",
@@ -225,9 +222,11 @@ def test_what_input_gradients_stash_is_what_weight_gradients_cannot_make_for_lit
             "pipeline.num_repeats": 2,
         }
     )
-    found = stores(config, monkeypatch)
-    one = [jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in found.carry.stash]
-    per_token = num_bytes(one) / (found.microbatch_rows * T) / 4
+    program_stores = stores(config, monkeypatch)
+    unit = [
+        jax.ShapeDtypeStruct(store.shape[1:], store.dtype) for store in program_stores.carry.stash
+    ]
+    per_token = num_bytes(unit) / (program_stores.microbatch_rows * T) / 4
     assert stash_width(config) * config.pipeline.num_layers_per_stage == pytest.approx(
         per_token, rel=unknown, abs=0
     )
@@ -238,7 +237,7 @@ ADDED = 24  # microbatches
 TOKEN_ARRAYS = ADDED * ROWS * LONG * 4 * 5  # tokens, targets, positions, segment ids, weights
 ROW_NUMBERS = ADDED * ROWS * 4
 ACTIVATIONS = ADDED * ROWS * LONG * D * 4
-# What a tick does: at most 17 numbers.
+# The plan of a tick: at most 17 numbers.
 TICKS = 17 * 4 * ADDED * 2
 
 
@@ -275,8 +274,8 @@ def temp_bytes(engine, num_microbatches, **values):
     ],
     ids=lambda values: "-".join(key.rpartition(".")[2] for key in values) or "default",
 )
-def test_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatches(values):
-    """From 8 to 32 microbatches of equal size, it is a few numbers for every row and tick.
+def test_temp_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatches(values):
+    """From 8 to 32 microbatches of equal size it grows by a few numbers per row and tick.
 
     With delayed forwarding XLA copies the token arrays into another layout.
     """
@@ -285,7 +284,7 @@ def test_memory_of_the_scheduled_engine_is_flat_in_the_number_of_microbatches(va
     assert growth <= copied + ROW_NUMBERS + TICKS
 
 
-def test_memory_of_the_circular_engine_grows_by_whole_activations():
-    """An activation for every microbatch and repeat of a stage, at least."""
+def test_temp_memory_of_the_circular_engine_grows_by_an_activation_per_microbatch():
+    """By an activation for every microbatch and repeat of a stage, at least."""
     growth = temp_bytes("circular", 8 + ADDED) - temp_bytes("circular", 8)
     assert growth >= 2 * ACTIVATIONS

@@ -1,71 +1,91 @@
+"""The plan of the scheduled engine: replayed value by value, its text, phases and facts."""
+
+import textwrap
+
+import jax
 import numpy as np
 import pytest
 from helpers.random_tables import tables
 from hypothesis import given
 
 from maxpipe.config.catalog import SCHEDULES
-from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
+from maxpipe.pipeline.engines.scheduled import stage_program
+from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan, plan_text
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.table import ScheduleError, forward_only, from_ticks, phases
 from maxpipe.pipeline.schedules.validate import validate
 
 
 def replay(table):
-    """Moves the names of values through the plan's slots as the engine moves the values, and checks every
-    read."""
+    """Move the names of values through the plan's slots as the engine does; check every read.
+
+    A value's name is (microbatch, global chunk).
+    """
     plan, S, last = lockstep_plan(table), table.num_stages, table.num_chunks - 1
     activations, gradients, residuals, stash, sent = {}, {}, {}, {}, []
     f_units, b_units, w_units = [], [], []
     for tick in range(table.num_ticks):
+        t = plan.ticks(tick, tick + 1)
+        F, B, W, ends = jax.tree.map(lambda a: a[0], (t.F, t.B, t.W, t.ends))
         f_out, b_out, from_head = {}, {}, None
-        for s in np.flatnonzero(plan.f_active[tick]):
-            microbatch, chunk = plan.f_microbatch[tick, s], plan.f_chunk[tick, s] * S + s
-            if chunk:
-                assert activations[s, plan.f_in_slot[tick, s]] == (microbatch, chunk)
+        # F slots and the head.
+        for s in np.flatnonzero(F.active):
+            unit = (F.microbatch[s], F.chunk[s] * S + s)
+            assert F.embeds[s] == (unit[1] == 0)
+            assert F.embeds[s] == (F.reads[s] == plan.sizes.activations)
+            if F.embeds[s]:
+                assert ends.embed == unit[0]
             else:
-                assert plan.f_in_slot[tick, s] == -1
-            residuals[s, plan.residual_slot_f[tick, s]] = f_out[s] = (microbatch, chunk)
-            f_units.append((microbatch, chunk))
-            if chunk == last:
-                assert plan.head_microbatch[tick] == microbatch
-                from_head = (microbatch, last)
-        assert (from_head is None) == (plan.head_microbatch[tick] == -1)
-        for s in np.flatnonzero(plan.b_active[tick]):
-            unit = (plan.b_microbatch[tick, s], plan.b_chunk[tick, s] * S + s)
-            slot = plan.b_in_slot[tick, s]
-            assert residuals[s, plan.residual_slot_b[tick, s]] == unit
-            assert (gradients[s, slot] if slot >= 0 else from_head) == unit
+                assert activations[s, F.reads[s]] == unit
+            residuals[s, F.residuals[s]] = f_out[s] = unit
+            f_units.append(unit)
+            if unit[1] == last:
+                assert ends.head == unit[0]
+                from_head = unit
+        assert (ends.embed == -1) == (not F.embeds.any())
+        assert (ends.head == -1) == (from_head is None)
+        # B slots.
+        for s in np.flatnonzero(B.active):
+            unit = (B.microbatch[s], B.chunk[s] * S + s)
+            assert residuals[s, B.residuals[s]] == unit
+            assert (from_head if B.from_head[s] else gradients[s, B.reads[s]]) == unit
             b_out[s] = (unit[0], unit[1] - 1)
             b_units.append(unit)
             if plan.splits_backward:
-                stash[s, plan.stash_slot_b[tick, s]] = unit
-            if unit[1] == last:
-                assert plan.head_used_at[np.flatnonzero(plan.head_microbatch == unit[0])] == tick
-        for s in np.flatnonzero(plan.w_active[tick]):
-            unit = (plan.w_microbatch[tick, s], plan.w_chunk[tick, s] * S + s)
-            assert residuals[s, plan.residual_slot_w[tick, s]] == unit
-            assert stash[s, plan.stash_slot_w[tick, s]] == unit
+                stash[s, B.stash[s]] = unit
+            if unit[1] == 0:
+                assert ends.embed_backward == unit[0]
+        # W slots.
+        for s in np.flatnonzero(W.active):
+            unit = (W.microbatch[s], W.chunk[s] * S + s)
+            assert residuals[s, W.residuals[s]] == unit
+            assert stash[s, W.stash[s]] == unit
             w_units.append(unit)
-        if plan.head_gradient_slot[tick] >= 0:
-            gradients[S - 1, plan.head_gradient_slot[tick]] = from_head
+        # The head's gradient and the transfers.
+        for s in range(S):
+            if ends.head_gradient[s] < plan.sizes.gradients:
+                assert s == S - 1
+                gradients[s, ends.head_gradient[s]] = from_head
         sent.append((f_out, b_out))
         if tick + 1 >= table.forwarding_delay:
             f_out, b_out = sent[-table.forwarding_delay]
             for s in range(S):
-                if plan.arrive_f_slot[tick, s] >= 0:
+                if F.arrival[s] < plan.sizes.activations:
                     microbatch, chunk = f_out[(s - 1) % S]
-                    activations[s, plan.arrive_f_slot[tick, s]] = (microbatch, chunk + 1)
-                if plan.arrive_b_slot[tick, s] >= 0:
-                    gradients[s, plan.arrive_b_slot[tick, s]] = b_out[(s + 1) % S]
+                    activations[s, F.arrival[s]] = (microbatch, chunk + 1)
+                if B.arrival[s] < plan.sizes.gradients:
+                    gradients[s, B.arrival[s]] = b_out[(s + 1) % S]
     units = {(m, g) for m in range(table.num_microbatches) for g in range(last + 1)}
     assert sorted(f_units) == sorted(units)
     assert sorted(b_units) == (sorted(units) if len(table.kinds) > 1 else [])
     assert sorted(w_units) == (sorted(units) if "W" in table.kinds else [])
+    embedded = sorted(m for m in plan.ends.embed_backward if m >= 0)
+    assert embedded == (list(range(table.num_microbatches)) if len(table.kinds) > 1 else [])
     return plan
 
 
 @given(tables(placements=("loop",)))
-def test_replays_any_loop_placed_table(table):
+def test_plan_of_a_random_loop_table_replays(table):
     replay(table)
     replay(forward_only(table))
 
@@ -75,7 +95,7 @@ def test_replays_any_loop_placed_table(table):
     ["lockstep_1f1b", "lockstep_zb", "circular", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1"],
 )
 @pytest.mark.parametrize(("S", "M", "V"), [(1, 4, 2), (2, 3, 2), (4, 8, 2), (4, 11, 3), (4, 2, 2)])
-def test_replays_schedules(name, S, M, V):
+def test_plan_of_a_schedule_replays(name, S, M, V):
     schedule = SCHEDULES[name]
     for delay in (1, 2) if schedule.delays else (1,):
         for slack in (0, 1, 2) if schedule.overlaps else (0,):
@@ -86,17 +106,56 @@ def test_replays_schedules(name, S, M, V):
             )
 
 
-def test_indices_are_legal_where_nothing_runs():
-    plan = lockstep_plan(load_schedule("lockstep_1f1b", 4, 8, 2))
-    for array in (plan.f_microbatch, plan.f_chunk, plan.b_microbatch, plan.b_chunk):
-        assert array.dtype == np.int32
-        assert array.min() == 0
-    assert (
-        plan.f_in_slot.dtype == plan.arrive_b_slot.dtype == plan.head_microbatch.dtype == np.int32
-    )
+def test_plan_text_of_the_worked_example_is_in_the_stage_programs_docstring():
+    text = plan_text(lockstep_plan(load_schedule("lockstep_1f1b", 2, 3, 1)))
+    assert textwrap.indent(text, "    ") in stage_program.__doc__
 
 
-def test_phases_of_lockstep_1f1b_are_forward_both_backward():
+def test_plan_text_of_split_backwards_names_stash_and_stored_head_gradients():
+    lines = plan_text(lockstep_plan(load_schedule("lockstep_zb", 2, 3, 1, slack=1))).split("\n")
+    assert lines[2].split() == ["1", "idle", "a0"]
+    assert lines[6] == f"{'':<5} 1      {'1F1: a0 -> r1; head 1 -> g0; 1I0: g0 r0 -> s0':<56} a0"
+    assert lines[7].startswith("3     0      0I0: g0 r0 -> s0 embedding; 0W0: r0 s0 ")
+
+
+def test_column_of_a_stage_is_its_column_of_every_index():
+    plan = lockstep_plan(load_schedule("lockstep_zb", 4, 8, 2, slack=1))
+    column = jax.jit(lambda plan, stage: plan.column(stage))(plan, 3)
+    for index, of_stage in zip(jax.tree.leaves(plan), jax.tree.leaves(column), strict=True):
+        np.testing.assert_array_equal(of_stage, index[:, 3] if index.ndim == 2 else index)
+    assert column.sizes == plan.sizes
+
+
+def test_indices_of_idle_slots_are_legal():
+    plan = lockstep_plan(load_schedule("lockstep_zb", 4, 8, 2))
+    sizes = plan.sizes
+    for index, limit in (
+        *((slot.microbatch, 7) for slot in (plan.F, plan.B, plan.W)),
+        *((slot.chunk, 1) for slot in (plan.F, plan.B, plan.W)),
+        *((slot.residuals, sizes.residuals) for slot in (plan.F, plan.B, plan.W)),
+        *((slot.stash, sizes.stash) for slot in (plan.B, plan.W)),
+        (plan.F.reads, sizes.activations),
+        (plan.F.arrival, sizes.activations),
+        (plan.B.reads, sizes.gradients),
+        (plan.B.arrival, sizes.gradients),
+        (plan.ends.head_gradient, sizes.gradients),
+    ):
+        assert index.dtype == np.int32
+        assert index.min() >= 0
+        assert index.max() <= limit
+
+
+def slots_in_use(plan):
+    """For each phase its ticks, and whether it has F, head, B and W."""
+    rows = []
+    for start, stop in plan.phases:
+        phase = plan.ticks(start, stop)
+        slots = (phase.F.active, phase.ends.head >= 0, phase.B.active, phase.W.active)
+        rows.append((start, stop, *(bool(slot.any()) for slot in slots)))
+    return rows
+
+
+def test_phases_of_lockstep_1f1b_are_forward_then_both_then_backward():
     S, M, V = 4, 8, 2
     table = load_schedule("lockstep_1f1b", S, M, V)
     D = V * S - 1
@@ -105,15 +164,15 @@ def test_phases_of_lockstep_1f1b_are_forward_both_backward():
         (D, M * V + S - 1, True, True, True, False),
         (M * V + S - 1, D + M * V + S - 1, False, False, True, False),
     ]
-    assert [tuple(p) for p in lockstep_plan(table).phases] == expected
+    assert slots_in_use(lockstep_plan(table)) == expected
     assert [(p.start, p.stop) for p in phases(table)] == [p[:2] for p in expected]
     assert [p.kinds for p in phases(table)] == [("F",), ("F", "B"), ("B",)]
 
 
-def test_phases_of_lockstep_zb_have_weight_gradients_where_every_stage_may_have_one():
+def test_phases_of_lockstep_zb_have_w_from_the_first_stages_first_i_on():
     S, M, V = 4, 8, 2
     D = V * S - 1
-    assert [tuple(p) for p in lockstep_plan(load_schedule("lockstep_zb", S, M, V)).phases] == [
+    assert slots_in_use(lockstep_plan(load_schedule("lockstep_zb", S, M, V))) == [
         (0, D, True, False, False, False),
         (D, D + S - 1, True, True, True, False),
         (D + S - 1, M * V + S - 1, True, True, True, True),
@@ -121,24 +180,65 @@ def test_phases_of_lockstep_zb_have_weight_gradients_where_every_stage_may_have_
     ]
 
 
-def test_slack_moves_the_head_into_the_first_phase():
+def test_phases_with_slack_have_the_head_before_the_first_b():
     plan = lockstep_plan(load_schedule("lockstep_1f1b", 4, 8, 1, slack=1))
-    assert [p.has_head for p in plan.phases] == [True, True, False]
-    assert (plan.head_gradient_slot >= 0).sum() == 8
+    assert [has_head for _, _, _, has_head, _, _ in slots_in_use(plan)] == [True, True, False]
+    assert (plan.ends.head_gradient < plan.sizes.gradients).sum() == 8
 
 
-def test_phases_stay_few_however_often_a_table_alternates():
+def test_phases_of_an_alternating_table_stay_few():
     table = load_schedule("1f1b", 1, 16)
     assert len(phases(table)) > 8
     assert len(lockstep_plan(table).phases) == 3
 
 
+@pytest.mark.parametrize("name", ["lockstep_1f1b", "lockstep_zb"])
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.parametrize("slack", [0, 1])
+@pytest.mark.parametrize(
+    ("S", "V", "M"), [(1, 1, 1), (1, 2, 3), (2, 1, 1), (2, 2, 5), (4, 2, 16), (4, 1, 3)]
+)
+def test_facts_of_a_phase_are_those_of_its_ticks(name, S, V, M, delay, slack):
+    """A phase has a fact if and only if one of its ticks has it."""
+    table = load_schedule(name, S, M, V, forwarding_delay=delay, slack=slack)
+    plan = lockstep_plan(table)
+    parts = [plan.ticks(start, stop) for start, stop in plan.phases]
+    for part in parts:
+        single = [part.ticks(t, t + 1) for t in range(len(part.F.active))]
+        for fact in (
+            "stores_head_gradient",
+            "activations_arrive",
+            "gradients_arrive",
+            "reuses_residuals_in_tick",
+        ):
+            assert getattr(part, fact) == any(getattr(tick, fact) for tick in single)
+    backward = table.ticks["I" if name == "lockstep_zb" else "B"]
+    waits = backward[:, -1] > table.ticks["F"][:, -1]
+    assert slack == 0 or waits.all()
+    assert any(p.stores_head_gradient for p in parts) == waits.any()
+    assert any(p.B.from_head.any() for p in parts) == (not waits.all())
+    assert any(p.reuses_residuals_in_tick for p in parts) == (not waits.all())
+    assert any(p.activations_arrive for p in parts) == (S * V > 1)
+    assert any(p.gradients_arrive for p in parts) == (S * V > 1)
+
+
+def test_plan_of_a_forward_table_has_no_backward():
+    plan = lockstep_plan(forward_only(load_schedule("lockstep_1f1b", 4, 8, 2)))
+    assert plan.F.active.any(axis=1).all()
+    assert not plan.B.active.any()
+    assert not plan.W.active.any()
+    assert not plan.gradients_arrive
+    assert not plan.stores_head_gradient
+    assert plan.sizes[1:] == (0, 0, 0)
+    assert (plan.ends.embed_backward == -1).all()
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("dualpipe_v", "places chunks as 'v'"), ("mixed", "both B and I units")]
 )
-def test_what_the_engine_has_no_slot_for_is_refused(name, reason):
+def test_plan_of_a_table_that_the_engine_has_no_slots_for_is_refused(name, reason):
     if name == "mixed":
-        # One stage, two microbatches: the first backward whole, the second in two.
+        # One stage, two microbatches: the first backward full, the second split.
         ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
         table = from_ticks(name, 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
     else:

@@ -1,4 +1,4 @@
-"""Splitting a vjp over time: equal gradients, and nothing kept that does not depend on the activation."""
+"""Split a vjp over time: equal gradients, and no residual that is independent of the activation."""
 
 import jax
 import jax.numpy as jnp
@@ -20,58 +20,60 @@ def close(actual, desired):
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
 
 
-def split(f, weights, rest=()):
-    """Checks forward and backward of f's `SplitVjp` against `jax.vjp`; returns what it keeps, sorted."""
+def split(f, weights, inputs=()):
+    """Check f's `SplitVjp` against `jax.vjp`; return shapes and dtypes of its residuals, sorted."""
     x = array(*X, seed=1)
-    halves = SplitVjp(f, jax.ShapeDtypeStruct(x.shape, x.dtype), weights, rest)
-    y, vjp = jax.vjp(lambda x, weights: f(x, weights, rest), x, weights)
-    actual, kept = jax.jit(halves.forward)(x, weights, rest)
-    assert [(k.shape, k.dtype) for k in kept] == [(k.shape, k.dtype) for k in halves.kept]
+    split_vjp = SplitVjp(f, jax.ShapeDtypeStruct(x.shape, x.dtype), weights, inputs)
+    y, vjp = jax.vjp(lambda x, weights: f(x, weights, inputs), x, weights)
+    actual, residuals = jax.jit(split_vjp.forward)(x, weights, inputs)
+    assert [(r.shape, r.dtype) for r in residuals] == [
+        (r.shape, r.dtype) for r in split_vjp.residuals
+    ]
     cotangent = jax.tree.map(lambda a: array(*a.shape, seed=2).astype(a.dtype), y)
-    gradients = jax.jit(halves.backward)(kept, weights, rest, cotangent)
+    gradients = jax.jit(split_vjp.backward)(residuals, weights, inputs, cotangent)
     jax.tree.map(close, (actual, gradients), (y, vjp(cotangent)))
-    return sorted((k.shape, k.dtype.name) for k in halves.kept)
+    return sorted((r.shape, r.dtype.name) for r in split_vjp.residuals)
 
 
-def test_a_product_keeps_the_activation_and_not_the_weight():
+def test_residuals_of_a_product_are_the_activation_and_not_the_weight():
     assert split(lambda x, w, _: x @ w, array(4, 7)) == [(X, "float32")]
 
 
-def test_a_residual_used_twice_is_kept_once():
+def test_residuals_used_twice_are_stored_once():
     f = lambda x, w, _: x @ w["a"] + x @ w["b"]  # noqa: E731
     assert split(f, {"a": array(4, 7), "b": array(4, 7, seed=3)}) == [(X, "float32")]
 
 
-def test_casts_of_weights_are_made_again():
+def test_residuals_that_are_casts_of_weights_are_recomputed():
     f = lambda x, w, _: x * w.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
     assert split(f, array(4)) == [(X, "float32")]
 
 
-def test_random_numbers_are_drawn_again():
+def test_residuals_that_are_random_numbers_are_recomputed():
     def f(x, w, key):
         return jnp.where(jax.random.bernoulli(key, 0.5, X), x * w, 0)
 
     assert split(f, array(1), jax.random.key(0)) == [(X, "float32")]
 
 
-def test_integers_and_masks_that_depend_on_the_activation_are_kept():
+def test_residuals_include_integers_and_masks_of_the_activation():
     def f(x, w, _):
         return jnp.where(x > 0, w[jnp.argmax(x, axis=1)], 0)
 
-    kept = {dtype for _, dtype in split(f, array(4, 4))}
-    assert "bool" in kept
-    assert "int32" in kept
+    dtypes = {dtype for _, dtype in split(f, array(4, 4))}
+    assert "bool" in dtypes
+    assert "int32" in dtypes
 
 
-def test_outputs_may_be_a_tree_and_weights_unused():
+def test_split_vjp_of_a_tree_of_outputs_with_unused_weights_is_exact():
     def f(x, w, _):
         return {"y": jnp.sin(x), "sum": jnp.sum(x * x)}, w["used"] * 2
 
     split(f, {"used": array(2), "unused": array(6)})
 
 
-def test_a_scan_over_layers_keeps_inputs_and_no_weight():
-    """Weights enter as scanned inputs; their casts leave as scanned outputs, beside the activations."""
+def test_residuals_of_a_scan_over_layers_are_activations_only():
+    """Weights enter as scanned inputs; their casts leave as scanned outputs, as activations do."""
 
     def f(x, w, _):
         def layer(x, w):
@@ -79,12 +81,12 @@ def test_a_scan_over_layers_keeps_inputs_and_no_weight():
 
         return lax.scan(layer, x, w)[0]
 
-    kept = split(f, array(L, 4, 4))
-    assert kept
-    assert {shape for shape, _ in kept} == {(L, *X)}
+    residuals = split(f, array(L, 4, 4))
+    assert residuals
+    assert {shape for shape, _ in residuals} == {(L, *X)}
 
 
-def test_a_carry_that_only_passes_weights_on_is_not_kept():
+def test_residuals_of_a_scan_that_carries_weights_are_activations_only():
     def f(x, w, _):
         def layer(carry, _):
             x, w = carry
@@ -95,8 +97,8 @@ def test_a_carry_that_only_passes_weights_on_is_not_kept():
     assert {shape for shape, _ in split(f, array(4, 4))} == {(L, *X)}
 
 
-def test_dependence_travels_through_a_carry_from_one_turn_to_the_next():
-    """x reaches the third place only after two turns, so that one look at the body does not find out."""
+def test_dependence_through_the_carries_of_two_turns_is_followed():
+    """x reaches the third carry only after two turns: the body has to be read more than once."""
 
     def f(x, w, _):
         def layer(carry, w):
@@ -109,7 +111,7 @@ def test_dependence_travels_through_a_carry_from_one_turn_to_the_next():
     assert ((L, *X), "float32") in split(f, array(L, 1, 1))
 
 
-def test_dependence_of_a_scan():
+def test_dependence_of_a_scan_is_told_output_by_output():
     def f(x, w, v):
         def body(carry, v):
             a, b, c = carry
@@ -124,7 +126,7 @@ def test_dependence_of_a_scan():
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
-def test_calls_are_looked_into(wrap):
+def test_residuals_of_a_call_are_those_of_its_body(wrap):
     def layer(x, w):
         return jnp.sin(x) @ jnp.exp(w), jnp.exp(w)
 
@@ -137,8 +139,8 @@ def test_calls_are_looked_into(wrap):
     assert X in shapes
 
 
-def test_a_checkpointed_function_keeps_its_input_alone():
-    """As full rematerialisation of a chunk does."""
+def test_residuals_of_a_checkpointed_function_are_its_input_only():
+    """Full rematerialisation of a chunk is this case."""
 
     def chunk(x, w):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
@@ -147,7 +149,7 @@ def test_a_checkpointed_function_keeps_its_input_alone():
     assert split(f, array(L, 4, 4)) == [(X, "float32")]
 
 
-def test_residuals_of_a_custom_vjp():
+def test_residuals_of_a_custom_vjp_are_those_that_depend_on_the_activation():
     @jax.custom_vjp
     def product(x, w):
         return x * w
@@ -164,8 +166,8 @@ def test_residuals_of_a_custom_vjp():
 
 
 @pytest.mark.parametrize("flag", [0, 1])
-def test_branches_of_a_conditional(flag):
-    """The predicate is an input without a gradient; one branch makes a residual of the weight, the other of x."""
+def test_residuals_of_a_conditional_include_the_activation(flag):
+    """One branch makes a residual of the weight, the other of x."""
 
     def f(x, w, flag):
         w = lax.cond(flag > 0, lambda w: jnp.exp(w), lambda w: w * 2, w)
@@ -175,7 +177,7 @@ def test_branches_of_a_conditional(flag):
     assert X in shapes
 
 
-def test_a_predicate_that_depends_on_the_activation_reaches_every_output():
+def test_dependence_of_a_predicate_reaches_every_output():
     def f(x, w):
         return lax.cond(x[0] > 0, lambda w: w, lambda w: -w, w), w + 1
 
@@ -183,7 +185,7 @@ def test_a_predicate_that_depends_on_the_activation_reaches_every_output():
     assert dependence(jaxpr, [True, False]) == [True, False]
 
 
-def test_branches_are_told_apart_output_by_output():
+def test_dependence_of_a_conditional_is_told_output_by_output():
     def f(flag, x, w):
         return lax.cond(flag, lambda x, w: (w, w), lambda x, w: (w * 2, x), x, w)
 
@@ -191,16 +193,16 @@ def test_branches_are_told_apart_output_by_output():
     assert dependence(jaxpr, [False, True, False]) == [False, True]
 
 
-def test_a_while_loop_depends_on_all_that_enters_it():
-    """Also through its condition, which decides how often the body runs."""
+def test_dependence_of_a_while_loop_is_on_all_of_its_inputs():
+    """Also on those of its condition, which decides how often the body runs."""
 
     def doublings(limit, value):
         return lax.while_loop(lambda v: jnp.sum(v) < limit, lambda v: v * 2, value)
 
     def f(x, w, _):
-        mine = doublings(jnp.sum(jnp.abs(lax.stop_gradient(x))), jnp.ones((11,)))
-        others = doublings(jnp.sum(jnp.abs(lax.stop_gradient(w))), jnp.ones((13,)))
-        return w * jnp.sum(x) * jnp.sum(mine * mine) * jnp.sum(others * others)
+        of_x = doublings(jnp.sum(jnp.abs(lax.stop_gradient(x))), jnp.ones((11,)))
+        of_w = doublings(jnp.sum(jnp.abs(lax.stop_gradient(w))), jnp.ones((13,)))
+        return w * jnp.sum(x) * jnp.sum(of_x * of_x) * jnp.sum(of_w * of_w)
 
     split(f, array(4, 7))
     jaxpr = jax.make_jaxpr(doublings)(1.0, array(2)).jaxpr
@@ -209,8 +211,8 @@ def test_a_while_loop_depends_on_all_that_enters_it():
     assert dependence(jaxpr, [False, False]) == [False]
 
 
-def test_a_reduction_over_several_operands_depends_on_all_of_them():
-    """Its second step sees what the first made of the other operand."""
+def test_dependence_of_a_reduction_is_on_all_of_its_operands():
+    """Its second step reads what the first computed of the other operand."""
 
     def f(x, w):
         return lax.reduce((x, w), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1] + b[0]), (0,))

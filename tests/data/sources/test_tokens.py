@@ -1,4 +1,4 @@
-"""Files of token ids."""
+"""Files of token ids, and random ids."""
 
 import pickle
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.config.variants import implementation
 from maxpipe.data.documents import Documents
 
 EOS = 257
@@ -87,3 +87,16 @@ def test_empty_file(tmp_path: Path) -> None:
     (tmp_path / "a.bin").touch()
     with pytest.raises(ConfigError, match=r"data\.path: \S*a\.bin is empty"):
         _open(tmp_path)
+
+
+def test_documents() -> None:
+    documents = implementation(SOURCES["synthetic"])(
+        DataConfig(source="synthetic", sequence_length=64)
+    )
+    drawn = [documents[i] for i in range(300)]
+    np.testing.assert_array_equal(drawn[7], documents[7])
+    lengths = [len(ids) for ids in drawn]
+    assert (min(lengths), max(lengths)) >= (1, 100)
+    assert max(lengths) <= 128
+    ids = np.concatenate(drawn)
+    assert set(ids.tolist()) == set(range(259)) - {257}

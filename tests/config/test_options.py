@@ -4,8 +4,7 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.config.maxtext import KEYS
-from maxpipe.config.nearest import unknown_key
-from maxpipe.config.options import OPTIONS
+from maxpipe.config.options import OPTIONS, unknown_key
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
-"""Token ids made beforehand: flat little-endian .bin files, or one-dimensional .npy files; memory-mapped.
+"""Token ids: memory-mapped files of ids made in advance, and random ids.
 
-A .bin file holds uint16 where the vocabulary of `data.tokenizer` has at most 65,536 ids, uint32
-otherwise.
+Files are flat little-endian .bin files or one-dimensional .npy files. A .bin file holds uint16 if
+the vocabulary of `data.tokenizer` has at most 65,536 ids, uint32 otherwise.
 
-Where documents end: `shard.idx.npy` beside `shard.bin`, if there is one, holds the position of each
-document's first token (integers, ascending, the first 0; write it with numpy.save). Otherwise each
-end-of-document token of `data.tokenizer` ends a document, and opening the file reads it through
-once.
+Where documents end: `shard.idx.npy` next to `shard.bin`, if there is one, holds the position of
+each document's first token (integers, ascending, the first 0; write it with numpy.save). Without it
+each end-of-document token of `data.tokenizer` ends a document, and opening the file scans it once.
 """
 
 from functools import lru_cache
@@ -21,6 +20,7 @@ from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.object_store import is_remote
 
 INDEX_SUFFIX = ".idx.npy"
+NUM_SYNTHETIC = 1 << 16  # documents of random ids
 
 
 class TokenFiles:
@@ -43,16 +43,16 @@ class TokenFiles:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Token ids of one document, in the file's dtype."""
+        """Return the token ids of one document, [tokens], in the file's dtype."""
         file, start, end = self._spans.locate(index)
         return np.array(_map_tokens(self._paths[file], self._dtype)[start:end])
 
 
-# A mapping is held per process, outside the object: pickling a memmap would copy the file to every
-# worker.
+# Mappings are cached per process, outside the object, because pickling a memmap would copy the file
+# to every worker.
 @lru_cache(maxsize=1024)
 def _map_tokens(path: str, dtype: str) -> np.ndarray:
-    """The file's tokens, [tokens], read-only.
+    """Return the file's tokens, [tokens], read-only.
 
     Raises:
       ConfigError: the file is not a flat array of integers.
@@ -80,7 +80,7 @@ def _load_integers(path: str) -> np.ndarray:
 
 
 def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
-    """Start and end of each document, int64 [documents, 2], empty ones left out."""
+    """Return start and end of each document that is not empty, int64 [documents, 2]."""
     index = Path(path).with_suffix(INDEX_SUFFIX)
     if index.exists():
         starts = np.asarray(_load_integers(str(index)), np.int64)
@@ -90,30 +90,63 @@ def _document_spans(path: str, tokens: np.ndarray, eos_id: int) -> np.ndarray:
         return np.stack([starts, np.append(starts[1:], len(tokens))], axis=1)
     ends = np.append(find_all(tokens, eos_id), len(tokens))
     if len(ends) == 1:
-        message = f"{path} holds no end-of-document token {eos_id} of data.tokenizer and has no {index.name}"
+        message = (
+            f"{path} holds no end-of-document token {eos_id} of data.tokenizer "
+            f"and has no {index.name}"
+        )
         raise ConfigError(Problem("data.path", message))
     starts = np.concatenate([[0], ends[:-1] + 1])
     return np.stack([starts, ends], axis=1)[ends > starts]
 
 
-def build(config: DataConfig) -> TokenFiles:
-    """The documents of the files of `data.path` (in a directory: *.bin and *.npy), files in sorted order.
+def token_bin(config: DataConfig) -> TokenFiles:
+    """Return the documents of the files of `data.path`, files in sorted order.
+
+    In a directory these are *.bin and *.npy.
 
     Raises:
       ConfigError: there is no file, or one is empty, of another format, or without document ends.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if is_remote(config.path):
-        # A copy under another name would have lost its index, and with it where documents end.
-        raise ConfigError(
-            Problem(
-                "data.path", "token files must be on this machine; copy them with their indices"
-            )
-        )
-    files = [
-        path
-        for path in find_files(config.path, (".bin", ".npy"))
-        if not path.endswith(INDEX_SUFFIX)
-    ]
+        # A copy has another name, so it would lose its index and with it the ends of documents.
+        message = "token files must be on this machine; copy them with their indices"
+        raise ConfigError(Problem("data.path", message))
+    files = find_files(config.path, (".bin", ".npy"))
+    files = [path for path in files if not path.endswith(INDEX_SUFFIX)]
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     return TokenFiles(require_content(files), dtype, tokenizer.eos_id)
+
+
+class SyntheticDocuments:
+    """Documents of 1 to `max_tokens` ids, drawn uniformly; document i is a pure function of i.
+
+    Args:
+      vocab_size: ids are below it.
+      eos_id: never drawn.
+      max_tokens: length of the longest document.
+    """
+
+    def __init__(self, vocab_size: int, eos_id: int, max_tokens: int):
+        self._vocab_size = vocab_size
+        self._eos_id = eos_id
+        self._max_tokens = max_tokens
+
+    def __len__(self) -> int:
+        return NUM_SYNTHETIC
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Return the token ids of one document, int32 [tokens]."""
+        random = np.random.default_rng(index)
+        size = random.integers(1, self._max_tokens, endpoint=True)
+        ids = random.integers(self._vocab_size - 1, size=size)
+        return (ids + (ids >= self._eos_id)).astype(np.int32)
+
+
+def synthetic(config: DataConfig) -> SyntheticDocuments:
+    """Return random documents of one data.sequence_length on average, to measure speed.
+
+    There are no files and no tokenizing; `data.path` is not used.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    return SyntheticDocuments(tokenizer.vocab_size, tokenizer.eos_id, 2 * config.sequence_length)

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.extras import optional
+from maxpipe.config.imports import optional
 
 
 def message_of(library: str) -> str:

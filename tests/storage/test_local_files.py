@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.files import unpacked
+from maxpipe.storage.local_files import unpacked
 
 zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
 

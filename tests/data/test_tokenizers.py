@@ -1,4 +1,4 @@
-"""Hugging Face tokenizer.json files, made here."""
+"""Bytes as tokens, and Hugging Face tokenizer.json files made here."""
 
 import json
 import pickle
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from maxpipe.config.errors import ConfigError
@@ -87,3 +89,23 @@ def test_file_that_is_no_tokenizer(tmp_path: Path, content: str) -> None:
         ConfigError, match=r"data\.tokenizer: \S* is not a Hugging Face tokenizer\.json"
     ):
         load_tokenizer(str(path))
+
+
+@given(st.text())
+def test_byte_tokenizer_any_text_round_trips(text: str) -> None:
+    tokenizer = load_tokenizer("byte")
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [*text.encode()]
+    assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.pad_id]) == text
+
+
+def test_vocabulary() -> None:
+    tokenizer = load_tokenizer("byte")
+    specials = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
+    assert specials == {256, 257, 258}
+    assert tokenizer.vocab_size == 259
+
+
+def test_bytes_that_are_no_text() -> None:
+    assert load_tokenizer("byte").decode([0x61, 0xFF]) == "a\N{REPLACEMENT CHARACTER}"

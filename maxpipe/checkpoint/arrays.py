@@ -1,0 +1,177 @@
+"""A state as a flat table of named arrays: names, comparison of two tables, reading from disk.
+
+On disk a step's arrays are one OCDBT database that holds a zarr array per leaf. Orbax writes it.
+TensorStore reads it here without Orbax, which ignores unchecked side files, starts faster, bounds
+host memory, and reports damage as one exception. (Tasks that fail in Orbax's reader fill the
+terminal with tracebacks.)
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from maxpipe.checkpoint.record import ITERATOR, Leaf
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+ITEM = "arrays"  # directory of the database within that of a step
+BYTES_IN_FLIGHT = 2 << 30
+_CACHE_BYTES = 100_000_000  # for the database's index, in which every array is looked up
+
+Array = jax.Array | np.ndarray
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]  # part of an array: (start, stop) per dimension
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a pytree by dotted path (`params.layers.attention.query`), in its order.
+
+    A checkpoint knows paths, not containers, so a NamedTuple may become a dataclass between
+    versions.
+    """
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+    assert len(leaves) == len(paths), "two leaves share a dotted path"
+    assert not leaves.keys() & {ITERATOR, ""}, "a leaf has no name, or the name `iterator`"
+    return leaves
+
+
+def saveable(name: str, leaf: object) -> Array:
+    """Return the leaf as an array.
+
+    Raises:
+      TypeError: it is not an array of plain numbers.
+    """
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{name} is a typed PRNG key; save jax.random.key_data of it")
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
+    if isinstance(leaf, np.generic):
+        return np.asarray(leaf)
+    raise TypeError(f"{name} is a {type(leaf).__name__}; a checkpoint holds JAX and NumPy arrays")
+
+
+def differences(
+    saved: Mapping[str, Leaf],
+    expected: Mapping[str, jax.ShapeDtypeStruct],
+    any_float: bool = False,
+) -> list[str]:
+    """Return one line for each array that is missing, unexpected, or of another shape or dtype.
+
+    Args:
+      saved: leaves of a checkpoint without the iterator state.
+      expected: the arrays that the run needs.
+      any_float: whether two floating dtypes count as equal.
+    """
+    lines = []
+    for name in sorted(saved.keys() | expected.keys()):
+        if name not in expected:
+            lines.append(f"{name}: {saved[name]} in the checkpoint, unknown to this run")
+            continue
+        ours = Leaf(tuple(expected[name].shape), np.dtype(expected[name].dtype).name, 0)
+        if name not in saved:
+            lines.append(f"{name}: {ours} in this run, not in the checkpoint")
+            continue
+        theirs = saved[name]
+        same_dtype = ours.dtype == theirs.dtype or (any_float and _are_floats(ours, theirs))
+        if ours.shape != theirs.shape or not same_dtype:
+            lines.append(f"{name}: {theirs} in the checkpoint, {ours} in this run")
+    return lines
+
+
+def _are_floats(*leaves: Leaf) -> bool:
+    return all(jax.dtypes.issubdtype(np.dtype(leaf.dtype), np.floating) for leaf in leaves)
+
+
+def nbytes(leaf: Leaf) -> int:
+    """Return the bytes of the global array in memory."""
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+def load(
+    step_directory: Path,
+    leaves: Mapping[str, Leaf],
+    shardings: Mapping[str, jax.sharding.Sharding | None],
+) -> Iterator[tuple[str, Array]]:
+    """Yield (name, array) for each name in `shardings`, in order.
+
+    Reads up to `BYTES_IN_FLIGHT` ahead.
+
+    Args:
+      step_directory: a committed step.
+      leaves: the expected arrays; the caller compares them with the ones read.
+      shardings: name -> layout of the `jax.Array` (only this process's shards are read), or None
+        for NumPy.
+
+    Raises:
+      ValueError, OSError, ...: TensorStore's errors for missing or damaged files.
+    """
+    import tensorstore as ts
+
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    pending: deque[tuple[str, dict[Box, ts.Future]]] = deque()
+
+    def finish_oldest() -> tuple[str, Array]:
+        name, pieces = pending.popleft()
+        return name, _finish(pieces, leaves[name].shape, shardings[name])
+
+    in_flight = 0
+    for name, sharding in shardings.items():
+        store = _open(step_directory / ITEM, name, context)
+        pending.append((name, _start(store, leaves[name].shape, sharding)))
+        in_flight += nbytes(leaves[name])
+        while in_flight > BYTES_IN_FLIGHT:
+            in_flight -= nbytes(leaves[pending[0][0]])
+            yield finish_oldest()
+    while pending:
+        yield finish_oldest()
+
+
+def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":
+    import tensorstore as ts
+
+    base = {"driver": "file", "path": f"{database}/"}
+    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+    return ts.open(spec, open=True, read=True, context=context).result()
+
+
+def _start(
+    store: "ts.TensorStore", shape: Shape, sharding: jax.sharding.Sharding | None
+) -> dict[Box, "ts.Future"]:
+    """Start reading every distinct piece that this process needs; if it needs all, in one piece."""
+    if sharding is None or sharding.is_fully_addressable:
+        return {_box((), shape): store.read()}
+    pieces = {
+        _box(index, shape): index
+        for index in sharding.addressable_devices_indices_map(shape).values()
+    }
+    return {box: store[index or ()].read() for box, index in pieces.items()}
+
+
+def _finish(
+    pieces: dict[Box, "ts.Future"], shape: Shape, sharding: jax.sharding.Sharding | None
+) -> Array:
+    """Wait for the pieces and place them on this process's devices."""
+    values = {box: np.asarray(future.result()) for box, future in pieces.items()}
+    if sharding is None:
+        return values[_box((), shape)]
+    with jax.enable_x64(True):  # otherwise 64-bit integers lose their upper half
+        if sharding.is_fully_addressable:
+            return jax.device_put(values[_box((), shape)], sharding)
+        shards = []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            shards.append(jax.device_put(values[_box(index, shape)], target))
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _box(index: tuple[slice, ...] | None, shape: Shape) -> Box:
+    """Return the part of an array that an index selects; an empty index selects all of it."""
+    slices = index or (slice(None),) * len(shape)
+    return tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))

@@ -1,0 +1,166 @@
+"""`checkpoint.mirror`: copy steps to the object store in the background, fetch lost ones."""
+
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import jax
+
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.checkpoint.policies import Retention
+from maxpipe.checkpoint.steps import COMMITTED, DAMAGED, UNFINISHED, StepsDirectory
+from maxpipe.devices import processes
+
+_FETCHED, _DAMAGED, _FAILED = range(3)
+
+Result = TypeVar("Result")
+
+
+class MirrorSync:
+    """Keeps a mirror equal to a directory, one background update at a time, in process 0.
+
+    No committed step may be deleted from the directory while an update runs.
+
+    Args:
+      directory: of the committed steps; all processes see the same one.
+      mirror: of the directory.
+      retention: decides which steps are kept, in either place.
+    """
+
+    def __init__(self, directory: StepsDirectory, mirror: Mirror, retention: Retention):
+        self._directory = directory
+        self._mirror = mirror
+        self._retention = retention
+        self._update: Future[str] | None = None
+        self._attempted: int | None = None  # newest step of an update that has not succeeded
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an update is running."""
+        return self._update is not None and not self._update.done()
+
+    def start(self, on_success: Callable[[], None]) -> None:
+        """Start an update if the newest step is not in the mirror and has not just failed.
+
+        `wait` must have been called after the previous update.
+
+        Args:
+          on_success: called by the update's thread when the mirror has all kept steps.
+        """
+        assert self._update is None
+        newest = max(self._directory.steps(), default=None)
+        if jax.process_index() != 0 or newest in (None, self._attempted, *self._mirror.steps()):
+            return
+        self._update = Future()
+        self._attempted = newest
+        arguments = (self._update, on_success)
+        threading.Thread(target=self._run, args=arguments, name="mirror", daemon=True).start()
+
+    def wait(self) -> str:
+        """Wait for an update if one was started; return a warning or "".
+
+        Raises:
+          CheckpointSaveError: it has failed; raised once.
+        """
+        update, self._update = self._update, None
+        if update is None:
+            return ""
+        try:
+            warning = update.result()
+        except Exception as error:
+            raise CheckpointSaveError(
+                f"copying checkpoints to {self._mirror} failed: {type(error).__name__}: {error}; "
+                f"they are safe in {self._directory}"
+            ) from error
+        self._attempted = None
+        return warning
+
+    def read(self, step: int, read: Callable[[], Result], say: Callable[[str], None]) -> Result:
+        """Return `read()` of a step in the directory, fetched first if it is lost or damaged there.
+
+        Every process calls this.
+
+        Raises:
+          CheckpointDamaged: neither copy is sound.
+          CheckpointUnreadable: a copy that may be sound cannot be read here.
+        """
+        is_local = processes.of_first_process(int(step in self._directory.steps()))
+        is_mirrored = processes.of_first_process(int(step in self._mirror.steps()))
+        if is_local:
+            try:
+                return read()
+            except CheckpointDamaged as error:
+                if not is_mirrored:
+                    raise
+                say(f"checkpoint {step} in {self._directory} is damaged: {error}")
+        if is_mirrored:
+            say(f"fetching checkpoint {step} from {self._mirror}")
+            self._fetch_for_all(step)
+        return read()
+
+    def _fetch_for_all(self, step: int) -> None:
+        """Fetch a step in process 0; raise the same kind of error in all processes."""
+        outcome = _FETCHED
+        failure: Exception | None = None
+        if jax.process_index() == 0:
+            try:
+                self._fetch(step)
+            except CheckpointDamaged as error:
+                outcome, failure = _DAMAGED, error
+            # Every store has errors of its own; none of them means that the checkpoint is damaged.
+            except Exception as error:
+                outcome, failure = _FAILED, error
+        outcome = processes.of_first_process(outcome)
+        if outcome == _DAMAGED:
+            reason = failure or "damaged, as process 0 found"
+            raise CheckpointDamaged(f"{self._mirror}: {reason}") from failure
+        if outcome == _FAILED:
+            reason = f"{type(failure).__name__}: {failure}" if failure else "process 0 failed"
+            raise CheckpointUnreadable(
+                f"its copy in {self._mirror} cannot be fetched: {reason}"
+            ) from failure
+        if not processes.agree(self._directory.of(step).is_dir()):
+            raise CheckpointUnreadable(
+                "only some processes see it: all of them have to share the file system"
+            )
+
+    def _fetch(self, step: int) -> None:
+        # Orbax deletes directories of this name, so the remains of a killed process do not stay.
+        scratch = self._directory.path / f"{step}.orbax-checkpoint-tmp-fetched"
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            self._mirror.download(step, scratch)
+            if step in self._directory.steps():
+                self._directory.set_aside(step, DAMAGED)
+            scratch.rename(self._directory.of(step))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _run(self, update: "Future[str]", on_success: Callable[[], None]) -> None:
+        try:
+            warning = self._bring_up_to_date()
+        except Exception as error:
+            update.set_exception(error)
+        else:
+            on_success()
+            update.set_result(warning)
+
+    def _bring_up_to_date(self) -> str:
+        """Upload kept steps, the newest first, then delete the others; return a warning or ""."""
+        local = self._directory.steps()
+        kept = self._retention.kept([*{*local, *self._mirror.steps()}])
+        missing = kept.intersection(local).difference(self._mirror.steps())
+        for step in sorted(missing, reverse=True):
+            self._mirror.upload(step, self._directory.of(step))
+        try:
+            for entry in self._mirror.entries():
+                is_dropped = entry.state == COMMITTED and entry.step not in kept
+                if entry.state == UNFINISHED or is_dropped:
+                    self._mirror.delete(entry.step)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            return f"older checkpoints in {self._mirror} could not be deleted: {reason}"
+        return ""

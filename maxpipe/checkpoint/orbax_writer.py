@@ -1,0 +1,113 @@
+"""Writes steps in the background, each as one atomic commit, with Orbax."""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxpipe.checkpoint.arrays import ITEM as ARRAYS
+from maxpipe.checkpoint.arrays import Array
+from maxpipe.checkpoint.policies import Retention
+from maxpipe.checkpoint.record import FILE
+from maxpipe.checkpoint.record import ITEM as RECORD
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+
+class OrbaxWriter:
+    """Saves one step at a time; Orbax deletes steps that need not be kept after each commit.
+
+    The first `start`, also after `close`, makes Orbax's manager, which looks at the directory.
+
+    Args:
+      directory: holds the steps; made by the first save.
+      retention: decides which steps are kept.
+      on_written: called by the background thread just before it commits.
+
+    Attributes:
+      is_pending: whether a save was started whose outcome `wait` has not reported.
+    """
+
+    def __init__(self, directory: Path, retention: Retention, on_written: Callable[[], None]):
+        self._directory = directory
+        self._retention = retention
+        self._on_written = on_written
+        self._manager: ocp.CheckpointManager | None = None
+        self.is_pending = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a save was started since the writer was made or closed."""
+        return self._manager is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a save is running in the background."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
+
+    def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
+        """Copy the arrays to host memory and start saving; may raise any error of Orbax.
+
+        Args:
+          step: number of the step.
+          arrays: name -> array.
+          record: JSON, from `Record.to_json`.
+        """
+        import orbax.checkpoint as ocp  # takes a second or more, which only a save should cost
+
+        if self._manager is None:
+            self._manager = self._make_manager()
+        items = {ARRAYS: ocp.args.PyTreeSave(dict(arrays)), RECORD: ocp.args.JsonSave(record)}
+        self.is_pending = True
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def wait(self) -> None:
+        """Wait until the last save is committed; raise its error, if any, once."""
+        if self._manager is not None and self.is_pending:
+            self.is_pending = False
+            self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Wait for the last save and stop Orbax's threads; raise its error, if any, once."""
+        manager, self._manager = self._manager, None
+        self.is_pending = False
+        if manager is not None:
+            manager.close()
+
+    def _make_manager(self) -> "ocp.CheckpointManager":
+        import orbax.checkpoint as ocp
+
+        return _manager_class()(
+            self._directory,
+            item_handlers={
+                ARRAYS: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),
+                RECORD: ocp.JsonCheckpointHandler(FILE),
+            },
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=self._retention,
+                cleanup_tmp_directories=True,
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._on_written),
+                # Damage in an old step's metadata must not prevent a new save.
+                lightweight_initialize=True,
+            ),
+        )
+
+
+@functools.cache
+def _manager_class() -> type["ocp.CheckpointManager"]:
+    import orbax.checkpoint as ocp
+
+    class Manager(ocp.CheckpointManager):
+        """Orbax's manager without its questions about preemption.
+
+        Orbax asks JAX's preemption service about the step being saved, also from the thread that
+        commits it, while the training loop asks about later steps. The service takes the latest
+        question for the current step of the process, so the processes would agree on a step that
+        has passed.
+        """
+
+        def reached_preemption(self, step: int) -> bool:
+            return False
+
+    return Manager

@@ -1,0 +1,173 @@
+"""Policies of checkpoints: when to save, which steps to keep, and which step to resume from."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.record import Record
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.sections import CheckpointConfig
+from maxpipe.devices import processes
+
+if TYPE_CHECKING:
+    from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext
+
+EVAL_LOSS = "eval_loss"  # in a checkpoint's meta: of the state that it holds, or null
+RESUME = "checkpoint.resume"
+
+
+class SaveTimer:
+    """Decides when a save is due, and compares the duration of saves with the grace period.
+
+    A save is due every `checkpoint.every` steps, and `checkpoint.every_minutes` after the last one.
+    A save should take less than `checkpoint.grace_seconds`, because that is the time that a
+    preempted run has for its last one.
+
+    Args:
+      settings: `checkpoint.*`.
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, settings: CheckpointConfig, clock: Callable[[], float] = time.monotonic):
+        self._every = settings.every
+        self._interval = 60 * settings.every_minutes
+        self._grace = settings.grace_seconds
+        self._clock = clock
+        self._last_save = clock()  # or the start of this process
+        self._began: float | None = None  # start of the last save of this process
+        self._duration: float | None = None  # of the last finished save; None once compared
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to save after this step; every process calls this after every step."""
+        is_late = self._is_interval_over()
+        return is_late or (self._every > 0 and step % self._every == 0)
+
+    def began(self) -> None:
+        """Note that a save begins now."""
+        self._last_save = self._began = self._clock()
+
+    def finished(self) -> None:
+        """Note that everything is saved; may be called by another thread."""
+        if self._began is not None:  # the mirror may have copied an earlier process's step
+            self._duration = self._clock() - self._began
+
+    def warning(self) -> str:
+        """Return a warning if the last save took longer than the grace period; later calls: ""."""
+        seconds, self._duration = self._duration, None
+        if seconds is None or not 0 < self._grace < seconds:
+            return ""
+        self._grace = 0  # warn once
+        return (
+            f"a checkpoint took {seconds:.1f} s, longer than checkpoint.grace_seconds allows: "
+            "a preempted run would be killed before its last save is done. "
+            "Save to faster storage, or save more often to lose less"
+        )
+
+    def _is_interval_over(self) -> bool:
+        # Processes have different clocks and ask at different times, so process 0 decides.
+        if not self._interval:
+            return False
+        is_over = self._clock() - self._last_save >= self._interval
+        return bool(processes.of_first_process(int(is_over)))
+
+
+class Retention:
+    """Decides which steps to keep, by `checkpoint.{keep,keep_every,keep_best}`.
+
+    This is a preservation policy for Orbax. Orbax asks it when a save starts, with the new step
+    among the others, and deletes the steps that it does not keep once the new one is committed.
+    Steps set aside are not committed, so they neither count nor are deleted.
+
+    Args:
+      settings: `checkpoint.*`.
+      record_of: returns the record of a committed step; raises as `read_record`.
+    """
+
+    def __init__(self, settings: CheckpointConfig, record_of: Callable[[int], Record]):
+        self._settings = settings
+        self._record_of = record_of
+        self._losses: dict[int, float] = {}
+
+    def note(self, step: int, meta: Mapping[str, object]) -> None:
+        """Remember the evaluation loss in the meta of a step that is about to be saved."""
+        self._losses[step] = _loss(meta)
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Return the steps to keep of those in `steps`; the newest is always among them."""
+        settings = self._settings
+        steps = sorted(steps)
+        kept = set(steps[-settings.keep :])
+        if settings.keep_every:
+            kept |= {step for step in steps if step % settings.keep_every == 0}
+        if settings.keep_best:
+            losses = {step: self._loss(step) for step in steps}
+            known = [step for step in steps if not math.isnan(losses[step])]
+            # Of equal losses the newer step wins.
+            kept |= set(sorted(known, key=lambda s: (losses[s], -s))[: settings.keep_best])
+        return kept
+
+    def should_preserve(
+        self, checkpoints: "Sequence[PolicyCheckpointInfo]", *, context: "PreservationContext"
+    ) -> list[bool]:
+        """Return one answer for each checkpoint; this is Orbax's `PreservationPolicy`."""
+        kept = self.kept([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in kept for checkpoint in checkpoints]
+
+    def _loss(self, step: int) -> float:
+        if step not in self._losses:
+            try:
+                self._losses[step] = _loss(self._record_of(step).meta)
+            except (CheckpointDamaged, CheckpointUnreadable):
+                self._losses[step] = math.nan  # not known to be good
+        return self._losses[step]
+
+
+def _loss(meta: Mapping[str, object]) -> float:
+    """Return the evaluation loss, NaN if there is none."""
+    loss = meta.get(EVAL_LOSS)
+    return float(loss) if isinstance(loss, int | float) else math.nan
+
+
+def step_to_resume(resume: str, steps: Sequence[int], place: str = "") -> int | None:
+    """Return the step to continue from, or None to start from initial values.
+
+    `auto` takes the newest step if there is one, `must` requires one, and a number takes exactly
+    that step. `never` is refused while committed steps exist: continuing would mix two runs under
+    one name, and deleting the steps because of one word would destroy work.
+
+    Args:
+      resume: value of `checkpoint.resume`.
+      steps: committed steps in any order.
+      place: where they are, for messages.
+
+    Raises:
+      ConfigError: the value is not one of these, or `steps` does not allow it; names
+        `checkpoint.resume`.
+    """
+    where = f" in {place}" if place else ""
+    existing = f"committed steps{where}: {', '.join(map(str, sorted(steps))) or 'none'}"
+    if resume == "auto":
+        return max(steps, default=None)
+    if resume == "never":
+        if steps:
+            raise _refusal(
+                f"never, but there are {existing}; delete them or choose another run_name"
+            )
+        return None
+    if resume == "must":
+        if not steps:
+            raise _refusal(
+                f"must, but there is nothing to resume ({existing}); check output_dir and run_name"
+            )
+        return max(steps)
+    if not (resume.isascii() and resume.isdecimal()):
+        raise _refusal(f"{resume!r} is not auto, never, must or the number of a step")
+    if int(resume) not in steps:
+        raise _refusal(f"step {int(resume)} does not exist ({existing})")
+    return int(resume)
+
+
+def _refusal(message: str) -> ConfigError:
+    return ConfigError(Problem(RESUME, message))

@@ -1,0 +1,134 @@
+"""Rules about the model and how its arrays and sequences are split."""
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
+from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.values import nearest
+
+_CONTEXT_AXES = ("mesh.ici.context", "mesh.dcn.context")
+_AXIS_RULES = "sharding.logical_axis_rules"
+
+
+@rule("model.num_query_heads", "model.num_kv_heads")
+def check_grouped_heads(c: Config) -> None:
+    """Check that every key/value head serves the same number of query heads."""
+    heads = c.model.num_query_heads
+    if heads % c.model.num_kv_heads:
+        legal = ", ".join(str(n) for n in divisors(heads))
+        message = (
+            f"{c.model.num_kv_heads} does not divide model.num_query_heads={heads}; "
+            f"legal are {legal}"
+        )
+        raise ConfigError(Problem("model.num_kv_heads", message))
+
+
+@rule("model.embed_dim", "model.num_query_heads", "model.head_dim", writes=("model.head_dim",))
+def derive_head_dim(c: Config) -> Updates:
+    """Derive the width of a head from that of the residual stream."""
+    width, heads, size = c.model.embed_dim, c.model.num_query_heads, c.model.head_dim
+    if size == -1 and width % heads:
+        message = (
+            f"{width} is not divisible by model.num_query_heads={heads}; "
+            f"nearest legal: {multiples_around(width, heads)}"
+        )
+        raise ConfigError(Problem("model.embed_dim", message))
+    if size == -1:
+        size = width // heads
+    if size % 2:
+        message = f"must be even, since rotary embeddings rotate pairs; got {size}"
+        raise ConfigError(Problem("model.head_dim", message))
+    return {"model.head_dim": size}
+
+
+@rule("model.rope_scaling")
+def check_rope_scaling(c: Config) -> None:
+    """Check the order of the two frequency factors."""
+    scaling = c.model.rope_scaling
+    if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
+        message = (
+            f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}; "
+            f"got {scaling.low_freq_factor}"
+        )
+        raise ConfigError(Problem("model.rope_scaling.low_freq_factor", message))
+
+
+@rule(_AXIS_RULES)
+def check_logical_axis_rules(c: Config) -> None:
+    """Check the form of the rules, the mesh axes they name, and that no logical axis has two."""
+    problems: list[str] = []
+    names: set[str] = set()
+    for entry in c.sharding.logical_axis_rules:
+        match entry:
+            case [str(name), [*axes]] if all(isinstance(axis, str) for axis in axes):
+                problems += [f"{entry}{problem}" for problem in _axes_problems(axes)]
+                if name in names:
+                    problems.append(
+                        f"{name!r} has more than one rule; merge their mesh axes into one list"
+                    )
+                names.add(name)
+            case _:
+                problems.append(f"{entry} is not of the form [logical axis, [mesh axes]]")
+    if problems:
+        raise ConfigError(*(Problem(_AXIS_RULES, message) for message in problems))
+
+
+def _axes_problems(axes: list[str]) -> list[str]:
+    legal = f"the mesh axes are {', '.join(MESH_AXES)}"
+    problems = [
+        f": there is no mesh axis {axis!r}{nearest(axis, list(MESH_AXES))}; {legal}"
+        for axis in axes
+        if axis not in MESH_AXES
+    ]
+    if len(set(axes)) < len(axes):
+        problems.append(" uses a mesh axis twice, but an array can be split over it only once")
+    return problems
+
+
+@rule()
+def check_expert_axis(c: Config) -> None:
+    """Refuse expert parallelism: no decoder block has experts yet."""
+    problems = [
+        Problem(
+            f"mesh.{level}.expert",
+            "must be 1: the axis splits the experts of a mixture, and no decoder block has any yet",
+        )
+        for level, axes in (("ici", c.mesh.ici), ("dcn", c.mesh.dcn))
+        if axes.expert != 1
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+@rule(*_CONTEXT_AXES, "data.sequence_length")
+def check_context_chunks(c: Config) -> None:
+    """Check that a sequence divides into two chunks for every device along the context axis."""
+    length, context = c.data.sequence_length, c.mesh.size("context")
+    if context > 1 and length % (2 * context):
+        message = (
+            f"{length} is not divisible by 2 x mesh.*.context = {2 * context}; "
+            f"nearest legal: {multiples_around(length, 2 * context)}"
+        )
+        raise ConfigError(Problem("data.sequence_length", message))
+
+
+@rule(*_CONTEXT_AXES, _AXIS_RULES)
+def check_context_rule(c: Config) -> None:
+    """Check that sequences lie over the context axis: attention gathers and sums over it."""
+    length_axes = dict(c.sharding.logical_axis_rules).get("activation_length", [])
+    if c.mesh.size("context") > 1 and length_axes != ["context"]:
+        message = (
+            "mesh.*.context splits sequences over the axis, but activation_length lies over "
+            f"{length_axes}; use [activation_length, [context]]"
+        )
+        raise ConfigError(Problem(_AXIS_RULES, message))
+
+
+MODEL_RULES = (
+    check_grouped_heads,
+    derive_head_dim,
+    check_rope_scaling,
+    check_logical_axis_rules,
+    check_expert_axis,
+    check_context_chunks,
+    check_context_rule,
+)

@@ -1,0 +1,256 @@
+"""Rules about the run: its directory, data, checkpoints, learning rate and telemetry."""
+
+import math
+import os
+import re
+from collections.abc import Mapping
+
+from maxpipe.config.catalog import SOURCES, TOKENIZERS
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.rules.rule import Updates, rule
+from maxpipe.config.sections import Config
+from maxpipe.config.values import nearest
+
+LEAST_SPIKE_WINDOW = 16
+LEAST_SHARE = 0.001  # of a source in a mixture
+_MIXTURE_FIELDS = ("source", "path", "weight")
+
+
+@rule("run_name")
+def check_run_name(c: Config) -> None:
+    """Check that the run's name is that of a directory and no path."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run_name):
+        message = (
+            f"{c.run_name!r} is not a name without a path: letters, digits, '.', '_' and '-', "
+            "starting with a letter or digit; output_dir takes the directory"
+        )
+        raise ConfigError(Problem("run_name", message))
+
+
+@rule("output_dir", "data.cache_dir")
+def check_directories(c: Config) -> None:
+    """Refuse object stores where a directory is needed."""
+    directories = {"output_dir": c.output_dir, "data.cache_dir": c.data.cache_dir}
+    problems = []
+    for key, path in directories.items():
+        if "://" in path:
+            message = (
+                f"{path!r} is not a directory: renames must be atomic there, so give a local or "
+                "shared file system, such as NFS"
+            )
+            if key == "output_dir":
+                message += "; checkpoint.mirror keeps a copy of every checkpoint in an object store"
+            problems.append(Problem(key, message))
+    if problems:
+        raise ConfigError(*problems)
+
+
+@rule("data.tokenizer")
+def check_tokenizer(c: Config) -> None:
+    """Check that the tokenizer is in the catalogue or a path."""
+    name, names = c.data.tokenizer, [*TOKENIZERS]
+    is_path = "/" in name or name.endswith((".json", ".model")) or os.path.exists(name)
+    if name not in names and not is_path:
+        message = (
+            f"{name!r} is neither {', '.join(names)} nor the path of a tokenizer.json or "
+            f".model{nearest(name, names)}"
+        )
+        raise ConfigError(Problem("data.tokenizer", message))
+
+
+@rule("data.source", "data.path", "data.mixture")
+def check_data_path(c: Config) -> None:
+    """Refuse a path for a source that reads none."""
+    source = c.data.source
+    if c.data.path and not c.data.mixture and _reads_no_path(source):
+        message = f"data.source={source} reads no path: {_propose_readers('data.source=')}"
+        raise ConfigError(Problem("data.path", message))
+
+
+def _reads_no_path(source: object) -> bool:
+    return isinstance(source, str) and source in SOURCES and not SOURCES[source].needs_path
+
+
+def _propose_readers(prefix: str) -> str:
+    readers = [name for name, facts in SOURCES.items() if facts.needs_path and name != "text"]
+    return f"set {prefix}text (or {', '.join(readers)}), or leave the path out"
+
+
+@rule("data.mixture", "data.path")
+def check_mixture(c: Config) -> None:
+    """Check the entries of a mixture: fields, sources and weights."""
+    problems: list[str] = []
+    for number, entry in enumerate(c.data.mixture, 1):
+        problems += [f"entry {number}{problem}" for problem in _entry_problems(entry)]
+    problems = problems or _small_shares([entry["weight"] for entry in c.data.mixture])
+    if c.data.mixture and c.data.path:
+        problems.append(
+            "data.path has no effect next to it; "
+            "put the path into an entry, or empty one of the two keys"
+        )
+    if problems:
+        raise ConfigError(*(Problem("data.mixture", problem) for problem in problems))
+
+
+def _entry_problems(entry: Mapping[str, object]) -> list[str]:
+    problems = [
+        f" has no {name!r}, only {', '.join(_MIXTURE_FIELDS)}{nearest(name, [*_MIXTURE_FIELDS])}"
+        for name in entry
+        if name not in _MIXTURE_FIELDS
+    ]
+    source, weight, sources = entry.get("source"), entry.get("weight"), [*SOURCES]
+    if source not in sources:
+        legal = f"{', '.join(sources)}{nearest(str(source), sources)}"
+        problems.append(f": source {source!r} is not one of {legal}")
+    if entry.get("path") and _reads_no_path(source):
+        problems.append(f": source {source} reads no path: {_propose_readers('source: ')}")
+    if not isinstance(entry.get("path", ""), str):
+        problems.append(": the path is a number; quote it if that is its name")
+    if not isinstance(weight, int | float) or weight <= 0:
+        problems.append(f" needs a weight above 0; got {weight!r}")
+    return problems
+
+
+def _small_shares(weights: list[float]) -> list[str]:
+    total = math.fsum(weights)
+    return [
+        f"entry {number}: weight {weight} is {weight / total:.2g} of all; "
+        f"the least share is {LEAST_SHARE}"
+        for number, weight in enumerate(weights, 1)
+        if weight / total < LEAST_SHARE
+    ]
+
+
+@rule("checkpoint.resume")
+def check_resume(c: Config) -> None:
+    """Check that `checkpoint.resume` is a word that it knows or a step."""
+    value = c.checkpoint.resume
+    words = ["auto", "never", "must"]
+    if value not in words and not (value.isascii() and value.isdigit()):
+        message = (
+            f"{value!r} is not one of auto, never, must or the number of a step"
+            f"{nearest(value, words)}"
+        )
+        raise ConfigError(Problem("checkpoint.resume", message))
+
+
+@rule("checkpoint.mirror")
+def check_mirror(c: Config) -> None:
+    """Check that the mirror is a URL of an object store."""
+    url = c.checkpoint.mirror
+    if url and not re.fullmatch(r"(s3|gs)://[^/]+(/.*)?", url):
+        message = (
+            f"{url!r} is not a place in an object store, such as s3://bucket/runs or "
+            "gs://bucket/runs"
+        )
+        raise ConfigError(Problem("checkpoint.mirror", message))
+
+
+@rule("checkpoint.every", "checkpoint.keep_every")
+def check_keep_every(c: Config) -> None:
+    """Check that steps to keep for good are saved at all."""
+    every, keep_every = c.checkpoint.every, c.checkpoint.keep_every
+    if keep_every and (not every or keep_every % every):
+        legal = (
+            f"a multiple of checkpoint.every={every}" if every else "0, since checkpoint.every=0"
+        )
+        message = f"expected {legal}: only saved steps can be kept; got {keep_every}"
+        raise ConfigError(Problem("checkpoint.keep_every", message))
+
+
+@rule("checkpoint.every", "checkpoint.keep_best", "eval.every")
+def check_keep_best(c: Config) -> None:
+    """Check that there are steps which are both saved and evaluated."""
+    saved, evaluated = c.checkpoint.every, c.eval.every
+    if not c.checkpoint.keep_best:
+        return
+    for key, interval in (("eval.every", evaluated), ("checkpoint.every", saved)):
+        if not interval:
+            message = (
+                "the best checkpoints are those of the lowest evaluation loss: "
+                f"give {key}, which is 0, or keep_best=0"
+            )
+            raise ConfigError(Problem("checkpoint.keep_best", message))
+    if saved % evaluated and evaluated % saved:
+        message = (
+            f"checkpoint.every={saved} and eval.every={evaluated} seldom fall on the same step, "
+            "and only a saved step that is evaluated can be among the best: "
+            "make one of them a multiple of the other"
+        )
+        raise ConfigError(Problem("checkpoint.keep_best", message))
+
+
+@rule("optimizer.spike_window")
+def check_spike_window(c: Config) -> None:
+    """Check that a standard deviation of the window means something."""
+    window = c.optimizer.spike_window
+    if 0 < window < LEAST_SPIKE_WINDOW:
+        message = (
+            f"a deviation needs at least {LEAST_SPIKE_WINDOW} steps, or 0 = never; got {window}"
+        )
+        raise ConfigError(Problem("optimizer.spike_window", message))
+
+
+@rule(
+    "optimizer.decay_steps",
+    "optimizer.warmup_steps",
+    "steps",
+    writes=("optimizer.decay_steps", "optimizer.warmup_steps"),
+)
+def derive_learning_rate_steps(c: Config) -> Updates:
+    """Derive the steps of decay and warm-up from the steps of the run."""
+    decay, warmup = c.optimizer.decay_steps, c.optimizer.warmup_steps
+    if decay == -1:
+        decay = c.steps
+    if warmup == -1:
+        warmup = decay // 20
+    if warmup > decay:
+        message = (
+            f"{warmup} is more than optimizer.decay_steps={decay}; "
+            "give at most that, or -1 for a twentieth"
+        )
+        raise ConfigError(Problem("optimizer.warmup_steps", message))
+    return {"optimizer.decay_steps": decay, "optimizer.warmup_steps": warmup}
+
+
+@rule("telemetry.profile_steps", "steps")
+def check_profile_steps(c: Config) -> None:
+    """Check that the steps to profile are a range within the run."""
+    steps = c.telemetry.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= c.steps):
+        message = (
+            f"expected [] or [first, last] with 1 <= first <= last <= steps={c.steps}; got {steps}"
+        )
+        raise ConfigError(Problem("telemetry.profile_steps", message))
+
+
+@rule("compile.topology", "compile.num_slices")
+def check_topology(c: Config) -> None:
+    """Check the form of `compile.topology`."""
+    name, slices = c.compile.topology, c.compile.num_slices
+    if name and name != "cpu" and not re.fullmatch(r"v\d+[a-z]*:\d+x\d+(x\d+)?", name):
+        message = (
+            f"{name!r} is neither cpu nor a chip and its grid, "
+            "such as v5e:4x4, v5p:4x4x4 or v6e:8x8"
+        )
+        raise ConfigError(Problem("compile.topology", message))
+    if slices > 1 and name in ("", "cpu"):
+        message = f"{slices} slices need a TPU topology: give compile.topology, such as v5p:4x4x4"
+        raise ConfigError(Problem("compile.num_slices", message))
+
+
+RUN_RULES = (
+    check_run_name,
+    check_directories,
+    check_tokenizer,
+    check_data_path,
+    check_mixture,
+    check_resume,
+    check_mirror,
+    check_keep_every,
+    check_keep_best,
+    check_spike_window,
+    derive_learning_rate_steps,
+    check_profile_steps,
+    check_topology,
+)

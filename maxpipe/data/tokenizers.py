@@ -1,0 +1,195 @@
+"""Tokenizers: bytes, SentencePiece models and Hugging Face files.
+
+`data.tokenizer` is a name of the catalogue or the path of a tokenizer.json or SentencePiece model.
+The libraries are imported when a file needs them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from maxpipe.config.catalog import TOKENIZERS
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import implementation, optional
+
+# Tried in this order if no tokenizer_config.json names the tokens.
+COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
+COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
+
+
+class Tokenizer(Protocol):
+    """What the loader needs of a tokenizer; picklable, for worker processes.
+
+    Attributes:
+      vocab_size: every id is below it.
+      eos_id: ends a document.
+      bos_id: begins a document; None if the vocabulary has no such token.
+      pad_id: fills sequences; never a target.
+    """
+
+    vocab_size: int
+    eos_id: int
+    bos_id: int | None
+    pad_id: int
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return token ids, int32 [tokens], without begin or end of document."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids` without special tokens."""
+        ...
+
+
+@cache
+def load_tokenizer(name_or_path: str) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` selects; one object per value.
+
+    Raises:
+      ConfigError: it is neither a name nor a usable file.
+    """
+    if name_or_path in TOKENIZERS:
+        tokenizer: Tokenizer = implementation(TOKENIZERS[name_or_path])()
+        return tokenizer
+    if name_or_path.endswith(".model"):
+        return SentencePieceTokenizer(name_or_path)
+    return HuggingFaceTokenizer(name_or_path)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as tokens: 256 bytes, then begin of document, end of document, padding."""
+
+    vocab_size = 259
+    bos_id = 256
+    eos_id = 257
+    pad_id = 258
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the bytes of the text, int32 [bytes]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        content = bytes(token for token in np.asarray(ids).tolist() if token < 256)
+        return content.decode("utf-8", errors="replace")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model (`tokenizer.model`), read by the `sentencepiece` library.
+
+    Raises:
+      ConfigError: there is no such file, it is not a model or has no end-of-document token, or the
+        library is not installed.
+    """
+
+    def __init__(self, path: str):
+        with optional("sentencepiece", "data", "data.tokenizer"):
+            import sentencepiece
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise _problem(f"there is no file {path!r}")
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (RuntimeError, OSError) as error:
+            raise _problem(f"{path} is no SentencePiece model: {error}") from error
+        self.vocab_size = self._model.vocab_size()
+        self.eos_id = self._model.eos_id()
+        if self.eos_id < 0:
+            raise _problem(f"{path} has no end-of-document token; train it with eos_id")
+        # The library gives -1 for a token that the model does not have.
+        bos_id = self._model.bos_id()
+        pad_id = self._model.pad_id()
+        self.bos_id = bos_id if bos_id >= 0 else None
+        self.pad_id = pad_id if pad_id >= 0 else self.eos_id
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return token ids, int32 [tokens]."""
+        return np.array(self._model.encode(text), np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of the ids that the model knows."""
+        return self._model.decode(
+            [token for token in np.asarray(ids).tolist() if token < self.vocab_size]
+        )
+
+
+class HuggingFaceTokenizer:
+    """A Hugging Face `tokenizer.json`, read by the `tokenizers` library, which executes nothing.
+
+    The file does not say which of its tokens begin and end a document. `tokenizer_config.json` next
+    to it does (`bos_token`, `eos_token`, `pad_token`, `add_bos_token`); without one, the names in
+    common use are tried.
+
+    Args:
+      path: a tokenizer.json, or the directory that holds it.
+
+    Raises:
+      ConfigError: there is no such file, it is not a tokenizer, or it has no end-of-document token.
+    """
+
+    def __init__(self, path: str):
+        from tokenizers import Tokenizer as FastTokenizer
+
+        file = Path(path).expanduser()
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise _problem(
+                f"{path!r} is neither 'byte' nor the path of a tokenizer.json "
+                "or of a SentencePiece .model"
+            )
+        try:
+            self._tokenizer = FastTokenizer.from_file(str(file))
+        # The library raises bare Exception for whatever it cannot parse.
+        except Exception as error:
+            raise _problem(f"{file} is not a Hugging Face tokenizer.json: {error}") from error
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        # Ids may have gaps, so the number of tokens may be smaller than the largest id.
+        self.vocab_size = max(vocabulary.values()) + 1
+        special = _special_tokens(file.with_name("tokenizer_config.json"), vocabulary)
+        if special["eos_token"] not in vocabulary:
+            raise _problem(
+                f"{file} has no end-of-document token; "
+                "name its eos_token in tokenizer_config.json next to it"
+            )
+        self.eos_id = vocabulary[special["eos_token"]]
+        self.bos_id = vocabulary.get(special["bos_token"])
+        self.pad_id = vocabulary.get(special["pad_token"], self.eos_id)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return token ids, int32 [tokens]."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids` without special tokens."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+
+def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
+    """Return the tokens that begin and end a document and pad; "" where there is none."""
+    if not file.is_file():
+        return {
+            "bos_token": next((token for token in COMMON_BOS if token in vocabulary), ""),
+            "eos_token": next((token for token in COMMON_EOS if token in vocabulary), ""),
+            "pad_token": "",
+        }
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _problem(f"{file} is not JSON: {error}") from error
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    if config.get("add_bos_token") is False:
+        tokens["bos_token"] = None
+    # Older files wrap a token in an object.
+    names = {
+        kind: token["content"] if isinstance(token, dict) else token
+        for kind, token in tokens.items()
+    }
+    return {kind: name or "" for kind, name in names.items()}
+
+
+def _problem(message: str) -> ConfigError:
+    return ConfigError(Problem("data.tokenizer", message))

@@ -1,0 +1,96 @@
+"""How arrays lie in the scheduled engine's program: PartitionSpecs, and a check of logical rules.
+
+The program's collectives are written for one layout: rows of a batch over data and fsdp, layers
+over stage, columns of the embedding table over any of them. Every other dimension is free.
+"""
+
+from collections.abc import Iterable
+
+from jax.sharding import PartitionSpec
+
+from maxpipe.config import ConfigError, Problem
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.pipeline import microbatches
+from maxpipe.pipeline.engines.base import EngineInputs
+from maxpipe.pipeline.manual import ROW_AXES, manual_part
+from maxpipe.sharding.rules import KEY
+
+LAYER_AXES = ("repeat", "stage", "layers_per_stage")
+
+
+def check_rules(engine_inputs: EngineInputs) -> None:
+    """Refuse rules that count rows twice, or leave a device without layers or vocabulary.
+
+    Raises:
+      ConfigError: names every rule of `sharding.logical_axis_rules` that does not fit, and one that
+        does.
+    """
+    rules, shape = engine_inputs.rules, engine_inputs.mesh.shape
+    problems = []
+
+    # 1. Rows of a batch lie over all row axes that have several devices.
+    row_axes = [axis for axis in ROW_AXES if shape[axis] > 1]
+    axes = _manual_axes(rules.spec(("activation_batch",)))
+    if axes != set(row_axes):
+        problems.append(
+            f"the scheduled engine splits rows over {_names(row_axes)}, but activation_batch lays "
+            f"them over {_names(axes)}; use [activation_batch, [{', '.join(row_axes)}]]"
+        )
+
+    # 2. Layers lie over stage, and repeats and the layers of a chunk over nothing.
+    for name in LAYER_AXES:
+        required = [name] if name == "stage" and shape["stage"] > 1 else []
+        axes = _manual_axes(rules.spec((name,)))
+        if axes != set(required):
+            problems.append(
+                f"the scheduled engine lays axis {name!r} over {_names(required)}, not "
+                f"{_names(axes)}; use [{name}, [{', '.join(required)}]]"
+            )
+
+    # 3. Rows of the embedding table, its vocabulary, lie over no manual axis.
+    table = engine_inputs.program.specs["embed"]["embedding"]
+    axes = _manual_axes(PartitionSpec(rules.spec(table.axes, table.shape)[0]))
+    if axes:
+        problems.append(
+            f"the scheduled engine spreads the columns of the embedding table over {_names(axes)}, "
+            f"not its rows; take these mesh axes from {table.axes[0]!r} and give them to "
+            f"{table.axes[1]!r}"
+        )
+    if problems:
+        raise ConfigError(*(Problem(KEY, text) for text in problems))
+
+
+def batch_specs(engine_inputs: EngineInputs) -> dict[str, PartitionSpec]:
+    """Return the PartitionSpec of each array of a prepared batch."""
+    spec = engine_inputs.rules.spec(("activation_batch", "activation_length"))
+    return microbatches.specs(manual_part(spec))
+
+
+def param_specs(engine_inputs: EngineInputs) -> Params:
+    """Return the PartitionSpec of every live parameter; layer leaves are [V, S, L, ...]."""
+    rules, leading = engine_inputs.rules, engine_inputs.layout.shape
+
+    def outer(spec: ParamSpec) -> PartitionSpec:
+        return manual_part(rules.spec(spec.axes, spec.shape))
+
+    def layer(spec: ParamSpec) -> PartitionSpec:
+        return manual_part(rules.spec(LAYER_AXES + spec.axes, leading + spec.shape))
+
+    specs = engine_inputs.program.specs
+    return {
+        "embed": map_specs(outer, specs["embed"]),
+        "head": map_specs(outer, specs["head"]),
+        "layers": map_specs(layer, specs["layers"]),
+    }
+
+
+def _manual_axes(spec: PartitionSpec) -> set[str]:
+    """Return the manual mesh axes of a one-dimensional PartitionSpec."""
+    (entry,) = manual_part(spec)
+    if isinstance(entry, tuple):
+        return set(entry)
+    return {entry} if entry else set()
+
+
+def _names(axes: Iterable[str]) -> str:
+    return " and ".join(sorted(axes)) or "no axis"

@@ -1,0 +1,175 @@
+"""Files on this machine: atomic writes, and local copies of remote and of compressed files.
+
+Rows of a batch read documents in any order, one at a time, which neither object stores nor
+compressed files allow. Such files are copied once to `data.cache_dir` and read from there.
+"""
+
+import errno
+import gzip
+import hashlib
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import optional
+from maxpipe.storage.object_store import explained, is_remote, open_store, unusable
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+GZIP, ZSTD = ".gz", ".zst"
+
+_PATH = "data.path"  # the key named in errors about a file itself
+_CACHE = "data.cache_dir"  # the key named in errors about the place of its copy
+_PIECE = 1 << 20  # bytes of a compressed file read at a time
+
+
+def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
+    """Replace the contents of a file; after a crash it holds either the old contents or the new."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    with scratch.open("wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.replace(path)
+
+
+def local_copy(
+    origin: str,
+    version: object,
+    suffix: str,
+    cache_dir: str,
+    write: Callable[[Path], None],
+) -> str:
+    """Return the path of a file's copy in the cache, made unless this version is there already.
+
+    A line on stderr announces a copy that has to be made. Several processes may copy the same file
+    at once: each writes a file of its own, and the last to finish replaces the others.
+
+    Args:
+      origin: the file, as the user knows it.
+      version: changes whenever the content does, such as size and time.
+      suffix: of the copy's name.
+      cache_dir: `data.cache_dir`; `~/.cache/maxpipe` if empty.
+      write: writes the copy to a path; an OSError that it raises is one of writing.
+
+    Raises:
+      ConfigError: the copy cannot be written to the cache.
+    """
+    directory = Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "maxpipe"
+    name = hashlib.sha256(f"{origin}\0{version}\0{suffix}".encode()).hexdigest()[:24]
+    target = directory / (name + suffix)
+    if target.is_file():
+        return str(target)
+    print(f"copying {origin} to {directory}", file=sys.stderr, flush=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            partial = Path(scratch, "partial" + suffix)
+            write(partial)
+            os.replace(partial, target)
+    except OSError as error:
+        message = f"cannot keep a copy of {origin} in {directory}: {error.strerror or error}"
+        raise ConfigError(Problem(_CACHE, message)) from error
+    return str(target)
+
+
+def version_of(path: str) -> tuple[int, int]:
+    """Return size in bytes and modification time in nanoseconds of a local file."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+def fetch(url: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
+    """Return the paths of local copies of a URL's files, by name in the store; empty if none match.
+
+    Args:
+      url: a file, a directory or a glob, such as `s3://bucket/corpus/*.jsonl`.
+      suffixes: endings that a file in a directory must have.
+      cache_dir: `data.cache_dir`.
+
+    Raises:
+      ConfigError: no library speaks the protocol, or the store refuses access or does not answer.
+    """
+    assert is_remote(url)
+    protocol = url.partition("://")[0]
+    with explained(url, _PATH):
+        store = open_store(url, _PATH)
+        names = sorted(_remote_files(store, url, suffixes))
+        return [_fetch_file(store, f"{protocol}://{name}", cache_dir) for name in names]
+
+
+def _remote_files(store: "AbstractFileSystem", url: str, suffixes: Sequence[str]) -> list[str]:
+    """Return the names of a URL's files, without the protocol."""
+    if "*" in url or "?" in url or "[" in url:
+        return [name for name in store.glob(url) if store.isfile(name)]
+    if store.isfile(url):
+        return [url.partition("://")[2]]
+    return [name for name in store.find(url) if name.endswith(tuple(suffixes))]
+
+
+def _fetch_file(store: "AbstractFileSystem", url: str, cache_dir: str) -> str:
+    def write(target: Path) -> None:
+        try:
+            store.get_file(url, str(target))
+        except OSError as error:
+            # The cache is to blame for a full disk only; any other error is the store's, because
+            # the target is a new file in a new directory.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise unusable(url, error, _PATH) from error
+
+    return local_copy(url, store.ukey(url), "".join(Path(url).suffixes[-2:]), cache_dir, write)
+
+
+def unpacked(path: str, cache_dir: str) -> str:
+    """Return the path of an uncompressed file: `path` itself unless it ends in `GZIP` or `ZSTD`.
+
+    Raises:
+      ConfigError: the file cannot be read or is damaged, or zstandard is not installed.
+    """
+    if not path.endswith((GZIP, ZSTD)):
+        return path
+    decompress = _gzip_pieces if path.endswith(GZIP) else _zstd_pieces
+
+    def write(target: Path) -> None:
+        with target.open("wb") as out:
+            out.writelines(decompress(path))
+
+    return local_copy(path, version_of(path), Path(path).with_suffix("").suffix, cache_dir, write)
+
+
+def _gzip_pieces(path: str) -> Iterator[bytes]:
+    try:
+        with gzip.open(path, "rb") as packed:
+            while piece := packed.read(_PIECE):
+                yield piece
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _zstd_pieces(path: str) -> Iterator[bytes]:
+    with optional("zstandard", "data", _PATH):
+        import zstandard
+    frame = None
+    try:
+        with open(path, "rb") as packed:
+            while piece := packed.read(_PIECE):
+                # A file that was written in parts has several frames, one after the other.
+                while piece:
+                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                    yield frame.decompress(piece)
+                    piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    except (OSError, zstandard.ZstdError) as error:
+        raise _damaged(path, str(error)) from error
+    if frame is not None:
+        raise _damaged(path, "it ends in the middle of a frame")
+
+
+def _damaged(path: str, reason: str) -> ConfigError:
+    return ConfigError(Problem(_PATH, f"{path} cannot be unpacked: {reason}"))

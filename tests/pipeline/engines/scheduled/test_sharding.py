@@ -1,0 +1,61 @@
+"""The logical axis rules that the scheduled engine's program allows."""
+
+import pytest
+from helpers.engines import make_mesh, tiny
+
+from maxpipe.builder import build_engine_inputs
+from maxpipe.config import ConfigError
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
+from maxpipe.pipeline.engines.scheduled.sharding import check_rules
+
+
+def inputs_with(rules):
+    """Build the inputs of an engine under the default rules, some of them replaced."""
+    changed = [rule for rule in DEFAULT_RULES if rule[0] not in {name for name, _ in rules}] + rules
+    config = tiny(
+        **{
+            "pipeline.schedule": "lockstep_1f1b",
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+            "mesh.ici.tensor": 2,
+            "sharding.logical_axis_rules": changed,
+        }
+    )
+    return build_engine_inputs(config, make_mesh(config))
+
+
+@pytest.mark.parametrize(
+    ("rule", "remedy"),
+    [
+        (["activation_batch", []], "[activation_batch, [fsdp]]"),
+        (["activation_batch", ["stage", "fsdp"]], "[activation_batch, [fsdp]]"),
+        (["stage", []], "[stage, [stage]]"),
+        (["stage", ["fsdp"]], "[stage, [stage]]"),
+        (["repeat", ["fsdp"]], "[repeat, []]"),
+        (["layers_per_stage", ["fsdp"]], "[layers_per_stage, []]"),
+        (["vocab", ["tensor", "fsdp"]], "from 'vocab' and give them to 'outer_embed'"),
+    ],
+    ids=str,
+)
+def test_check_rules_of_another_layout_names_rule_and_remedy(rule, remedy):
+    rules = [rule, ["outer_embed", []]] if rule[0] == "vocab" else [rule]
+    with pytest.raises(ConfigError) as error:
+        ScheduledEngine(inputs_with(rules))
+    assert "sharding.logical_axis_rules" in str(error.value)
+    assert remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [],
+        [["activation_batch", ["fsdp", "data"]]],
+        [["activation_batch", ["data", "fsdp", "expert"]]],
+        [["embed", []], ["outer_embed", ["fsdp"]]],
+        [["mlp", ["fsdp"]], ["embed", ["tensor"]]],
+    ],
+    ids=str,
+)
+def test_check_rules_of_a_free_dimension_passes(rules):
+    check_rules(inputs_with(rules))
