@@ -2,17 +2,22 @@
 
 import pytest
 from helpers.engines import make_mesh
+from helpers.shard_bytes import shard_bytes
 
 from maxpipe.builder import build_trainer
-from maxpipe.compiling.step import shard_bytes
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.planning.flops import layer_parameter_count
-from maxpipe.planning.footprint import kept_width, logits_bytes, microbatch_tokens
+from maxpipe.planning.footprint import (
+    handed_over_width,
+    kept_width,
+    logits_bytes,
+    microbatch_tokens,
+)
 from maxpipe.planning.simulate import simulate
-from maxpipe.planning.stage_memory import StageMemory, handed_over_width, units_in_flight
+from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
 FREE_RUNNING = [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
 
