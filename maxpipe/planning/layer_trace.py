@@ -124,8 +124,10 @@ def _shapes(
     dtype = jnp.dtype(program.config.dtype)
     params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), program.specs)
     x = jax.ShapeDtypeStruct((1, tokens, program.config.embed_dim), dtype)
-    ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    row = jax.ShapeDtypeStruct((1,), jnp.int32)
-    side = SideInputs(positions=ids, segment_ids=ids, sequence_index=row)
+    side = jax.eval_shape(
+        lambda ids, row: SideInputs(positions=ids, segment_ids=ids, sequence_index=row),
+        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
     key = jax.eval_shape(lambda: jax.random.key(0)) if program.needs_key else None
     return params, x, side, key

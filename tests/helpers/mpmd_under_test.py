@@ -11,6 +11,7 @@ from maxpipe.builder import build_trainer
 from maxpipe.config import Config
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.mpmd_trainer import MpmdTrainer
 
 
 class MpmdUnderTest:
@@ -18,7 +19,9 @@ class MpmdUnderTest:
 
     def __init__(self, config: Config):
         self.mesh = make_mesh(config)
-        self.engine: Any = build_trainer(config, self.mesh)
+        trainer = build_trainer(config, self.mesh)
+        assert isinstance(trainer, MpmdTrainer)
+        self.engine = trainer
         self.pipeline = self.engine.pipeline
         shapes = self.engine.abstract_canonical()
         params = canonical_params(ModelProgram(config.model))
