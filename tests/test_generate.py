@@ -1,4 +1,4 @@
-"""The command: text on the terminal, and what bad input gets."""
+"""The command: text on the terminal, and errors of bad input."""
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,14 @@ LENGTH = 16
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """A run of one step on two stages with two chunks each."""
+    """Return a run of one step on two stages with two chunks each."""
     directory = tmp_path_factory.mktemp("runs")
     assert train.main(command(directory, *PIPELINE)) == 0
     return directory / "base"
 
 
 def call(capsys, run_dir, *words, prompt="def "):
-    """(exit code, standard output, standard error)"""
+    """Run the command; return exit code, standard output and standard error."""
     capsys.readouterr()
     try:
         code = cli.main([str(run_dir), f"--prompt={prompt}", *words])
@@ -38,7 +38,7 @@ def call(capsys, run_dir, *words, prompt="def "):
     return code, *capsys.readouterr()
 
 
-def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
+def test_generate_greedy_tokens_are_argmax_of_training_forward(run_dir):
     step = run_dir / "checkpoints" / "1"
     config = from_record(read_record(step).meta["config"])
     params = load_parameters(step, config)
@@ -55,7 +55,7 @@ def test_greedy_tokens_are_the_argmax_of_the_training_forward(run_dir):
     assert tokens == best[2:-1].tolist()
 
 
-def test_output_goes_on_from_the_prompt_and_depends_on_the_seed_only(run_dir, capsys):
+def test_command_output_continues_prompt_and_depends_on_seed(run_dir, capsys):
     words = "--max-tokens=30", "--temperature=2"
     first, again, other = (call(capsys, run_dir, *words, f"--seed={seed}") for seed in (0, 0, 1))
     assert first[0] == 0
@@ -64,7 +64,7 @@ def test_output_goes_on_from_the_prompt_and_depends_on_the_seed_only(run_dir, ca
     assert first[1] != other[1]
 
 
-def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypatch):
+def test_command_prints_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypatch):
     seen = []
 
     def tokens(*arguments, max_tokens, **options):
@@ -82,14 +82,14 @@ def test_text_appears_token_by_token_and_ends_at_stops(run_dir, capsys, monkeypa
     assert seen == ["def ", "a", "b"]
 
 
-def test_the_end_of_document_ends_the_text(run_dir, capsys, monkeypatch):
+def test_command_end_of_document_ends_text(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(
         launch, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
     )
     assert call(capsys, run_dir)[:2] == (0, "def a\n")
 
 
-def test_ctrl_c_ends_the_text_and_the_command(run_dir, capsys, monkeypatch):
+def test_command_ctrl_c_exits_with_130(run_dir, capsys, monkeypatch):
     def tokens(*arguments, **options):
         yield ord("a")
         raise KeyboardInterrupt
@@ -130,13 +130,13 @@ def test_ctrl_c_ends_the_text_and_the_command(run_dir, capsys, monkeypatch):
     ],
     ids=str,
 )
-def test_bad_input_ends_with_2_and_says_why(run_dir, capsys, words, prompt, message):
+def test_command_bad_input_exits_with_2_and_reason(run_dir, capsys, words, prompt, message):
     code, out, error = call(capsys, run_dir, *words, prompt=prompt)
     assert (code, out) == (2, "")
     assert message in error
 
 
-def test_a_wrong_tokenizer_is_one_problem_and_one_that_moved_has_a_remedy(capsys, run_dir):
+def test_find_tokenizer_missing_file_names_remedy(capsys, run_dir):
     assert "1 problem found" in call(capsys, run_dir, "--tokenizer=/nowhere/tokenizer.json")[2]
     config = from_record(read_record(run_dir / "checkpoints" / "1").meta["config"])
     with pytest.raises(ConfigError) as error:
@@ -146,7 +146,7 @@ def test_a_wrong_tokenizer_is_one_problem_and_one_that_moved_has_a_remedy(capsys
     assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]
 
 
-def test_no_checkpoint(tmp_path, capsys):
+def test_command_without_checkpoint_exits_with_2(tmp_path, capsys):
     assert "--prompt" not in call(capsys, tmp_path)[2]
     assert f"RUN_DIR: {tmp_path} holds no checkpoint" in call(capsys, tmp_path)[2]
     code, _, error = call(capsys, tmp_path / "nowhere")
@@ -154,14 +154,14 @@ def test_no_checkpoint(tmp_path, capsys):
     assert "there is no directory" in error
 
 
-def test_a_checkpoint_of_a_newer_version_ends_with_1(run_dir, capsys, monkeypatch):
+def test_command_newer_checkpoint_format_exits_with_1(run_dir, capsys, monkeypatch):
     monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 0)
     code, out, error = call(capsys, run_dir)
     assert (code, out) == (1, "")
     assert "checkpoint format 1 is not known to this version" in error
 
 
-def test_a_damaged_checkpoint_ends_with_1(tmp_path, run_dir, capsys):
+def test_command_damaged_checkpoint_exits_with_1(tmp_path, run_dir, capsys):
     import shutil
 
     shutil.copytree(run_dir, tmp_path / "copy")

@@ -53,7 +53,7 @@ class Checkpointer:
         shared file system with atomic renames.
       settings: `checkpoint.*`.
       mirror: of the directory.
-      say: takes warnings; called in process 0 only.
+      log: takes warnings; called in process 0 only.
       clock: seconds, monotonic.
     """
 
@@ -63,11 +63,11 @@ class Checkpointer:
         settings: CheckpointConfig,
         *,
         mirror: Mirror | None = None,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._convert_dtype = settings.convert_dtype
-        self._report = say or (lambda message: print(message, file=sys.stderr))
+        self._log_in_process_0 = log or (lambda message: print(message, file=sys.stderr))
         self._directory = StepsDirectory(Path(directory).absolute())
         self._stores: list[StepStore] = [self._directory, *([mirror] if mirror else [])]
         self._timer = SaveTimer(settings, clock)
@@ -212,9 +212,9 @@ class Checkpointer:
 
     def _wait_for_mirror(self) -> None:
         if self._sync is not None and (warning := self._sync.wait()):
-            self._say(warning)
+            self._log(warning)
         if warning := self._timer.warning():
-            self._say(warning)
+            self._log(warning)
 
     def _finish_saves(self) -> None:
         with self._failures():
@@ -226,7 +226,7 @@ class Checkpointer:
         if jax.process_index() == 0:
             for newer in [s for s in self.steps() if s >= step]:
                 target = self._set_aside(newer, ABANDONED)
-                self._say(
+                self._log(
                     f"checkpoint {newer} lies ahead of this run and was set aside as {target}"
                 )
         processes.barrier("maxpipe_abandon")
@@ -245,7 +245,7 @@ class Checkpointer:
                 restored = self._read(step, abstract_state, optional)
             except CheckpointDamaged as error:
                 damage[step] = str(error)
-                self._say(f"checkpoint {step} in {self._directory} is damaged: {error}")
+                self._log(f"checkpoint {step} in {self._directory} is damaged: {error}")
                 continue
             if damage:
                 self._set_damaged_aside(list(damage), restored.step)
@@ -265,11 +265,11 @@ class Checkpointer:
             read_step, directory, abstract_state, optional, convert_dtype=self._convert_dtype
         )
         try:
-            restored = self._sync.read(step, read, self._say) if self._sync else read()
+            restored = self._sync.read(step, read, self._log) if self._sync else read()
         except CheckpointUnreadable as error:
             raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
         if restored.converted:
-            self._say(
+            self._log(
                 f"{restored.converted} arrays of checkpoint {step} were converted to the dtypes "
                 "of this run (checkpoint.convert_dtype)"
             )
@@ -287,7 +287,7 @@ class Checkpointer:
                 self._set_aside(step, DAMAGED)
         processes.barrier("maxpipe_damaged")
         names = ", ".join(map(str, damaged))
-        self._say(
+        self._log(
             f"continuing from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: "
             f"{names}"
         )
@@ -308,7 +308,7 @@ class Checkpointer:
         except Exception as error:
             latest = self._latest
             if may_be_committed and latest in self._directory.steps():
-                self._say(
+                self._log(
                     f"checkpoint {latest} is saved, but older ones could not be deleted: {error}"
                 )
                 return
@@ -318,9 +318,9 @@ class Checkpointer:
                 f"saving checkpoint {where} failed: {type(error).__name__}: {error}"
             ) from error
 
-    def _say(self, message: str) -> None:
+    def _log(self, message: str) -> None:
         if jax.process_index() == 0:
-            self._report(message)
+            self._log_in_process_0(message)
 
 
 def _describe(arrays: dict[str, Array]) -> dict[str, Leaf]:

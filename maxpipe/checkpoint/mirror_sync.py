@@ -78,7 +78,7 @@ class MirrorSync:
         self._attempted = None
         return warning
 
-    def read(self, step: int, read: Callable[[], Result], say: Callable[[str], None]) -> Result:
+    def read(self, step: int, read: Callable[[], Result], log: Callable[[str], None]) -> Result:
         """Return `read()` of a step in the directory, fetched first if it is lost or damaged there.
 
         Every process calls this.
@@ -95,9 +95,9 @@ class MirrorSync:
             except CheckpointDamaged as error:
                 if not is_mirrored:
                     raise
-                say(f"checkpoint {step} in {self._directory} is damaged: {error}")
+                log(f"checkpoint {step} in {self._directory} is damaged: {error}")
         if is_mirrored:
-            say(f"fetching checkpoint {step} from {self._mirror}")
+            log(f"fetching checkpoint {step} from {self._mirror}")
             self._fetch_for_all(step)
         return read()
 

@@ -110,7 +110,7 @@ def open_run_directory(config: Config) -> tuple[RunDirectory, Checkpointer]:
     mirror = open_mirror(config)
     directory = RunDirectory(config, mirror)
     directory.claim(config, write=False)
-    checkpointer = Checkpointer(directory.checkpoints, config.checkpoint, mirror=mirror, say=log)
+    checkpointer = Checkpointer(directory.checkpoints, config.checkpoint, mirror=mirror, log=log)
     return directory, checkpointer
 
 

@@ -1,7 +1,6 @@
 """The directory of a run: its paths, and which configuration owns it. Imports no JAX."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.options import OPTIONS, get
+from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained
 
 # Keys that decide what a saved state means; all others may change from one start to the next.
@@ -93,7 +93,7 @@ class RunDirectory:
             return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            _write_atomically(self.config_file, to_yaml(config))
+            write_atomically(self.config_file, [to_yaml(config).encode()])
         except OSError as error:
             message = f"cannot write to {self.root}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
@@ -175,12 +175,3 @@ def _lookup(tree: Mapping[str, Any], key: str, default: Any) -> Any:
             return default
         value = value[name]
     return value
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)

@@ -13,13 +13,13 @@ from maxpipe.storage.object_store import open_store
 
 
 class Samples:
-    """Contents that follow from the step, so that what was restored can be checked by itself."""
+    """Contents that follow from the step, so that a restored state can be checked on its own."""
 
     def mesh(self, rows, columns):
         return Mesh(np.asarray(jax.devices()[: rows * columns]).reshape(rows, columns), ("a", "b"))
 
     def state(self, step, rows=2, columns=4):
-        """The dtypes, containers and layouts that a training state has."""
+        """Return a state with the dtypes, containers and layouts of a training state."""
         random = np.random.default_rng(step)
         sharding = NamedSharding(self.mesh(rows, columns), PartitionSpec("a", "b"))
         weight = random.standard_normal((128, 64)).astype(np.float32)
@@ -51,24 +51,24 @@ class Samples:
         return jax.tree.map(leaf, state)
 
     def save(self, checkpointer, *steps):
-        """Saves and commits steps; the last one is left to run in the background."""
+        """Save steps; the last save may still run in the background."""
         for step in steps:
             assert checkpointer.save(step, self.state(step), self.iterator(step), self.meta(step))
 
     def bits(self, array):
-        """Dtype, shape and raw bytes."""
+        """Return dtype, shape and raw bytes."""
         array = np.asarray(array)
         return array.dtype.name, array.shape, array.tobytes()
 
     def assert_restored(self, restored, step):
-        """`restored` is bit for bit what `save` wrote for this step."""
+        """Check that `restored` equals in every bit what `save` wrote for this step."""
         assert restored.step == step
         expected = self.state(step)
         assert jax.tree.structure(restored.state) == jax.tree.structure(expected)
-        for got, wanted in zip(
+        for actual, wanted in zip(
             jax.tree.leaves(restored.state), jax.tree.leaves(expected), strict=True
         ):
-            assert self.bits(got) == self.bits(wanted)
+            assert self.bits(actual) == self.bits(wanted)
         assert self.bits(restored.iterator) == self.bits(self.iterator(step))
         assert restored.meta == self.meta(step)
 
@@ -84,21 +84,21 @@ def directory(tmp_path):
 
 
 @pytest.fixture
-def said():
-    """Warnings of `checkpointer`."""
+def messages():
+    """Return the list of warnings of `checkpointer`."""
     return []
 
 
 @pytest.fixture
-def checkpointer(directory, said):
-    made = Checkpointer(directory, CheckpointConfig(every=10, keep=3), say=said.append)
+def checkpointer(directory, messages):
+    made = Checkpointer(directory, CheckpointConfig(every=10, keep=3), log=messages.append)
     yield made
     made.close()
 
 
 @pytest.fixture
 def mirror_url(s3):
-    """Where a run's steps go in a bucket of its own."""
+    """Return the URL of a run's steps in a bucket of its own."""
     bucket = f"bucket-{len(s3.list_buckets()['Buckets'])}"
     s3.create_bucket(Bucket=bucket)
     return f"s3://{bucket}/runs/base/checkpoints"
@@ -106,7 +106,7 @@ def mirror_url(s3):
 
 @pytest.fixture
 def objects(s3, mirror_url):
-    """objects() -> names of all objects below `mirror_url`, sorted."""
+    """Return a function that lists the names of all objects below `mirror_url`, sorted."""
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
 
     def names():
@@ -118,19 +118,21 @@ def objects(s3, mirror_url):
 
 @functools.cache
 def store():
-    """One for all tests, as it takes longer to make than to use."""
+    """Return one store for all tests, because it takes longer to make than to use."""
     return open_store("s3://", "checkpoint.mirror")
 
 
 @pytest.fixture
-def start(directory, mirror_url, said):
-    """start(**settings) -> a checkpointer with a mirror, as a new process would make it; closed at the end."""
+def start(directory, mirror_url, messages):
+    """Return a function of settings that makes a checkpointer with a mirror, like a new process."""
     made = []
 
     def _start(**settings):
         settings = CheckpointConfig(**{"every": 10, "keep": 3} | settings)
         made.append(
-            Checkpointer(directory, settings, mirror=Mirror(mirror_url, store()), say=said.append)
+            Checkpointer(
+                directory, settings, mirror=Mirror(mirror_url, store()), log=messages.append
+            )
         )
         return made[-1]
 

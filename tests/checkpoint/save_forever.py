@@ -1,4 +1,4 @@
-"""Resumes in DIR, or from the mirror at URL if given, as a training would and saves every step, until it is killed."""
+"""Resumes in DIR, or from the mirror at URL, like a training, and saves every step until killed."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def main():
     while True:
         step += 1
         checkpointer.save(step, state(step), np.full((2, 3), step), {"step": step})
-        print("committed", step - 1, flush=True)  # save has waited for the one before
+        print("committed", step - 1, flush=True)  # `save` has waited for the previous step
 
 
 if __name__ == "__main__":

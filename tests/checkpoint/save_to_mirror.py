@@ -1,4 +1,4 @@
-"""Saves steps 10 and 20 of a run with a mirror, and stops for good when half of step 20 is there."""
+"""Saves steps 10 and 20 of a run with a mirror, and hangs when half of step 20 is copied."""
 
 import asyncio
 import sys

@@ -12,7 +12,7 @@ from maxpipe.checkpoint.record import read_record, record_file
 
 @pytest.fixture
 def run(checkpointer, directory, samples):
-    """A run directory with committed steps 10 and 20, a damaged 15 set aside and a leftover."""
+    """Return a run directory with steps 10 and 20, a damaged 15 and an unfinished step."""
     samples.save(checkpointer, 10, 20)
     checkpointer.wait()
     (directory / "15.damaged").mkdir()
@@ -21,7 +21,7 @@ def run(checkpointer, directory, samples):
 
 
 @pytest.mark.parametrize("inner", ["", "checkpoints"])
-def test_ls(run, capsys, inner):
+def test_ls_lists_steps_with_state_and_size(run, capsys, inner):
     assert main(["ls", str(run / inner)]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[0] == ["step", "state", "size", "written", "name"]
@@ -35,7 +35,7 @@ def test_ls(run, capsys, inner):
     assert rows[1][3] == "KiB"
 
 
-def test_verify_as_a_command(run):
+def test_verify_prints_verdicts_and_exits_with_1_for_damage(run):
     command = [sys.executable, "-m", "maxpipe.checkpoint", "verify", str(run)]
     sound = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (sound.returncode, sound.stdout) == (0, "10: sound, 7 arrays\n20: sound, 7 arrays\n")
@@ -52,7 +52,7 @@ def test_verify_as_a_command(run):
     assert damaged.stderr == ""
 
 
-def test_show(run, capsys):
+def test_show_prints_meta_and_arrays(run, capsys):
     assert main(["show", str(run)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("step: 20\n")
@@ -68,15 +68,13 @@ def test_show(run, capsys):
     assert capsys.readouterr().out.startswith("step: 10\n")
 
 
-def test_show_of_a_damaged_record(run, capsys):
+def test_show_damaged_record_exits_with_1(run, capsys):
     (run / "checkpoints" / "20" / "meta" / "metadata").write_text("{}")
     assert main(["show", str(run)]) == 1
     assert "20: DAMAGED: checksum" in capsys.readouterr().err
 
 
-def test_a_newer_format_is_told_from_damage_and_the_other_steps_are_verified(
-    run, capsys, monkeypatch
-):
+def test_verify_newer_format_exits_with_3_after_other_steps(run, capsys, monkeypatch):
     oldest = run / "checkpoints" / "10"
     record = read_record(oldest)
     with monkeypatch.context() as newer:
@@ -94,11 +92,11 @@ def test_a_newer_format_is_told_from_damage_and_the_other_steps_are_verified(
     assert main(["verify", str(run)]) == 1
 
 
-def test_a_step_that_may_not_be_read(run, capsys, monkeypatch):
+def test_verify_step_without_permission_exits_with_3(run, capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)  # modes do not stop root
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)  # permissions do not stop root
     assert main(["verify", str(run)]) == 3
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(": record cannot be read")[0] for line in lines] == [
@@ -109,7 +107,7 @@ def test_a_step_that_may_not_be_read(run, capsys, monkeypatch):
     assert "Permission denied" in capsys.readouterr().err
 
 
-def test_a_directory_that_may_not_be_read(run, capsys, monkeypatch):
+def test_ls_directory_without_permission_exits_with_3(run, capsys, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -118,7 +116,7 @@ def test_a_directory_that_may_not_be_read(run, capsys, monkeypatch):
     assert capsys.readouterr().err == f"[Errno 13] Permission denied: '{run / 'checkpoints'}'\n"
 
 
-def test_verify_skips_a_step_deleted_meanwhile(run, capsys, monkeypatch):
+def test_verify_step_deleted_meanwhile_is_not_damage(run, capsys, monkeypatch):
     from maxpipe.checkpoint import reader
 
     def verify_after_retention(path):
@@ -132,7 +130,7 @@ def test_verify_skips_a_step_deleted_meanwhile(run, capsys, monkeypatch):
     assert lines == ["10: gone: a running training has just deleted it", "20: sound, 7 arrays"]
 
 
-def test_a_reader_that_stops_early_is_no_error(run):
+def test_show_closed_pipe_is_no_error(run):
     command = [sys.executable, "-m", "maxpipe.checkpoint", "show", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
@@ -153,7 +151,7 @@ def test_a_reader_that_stops_early_is_no_error(run):
         ),
     ],
 )
-def test_nothing_to_look_at(run, capsys, monkeypatch, arguments, message):
+def test_command_without_steps_exits_with_2(run, capsys, monkeypatch, arguments, message):
     (run / "empty").mkdir()
     (run / "leftover" / "5.damaged").mkdir(parents=True)
     monkeypatch.chdir(run / "empty" if arguments[1] == "." else run)

@@ -16,7 +16,7 @@ SETTINGS = CheckpointConfig(every=10)
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory, samples):
-    """A directory with steps 10 and 20; copied, never changed."""
+    """Save steps 10 and 20 in a directory that tests copy and never change."""
     directory = tmp_path_factory.mktemp("two_steps") / "checkpoints"
     checkpointer = Checkpointer(directory, SETTINGS)
     samples.save(checkpointer, 10, 20)
@@ -88,30 +88,32 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_falls_back_from_a_damaged_step(copied, checkpointer, said, samples, damage):
+def test_restore_damaged_newest_step_falls_back_and_sets_it_aside(
+    copied, checkpointer, messages, samples, damage
+):
     damage(copied / "20")
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
     assert checkpointer.steps() == [10]
     assert (copied / "20.damaged").is_dir()
-    assert "checkpoint 20" in said[0]
-    assert "is damaged" in said[0]
-    assert "continuing from checkpoint 10" in said[1]
+    assert "checkpoint 20" in messages[0]
+    assert "is damaged" in messages[0]
+    assert "continuing from checkpoint 10" in messages[1]
     samples.save(checkpointer, 20)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
 
 
 @pytest.mark.parametrize("marker", ["commit_success.txt", "_CHECKPOINT_METADATA"])
-def test_orbax_markers_do_not_decide(copied, checkpointer, said, samples, marker):
+def test_steps_without_orbax_markers_are_restored(copied, checkpointer, messages, samples, marker):
     for path in copied.joinpath("20").rglob(marker):
         path.unlink()
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
     samples.save(checkpointer, 30)
     checkpointer.wait()
     assert checkpointer.steps() == [10, 20, 30]
-    assert said == []
+    assert messages == []
 
 
-def test_uncommitted_leftovers_are_ignored_and_cleared(copied, checkpointer, said, samples):
+def test_save_after_kill_clears_uncommitted_directories(copied, checkpointer, messages, samples):
     leftover = copied / "30.orbax-checkpoint-tmp"
     shutil.copytree(copied / "20", leftover)
     (copied / "notes.txt").write_text("not a checkpoint")
@@ -124,12 +126,12 @@ def test_uncommitted_leftovers_are_ignored_and_cleared(copied, checkpointer, sai
     samples.save(checkpointer, 30)
     checkpointer.wait()
     assert not leftover.exists()
-    assert said == []
+    assert messages == []
 
 
 @pytest.mark.parametrize("state", ["sharded", "host"])
-def test_flipped_bits_are_found_or_dead(two_steps, directory, samples, state):
-    """Half of the places are drawn from all bytes, half in files drawn evenly, for the small ones' sake."""
+def test_restore_flipped_bit_is_detected_or_harmless(two_steps, directory, samples, state):
+    """Draw half of the bytes from all bytes, half from a random file, so that small files count."""
     draw = random.Random(state)
     target = samples.abstract(samples.state(20), sharded=state == "sharded")
     fallen_back = 0
@@ -140,16 +142,16 @@ def test_flipped_bits_are_found_or_dead(two_steps, directory, samples, state):
         path = draw.choices(files, sizes)[0]
         bit = draw.randrange(8 * path.stat().st_size)
         flip_bit(path, bit)
-        said = []
-        restored = Checkpointer(directory, SETTINGS, say=said.append).restore(target)
-        assert restored.step == (10 if said else 20), f"bit {bit} of {path}"
+        messages = []
+        restored = Checkpointer(directory, SETTINGS, log=messages.append).restore(target)
+        assert restored.step == (10 if messages else 20), f"bit {bit} of {path}"
         samples.assert_restored(restored, restored.step)
-        fallen_back += bool(said)
+        fallen_back += bool(messages)
         shutil.rmtree(directory)
     assert fallen_back > 30
 
 
-def test_equal_bits_of_another_dtype_are_damage(checkpointer, directory, samples):
+def test_restore_equal_bits_of_other_dtype_are_damage(checkpointer, directory, samples):
     numbers = np.arange(6, dtype=np.float32)
     checkpointer.save(10, {"a": numbers.view(np.int32)}, samples.iterator(1), {})
     checkpointer.save(20, {"a": numbers}, samples.iterator(1), {})
@@ -159,17 +161,17 @@ def test_equal_bits_of_another_dtype_are_damage(checkpointer, directory, samples
         checkpointer.restore({"a": jax.ShapeDtypeStruct((6,), np.float32)}, step=20)
 
 
-def test_falls_back_more_than_once(checkpointer, directory, said, samples):
+def test_restore_two_damaged_steps_falls_back_twice(checkpointer, directory, messages, samples):
     samples.save(checkpointer, 10, 20, 30)
     checkpointer.wait()
     truncate(directory / "30")
     empty(directory / "20")
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
     assert sorted(path.name for path in directory.iterdir()) == ["10", "20.damaged", "30.damaged"]
-    assert len(said) == 3
+    assert len(messages) == 3
 
 
-def test_a_step_damaged_twice_keeps_both_copies(checkpointer, directory, samples):
+def test_set_aside_same_step_twice_keeps_both_copies(checkpointer, directory, samples):
     samples.save(checkpointer, 10, 20)
     for _ in range(2):
         checkpointer.wait()
@@ -181,7 +183,7 @@ def test_a_step_damaged_twice_keeps_both_copies(checkpointer, directory, samples
     assert names == ["10", "20", "20.damaged", "20.damaged-2"]
 
 
-def test_stops_every_time_when_nothing_is_loadable(copied, checkpointer, samples):
+def test_restore_all_steps_damaged_raises_every_time(copied, checkpointer, samples):
     truncate(copied / "20")
     (copied / "10" / "meta" / "metadata").write_text("{}")
     for _ in range(2):
@@ -192,12 +194,12 @@ def test_stops_every_time_when_nothing_is_loadable(copied, checkpointer, samples
         assert checkpointer.steps() == [10, 20]
 
 
-def test_a_damaged_step_asked_for_by_number_is_an_error(copied, checkpointer, said, samples):
+def test_restore_damaged_step_by_number_raises(copied, checkpointer, messages, samples):
     truncate(copied / "20")
     with pytest.raises(CheckpointDamaged, match="checkpoints/20: arrays cannot be read"):
         checkpointer.restore(samples.abstract(samples.state(20)), step=20)
     assert checkpointer.steps() == [10, 20]
-    assert said == []
+    assert messages == []
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_a_damaged_step_asked_for_by_number_is_an_error(copied, checkpointer, sa
         (TypeError("bug"), TypeError),
     ],
 )
-def test_trouble_of_this_machine_is_not_damage(
+def test_restore_local_error_raises_unreadable_and_renames_nothing(
     copied, checkpointer, samples, monkeypatch, trouble, raised
 ):
     def fail(*_):
@@ -221,9 +223,7 @@ def test_trouble_of_this_machine_is_not_damage(
     assert checkpointer.steps() == [10, 20]
 
 
-def test_a_record_of_an_unknown_format_is_refused_not_damaged(
-    copied, checkpointer, samples, monkeypatch
-):
+def test_restore_unknown_format_raises_unreadable(copied, checkpointer, samples, monkeypatch):
     monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 2)
     with pytest.raises(
         CheckpointUnreadable,
@@ -233,7 +233,7 @@ def test_a_record_of_an_unknown_format_is_refused_not_damaged(
     assert checkpointer.steps() == [10, 20]
 
 
-def test_arrays_larger_than_the_read_ahead_are_read(copied, checkpointer, samples, monkeypatch):
+def test_read_arrays_larger_than_read_ahead_are_read(copied, checkpointer, samples, monkeypatch):
     monkeypatch.setattr("maxpipe.checkpoint.arrays.BYTES_IN_FLIGHT", 64)
     monkeypatch.setattr(reader, "BATCH_BYTES", 64)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(20))), 20)
@@ -245,7 +245,7 @@ def test_arrays_larger_than_the_read_ahead_are_read(copied, checkpointer, sample
     }
 
 
-def test_damage_is_reported_without_tracebacks(copied, checkpointer, samples, capfd):
+def test_restore_damage_prints_no_traceback(copied, checkpointer, samples, capfd):
     truncate(copied / "20")
     checkpointer.restore(samples.abstract(samples.state(10)))
     jax.block_until_ready(np.zeros(1))

@@ -23,19 +23,19 @@ def digest(array):
     return digests({"array": array})["array"]
 
 
-def test_value_is_frozen():
-    """Digests stored in checkpoints outlive versions; a new definition needs a new checkpoint format."""
+def test_digest_of_known_arrays_never_changes():
+    """Checkpoints hold digests, so another definition would need another checkpoint format."""
     assert digest(np.arange(1000, dtype=np.float32).reshape(8, 125)) == 0x92227146
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7, 11, 13)], ids=str)
-def test_host_and_device_agree(dtype, shape):
+def test_digest_host_and_device_agree(dtype, shape):
     array = (np.random.default_rng(0).standard_normal(shape) * 100).astype(dtype)
     assert digest(array) == digest(jnp.asarray(array))
 
 
-def test_host_and_device_agree_beyond_one_chunk_and_for_strided_views():
+def test_digest_of_large_and_strided_arrays_host_and_device_agree():
     array = np.random.default_rng(0).standard_normal((600, 700)).astype(np.float32)
     assert digest(array) == digest(jnp.asarray(array))
     assert digest(array.T) == digest(jnp.asarray(array).T) != digest(array)
@@ -44,7 +44,7 @@ def test_host_and_device_agree_beyond_one_chunk_and_for_strided_views():
 @pytest.mark.parametrize(
     "dtype", [np.int64, np.uint64, np.float64], ids=lambda dtype: np.dtype(dtype).name
 )
-def test_host_and_device_agree_on_64_bits(dtype):
+def test_digest_of_64_bit_arrays_host_and_device_agree(dtype):
     array = (np.random.default_rng(0).standard_normal((5, 3)) * 2**40).astype(dtype)
     with jax.enable_x64(True):
         on_device = jnp.asarray(array)
@@ -55,7 +55,7 @@ def test_host_and_device_agree_on_64_bits(dtype):
 @pytest.mark.parametrize(
     "dtype", [np.float32, jnp.bfloat16, np.int8], ids=lambda dtype: np.dtype(dtype).name
 )
-def test_does_not_depend_on_the_mesh(samples, dtype):
+def test_digest_does_not_depend_on_mesh(samples, dtype):
     array = (np.random.default_rng(0).standard_normal((16, 24, 8)) * 100).astype(dtype)
     specs = [
         PartitionSpec(),
@@ -72,7 +72,7 @@ def test_does_not_depend_on_the_mesh(samples, dtype):
     assert found == {digest(array)}
 
 
-def test_finds_every_single_bit_flip():
+def test_digest_changes_with_every_single_bit():
     array = np.random.default_rng(0).standard_normal(300).astype(np.float32)
     before = digest(array)
     words = array.view(np.uint32)
@@ -96,6 +96,6 @@ def test_finds_every_single_bit_flip():
     ],
     ids=["negated", "flipped", "rolled", "reversed", "doubled", "zeroed"],
 )
-def test_finds_changes_that_keep_sums_or_multisets(change):
+def test_digest_changes_with_permutations_and_sign_pairs(change):
     array = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
     assert digest(change(array)) != digest(array)

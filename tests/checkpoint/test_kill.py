@@ -17,18 +17,20 @@ ROWS = 1 << 20
 
 
 @pytest.mark.parametrize("rounds", [3, pytest.param(20, marks=pytest.mark.grid)])
-def test_nothing_committed_is_lost_by_kill_during_saves(directory, rounds):
+def test_kill_during_saves_loses_no_committed_step(directory, rounds):
     draw = random.Random(rounds)
     newest = 0
     for _ in range(rounds):
         newest = max(newest, kill_while_saving(draw.uniform(0.0, 0.5), directory))
-        said = []
-        newest = restore(Checkpointer(directory, CheckpointConfig(keep=2), say=said.append), newest)
-        assert said == []
+        messages = []
+        newest = restore(
+            Checkpointer(directory, CheckpointConfig(keep=2), log=messages.append), newest
+        )
+        assert messages == []
 
 
 @pytest.mark.grid
-def test_nothing_copied_is_lost_by_kill_and_the_loss_of_the_disk(directory, mirror_url):
+def test_kill_and_lost_disk_lose_no_mirrored_step(directory, mirror_url):
     newest = 0
     for _ in range(10):
         newest = max(newest, kill_while_saving(random.uniform(0.0, 1.0), directory, mirror_url))
@@ -41,7 +43,7 @@ def test_nothing_copied_is_lost_by_kill_and_the_loss_of_the_disk(directory, mirr
 
 
 def restore(checkpointer, newest):
-    """Restores the newest step, which is checked and at least `newest`; returns its number."""
+    """Restore and check the newest step, which is at least `newest`; return its number."""
     import jax
 
     target = {
@@ -59,7 +61,7 @@ def restore(checkpointer, newest):
 
 
 def kill_while_saving(delay, *arguments):
-    """Kills the saver `delay` seconds after its first commits; returns the last one it reported."""
+    """Kill the saver `delay` seconds after its first commits; return the last step it reported."""
     process = subprocess.Popen(
         [sys.executable, SAVER, *arguments], stdout=subprocess.PIPE, text=True
     )

@@ -18,7 +18,7 @@ from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 
 
-def test_round_trip_is_bitwise_and_keeps_shardings(checkpointer, samples):
+def test_checkpointer_round_trip_keeps_bits_and_shardings(checkpointer, samples):
     samples.save(checkpointer, 10)
     restored = checkpointer.restore(samples.abstract(samples.state(10)))
     samples.assert_restored(restored, 10)
@@ -29,7 +29,7 @@ def test_round_trip_is_bitwise_and_keeps_shardings(checkpointer, samples):
         assert not isinstance(wanted, jax.Array) or got.sharding == wanted.sharding
 
 
-def test_restores_to_host_memory_without_shardings(checkpointer, samples):
+def test_restore_without_shardings_returns_host_arrays(checkpointer, samples):
     samples.save(checkpointer, 10)
     restored = checkpointer.restore(samples.abstract(samples.state(10), sharded=False))
     samples.assert_restored(restored, 10)
@@ -37,7 +37,7 @@ def test_restores_to_host_memory_without_shardings(checkpointer, samples):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (8, 1), (4, 2)])
-def test_restores_onto_another_mesh(checkpointer, samples, shape):
+def test_restore_other_mesh_uses_target_shardings(checkpointer, samples, shape):
     samples.save(checkpointer, 10)
     target = samples.abstract(samples.state(10, *shape))
     restored = checkpointer.restore(target)
@@ -45,7 +45,7 @@ def test_restores_onto_another_mesh(checkpointer, samples, shape):
     assert restored.state["params"]["weight"].sharding == target["params"]["weight"].sharding
 
 
-def test_arrays_may_be_donated_and_overwritten_right_after_save(checkpointer, samples):
+def test_save_arrays_may_be_donated_and_overwritten_after_return(checkpointer, samples):
     state, iterator = samples.state(10), samples.iterator(10)
     checkpointer.save(10, state, iterator, samples.meta(10))
     overwrite = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
@@ -56,7 +56,7 @@ def test_arrays_may_be_donated_and_overwritten_right_after_save(checkpointer, sa
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
 
 
-def test_a_save_is_legal_inside_a_transfer_guard(checkpointer, samples):
+def test_save_inside_transfer_guard_succeeds(checkpointer, samples):
     state = samples.state(10)
     with jax.transfer_guard("disallow"):
         checkpointer.save(10, state, samples.iterator(10), samples.meta(10))
@@ -64,7 +64,7 @@ def test_a_save_is_legal_inside_a_transfer_guard(checkpointer, samples):
     assert checkpointer.steps() == [10]
 
 
-def test_containers_do_not_matter_but_names_do(checkpointer, samples):
+def test_restore_compares_names_but_not_containers(checkpointer, samples):
     class Moments(NamedTuple):
         mean: np.ndarray
 
@@ -75,7 +75,7 @@ def test_containers_do_not_matter_but_names_do(checkpointer, samples):
         checkpointer.restore({"opt": {"average": jax.ShapeDtypeStruct((3,), np.int64)}})
 
 
-def test_64_bit_arrays_on_devices_survive(checkpointer, samples):
+def test_checkpointer_64_bit_device_arrays_round_trip(checkpointer, samples):
     sharding = NamedSharding(samples.mesh(4, 1), PartitionSpec("a"))
     with jax.enable_x64(True):
         rows = jax.device_put(samples.iterator(7), sharding)
@@ -86,7 +86,7 @@ def test_64_bit_arrays_on_devices_survive(checkpointer, samples):
     assert samples.bits(restored.iterator) == samples.bits(samples.iterator(7))
 
 
-def test_due_follows_every_and_skips_a_step_just_restored(checkpointer, samples):
+def test_due_every_10_skips_step_just_restored(checkpointer, samples):
     assert [step for step in range(31) if checkpointer.due(step)] == [10, 20, 30]
     samples.save(checkpointer, 20)
     checkpointer.restore(samples.abstract(samples.state(20)))
@@ -95,12 +95,12 @@ def test_due_follows_every_and_skips_a_step_just_restored(checkpointer, samples)
     assert checkpointer.due(30)
 
 
-def test_every_0_is_never_due(directory):
+def test_due_every_0_is_never_true(directory):
     checkpointer = Checkpointer(directory, CheckpointConfig(every=0))
     assert not any(checkpointer.due(step) for step in range(100))
 
 
-def test_due_when_the_last_save_is_long_ago(directory, samples):
+def test_due_every_minutes_counts_from_last_save(directory, samples):
     now = [0.0]
     checkpointer = Checkpointer(
         directory, CheckpointConfig(every=10, every_minutes=2), clock=lambda: now[0]
@@ -120,13 +120,13 @@ def test_due_when_the_last_save_is_long_ago(directory, samples):
     checkpointer.close()
 
 
-def test_keeps_the_newest(checkpointer, samples):
+def test_save_keep_3_deletes_older_steps(checkpointer, samples):
     samples.save(checkpointer, 10, 20, 30, 40, 50)
     checkpointer.wait()
     assert checkpointer.steps() == [30, 40, 50]
 
 
-def test_keeps_the_previous_step_until_the_next_is_committed(directory, samples, monkeypatch):
+def test_save_keep_1_keeps_previous_step_until_commit(directory, samples, monkeypatch):
     checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep=1))
     samples.save(checkpointer, 1)
     checkpointer.wait()
@@ -138,7 +138,7 @@ def test_keeps_the_previous_step_until_the_next_is_committed(directory, samples,
     assert checkpointer.steps() == [2]
 
 
-def test_keeps_the_previous_step_when_the_next_cannot_be_committed(directory, samples, monkeypatch):
+def test_save_failed_commit_keeps_previous_step(directory, samples, monkeypatch):
     checkpointer = Checkpointer(directory, CheckpointConfig(every=1, keep=1))
     samples.save(checkpointer, 1)
     checkpointer.wait()
@@ -149,8 +149,8 @@ def test_keeps_the_previous_step_when_the_next_cannot_be_committed(directory, sa
     assert checkpointer.steps() == [1]
 
 
-def test_a_step_that_cannot_be_deleted_is_no_failed_save(directory, samples, monkeypatch, said):
-    checkpointer = Checkpointer(directory, CheckpointConfig(keep=1), say=said.append)
+def test_save_failed_deletion_warns_and_succeeds(directory, samples, monkeypatch, messages):
+    checkpointer = Checkpointer(directory, CheckpointConfig(keep=1), log=messages.append)
     samples.save(checkpointer, 1)
 
     def busy(*_, **__):
@@ -159,7 +159,7 @@ def test_a_step_that_cannot_be_deleted_is_no_failed_save(directory, samples, mon
     monkeypatch.setattr(shutil, "rmtree", busy)
     samples.save(checkpointer, 2)
     checkpointer.wait()
-    assert said == [
+    assert messages == [
         "checkpoint 2 is saved, but older ones could not be deleted: device or resource busy"
     ]
     monkeypatch.undo()
@@ -172,7 +172,7 @@ def test_a_step_that_cannot_be_deleted_is_no_failed_save(directory, samples, mon
     assert checkpointer.steps() == [4]
 
 
-def test_saving_does_not_wait_for_the_disk(checkpointer, samples, monkeypatch):
+def test_save_returns_before_commit(checkpointer, samples, monkeypatch):
     release = hold_commits(monkeypatch)
     samples.save(checkpointer, 10)  # returns although nothing can be committed
     assert checkpointer.steps() == []
@@ -182,7 +182,7 @@ def test_saving_does_not_wait_for_the_disk(checkpointer, samples, monkeypatch):
 
 
 @pytest.mark.parametrize("surfaces", ["step", "save", "wait", "close", "restore"])
-def test_a_failed_save_surfaces_once_and_the_step_can_be_saved_again(
+def test_failed_save_raises_once_and_step_can_be_saved_again(
     checkpointer, samples, monkeypatch, surfaces
 ):
     samples.save(checkpointer, 10)
@@ -205,16 +205,14 @@ def test_a_failed_save_surfaces_once_and_the_step_can_be_saved_again(
     assert checkpointer.steps() == [10, 20]
 
 
-def test_a_directory_that_cannot_be_made_is_an_error_of_the_save(tmp_path, samples):
+def test_save_directory_that_cannot_be_made_raises(tmp_path, samples):
     (tmp_path / "file").touch()
     checkpointer = Checkpointer(tmp_path / "file" / "checkpoints", CheckpointConfig())
     with pytest.raises(CheckpointSaveError, match="file/checkpoints/1 failed"):
         samples.save(checkpointer, 1)
 
 
-def test_goes_back_to_a_given_step_and_sets_aside_what_lies_ahead(
-    checkpointer, directory, said, samples
-):
+def test_save_after_going_back_abandons_newer_steps(checkpointer, directory, messages, samples):
     samples.save(checkpointer, 10, 20, 30)
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10)), step=10), 10)
     assert checkpointer.steps() == [10, 20, 30]
@@ -224,12 +222,12 @@ def test_goes_back_to_a_given_step_and_sets_aside_what_lies_ahead(
     entries = StepsDirectory(directory).entries()
     aside = [entry.name for entry in entries if entry.state == "abandoned"]
     assert aside == ["20.abandoned", "30.abandoned"]
-    assert len(said) == 2
-    assert "30.abandoned" in said[1]
+    assert len(messages) == 2
+    assert "30.abandoned" in messages[1]
 
 
-def test_a_step_that_cannot_be_set_aside_is_a_failed_save(
-    checkpointer, directory, said, samples, monkeypatch
+def test_save_failed_set_aside_raises_and_can_be_repeated(
+    checkpointer, directory, messages, samples, monkeypatch
 ):
     def refuse(*_):
         raise PermissionError("not yours")
@@ -241,7 +239,7 @@ def test_a_step_that_cannot_be_set_aside_is_a_failed_save(
         CheckpointSaveError, match="checkpoints/20 failed: PermissionError: not yours"
     ):
         samples.save(checkpointer, 20)
-    assert said == []
+    assert messages == []
     monkeypatch.undo()
     samples.save(checkpointer, 20)
     checkpointer.wait()
@@ -249,21 +247,21 @@ def test_a_step_that_cannot_be_set_aside_is_a_failed_save(
     assert names == ["10", "20", "20.abandoned"]
 
 
-def test_restoring_from_nothing_is_an_error(checkpointer, samples):
+def test_restore_without_steps_raises(checkpointer, samples):
     with pytest.raises(FileNotFoundError, match="no committed checkpoint"):
         checkpointer.restore(samples.abstract(samples.state(1)))
     with pytest.raises(CheckpointDamaged, match="checkpoints/5: record cannot be read"):
         checkpointer.restore(samples.abstract(samples.state(1)), step=5)
 
 
-def test_refuses_leaves_that_are_not_arrays_of_numbers(checkpointer, samples):
+def test_save_leaf_that_is_no_array_of_numbers_raises(checkpointer, samples):
     with pytest.raises(TypeError, match=r"opt.count is a int"):
         checkpointer.save(10, {"opt": {"count": 3}}, samples.iterator(1), {})
     with pytest.raises(TypeError, match=r"key is a typed PRNG key; save jax.random.key_data"):
         checkpointer.save(10, {"key": jax.random.key(0)}, samples.iterator(1), {})
 
 
-def test_a_mismatch_lists_every_difference_and_never_falls_back(checkpointer, said, samples):
+def test_restore_mismatch_lists_differences_and_does_not_fall_back(checkpointer, messages, samples):
     samples.save(checkpointer, 10, 20)
     target = samples.abstract(samples.state(20))
     target["params"]["weight"] = jax.ShapeDtypeStruct((64, 128), jnp.float32)
@@ -278,17 +276,17 @@ def test_a_mismatch_lists_every_difference_and_never_falls_back(checkpointer, sa
         "params.weight: float32[128,64] in the checkpoint, float32[64,128] in this run",
     )
     assert checkpointer.steps() == [10, 20]
-    assert said == []
+    assert messages == []
 
 
-def test_a_long_mismatch_is_cut_short():
+def test_mismatch_message_shows_first_20_differences():
     error = CheckpointMismatch("checkpoints/3", [f"leaf {n}" for n in range(100)])
     assert len(error.differences) == 100
     assert "... and 80 more" in str(error)
     assert len(str(error).splitlines()) == 23
 
 
-def test_importing_does_not_import_orbax_or_tensorstore():
+def test_import_of_manager_imports_neither_orbax_nor_tensorstore():
     modules = "maxpipe.checkpoint.manager, maxpipe.checkpoint.reader"
     code = (
         f"import sys, {modules}; sys.exit('orbax' in sys.modules or 'tensorstore' in sys.modules)"
@@ -297,14 +295,14 @@ def test_importing_does_not_import_orbax_or_tensorstore():
 
 
 def hold_commits(monkeypatch):
-    """Lets no save commit before the returned event is set."""
+    """Let no save commit before the returned event is set."""
     release = threading.Event()
     intercept_commits(monkeypatch, lambda: release.wait(60))
     return release
 
 
 def take_steps():
-    """Steps for as long as a save may take."""
+    """Yield steps for as long as a save may take."""
     for step in range(21, 1000):
         yield step
         time.sleep(0.01)
@@ -318,7 +316,7 @@ def break_commits(monkeypatch):
 
 
 def intercept_commits(monkeypatch, action):
-    """Runs `action` in the background of a save, after the arrays are written and before the commit."""
+    """Run `action` in every save, after the arrays are written and before the commit."""
     from orbax.checkpoint import CompositeCheckpointHandler
 
     finalize = CompositeCheckpointHandler.finalize
@@ -330,7 +328,7 @@ def intercept_commits(monkeypatch, action):
     monkeypatch.setattr(CompositeCheckpointHandler, "finalize", intercepted)
 
 
-def test_a_save_does_not_ask_the_preemption_service(checkpointer, samples, monkeypatch):
+def test_save_does_not_call_preemption_service(checkpointer, samples, monkeypatch):
     asked = []
     monkeypatch.setattr(
         multihost_utils, "reached_preemption_sync_point", lambda step: bool(asked.append(step))
@@ -342,27 +340,27 @@ def test_a_save_does_not_ask_the_preemption_service(checkpointer, samples, monke
 
 
 class TestGrace:
-    """A save is timed from its start to its commit."""
+    """The grace period is compared with the time from the start of a save to its commit."""
 
     @pytest.fixture
-    def told(self, directory, samples):
-        """told(grace_seconds) -> what was said over two saves."""
+    def warnings_of(self, directory, samples):
+        """Return a function of grace_seconds that returns the warnings of two saves."""
 
-        def _told(grace_seconds):
-            said = []
+        def _warnings_of(grace_seconds):
+            messages = []
             checkpointer = Checkpointer(
-                directory, CheckpointConfig(grace_seconds=grace_seconds), say=said.append
+                directory, CheckpointConfig(grace_seconds=grace_seconds), log=messages.append
             )
             samples.save(checkpointer, 1, 2)
             checkpointer.close()
-            return said
+            return messages
 
-        return _told
+        return _warnings_of
 
-    def test_a_slow_save_is_warned_of_once(self, told):
-        (warning,) = told(1e-9)
+    def test_grace_slow_save_warns_once(self, warnings_of):
+        (warning,) = warnings_of(1e-9)
         assert "longer than checkpoint.grace_seconds allows" in warning
 
     @pytest.mark.parametrize("grace_seconds", [0, 1000])
-    def test_a_fast_save_or_no_limit_says_nothing(self, told, grace_seconds):
-        assert told(grace_seconds) == []
+    def test_grace_fast_save_or_no_limit_does_not_warn(self, warnings_of, grace_seconds):
+        assert warnings_of(grace_seconds) == []

@@ -21,13 +21,12 @@ SAVER = Path(__file__).with_name("save_to_mirror.py")
 
 
 def mirror_of(checkpointer):
-    directory, mirror = checkpointer._stores
-    return mirror
+    return checkpointer._stores[1]
 
 
 @pytest.fixture
 def damage(s3, mirror_url, objects):
-    """damage(step, change): replaces the largest object of a step by change(its bytes)."""
+    """Return a function (step, change) that replaces the largest object of a step by change(it)."""
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
 
     def _damage(step, change):
@@ -52,8 +51,8 @@ def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_run_that_lost_its_directory_goes_on_from_the_mirror(
-    start, directory, said, samples, objects
+def test_restore_lost_directory_fetches_step_from_mirror(
+    start, directory, messages, samples, objects
 ):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
@@ -69,11 +68,11 @@ def test_a_run_that_lost_its_directory_goes_on_from_the_mirror(
     checkpointer.close()
     assert names(directory) == ["20", "30"]
     assert start().steps() == [10, 20, 30]
-    assert len(said) == 1
-    assert said[0].startswith("fetching checkpoint 20 from s3://")
+    assert len(messages) == 1
+    assert messages[0].startswith("fetching checkpoint 20 from s3://")
 
 
-def test_objects_lie_as_the_files_do_and_the_commit_says_their_sizes(
+def test_upload_objects_are_named_like_files_and_commit_lists_sizes(
     start, directory, samples, objects, s3, mirror_url
 ):
     checkpointer = start()
@@ -98,7 +97,9 @@ def test_objects_lie_as_the_files_do_and_the_commit_says_their_sizes(
     ],
     ids=["bit flipped", "truncated", "deleted"],
 )
-def test_falls_back_from_a_damaged_copy(start, directory, said, samples, objects, damage, change):
+def test_restore_damaged_copy_falls_back_to_older_step(
+    start, directory, messages, samples, objects, damage, change
+):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
@@ -106,7 +107,7 @@ def test_falls_back_from_a_damaged_copy(start, directory, said, samples, objects
     damage(20, change)
     checkpointer = start()
     samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
-    assert any("20" in line and "is damaged" in line for line in said)
+    assert any("20" in line and "is damaged" in line for line in messages)
     assert start().steps() == [10]
     assert "20.damaged.json" in objects()
     samples.save(checkpointer, 20)
@@ -116,17 +117,20 @@ def test_falls_back_from_a_damaged_copy(start, directory, said, samples, objects
     samples.assert_restored(start().restore(samples.abstract(samples.state(20))), 20)
 
 
-def test_a_sound_copy_takes_the_place_of_a_damaged_directory(start, directory, said, samples):
+def test_restore_damaged_directory_fetches_sound_copy(start, directory, messages, samples):
     checkpointer = start()
     samples.save(checkpointer, 10, 20)
     checkpointer.close()
     shutil.rmtree(directory / "20" / "arrays")
     samples.assert_restored(start().restore(samples.abstract(samples.state(20))), 20)
     assert names(directory) == ["10", "20", "20.damaged"]
-    assert ["is damaged" in said[0], said[1].startswith("fetching checkpoint 20")] == [True, True]
+    assert ["is damaged" in messages[0], messages[1].startswith("fetching checkpoint 20")] == [
+        True,
+        True,
+    ]
 
 
-def test_nothing_is_set_aside_when_all_is_damaged(start, directory, samples, damage, objects):
+def test_restore_all_damaged_raises_and_renames_nothing(start, directory, samples, damage, objects):
     checkpointer = start()
     samples.save(checkpointer, 10)
     checkpointer.close()
@@ -140,8 +144,8 @@ def test_nothing_is_set_aside_when_all_is_damaged(start, directory, samples, dam
     assert "10.json" in objects()
 
 
-def test_going_back_sets_aside_what_lies_ahead_in_the_mirror_too(
-    start, directory, samples, said, objects
+def test_save_after_going_back_abandons_newer_steps_in_mirror(
+    start, directory, samples, messages, objects
 ):
     checkpointer = start()
     samples.save(checkpointer, 10, 20, 30)
@@ -153,10 +157,10 @@ def test_going_back_sets_aside_what_lies_ahead_in_the_mirror_too(
     checkpointer.close()
     assert start().steps() == [10, 15]
     assert {"20.abandoned.json", "30.abandoned.json"} <= set(objects())
-    assert "20.abandoned.json" in said[1]
+    assert "20.abandoned.json" in messages[1]
 
 
-def test_the_mirror_keeps_what_the_directory_would(start, directory, samples):
+def test_mirror_keep_2_holds_same_steps_as_directory(start, directory, samples):
     checkpointer = start(keep=2)
     samples.save(checkpointer, 10, 20, 30)
     checkpointer.close()
@@ -169,7 +173,7 @@ def test_the_mirror_keeps_what_the_directory_would(start, directory, samples):
     assert start().steps() == [30, 40]
 
 
-def test_the_best_are_known_by_what_the_mirror_says(start, directory, samples):
+def test_retention_keep_best_reads_losses_from_mirror(start, directory, samples):
     checkpointer = start(keep=1, keep_best=1)
     for step, loss in ((10, 1.0), (20, 3.0)):
         checkpointer.save(step, samples.state(step), samples.iterator(step), {"eval_loss": loss})
@@ -194,7 +198,7 @@ def fail(*_, **__):
         *(pytest.param(name, marks=pytest.mark.grid) for name in ("save", "wait", "restore")),
     ],
 )
-def test_a_failed_copy_surfaces_once_and_is_made_up_for(start, samples, monkeypatch, surfaces):
+def test_failed_copy_raises_once(start, samples, monkeypatch, surfaces):
     checkpointer = start()
     monkeypatch.setattr(Mirror, "upload", fail)
     samples.save(checkpointer, 10)
@@ -216,13 +220,13 @@ def test_a_failed_copy_surfaces_once_and_is_made_up_for(start, samples, monkeypa
 
 
 def waiting():
-    """Steps for as long as a copy may take."""
+    """Yield for as long as a copy may take."""
     for _ in range(1000):
         yield
         time.sleep(0.01)
 
 
-def test_what_could_not_be_copied_is_copied_by_the_next_process(start, samples, monkeypatch):
+def test_close_copies_step_that_earlier_process_could_not(start, samples, monkeypatch):
     checkpointer = start()
     with monkeypatch.context() as broken:
         broken.setattr(Mirror, "upload", fail)
@@ -234,13 +238,13 @@ def test_what_could_not_be_copied_is_copied_by_the_next_process(start, samples, 
     assert mirror_of(start()).steps() == [10]
 
 
-def test_steps_that_cannot_be_deleted_are_no_failed_save(start, samples, monkeypatch, said):
+def test_mirror_failed_deletion_warns_and_save_succeeds(start, samples, monkeypatch, messages):
     checkpointer = start(keep=1)
     with monkeypatch.context() as broken:
         broken.setattr(Mirror, "delete", fail)
         samples.save(checkpointer, 10, 20)
         checkpointer.close()
-    (warning,) = said
+    (warning,) = messages
     assert "older checkpoints in s3://" in warning
     assert "could not be deleted: ConnectionError: the store is gone" in warning
     samples.save(checkpointer, 30)
@@ -248,7 +252,7 @@ def test_steps_that_cannot_be_deleted_are_no_failed_save(start, samples, monkeyp
     assert mirror_of(start()).steps() == [30]
 
 
-def test_what_somebody_else_has_deleted_is_no_failure(start, samples, monkeypatch, said):
+def test_mirror_step_deleted_by_other_process_is_ignored(start, samples, monkeypatch, messages):
     checkpointer = start(keep=1)
     samples.save(checkpointer, 10)
     checkpointer.wait()
@@ -264,11 +268,11 @@ def test_what_somebody_else_has_deleted_is_no_failure(start, samples, monkeypatc
     mirror_of(start()).delete(10)
     samples.save(checkpointer, 20)
     checkpointer.close()
-    assert said == []
+    assert messages == []
     assert mirror_of(start()).steps() == [20]
 
 
-def test_a_store_that_fails_while_fetching_says_nothing_about_the_checkpoint(
+def test_fetch_store_error_raises_unreadable_and_renames_nothing(
     start, directory, samples, monkeypatch
 ):
     checkpointer = start()
@@ -283,9 +287,7 @@ def test_a_store_that_fails_while_fetching_says_nothing_about_the_checkpoint(
     assert start().steps() == [10, 20]
 
 
-def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(
-    start, samples, monkeypatch, said
-):
+def test_save_waits_for_previous_copy_but_due_does_not(start, samples, monkeypatch, messages):
     checkpointer, release, upload = (
         start(keep=1, grace_seconds=1e-9),
         threading.Event(),
@@ -301,16 +303,16 @@ def test_a_save_waits_for_the_copy_of_the_one_before_but_steps_do_not(
     while checkpointer._writer.is_pending:
         assert not checkpointer.due(11)
     assert not checkpointer.due(12)
-    assert said == []  # how long a save takes is not known before it is copied
+    assert messages == []  # how long a save takes is not known before it is copied
     threading.Timer(0.1, release.set).start()
     samples.save(checkpointer, 20)
     assert release.is_set()
-    assert ["longer than checkpoint.grace_seconds allows" in line for line in said] == [True]
+    assert ["longer than checkpoint.grace_seconds allows" in line for line in messages] == [True]
     checkpointer.close()
     assert mirror_of(start()).steps() == [20]
 
 
-def test_killed_while_copying_leaves_the_step_before(
+def test_upload_killed_leaves_previous_step_and_is_cleared(
     mirror_url, start, directory, samples, objects
 ):
     process = subprocess.Popen(
@@ -332,10 +334,10 @@ def test_killed_while_copying_leaves_the_step_before(
     checkpointer.save(30, {"x": samples.iterator(30)}, samples.iterator(30), {})
     checkpointer.close()
     assert start().steps() == [10, 30]
-    assert not any(name.startswith("20") for name in objects())  # what was left has been cleared
+    assert not any(name.startswith("20") for name in objects())  # the remains have been deleted
 
 
-def test_a_step_is_no_less_whole_for_a_kill_before_its_mark_is_gone(
+def test_entries_committed_step_with_unfinished_mark_is_committed(
     start, directory, samples, s3, mirror_url, objects
 ):
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
@@ -358,16 +360,14 @@ def test_a_step_is_no_less_whole_for_a_kill_before_its_mark_is_gone(
 
 @pytest.fixture
 def run_directory(start, tmp_path):
-    """A run with step 20 in its own directory, and the mirror as it is."""
+    """Return a function that claims a run with step 20 in its directory and the mirror."""
     config = replace(Config(), output_dir=str(tmp_path / "runs"), run_name="base")
     RunDirectory(config).claim(config)
     (RunDirectory(config).checkpoints / "20").mkdir(parents=True)
     return lambda: RunDirectory(config, mirror_of(start())).claim(config)
 
 
-def test_a_directory_does_not_meet_the_mirror_of_another_run(
-    start, samples, mirror_url, run_directory
-):
+def test_claim_mirror_of_other_configuration_raises(start, samples, mirror_url, run_directory):
     checkpointer = start()
     checkpointer.save(10, samples.state(10), samples.iterator(10), {"config": {"seed": 1}})
     checkpointer.close()
@@ -377,7 +377,7 @@ def test_a_directory_does_not_meet_the_mirror_of_another_run(
         run_directory()
 
 
-def test_checkpoints_of_another_program_are_not_mistaken_for_remains(s3, mirror_url, run_directory):
+def test_claim_mirror_with_steps_of_other_program_raises(s3, mirror_url, run_directory):
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
     for step in (9, 10):
         s3.put_object(Bucket=bucket, Key=f"{prefix}/{step}/items/manifest.ocdbt", Body=b"")
@@ -387,7 +387,7 @@ def test_checkpoints_of_another_program_are_not_mistaken_for_remains(s3, mirror_
         run_directory()
 
 
-def test_what_a_killed_fetch_leaves_is_no_checkpoint_and_is_cleared(start, directory, samples):
+def test_fetch_after_killed_fetch_clears_remains(start, directory, samples):
     checkpointer = start()
     samples.save(checkpointer, 10)
     checkpointer.close()
@@ -399,7 +399,7 @@ def test_what_a_killed_fetch_leaves_is_no_checkpoint_and_is_cleared(start, direc
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"files": {"../../x": 1}}', b'{"files": {"/x": 1}}'])
-def test_a_commit_that_makes_no_sense_is_damage(start, tmp_path, s3, mirror_url, content):
+def test_download_invalid_commit_raises_damaged(start, tmp_path, s3, mirror_url, content):
     bucket, _, prefix = mirror_url.removeprefix("s3://").partition("/")
     s3.put_object(Bucket=bucket, Key=f"{prefix}/10.json", Body=content)
     with pytest.raises(CheckpointDamaged, match=r"10\.json"):
@@ -408,7 +408,7 @@ def test_a_commit_that_makes_no_sense_is_damage(start, tmp_path, s3, mirror_url,
 
 @pytest.fixture
 def mirrored(start, directory, samples, mirror_url):
-    """URL of a run directory whose steps 10 and 20 are in the store only, and one that is set aside."""
+    """Return the URL of a run whose steps 10, 20 and a damaged 30 are in the store only."""
     checkpointer = start()
     samples.save(checkpointer, 10, 20, 30)
     checkpointer.close()
@@ -418,7 +418,7 @@ def mirrored(start, directory, samples, mirror_url):
 
 
 @pytest.mark.parametrize("inner", ["", "/checkpoints/"])
-def test_ls(mirrored, capsys, inner):
+def test_command_ls_of_url_lists_steps(mirrored, capsys, inner):
     assert main(["ls", mirrored + inner]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(row[0], row[1], row[-1]) for row in rows[1:]] == [
@@ -430,7 +430,7 @@ def test_ls(mirrored, capsys, inner):
     assert rows[1][3] == "KiB"
 
 
-def test_ls_leaves_out_what_a_running_training_has_just_deleted(start, samples):
+def test_sizes_and_times_skip_step_deleted_meanwhile(start, samples):
     training = start()
     samples.save(training, 10, 20)
     training.close()
@@ -439,7 +439,7 @@ def test_ls_leaves_out_what_a_running_training_has_just_deleted(start, samples):
     assert [entry.step for entry, _, _ in seen.sizes_and_times()] == [20]
 
 
-def test_verify_and_show(mirrored, capsys, damage):
+def test_command_verify_and_show_of_url_report_damage(mirrored, capsys, damage):
     damage(10, flip)
     assert main(["verify", mirrored]) == 1
     first, second = capsys.readouterr().out.splitlines()
@@ -449,12 +449,12 @@ def test_verify_and_show(mirrored, capsys, damage):
     assert capsys.readouterr().out.startswith("step: 10\n")
 
 
-def test_an_empty_place(s3, mirror_url, capsys):
+def test_command_ls_of_empty_url_exits_with_2(s3, mirror_url, capsys):
     assert main(["ls", mirror_url]) == 2
     assert f"{mirror_url} holds no checkpoints" in capsys.readouterr().err
 
 
-def test_the_command_names_missing_keys(without_s3_keys, capsys):
+def test_command_verify_without_credentials_names_variables(without_s3_keys, capsys):
     assert main(["verify", "s3://bucket/runs/base"]) == 2
     assert "DIR: s3://bucket/runs/base/checkpoints cannot be read" in (
         error := capsys.readouterr().err

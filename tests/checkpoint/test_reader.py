@@ -1,4 +1,4 @@
-"""Restoring with other dtypes than were saved."""
+"""Restoring with other dtypes than the saved ones."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ CONVERT = CheckpointConfig(convert_dtype=True)
 
 
 def with_dtypes(target, dtypes):
-    """The abstract state with other dtypes for some of its parameters."""
+    """Return the abstract state with other dtypes for some of its parameters."""
     params = {
         name: jax.ShapeDtypeStruct(leaf.shape, dtypes.get(name, leaf.dtype), sharding=leaf.sharding)
         for name, leaf in target["params"].items()
@@ -24,13 +24,13 @@ def with_dtypes(target, dtypes):
 
 @pytest.fixture
 def saved(checkpointer, samples):
-    """The abstract state of a committed checkpoint."""
+    """Return the abstract state of a committed checkpoint."""
     samples.save(checkpointer, 10)
     checkpointer.close()
     return samples.abstract(samples.state(10))
 
 
-def test_without_the_flag_another_dtype_is_a_mismatch_that_names_it(saved, checkpointer):
+def test_read_step_other_dtype_raises_mismatch_naming_flag(saved, checkpointer):
     target = with_dtypes(saved, {"weight": jnp.bfloat16, "scale": jnp.float32})
     with pytest.raises(
         CheckpointMismatch, match=r"checkpoint\.convert_dtype=true converts them"
@@ -43,26 +43,31 @@ def test_without_the_flag_another_dtype_is_a_mismatch_that_names_it(saved, check
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_with_the_flag_floating_dtypes_are_converted(saved, directory, said, samples, sharded):
+def test_read_step_convert_dtype_converts_floating_dtypes(
+    saved, directory, messages, samples, sharded
+):
     target = with_dtypes(saved, {"weight": jnp.bfloat16, "scale": jnp.float32})
     target = jax.tree.map(
         lambda leaf: leaf if sharded else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), target
     )
-    restored = Checkpointer(directory, CONVERT, say=said.append).restore(target)
+    restored = Checkpointer(directory, CONVERT, log=messages.append).restore(target)
     state, expected = restored.state, samples.state(10)
     for name, dtype in (("weight", jnp.bfloat16), ("scale", jnp.float32)):
         got, wanted = state["params"][name], expected["params"][name].astype(dtype)
         assert samples.bits(got) == samples.bits(wanted)
         assert not sharded or got.sharding == target["params"][name].sharding
     assert samples.bits(state["key"]) == samples.bits(expected["key"])
-    assert said == [
-        "2 arrays of checkpoint 10 were converted to the dtypes of this run (checkpoint.convert_dtype)"
+    assert messages == [
+        "2 arrays of checkpoint 10 were converted to the dtypes of this run "
+        "(checkpoint.convert_dtype)"
     ]
 
 
-def test_with_the_flag_equal_dtypes_stay_to_the_bit(saved, directory, said, samples):
-    samples.assert_restored(Checkpointer(directory, CONVERT, say=said.append).restore(saved), 10)
-    assert said == []
+def test_read_step_convert_dtype_keeps_bits_of_equal_dtypes(saved, directory, messages, samples):
+    samples.assert_restored(
+        Checkpointer(directory, CONVERT, log=messages.append).restore(saved), 10
+    )
+    assert messages == []
 
 
 @pytest.mark.parametrize(
@@ -74,14 +79,14 @@ def test_with_the_flag_equal_dtypes_stay_to_the_bit(saved, directory, said, samp
         {"params": {"weight": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}},
     ],
 )
-def test_nothing_else_is_made_to_fit(saved, directory, other):
+def test_read_step_convert_dtype_still_refuses_other_differences(saved, directory, other):
     with pytest.raises(CheckpointMismatch) as caught:
         Checkpointer(directory, CONVERT).restore({**saved, **other})
     assert "convert_dtype" not in str(caught.value)
 
 
-def test_the_digest_is_of_what_was_saved(directory, samples):
-    """Values that the new dtype cannot tell apart are told apart all the same."""
+def test_read_step_convert_dtype_verifies_saved_values(directory, samples):
+    """The saved values are verified before the conversion, which would hide the change."""
     mesh = samples.mesh(2, 1)
     sharding = NamedSharding(mesh, PartitionSpec("a"))
     numbers = jax.device_put(np.float32([1, 1 + 2**-20]), sharding)

@@ -15,7 +15,7 @@ from maxpipe.config import ConfigError
         ("0", [0, 10], 0),
     ],
 )
-def test_choice(resume, steps, chosen):
+def test_step_to_resume_returns_chosen_step(resume, steps, chosen):
     assert step_to_resume(resume, steps) == chosen
 
 
@@ -35,7 +35,7 @@ def test_choice(resume, steps, chosen):
         ("²", [2], "'²' is not auto"),
     ],
 )
-def test_refusals_name_the_key_and_what_is_there(resume, steps, message):
+def test_step_to_resume_refusal_names_key_and_steps(resume, steps, message):
     with pytest.raises(ConfigError, match=message) as caught:
         step_to_resume(resume, steps, "runs/a")
     assert [problem.key for problem in caught.value.problems] == ["checkpoint.resume"]

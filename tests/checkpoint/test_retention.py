@@ -1,4 +1,4 @@
-"""Which steps are kept, by themselves and on disk."""
+"""The steps that retention keeps, computed and on disk."""
 
 import json
 import math
@@ -23,13 +23,13 @@ LOSSES = {10: 5.0, 20: 3.0, 30: 4.0, 40: None, 50: 3.0, 60: 9.0}
         ({"keep": 10}, [10, 20, 30, 40, 50, 60]),
         ({"keep": 1, "keep_every": 20}, [20, 40, 60]),
         ({"keep": 1, "keep_every": 25}, [50, 60]),
-        ({"keep": 1, "keep_best": 1}, [50, 60]),  # of equal ones the newer
+        ({"keep": 1, "keep_best": 1}, [50, 60]),  # of equal losses the newer step
         ({"keep": 1, "keep_best": 3}, [20, 30, 50, 60]),
-        ({"keep": 1, "keep_best": 10}, [10, 20, 30, 50, 60]),  # without a loss no step is good
+        ({"keep": 1, "keep_best": 10}, [10, 20, 30, 50, 60]),  # a step without loss is never best
         ({"keep": 2, "keep_every": 30, "keep_best": 2}, [20, 30, 50, 60]),
     ],
 )
-def test_what_is_kept(settings, kept):
+def test_retention_keeps_newest_regular_and_best_steps(settings, kept):
     retention = Retention(CheckpointConfig(**settings), record_of=LOSSES.get)
     for step, loss in LOSSES.items():
         retention.note(step, {EVAL_LOSS: loss})
@@ -38,7 +38,7 @@ def test_what_is_kept(settings, kept):
 
 @pytest.fixture
 def save(directory):
-    """save({step: loss}, **settings) -> committed steps, by a checkpointer of its own."""
+    """Return a function that saves {step: loss} with a new checkpointer and returns its steps."""
 
     def _save(losses, **settings):
         checkpointer = Checkpointer(directory, CheckpointConfig(**settings))
@@ -52,32 +52,32 @@ def save(directory):
     return _save
 
 
-def test_losses_are_remembered_over_restarts(save):
+def test_retention_after_restart_knows_losses(save):
     assert save({10: 2.0, 20: 1.0, 30: 3.0}, keep=1, keep_best=2) == [10, 20, 30]
     assert save({40: 4.0}, keep=1, keep_best=2) == [10, 20, 40]
     assert save({50: 1.5}, keep=1, keep_best=2) == [20, 50]
 
 
-def test_settings_may_change_between_starts(save):
+def test_retention_after_restart_uses_new_settings(save):
     assert save({10: 1.0, 20: 2.0, 30: 3.0, 40: 4.0}, keep=4) == [10, 20, 30, 40]
     assert save({50: 5.0}, keep=1, keep_every=20, keep_best=1) == [10, 20, 40, 50]
 
 
-def test_a_step_saved_anew_counts_with_its_new_loss(save, directory):
+def test_retention_step_saved_again_counts_with_new_loss(save, directory):
     assert save({10: 1.0, 20: 2.0}, keep=2) == [10, 20]
     StepsDirectory(directory).set_aside(10, "abandoned")
     StepsDirectory(directory).set_aside(20, "abandoned")
     assert save({10: 7.0, 20: 2.0, 30: 8.0}, keep=1, keep_best=1) == [20, 30]
 
 
-def test_steps_set_aside_neither_count_nor_are_deleted(save, directory):
+def test_retention_steps_set_aside_neither_count_nor_are_deleted(save, directory):
     assert save({10: 3.0, 20: 1.0, 30: 2.0}, keep=3) == [10, 20, 30]
     StepsDirectory(directory).set_aside(20, "damaged")
     assert save({40: 4.0}, keep=2, keep_best=1) == [30, 40]
     assert (directory / "20.damaged").is_dir()
 
 
-def test_an_unreadable_record_is_no_best_step_and_no_obstacle(save, directory):
+def test_retention_unreadable_record_is_never_best(save, directory):
     assert save({10: 1.0, 20: 2.0, 30: 3.0}, keep=3) == [10, 20, 30]
     record = json.loads(record_file(directory / "10").read_text())
     record["meta"][EVAL_LOSS] = 0.5  # the checksum no longer fits
@@ -85,7 +85,7 @@ def test_an_unreadable_record_is_no_best_step_and_no_obstacle(save, directory):
     assert save({40: 4.0}, keep=1, keep_best=1) == [20, 40]
 
 
-def test_the_loss_is_not_a_number():
+def test_retention_nan_loss_is_never_best():
     retention = Retention(CheckpointConfig(keep=1, keep_best=1), record_of=LOSSES.get)
     for step, loss in ((1, math.nan), (2, 3.0), (3, None)):
         retention.note(step, {EVAL_LOSS: loss})

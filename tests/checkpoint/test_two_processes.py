@@ -48,7 +48,7 @@ def run_both(*arguments):
     assert all("done" in output for output in outputs)
 
 
-def test_two_processes_save_restore_and_fall_back_together(directory):
+def test_checkpointer_two_processes_save_restore_and_fall_back_together(directory):
     run_both(directory)
     target = {
         name: jax.ShapeDtypeStruct((8, 6), np.float32) for name in ("split", "copied", "host")
@@ -59,5 +59,5 @@ def test_two_processes_save_restore_and_fall_back_together(directory):
 
 
 @pytest.mark.grid
-def test_two_processes_go_on_from_a_mirror(directory, mirror_url):
+def test_checkpointer_two_processes_without_directory_restore_from_mirror(directory, mirror_url):
     run_both(directory, mirror_url)

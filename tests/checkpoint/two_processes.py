@@ -1,6 +1,6 @@
-"""One of two processes that save, restore and fall back together. Used by test_two_processes.py.
+"""One of two processes that save, restore and fall back together; started by a test.
 
-Arguments: address, index, directory, and perhaps the URL of a mirror, which then is what they try.
+Arguments: address, index, directory, and optionally the URL of a mirror to restore from.
 """
 
 import itertools
@@ -21,12 +21,12 @@ import pytest  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from maxpipe.checkpoint import reader
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
-from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.mirror import Mirror, open_url
-from maxpipe.config import CheckpointConfig
-from maxpipe.devices import processes
+from maxpipe.checkpoint import reader  # noqa: E402
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable  # noqa: E402
+from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
+from maxpipe.checkpoint.mirror import Mirror, open_url  # noqa: E402
+from maxpipe.config import CheckpointConfig  # noqa: E402
+from maxpipe.devices import processes  # noqa: E402
 
 MESH = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
 TARGET = {
@@ -74,7 +74,7 @@ def check(restored, step):
 
 
 def fail_to_read(step_directory):
-    """From now on this process alone cannot read the arrays of one step."""
+    """Make this process alone unable to read the arrays of one step."""
     load = reader.load
 
     def failing(directory, *arguments):
@@ -87,7 +87,7 @@ def fail_to_read(step_directory):
 
 def ask_the_clock_of_the_first():
     now, calls = [0.0], itertools.count()
-    # That of the other one is always ahead.
+    # The clock of the other process is always ahead.
     settings = CheckpointConfig(every=0, every_minutes=1)
     checkpointer = Checkpointer(
         DIRECTORY, settings, clock=lambda: now[0] if INDEX == 0 else 1e6 * next(calls)
@@ -102,16 +102,14 @@ def ask_the_clock_of_the_first():
 def forget_old_posts():
     processes._POSTS_KEPT = 3
     for i in range(8):
-        # Without a limit like that of a real run, the first process must not get ahead of the
-        # other.
+        # The limit is smaller than in a real run, so process 0 must not get ahead of the other.
         multihost_utils.sync_global_devices(f"before {i}")
         assert processes.of_first_process(10 * INDEX + i) == i
     multihost_utils.sync_global_devices("posted")
     posts = processes.coordinator().key_value_dir_get("maxpipe/post")
-    assert len(posts) == 2 + 3, (
-        posts
-    )  # of 13, the first two were beyond reach when the limit was set
-    multihost_utils.sync_global_devices("counted")  # the first process goes on to post
+    # Of 13 posts the first two were out of reach when the limit was set.
+    assert len(posts) == 2 + 3, posts
+    multihost_utils.sync_global_devices("counted")  # process 0 posts again after this
 
 
 def see_the_same_directory():
@@ -170,8 +168,8 @@ def main():
     ask_the_clock_of_the_first()
     forget_old_posts()
     see_the_same_directory()
-    said = []
-    checkpointer = Checkpointer(DIRECTORY, CheckpointConfig(keep=2), say=said.append)
+    messages = []
+    checkpointer = Checkpointer(DIRECTORY, CheckpointConfig(keep=2), log=messages.append)
     for step in (1, 2, 3):
         save(checkpointer, step)
     check(checkpointer.restore(TARGET), 3)
@@ -180,7 +178,7 @@ def main():
         (DIRECTORY / "3" / "arrays" / "manifest.ocdbt").unlink()
     multihost_utils.sync_global_devices("damaged")
     check(checkpointer.restore(TARGET), 2)
-    assert len(said) == (2 if INDEX == 0 else 0), said
+    assert len(messages) == (2 if INDEX == 0 else 0), messages
     save(checkpointer, 3)
     checkpointer.close()
     assert checkpointer.steps() == [2, 3]
@@ -198,4 +196,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
-        os._exit(1)  # JAX would wait for the other process
+        os._exit(1)  # otherwise JAX waits for the other process

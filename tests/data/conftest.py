@@ -12,7 +12,7 @@ from maxpipe.config import Config, replace
 
 @pytest.fixture
 def texts(tmp_path: Path) -> dict[str, str]:
-    """Documents by path: of many lengths, no two alike but for those without text."""
+    """Return documents by path: of many lengths, all different except the empty ones."""
     texts = {}
     for i in range(23):
         path = tmp_path / f"{i:02}.txt"
@@ -23,7 +23,7 @@ def texts(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def make_config(tmp_path: Path, texts: dict[str, str]) -> Callable[..., Config]:
-    """`make_config(batch, length, key=value...)` over `texts`, with all documents in the training split."""
+    """Return a function that makes a config over `texts`, all of them in the training split."""
 
     def make(batch: int = 4, length: int = 16, **data: Any) -> Config:
         values = {"source": "text", "path": str(tmp_path / "*.txt"), "eval_fraction": 0.0, **data}

@@ -18,7 +18,7 @@ def _documents(count: int) -> list[str]:
 
 @pytest.mark.parametrize("count", [2, 3, 50, 4000])
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5])
-def test_every_document_is_in_exactly_one_split(count: int, fraction: float) -> None:
+def test_split_documents_puts_each_in_exactly_one_split(count: int, fraction: float) -> None:
     documents = _documents(count)
     train = split_documents(documents, "train", fraction)
     held_out = split_documents(documents, "eval", fraction)
@@ -28,36 +28,36 @@ def test_every_document_is_in_exactly_one_split(count: int, fraction: float) -> 
     assert sorted(read[0] + read[1]) == sorted(documents)
 
 
-def test_share_of_evaluation() -> None:
+def test_split_documents_eval_has_its_fraction() -> None:
     assert len(split_documents(_documents(10_000), "eval", 0.1)) == pytest.approx(1000, rel=0.1)
 
 
-def test_added_documents_move_no_other_across() -> None:
+def test_split_documents_added_documents_move_no_other() -> None:
     before = split_documents(_documents(1000), "eval", 0.1)
     after = split_documents(_documents(1500), "eval", 0.1)
     assert [after[i] for i in range(len(before))] == [before[i] for i in range(len(before))]
 
 
-def test_no_evaluation_documents() -> None:
+def test_split_documents_fraction_0_has_no_eval() -> None:
     assert len(split_documents(_documents(5), "train", 0.0)) == 5
     with pytest.raises(ConfigError, match=r"data\.eval_fraction: 0 .* eval\.every=0"):
         split_documents(_documents(5), "eval", 0.0)
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_one_document_cannot_be_split(split: str) -> None:
+def test_split_documents_single_document_raises(split: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.path: 1 document .*data\.eval_fraction=0"):
         split_documents(_documents(1), split, 0.1)
 
 
-def test_no_documents(tmp_path: Path) -> None:
+def test_open_documents_without_documents_raises(tmp_path: Path) -> None:
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
     with pytest.raises(ConfigError, match=r"data\.path: there is no document in .*blank\.jsonl"):
         open_documents(DataConfig(source="jsonl", path=str(tmp_path / "blank.jsonl")), "train")
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_the_sources_that_read_no_path_are_known(source: str) -> None:
+def test_open_documents_sources_without_path_open(source: str) -> None:
     if not SOURCES[source].needs_path:
         assert len(open_documents(DataConfig(source=source), "train"))
     else:
@@ -72,27 +72,27 @@ def _encode(document: str | np.ndarray) -> np.ndarray:
     return EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0]
 
 
-def test_text() -> None:
+def test_encoded_documents_text_is_framed() -> None:
     ids = _encode("hé")
     assert ids.tolist() == [BOS, ord("h"), 0xC3, 0xA9, EOS]
     assert ids.dtype == np.int32
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64, np.int64])
-def test_ids_of_any_dtype(dtype: type) -> None:
+def test_encoded_documents_ids_of_any_dtype_are_framed(dtype: type) -> None:
     ids = _encode(np.array([5, 6], dtype))
     assert ids.tolist() == [BOS, 5, 6, EOS]
     assert ids.dtype == np.int32
 
 
-def test_frames_already_there_are_kept() -> None:
+def test_encoded_documents_existing_frame_is_kept() -> None:
     assert _encode(np.array([BOS, 5, EOS])).tolist() == [BOS, 5, EOS]
 
 
-def test_empty() -> None:
+def test_encoded_documents_empty_text_has_no_ids() -> None:
     assert _encode("").size == 0
 
 
-def test_ids_outside_the_vocabulary() -> None:
+def test_encoded_documents_ids_outside_vocabulary_raise() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 259 is too small .* 5 to 300"):
         _encode(np.array([5, 300]))

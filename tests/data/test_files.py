@@ -1,4 +1,4 @@
-"""What `data.path` may name, and what is said when it names nothing."""
+"""What `data.path` may name, and the errors when it names nothing."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def _names(paths: list[str], root: Path) -> list[str]:
     return [os.path.relpath(path, root) for path in paths]
 
 
-def test_file_directory_glob_and_list(tree: Path) -> None:
+def test_find_files_path_may_be_file_directory_glob_or_list(tree: Path) -> None:
     assert _names(find_files(f"{tree}/b.txt"), tree) == ["b.txt"]
     assert _names(find_files(f"{tree}"), tree) == ["a.txt", "b.txt", "sub/c.txt", "sub/d.jsonl"]
     assert _names(find_files(f"{tree}", (".jsonl",)), tree) == ["sub/d.jsonl"]
@@ -32,13 +32,13 @@ def test_file_directory_glob_and_list(tree: Path) -> None:
     assert _names(find_files(f"{tree}/b.txt, {tree}/?.txt"), tree) == ["a.txt", "b.txt"]
 
 
-def test_brackets_in_a_name_are_no_glob(tmp_path: Path) -> None:
+def test_find_files_brackets_in_directory_name_are_no_glob(tmp_path: Path) -> None:
     (tmp_path / "[v1]").mkdir()
     (tmp_path / "[v1]" / "a.txt").write_text("a")
     assert _names(find_files(f"{tmp_path}/[v1]"), tmp_path) == ["[v1]/a.txt"]
 
 
-def test_every_part_without_a_file_is_named(tree: Path) -> None:
+def test_find_files_names_every_part_without_file(tree: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_files(f"{tree}/a.txt,{tree}/none.txt,{tree}/*.csv")
     messages = [str(problem) for problem in caught.value.problems]
@@ -49,19 +49,19 @@ def test_every_part_without_a_file_is_named(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", " , "])
-def test_no_path(path: str) -> None:
+def test_find_files_empty_path_raises(path: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.path: .* needs a file, a directory or a glob"):
         find_files(path)
 
 
-def test_empty_files_are_named(tmp_path: Path) -> None:
+def test_require_content_names_empty_files(tmp_path: Path) -> None:
     (tmp_path / "empty.bin").touch()
     (tmp_path / "full.bin").write_bytes(b"12")
     with pytest.raises(ConfigError, match=r"data\.path: \S*/empty\.bin is empty$"):
         require_content([str(tmp_path / "empty.bin"), str(tmp_path / "full.bin")])
 
 
-def test_file_documents_name_what_they_cannot_read(tmp_path: Path) -> None:
+def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
     bad, gone = tmp_path / "bad.txt", tmp_path / "gone.txt"
     bad.write_bytes(b"abc\xff")
     documents = FileDocuments([str(bad), str(gone)])
@@ -72,12 +72,14 @@ def test_file_documents_name_what_they_cannot_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 3, 100])
-def test_find_all(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_all_returns_positions_across_blocks(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "_BLOCK", block)
     assert find_all(np.array([7, 1, 7, 7, 0, 2, 7]), 7).tolist() == [0, 2, 3, 6]
     assert find_all(np.array([1, 2]), 7).tolist() == []
 
 
-def test_spans_find_every_document() -> None:
+def test_spans_locate_every_document() -> None:
     spans = Spans([np.array([[0, 3], [4, 9]]), np.empty((0, 2), np.int64), np.array([[2, 5]])])
     assert [spans.locate(i) for i in range(len(spans))] == [(0, 0, 3), (0, 4, 9), (2, 2, 5)]

@@ -1,4 +1,4 @@
-"""The loader: the same batches however they are prepared, split over processes, or resumed."""
+"""The loader: batches do not depend on workers, processes or restarts."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ Make = Callable[..., Config]
 
 
 def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list[np.ndarray]]:
-    """`count` batches and the state after each."""
+    """Return `count` batches and the state after each."""
     batches, states = [], []
     for _ in range(count):
         batches.append(next(loader))
@@ -29,7 +29,7 @@ def _take(loader: Loader, count: int) -> tuple[list[dict[str, np.ndarray]], list
     return batches, states
 
 
-def test_shapes_and_dtypes(make_config: Make) -> None:
+def test_loader_batch_has_shapes_and_dtypes(make_config: Make) -> None:
     loader = make_loader(make_config(batch=6, length=16), "train", range(2, 5))
     batch = next(loader)
     loader.close()
@@ -42,7 +42,7 @@ def test_shapes_and_dtypes(make_config: Make) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_restart_gives_the_same_batches_again(
+def test_loader_restart_repeats_batches(
     make_config: Make, assert_batches_equal: Equal, workers: int
 ) -> None:
     config = make_config(batch=4)
@@ -58,10 +58,10 @@ def test_restart_gives_the_same_batches_again(
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("batch", [4, 40])
-def test_restore_at_every_position(
+def test_loader_resumes_from_every_state(
     make_config: Make, assert_batches_equal: Equal, packing: bool, batch: int
 ) -> None:
-    """40 rows are more than the 23 documents: some rows start in the second epoch."""
+    """There are 23 documents, so some of 40 rows start in the second epoch."""
     config = make_config(batch=batch, packing=packing)
     loader = make_loader(config, "train", range(batch))
     start = loader.state
@@ -73,7 +73,9 @@ def test_restore_at_every_position(
         np.testing.assert_array_equal(resumed_states[0], states[position])
 
 
-def test_restored_twice(make_config: Make, assert_batches_equal: Equal) -> None:
+def test_loader_resumed_twice_continues_exactly(
+    make_config: Make, assert_batches_equal: Equal
+) -> None:
     config = make_config()
     batches, _ = _take(make_loader(config, "train", range(4)), 9)
     again: list[dict[str, np.ndarray]] = []
@@ -85,7 +87,7 @@ def test_restored_twice(make_config: Make, assert_batches_equal: Equal) -> None:
         assert_batches_equal(a, b)
 
 
-def test_state_ignores_what_was_prepared_ahead(make_config: Make) -> None:
+def test_loader_state_ignores_prefetched_batches(make_config: Make) -> None:
     states = []
     for prefetch in (1, 8):
         loader = make_loader(make_config(prefetch=prefetch), "train", range(4))
@@ -100,10 +102,10 @@ PARTS = [[range(3), range(3, 6)], [range(0, 6, 2), range(1, 6, 2)], [[5], range(
 
 
 @pytest.mark.parametrize("parts", PARTS)
-def test_processes_share_the_rows(
+def test_loader_split_over_processes_gives_same_rows(
     make_config: Make, assert_batches_equal: Equal, parts: list
 ) -> None:
-    """Each part reads alone and also takes over in the middle from a single process."""
+    """Each part reads alone, and also continues in the middle what a single process began."""
     config = make_config(batch=6)
     batches, states = _take(make_loader(config, "train", range(6)), 6)
     for rows in parts:
@@ -114,7 +116,9 @@ def test_processes_share_the_rows(
         np.testing.assert_array_equal(alone_states[-1], states[-1][rows])
 
 
-def test_worker_processes_change_nothing(make_config: Make, assert_batches_equal: Equal) -> None:
+def test_loader_num_workers_does_not_change_batches(
+    make_config: Make, assert_batches_equal: Equal
+) -> None:
     batches, states = _take(make_loader(make_config(batch=3), "train", range(3)), 6)
     for workers in (1, 2):
         config = make_config(batch=3, num_workers=workers, prefetch=2)
@@ -124,7 +128,7 @@ def test_worker_processes_change_nothing(make_config: Make, assert_batches_equal
         np.testing.assert_array_equal(loaded_states, states[2:])
 
 
-def test_a_process_reads_only_the_documents_of_its_rows(make_config: Make, tmp_path: Path) -> None:
+def test_loader_reads_only_documents_of_its_rows(make_config: Make, tmp_path: Path) -> None:
     directory = tmp_path / "three"
     directory.mkdir()
     for name, content in {"a": b"\xff", "b": b"readable", "c": b"\xff"}.items():
@@ -136,7 +140,7 @@ def test_a_process_reads_only_the_documents_of_its_rows(make_config: Make, tmp_p
     assert [bytes(row[1:].tolist()) for row in tokens] == [b"readable"] * 3
 
 
-def test_epochs_are_shuffled_anew(make_config: Make, texts: dict[str, str]) -> None:
+def test_loader_epochs_have_different_orders(make_config: Make, texts: dict[str, str]) -> None:
     documents = sum(1 for text in texts.values() if text)
     orders = []
     loader = make_loader(make_config(batch=documents, packing=False), "train", range(documents))
@@ -148,7 +152,7 @@ def test_epochs_are_shuffled_anew(make_config: Make, texts: dict[str, str]) -> N
     assert sorted(orders[0]) == sorted(orders[1])
 
 
-def test_train_and_eval_share_no_document(make_config: Make) -> None:
+def test_loader_train_and_eval_share_no_document(make_config: Make) -> None:
     config = replace(
         make_config(batch=8, eval_fraction=0.3, packing=False), **{"eval.global_batch_size": 5}
     )
@@ -160,13 +164,15 @@ def test_train_and_eval_share_no_document(make_config: Make) -> None:
     assert not seen["train"] & seen["eval"]
 
 
-def test_vocabulary_too_small(make_config: Make) -> None:
+def test_make_loader_small_vocabulary_raises(make_config: Make) -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 256 .* needs at least 259"):
         make_loader(replace(make_config(), **{"model.vocab_size": 256}), "train", range(4))
 
 
 @pytest.mark.parametrize("change", [{"batch": 5}, {"path": "10.txt,11.txt"}])
-def test_state_of_another_run(make_config: Make, tmp_path: Path, change: dict) -> None:
+def test_make_loader_state_of_other_data_raises(
+    make_config: Make, tmp_path: Path, change: dict
+) -> None:
     state = _take(make_loader(make_config(), "train", range(4)), 3)[1][-1]
     if "path" in change:
         change = {"path": ",".join(str(tmp_path / name) for name in change["path"].split(","))}
@@ -175,7 +181,7 @@ def test_state_of_another_run(make_config: Make, tmp_path: Path, change: dict) -
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_errors_while_reading_reach_the_caller(
+def test_loader_read_error_raises_in_caller(
     tmp_path: Path, make_config: Make, workers: int
 ) -> None:
     path = tmp_path / "bad.jsonl"
@@ -187,7 +193,7 @@ def test_errors_while_reading_reach_the_caller(
     loader.close()
 
 
-def test_closed_twice_and_used_after(make_config: Make) -> None:
+def test_loader_close_twice_is_allowed(make_config: Make) -> None:
     loader = make_loader(make_config(), "train", range(4))
     next(loader)
     loader.close()
@@ -215,18 +221,18 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_outlive_signals_but_not_their_parent(tmp_path: Path) -> None:
+def test_workers_ignore_signals_and_end_with_parent(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(_PARENT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    # A worker inherits the pipe, so that run() returns only when the worker has ended too.
+    # A worker inherits the pipe, so run() returns only after the worker has ended, too.
     command = [sys.executable, str(script)]
     parent = subprocess.run(command, stdout=subprocess.PIPE, env=environment, timeout=60)
     assert parent.returncode == -signal.SIGKILL
     assert parent.stdout == b"still loading\n"
 
 
-def test_importing_the_loader_imports_no_grain() -> None:
+def test_import_of_loader_does_not_import_grain() -> None:
     heavy = "{'grain', 'jax', 'tokenizers'}"
     program = f"import sys, maxpipe.data.loader; assert not {heavy} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -12,14 +12,14 @@ WEIGHTS = [1.0, 2.5, 0.5]
 
 
 def draws(order, numbers):
-    """Numbers of the source and of the document in it."""
+    """Return the numbers of the sources and of the documents in them."""
     found = [order(*divmod(g, order.num_documents)) for g in numbers]
     sources = np.searchsorted(np.cumsum(SIZES), found, side="right")
     return sources, np.asarray(found) - np.array([0, *np.cumsum(SIZES)])[sources]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_source_has_its_share_and_goes_through_all_its_documents_in_turn(shuffle):
+def test_mixed_order_sources_have_shares_and_epochs(shuffle):
     sources, documents = draws(MixedOrder(SIZES, WEIGHTS, 0, shuffle), range(2 * ROUND))
     assert np.bincount(sources[:ROUND]).tolist() == [250, 625, 125]
     assert np.bincount(sources).tolist() == [500, 1250, 250]
@@ -29,7 +29,7 @@ def test_every_source_has_its_share_and_goes_through_all_its_documents_in_turn(s
         assert counts.max() - counts.min() <= 1
 
 
-def test_shares_hold_over_any_stretch():
+def test_mixed_order_quarter_of_a_round_has_about_its_shares():
     sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), range(ROUND))
     for part in np.split(sources, 4):
         np.testing.assert_allclose(
@@ -37,14 +37,14 @@ def test_shares_hold_over_any_stretch():
         )
 
 
-def test_rows_do_not_stick_to_a_source():
-    """Row r takes draws r, r + B, ...: also there the shares hold."""
+def test_mixed_order_every_row_draws_from_all_sources():
+    """Row r takes draws r, r + B, ..., which must have the shares, too."""
     sources, _ = draws(MixedOrder(SIZES, WEIGHTS, 0, True), range(ROUND))
     for row in range(10):
         assert (np.bincount(sources[row::10], minlength=3) > [10, 40, 3]).all()
 
 
-def test_order_depends_on_the_seed_and_the_round():
+def test_mixed_order_depends_on_seed_and_round():
     def first_of_a_round(seed, number):
         return draws(
             MixedOrder(SIZES, WEIGHTS, seed, True), range(number * ROUND, number * ROUND + 50)
@@ -58,7 +58,7 @@ def test_order_depends_on_the_seed_and_the_round():
 @pytest.mark.parametrize(
     "weights", [[1], [1, 1, 1], [1e-9, 1], [1e9, 1, 1], [0.3, 0.3, 0.4], [5] * 900]
 )
-def test_shares_add_up_and_nobody_is_left_out(weights):
+def test_shares_sum_to_round_and_are_at_least_1(weights):
     found = shares(weights)
     assert sum(found) == ROUND
     assert min(found) >= 1
@@ -66,7 +66,7 @@ def test_shares_add_up_and_nobody_is_left_out(weights):
     assert np.abs(found - exact)[exact > 2].max(initial=0) <= len(weights)
 
 
-def test_concatenation():
+def test_concatenation_indexes_sources_in_turn():
     documents = Concatenation(["ab", "", "cde"])
     assert len(documents) == 5
     assert "".join(documents[i] for i in range(5)) == "abcde"
@@ -74,7 +74,7 @@ def test_concatenation():
 
 @pytest.fixture
 def config(tmp_path):
-    """Two kinds of source: capital letters, and digits three times as often."""
+    """Return a config of two sources: capital letters, and digits three times as often."""
     for i in range(9):
         (tmp_path / f"{i}.txt").write_text("ABCDEFGHIJ"[i] * (i + 3))
     lines = "".join(f'{{"text": "{str(i % 10) * (i % 5 + 2)}"}}\n' for i in range(40))
@@ -95,7 +95,7 @@ def take(config, count, state=None, split="train"):
     return batches
 
 
-def test_it_goes_on_exactly_from_every_state(config):
+def test_loader_of_mixture_resumes_from_every_state(config):
     everything = take(config, 12)
     for at in (0, 3, 10):
         resumed = take(config, 1, everything[at][1])[0]
@@ -104,7 +104,7 @@ def test_it_goes_on_exactly_from_every_state(config):
         np.testing.assert_array_equal(resumed[1], everything[at + 1][1])
 
 
-def test_rows_hold_documents_of_all_sources_and_both_splits_have_some(config):
+def test_loader_of_mixture_both_splits_draw_from_all_sources(config):
     for split in ("train", "eval"):
         tokens = np.concatenate([batch["tokens"] for batch, _ in take(config, 20, split=split)])
         digits, letters = ((tokens >= ord(a)) & (tokens <= ord(b)) for a, b in ("09", "AJ"))
@@ -112,7 +112,7 @@ def test_rows_hold_documents_of_all_sources_and_both_splits_have_some(config):
         assert letters.any()
 
 
-def test_problems_name_the_entry(config, tmp_path):
+def test_open_mixture_problem_names_entry(config, tmp_path):
     (tmp_path / "digits.jsonl").unlink()
     with pytest.raises(
         ConfigError, match=r"^data\.mixture: entry 2: data\.path: no file at .*digits\.jsonl"
@@ -147,12 +147,12 @@ def test_problems_name_the_entry(config, tmp_path):
         ("text", r"expected a list such as \[\{source"),
     ],
 )
-def test_bad_mixtures(value, message):
+def test_config_invalid_mixture_raises(value, message):
     with pytest.raises(ConfigError, match=message):
         load("configs/base.yml", [f"data.mixture={value}"])
 
 
-def test_a_path_beside_a_mixture_is_refused():
+def test_config_path_next_to_mixture_raises():
     with pytest.raises(ConfigError, match=r"data\.path has no effect beside it"):
         load(
             "configs/base.yml",
@@ -162,13 +162,13 @@ def test_a_path_beside_a_mixture_is_refused():
 
 @pytest.mark.parametrize("count", [1, 2, 7, 1000])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_epoch_is_a_permutation(count: int, shuffle: bool) -> None:
+def test_document_order_epoch_is_permutation(count: int, shuffle: bool) -> None:
     order = DocumentOrder(count, seed=3, shuffle=shuffle)
     for epoch in (0, 1, 2**32):
         assert sorted(order(epoch, i) for i in range(count)) == list(range(count))
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_document_order_epochs_and_seeds_differ() -> None:
     def visit(seed: int, epoch: int, shuffle: bool = True) -> list[int]:
         order = DocumentOrder(50, seed, shuffle)
         return [order(epoch, i) for i in range(50)]
@@ -178,7 +178,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert visit(0, 0, shuffle=False) == visit(0, 1, shuffle=False) == list(range(50))
 
 
-def test_order_of_saved_runs() -> None:
-    """A saved position means these documents: another order would replay some and lose others, silently."""
+def test_document_order_of_saved_runs_never_changes() -> None:
+    """A saved position refers to this order: with another, documents would repeat or be lost."""
     order = DocumentOrder(10, seed=0, shuffle=True)
     assert [order(0, i) for i in range(10)] == [0, 4, 6, 7, 8, 3, 1, 9, 5, 2]

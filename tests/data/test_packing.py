@@ -1,4 +1,4 @@
-"""Rows of packed and unpacked sequences, against the documents they were made from."""
+"""Rows of packed and unpacked sequences, compared with their documents."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ PAD = -1
 
 
 def _framed(lengths: list[int]) -> list[np.ndarray]:
-    """Ids name document and place, 1000 * document + place; a document without tokens has no frame."""
+    """Return ids that name document and position: 1000 * document + position."""
     return [1000 * i + np.arange(n + 2 if n else 0, dtype=np.int32) for i, n in enumerate(lengths)]
 
 
@@ -41,7 +41,7 @@ LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(any)
     batch=st.integers(1, 6),
     length=st.integers(1, 20),
 )
-def test_every_pair_of_an_epoch_is_seen_exactly_once(
+def test_row_streams_visit_every_pair_once_per_epoch(
     lengths: list[int], batch: int, length: int
 ) -> None:
     documents = _framed(lengths)
@@ -58,13 +58,14 @@ def test_every_pair_of_an_epoch_is_seen_exactly_once(
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=LENGTHS, batch=st.integers(1, 4), length=st.integers(1, 20))
-def test_packed_rows(lengths: list[int], batch: int, length: int) -> None:
+def test_fill_row_packing_fills_rows_without_crossing_documents(
+    lengths: list[int], batch: int, length: int
+) -> None:
     streams = _streams(_framed(lengths), batch)
     for _ in range(4):
         rows = _next_batch(streams, length)
         assert (rows["weights"] == 1).all()
-        # With ids that count up within a document, a target that leaks from the next one cannot be
-        # input + 1.
+        # Ids count up within a document, so a target from another document is never input + 1.
         assert (rows["targets"] == rows["tokens"] + 1).all()
         same = np.diff(rows["segment_ids"], axis=1) == 0
         assert (rows["tokens"][:, 1:] == rows["targets"][:, :-1])[same].all()
@@ -73,7 +74,7 @@ def test_packed_rows(lengths: list[int], batch: int, length: int) -> None:
         assert (rows["positions"][:, 0] == 0).all()
         assert (np.diff(rows["positions"], axis=1)[same] == 1).all()
         assert (rows["positions"][:, 1:][~same] == 0).all()
-        # A document begins a segment, and only there.
+        # Segments begin where documents begin, and nowhere else.
         assert (rows["tokens"][:, 1:][~same] % 1000 == 0).all()
         assert (rows["tokens"][:, 1:][same] % 1000 != 0).all()
 
@@ -82,7 +83,7 @@ def test_packed_rows(lengths: list[int], batch: int, length: int) -> None:
 @given(
     lengths=LENGTHS, batch=st.integers(1, 4), first=st.integers(1, 20), second=st.integers(1, 20)
 )
-def test_a_stream_does_not_depend_on_how_it_is_cut(
+def test_row_stream_does_not_depend_on_limits(
     lengths: list[int], batch: int, first: int, second: int
 ) -> None:
     documents = _framed(lengths)
@@ -97,7 +98,7 @@ def test_a_stream_does_not_depend_on_how_it_is_cut(
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=LENGTHS, length=st.integers(1, 20))
-def test_unpacked_rows_hold_one_document(lengths: list[int], length: int) -> None:
+def test_fill_row_without_packing_holds_one_document(lengths: list[int], length: int) -> None:
     documents = _framed(lengths)
     full = [i for i, n in enumerate(lengths) if n]
     streams = _streams(documents, batch=1, shuffle=False)
@@ -117,7 +118,7 @@ def test_unpacked_rows_hold_one_document(lengths: list[int], length: int) -> Non
         assert row["positions"].tolist() == [*range(used), *[0] * (length - used)]
 
 
-def test_only_empty_documents() -> None:
+def test_row_stream_only_empty_documents_raises() -> None:
     stream = _streams(_framed([0, 0, 0]), batch=2)[0]
     with pytest.raises(
         ConfigError, match=r"data\.path: .* one after the other, hold no tokens \(3 in all\)"

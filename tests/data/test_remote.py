@@ -1,4 +1,4 @@
-"""Object stores: an S3 server on this machine, and what happens without a key to it."""
+"""Object stores: an S3 server on this machine, and errors without credentials."""
 
 import errno
 import gzip
@@ -24,7 +24,7 @@ OBJECTS = {
 
 @pytest.fixture
 def bucket(s3):
-    """A client of a bucket `maxpipe` with `OBJECTS`."""
+    """Return a client of a bucket `maxpipe` with `OBJECTS`."""
     s3.create_bucket(Bucket="maxpipe")
     for name, content in OBJECTS.items():
         s3.put_object(Bucket="maxpipe", Key=name, Body=content)
@@ -39,7 +39,7 @@ def bucket(s3):
         ("s3://maxpipe/corpus/b.jsonl, s3://maxpipe/corpus/readme.txt", ["b.jsonl", "readme.txt"]),
     ],
 )
-def test_files_directories_and_globs(bucket, tmp_path, path, names):
+def test_find_files_url_may_be_file_directory_or_glob(bucket, tmp_path, path, names):
     files = find_files(path, (".jsonl", ".jsonl.gz"), str(tmp_path / "cache"))
     assert [Path(file).read_bytes() for file in files] == [
         OBJECTS[f"corpus/{name}"] for name in names
@@ -47,7 +47,7 @@ def test_files_directories_and_globs(bucket, tmp_path, path, names):
     assert [Path(file).suffixes for file in files] == [Path(name).suffixes for name in names]
 
 
-def test_an_object_is_copied_once_until_it_changes(bucket, tmp_path):
+def test_fetch_copies_object_again_only_if_changed(bucket, tmp_path):
     def copy():
         (file,) = find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
         return file, Path(file).stat().st_mtime_ns
@@ -58,7 +58,7 @@ def test_an_object_is_copied_once_until_it_changes(bucket, tmp_path):
     assert Path(copy()[0]).read_bytes() == b"changed"
 
 
-def test_the_loader_reads_what_lies_there(bucket, tmp_path):
+def test_loader_reads_remote_files(bucket, tmp_path):
     data = {"source": "jsonl", "path": "s3://maxpipe/corpus/", "cache_dir": str(tmp_path / "cache")}
     more = {"eval_fraction": 0.0, "shuffle": False, "global_batch_size": 1, "sequence_length": 18}
     config = replace(Config(), **{f"data.{key}": value for key, value in (data | more).items()})
@@ -71,7 +71,7 @@ def test_the_loader_reads_what_lies_there(bucket, tmp_path):
 @pytest.mark.parametrize(
     "path", ["s3://maxpipe/none", "s3://maxpipe/*.none", "s3://nowhere/a.jsonl"]
 )
-def test_nothing_there(bucket, tmp_path, path):
+def test_find_files_url_without_files_raises(bucket, tmp_path, path):
     with pytest.raises(ConfigError, match=r"^data\.path: "):
         find_files(path, (".jsonl",), str(tmp_path))
 
@@ -89,9 +89,7 @@ def test_nothing_there(bucket, tmp_path, path):
         ),
     ],
 )
-def test_a_copy_that_fails_blames_the_store_or_the_cache(
-    bucket, monkeypatch, tmp_path, error, message
-):
+def test_fetch_failed_copy_names_store_or_cache(bucket, monkeypatch, tmp_path, error, message):
     async def fail(*args, **options):
         raise error
 
@@ -100,7 +98,7 @@ def test_a_copy_that_fails_blames_the_store_or_the_cache(
         find_files("s3://maxpipe/corpus/b.jsonl", cache_dir=str(tmp_path))
 
 
-def test_without_credentials_the_variables_are_named_in_seconds(without_s3_keys, tmp_path):
+def test_fetch_without_credentials_names_variables_quickly(without_s3_keys, tmp_path):
     began = time.monotonic()
     with pytest.raises(
         ConfigError, match=r"credentials.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -109,7 +107,7 @@ def test_without_credentials_the_variables_are_named_in_seconds(without_s3_keys,
     assert time.monotonic() - began < 30
 
 
-def test_a_server_that_is_not_there_ends_in_seconds(bucket, monkeypatch, tmp_path):
+def test_fetch_missing_server_fails_quickly(bucket, monkeypatch, tmp_path):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     began = time.monotonic()
     with pytest.raises(ConfigError, match=r"^data\.path: s3://maxpipe/corpus cannot be read"):
@@ -117,7 +115,7 @@ def test_a_server_that_is_not_there_ends_in_seconds(bucket, monkeypatch, tmp_pat
     assert time.monotonic() - began < 30
 
 
-def test_protocols_and_libraries_that_are_not_there(monkeypatch):
+def test_open_store_unknown_protocol_or_missing_library_raises(monkeypatch):
     with pytest.raises(ConfigError, match=r"hdfs:// is not supported; it may be s3://, gs://"):
         find_files("hdfs://host/a")
     monkeypatch.setitem(sys.modules, "gcsfs", None)

@@ -29,7 +29,7 @@ def train(tmp_path_factory):
     return _train
 
 
-def test_round_trip_and_special_tokens(train):
+def test_sentencepiece_round_trips_and_has_special_tokens(train):
     path = train(pad_id=3)
     tokenizer = load_tokenizer(path)
     ids = tokenizer.encode(TEXTS[0])
@@ -47,18 +47,18 @@ def test_round_trip_and_special_tokens(train):
     np.testing.assert_array_equal(again.encode(TEXTS[1]), tokenizer.encode(TEXTS[1]))
 
 
-def test_without_begin_and_padding(train):
+def test_sentencepiece_without_bos_and_pad_uses_eos(train):
     tokenizer = load_tokenizer(train(bos_id=-1))
     assert tokenizer.bos_id is None
     assert tokenizer.pad_id == tokenizer.eos_id
 
 
-def test_without_end_of_document_it_is_refused(train):
+def test_sentencepiece_without_end_of_document_raises(train):
     with pytest.raises(ConfigError, match="has no end-of-document token"):
         load_tokenizer(train(eos_id=-1))
 
 
-def test_other_files(tmp_path):
+def test_sentencepiece_other_file_raises(tmp_path):
     (tmp_path / "a.model").write_text("no model")
     with pytest.raises(ConfigError, match=r"^data\.tokenizer: .* is no SentencePiece model"):
         load_tokenizer(str(tmp_path / "a.model"))

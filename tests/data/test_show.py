@@ -5,7 +5,7 @@ import pytest
 from maxpipe.data.__main__ import main
 
 
-def test_rows_as_text_with_their_boundaries_and_the_speed(tmp_path, capsys):
+def test_show_prints_segments_and_speed(tmp_path, capsys):
     for name, text in (("a", "first"), ("b", "second document"), ("c", "3rd")):
         (tmp_path / f"{name}.txt").write_text(text)
     words = [
@@ -35,7 +35,7 @@ def test_rows_as_text_with_their_boundaries_and_the_speed(tmp_path, capsys):
     assert lines[5].startswith("packing efficiency 100.0%")
 
 
-def test_packing_efficiency_counts_padding(tmp_path, capsys):
+def test_measure_packing_efficiency_counts_padding(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("12345")
     words = [
         "data.source=text",
@@ -54,7 +54,7 @@ def test_packing_efficiency_counts_padding(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words", [[], ["look"], ["show"], ["show", "configs/base.yml", "data.source=text"]]
 )
-def test_bad_input_ends_with_2(words, capsys):
+def test_show_bad_input_exits_with_2(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
@@ -62,7 +62,7 @@ def test_bad_input_ends_with_2(words, capsys):
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["show", "--help"]])
-def test_help(words, capsys):
+def test_show_help_lists_flags(words, capsys):
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 0
@@ -74,7 +74,7 @@ def test_help(words, capsys):
 @pytest.mark.parametrize(
     "flag", ["--rows=0", "--rows=few", "--seconds=nan", "--seconds=inf", "--seconds=-1"]
 )
-def test_flags_that_mean_nothing_are_named(flag, capsys):
+def test_show_invalid_flag_is_named(flag, capsys):
     with pytest.raises(SystemExit) as end:
         main(["show", "configs/base.yml", flag])
     assert end.value.code == 2

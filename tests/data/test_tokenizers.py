@@ -26,7 +26,7 @@ def _make(directory: Path, specials: list[str]) -> Path:
     )
     tokenizer.train_from_iterator([TEXT] * 3, trainer)
     if "<s>" in specials:
-        # As Llama's file does; the loader frames documents itself and must not get it twice.
+        # Llama's file adds bos, too; the loader frames documents itself and must not get it twice.
         bos = ("<s>", specials.index("<s>"))
         tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[bos])
     path = directory / "tokenizer.json"
@@ -34,7 +34,7 @@ def _make(directory: Path, specials: list[str]) -> Path:
     return path
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_hugging_face_pickled_tokenizer_round_trips(tmp_path: Path) -> None:
     path = _make(tmp_path, ["<s>", "</s>"])
     tokenizer = pickle.loads(pickle.dumps(load_tokenizer(str(path))))
     ids = tokenizer.encode(TEXT)
@@ -46,7 +46,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == Tokenizer.from_file(str(path)).get_vocab_size()
 
 
-def test_directory(tmp_path: Path) -> None:
+def test_hugging_face_path_may_be_directory(tmp_path: Path) -> None:
     _make(tmp_path, ["<|endoftext|>"])
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 0)
@@ -60,20 +60,22 @@ def test_directory(tmp_path: Path) -> None:
         ({"bos_token": None, "eos_token": "<b>", "pad_token": None}, (None, 1, 1)),
     ],
 )
-def test_tokenizer_config(tmp_path: Path, config: dict, expected: tuple) -> None:
+def test_hugging_face_tokenizer_config_names_special_tokens(
+    tmp_path: Path, config: dict, expected: tuple
+) -> None:
     path = _make(tmp_path, ["<a>", "<b>", "<c>", "</s>"])
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(str(path))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == expected
 
 
-def test_no_end_of_document(tmp_path: Path) -> None:
+def test_hugging_face_without_end_of_document_raises(tmp_path: Path) -> None:
     path = _make(tmp_path, [])
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .* has no end-of-document token"):
         load_tokenizer(str(path))
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_load_tokenizer_missing_file_raises(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"data\.tokenizer: '.*/none' is neither 'byte' nor .* SentencePiece \.model",
@@ -82,7 +84,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{}", "no json"])
-def test_file_that_is_no_tokenizer(tmp_path: Path, content: str) -> None:
+def test_hugging_face_other_json_raises(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
     with pytest.raises(
@@ -100,12 +102,12 @@ def test_byte_tokenizer_any_text_round_trips(text: str) -> None:
     assert tokenizer.decode([tokenizer.bos_id, *ids, tokenizer.eos_id, tokenizer.pad_id]) == text
 
 
-def test_vocabulary() -> None:
+def test_byte_tokenizer_has_three_special_tokens() -> None:
     tokenizer = load_tokenizer("byte")
     specials = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
     assert specials == {256, 257, 258}
     assert tokenizer.vocab_size == 259
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_byte_tokenizer_invalid_utf8_is_replaced() -> None:
     assert load_tokenizer("byte").decode([0x61, 0xFF]) == "a\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""Decoding against the training forward, in which a token sees all earlier ones at once."""
+"""Decoding, compared with the training forward, which sees all tokens at once."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8)).astype(np.int32)
 
 
 def forward(config, params, tokens):
-    """Logits [B,T,V] of the training program."""
+    """Return logits [B,T,V] of the training program."""
     program = ModelProgram(config)
     side = SideInputs(
         positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
@@ -35,7 +35,7 @@ def forward(config, params, tokens):
 
 
 class Case:
-    """A small model with its jitted decoder; `prompt` tokens are read at once, the others one by one."""
+    """A small model with its jitted decoder."""
 
     def __init__(self, window=8, **values):
         self.config = tiny(**values).model
@@ -44,7 +44,7 @@ class Case:
         self.prefill, self.step = jax.jit(decoder.prefill), jax.jit(decoder.step)
 
     def logits(self, tokens, prompt):
-        """Logits after each token from number `prompt` - 1 on, [B, T - prompt + 1, V]."""
+        """Return logits [B, T - prompt + 1, V] after each token from number `prompt` - 1 on."""
         found, cache = self.prefill(self.params, tokens[:, :prompt])
         all_found = [found]
         for position in range(prompt, tokens.shape[1]):
@@ -56,7 +56,7 @@ class Case:
 @pytest.mark.parametrize(
     "values", [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS], ids=str
 )
-def test_logits_are_those_of_the_training_forward(values):
+def test_decoder_logits_equal_training_forward(values):
     case = Case(**values)
     expected = np.asarray(forward(case.config, case.params, jnp.asarray(TOKENS)))
     for prompt in (1, 5):
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_training_forward(values):
         )
 
 
-def test_greedy_tokens_are_the_argmax_of_the_training_forward():
+def test_decoder_greedy_tokens_are_argmax_of_training_forward():
     case = Case()
     logits, cache = case.prefill(case.params, TOKENS[:, :3])
     written = TOKENS[:, :3]
@@ -78,8 +78,8 @@ def test_greedy_tokens_are_the_argmax_of_the_training_forward():
     assert len(np.unique(written)) > 4
 
 
-def test_a_token_sees_the_window_and_nothing_before_it():
-    """With one layer, what the window holds is all that counts, and rotary positions are relative."""
+def test_decoder_token_sees_window_only():
+    """One layer reads nothing outside the window, and rotary positions are relative."""
     case = Case(window=4, **{"model.num_layers": 1})
     for last in (4, 6, 7):
         seen = jnp.asarray(TOKENS[:, last - 3 : last + 1])

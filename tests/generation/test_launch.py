@@ -1,4 +1,4 @@
-"""Text comes out whole characters at a time, and nothing is lost."""
+"""`TextStream` returns complete characters and loses none."""
 
 import pytest
 import tokenizers
@@ -15,27 +15,27 @@ def pieces(ids, prompt="x"):
 
 
 @pytest.mark.parametrize("text", ["abc", "für 5 €", "\U0001f642!", "a\n\n b"])
-def test_characters_come_when_they_are_complete(text):
+def test_text_stream_returns_characters_when_complete(text):
     found = pieces(BYTE.encode(text).tolist())
     assert [piece for piece in found if piece] == list(text)
 
 
-def test_a_character_that_is_never_completed_comes_at_the_end():
+def test_text_stream_finish_returns_incomplete_character():
     assert pieces([ord("a"), 0xC3]) == ["a", "", "\ufffd"]
 
 
-def test_bytes_that_are_no_text_come_with_what_follows():
+def test_text_stream_invalid_bytes_come_with_next_text():
     assert "".join(pieces([0x80, ord("a"), 0xC3, ord("b")])) == "\ufffda\ufffdb"
 
 
-def test_nothing_of_the_prompt_is_repeated_even_if_it_ends_inside_a_character():
+def test_text_stream_prompt_ending_in_character_is_not_repeated():
     stream = TextStream(BYTE, [0xC3])
     assert stream.add(0xA4) == ""
     assert stream.add(ord("b")) == "b"
 
 
-def test_spaces_before_words_stay(tmp_path):
-    """Decoded by itself, a token that begins a word has lost its space."""
+def test_text_stream_keeps_spaces_before_words(tmp_path):
+    """A token that begins a word loses its space if it is decoded alone."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = (
         tokenizers.pre_tokenizers.Metaspace(),

@@ -1,4 +1,4 @@
-"""Which tokens are drawn, and how often."""
+"""The tokens that are drawn, and their frequencies."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ DRAWS = 4000
 
 
 def drawn(sampling):
-    """Share of each token in many draws."""
+    """Return the share of each token in many draws."""
     logits = jnp.broadcast_to(jnp.log(PROBABILITIES), (DRAWS, 5)) + 7
     tokens = jax.jit(sampling)(logits, jax.random.key(0))
     assert tokens.dtype == jnp.int32
@@ -39,12 +39,12 @@ def renormalised(kept, power=1.0):
     ],
     ids=str,
 )
-def test_share_of_each_token(sampling, expected):
+def test_sampling_draws_tokens_with_their_probability(sampling, expected):
     np.testing.assert_allclose(drawn(sampling), expected, atol=0.03)
     assert (drawn(sampling)[np.asarray(expected) == 0] == 0).all()
 
 
-def test_draws_depend_on_the_key_and_differ_by_row():
+def test_sampling_depends_on_key_and_row():
     logits = jnp.zeros((8, 100))
     first, again, other = (Sampling()(logits, jax.random.key(k)) for k in (0, 0, 1))
     assert (first == again).all()

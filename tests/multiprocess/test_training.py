@@ -1,4 +1,4 @@
-"""One run as several processes: the pipeline's stages lie in different ones."""
+"""One run as several processes, with the pipeline's stages in different ones."""
 
 import re
 import signal
@@ -58,7 +58,7 @@ sys.exit(train.main([word.replace("OWN", os.environ["JAX_PROCESS_ID"]) for word 
 
 
 def train(tmp_path, processes, arguments, name):
-    """A start of some processes that comes to its end."""
+    """Start some processes and wait until all have ended."""
     if processes == 1:
         code, output = run(tmp_path / f"{name}.log", arguments)
         codes = [code]
@@ -78,7 +78,7 @@ def train(tmp_path, processes, arguments, name):
         pytest.param((4, 2), marks=pytest.mark.grid),
     ],
 )
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path, schedule, counts):
+def test_train_resumed_with_other_number_of_processes_has_same_losses(tmp_path, schedule, counts):
     words = (f"pipeline.schedule={schedule}", "steps=4", "data.source=python_stdlib")
     train(tmp_path, 1, command(tmp_path / "whole", *words), "whole")
     parts = command(tmp_path / "parts", *words)
@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, schedule, coun
         assert parts[step] == pytest.approx(whole[step], rel=1e-5)
 
 
-def test_sigterm_to_one_stops_all_after_the_same_step(tmp_path):
+def test_train_sigterm_to_one_process_stops_all_after_same_step(tmp_path):
     words = command(tmp_path, *ENDLESS, "pipeline.schedule=lockstep_1f1b", "checkpoint.every=1")
     with members(tmp_path, 2, words) as started:
         started[0].wait_for("step    3/")
@@ -106,7 +106,7 @@ def test_sigterm_to_one_stops_all_after_the_same_step(tmp_path):
 
 
 @pytest.mark.grid
-def test_ctrl_c_in_one_stops_all(tmp_path):
+def test_train_ctrl_c_in_one_process_stops_all(tmp_path):
     with members(tmp_path, 2, command(tmp_path, *ENDLESS)) as started:
         started[0].wait_for("step    2/")
         started[0].send(signal.SIGINT)
@@ -116,7 +116,7 @@ def test_ctrl_c_in_one_stops_all(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.grid)])
-def test_a_lost_process_ends_the_others_and_the_same_command_goes_on(tmp_path, victim):
+def test_train_lost_process_ends_others_and_same_command_continues(tmp_path, victim):
     words = command(tmp_path, *ENDLESS, "checkpoint.every=2")
     with members(tmp_path, 2, words) as started:
         started[0].wait_for("step    5/")
@@ -133,7 +133,7 @@ def test_a_lost_process_ends_the_others_and_the_same_command_goes_on(tmp_path, v
     assert sorted(steps_of(tmp_path)) == list(range(1, newest + 2))
 
 
-def test_an_error_in_one_is_shown_and_ends_all(tmp_path):
+def test_train_error_in_one_process_is_printed_and_ends_all(tmp_path):
     with members(tmp_path, 2, command(tmp_path, *ENDLESS), program=ONE_FAILS) as started:
         codes, output = ends(started)
     assert codes == [-signal.SIGABRT, 1], output
@@ -141,7 +141,7 @@ def test_an_error_in_one_is_shown_and_ends_all(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.grid)])
-def test_a_config_error_in_one_ends_all_with_2(tmp_path, monkeypatch, bad):
+def test_train_config_error_in_one_process_ends_all_with_2(tmp_path, monkeypatch, bad):
     monkeypatch.setenv("BAD_PROCESS", str(bad))
     monkeypatch.setenv("BAD_BATCH", "3")
     words = command(tmp_path, *ENDLESS, "checkpoint.every=0", "checkpoint.every_minutes=1e-6")
@@ -159,17 +159,17 @@ def test_a_config_error_in_one_ends_all_with_2(tmp_path, monkeypatch, bad):
     assert max(checkpoints(tmp_path / "base")) == 2
 
 
-def test_a_config_error_in_all_is_shown_by_all(tmp_path):
+def test_train_config_error_in_all_processes_is_printed_by_all(tmp_path):
     words = command(tmp_path, "data.source=text", f"data.path={tmp_path}/nowhere")
     with members(tmp_path, 2, words) as started:
         codes, output = ends(started)
     assert codes == [2, 2], output
-    # A process that is a second later than the other hears of it from there.
+    # A process that is a second later learns of the error from the other one.
     shown = re.compile(r"config error(?: in process \d)?: data\.path")
     assert all(shown.search(process.output) for process in started), output
 
 
-def test_members_are_killed_when_a_test_fails(tmp_path):
+def test_members_are_killed_if_test_fails(tmp_path):
     forever = "import time; print('here', flush=True); time.sleep(600)"
     with pytest.raises(RuntimeError), members(tmp_path, 2, [], program=forever) as started:  # noqa: PT012
         for process in started:
@@ -179,7 +179,7 @@ def test_members_are_killed_when_a_test_fails(tmp_path):
 
 
 @pytest.mark.grid
-def test_processes_that_do_not_share_output_dir_end_at_once_with_2(tmp_path):
+def test_train_unshared_output_dir_exits_with_2(tmp_path):
     with members(
         tmp_path, 2, command(tmp_path / "OWN", *ENDLESS), program=A_DISK_OF_ITS_OWN
     ) as started:

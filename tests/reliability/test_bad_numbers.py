@@ -1,4 +1,4 @@
-"""Loss and gradients that are not finite, or far from those before, in whole runs on this process's devices."""
+"""Losses and gradients that are not finite or are spikes, in complete runs."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,7 @@ def run(tmp_path, *words):
 
 @pytest.fixture
 def poison(monkeypatch):
-    """poison(first, last): the weights of these batches, counted from 0, are not finite."""
+    """Return a function (first, last) that makes the weights of these batches not finite."""
 
     def _poison(first, last):
         original, served = BatchPlacer.__call__, []
@@ -42,7 +42,7 @@ def poison(monkeypatch):
     return _poison
 
 
-def test_a_bad_step_is_named_with_its_batch_and_not_saved(tmp_path, poison, capsys):
+def test_train_non_finite_step_is_named_and_not_saved(tmp_path, poison, capsys):
     poison(3, 4)
     assert run(tmp_path, "steps=8", "optimizer.max_consecutive_skips=3") == 0
     output = capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_a_bad_step_is_named_with_its_batch_and_not_saved(tmp_path, poison, caps
     assert checkpoints(tmp_path / "base") == [2, 6, 8]
 
 
-def test_a_run_that_stays_bad_ends_with_42_and_keeps_its_last_good_step(tmp_path, poison, capsys):
+def test_train_diverged_exits_with_42_and_keeps_last_good_step(tmp_path, poison, capsys):
     poison(3, 1000)
     assert run(tmp_path, "steps=100", "optimizer.max_consecutive_skips=3") == 42
     output = capsys.readouterr().out
@@ -66,14 +66,14 @@ def test_a_run_that_stays_bad_ends_with_42_and_keeps_its_last_good_step(tmp_path
     assert checkpoints(tmp_path / "base") == [2]
 
 
-def test_bad_steps_at_the_end_are_not_saved_either(tmp_path, poison):
+def test_train_non_finite_last_steps_are_not_saved(tmp_path, poison):
     poison(4, 1000)
     assert run(tmp_path, "steps=5", "optimizer.max_consecutive_skips=3") == 0
     assert checkpoints(tmp_path / "base") == [2, 4]
 
 
 def judge(values, window=16, deviations=6.0):
-    """Which of some losses are accepted."""
+    """Return which of the losses are accepted."""
     spikes = SpikeFilter(OptimizerConfig(spike_window=window, spike_deviations=deviations))
     history, accepted = spikes.init(), []
     for value in values:
@@ -87,21 +87,21 @@ def noise(count):
     return 3 + 0.1 * np.random.default_rng(0).standard_normal(count)
 
 
-def test_without_a_window_every_finite_step_is_accepted_and_nothing_is_kept():
+def test_spike_filter_window_0_accepts_every_finite_step():
     assert SpikeFilter(OptimizerConfig()).init() is None
     spikes = SpikeFilter(OptimizerConfig())
     for finite in (True, False):
         assert spikes(None, jnp.float32(1e30), jnp.float32(1), jnp.bool_(finite)) == (finite, None)
 
 
-def test_only_a_spike_is_rejected_and_only_once_the_window_is_full():
+def test_spike_filter_rejects_spike_after_full_window_only():
     values = [*noise(15), 9.0, *noise(40)]
     assert all(judge(values))
     values = [*noise(20), 9.0, *noise(40)]
     assert [i for i, accepted in enumerate(judge(values)) if not accepted] == [20]
 
 
-def test_the_gradient_norm_counts_as_well():
+def test_spike_filter_rejects_spike_of_gradient_norm():
     spikes = SpikeFilter(OptimizerConfig(spike_window=16))
     history = spikes.init()
     for value in noise(20):
@@ -109,23 +109,23 @@ def test_the_gradient_norm_counts_as_well():
     assert not spikes(history, jnp.float32(3), jnp.float32(9), jnp.bool_(True))[0]
 
 
-def test_values_that_are_not_finite_do_not_enter_the_window():
+def test_spike_filter_non_finite_values_do_not_enter_window():
     values = [*noise(20), np.nan, np.inf, *noise(40)]
     assert [i for i, accepted in enumerate(judge(values)) if not accepted] == [20, 21]
 
 
-def test_a_new_level_is_accepted_before_it_fills_the_window():
+def test_spike_filter_accepts_new_level():
     values = [*noise(20), *(6 + noise(16))]
     accepted = judge(values)
     assert not accepted[20]
     assert all(accepted[28:])
 
 
-def test_a_ripple_on_a_plateau_is_no_spike():
+def test_spike_filter_accepts_ripple_on_plateau():
     assert all(judge([*np.full(20, 3.0), 3.01, *np.full(20, 3.0)]))
 
 
-def test_the_window_survives_a_restart(tmp_path):
+def test_train_resumed_keeps_spike_window(tmp_path):
     words = ("optimizer.spike_window=16", "checkpoint.every=100")
     assert run(tmp_path / "whole", *words, "steps=6") == 0
     assert run(tmp_path / "parts", *words, "steps=6", "stop_after=3") == 0
@@ -137,7 +137,7 @@ def test_the_window_survives_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("windows", [(0, 16), (16, 0), (16, 20)])
-def test_the_filter_may_change_on_a_restart(tmp_path, windows):
+def test_train_resumed_may_change_spike_filter(tmp_path, windows):
     before, after = (f"optimizer.spike_window={window}" for window in windows)
     assert run(tmp_path, before, "steps=6", "stop_after=3") == 0
     assert run(tmp_path, after, "steps=6") == 0

@@ -1,4 +1,4 @@
-"""Which checkpoints a whole run leaves behind, and going on with other dtypes."""
+"""The checkpoints that a complete run keeps, and resuming with other dtypes."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh
 
 
 def main(tmp_path, *words):
-    """The exit code."""
+    """Return the exit code."""
     try:
         return train.main(command(tmp_path, *HERE, *words))
     except SystemExit as end:
@@ -20,7 +20,7 @@ def main(tmp_path, *words):
 
 
 @pytest.mark.grid
-def test_the_best_and_every_third_are_kept_beside_the_newest(tmp_path):
+def test_train_keeps_newest_best_and_every_third_checkpoint(tmp_path):
     words = (
         "steps=8",
         "checkpoint.every=1",
@@ -41,7 +41,7 @@ def test_the_best_and_every_third_are_kept_beside_the_newest(tmp_path):
     assert in_records == {step: evaluated.get(step) for step in checkpoints(root)}
 
 
-def test_parameters_are_converted_when_asked_to(tmp_path, capsys):
+def test_train_convert_dtype_resumes_with_other_dtype(tmp_path, capsys):
     words = ("steps=4", "checkpoint.every=2", "data.source=python_stdlib")
     assert main(tmp_path, *words, "stop_after=2") == 0
     assert main(tmp_path, *words, "model.param_dtype=bfloat16") == 2

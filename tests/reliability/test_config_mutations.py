@@ -1,4 +1,4 @@
-"""Whatever is wrong with a configuration, its user gets lines that name keys and exit code 2, never a traceback."""
+"""A wrong configuration ends with exit code 2 and lines that name keys, never a traceback."""
 
 import random
 import re
@@ -47,7 +47,7 @@ VALUES = (
     "1_000",
     "a: b: c",
 )
-# A run of a thousand layers is legal, and too long for a test.
+# A run of a thousand layers is legal but too long for a test.
 SMALL_VALUES = tuple(
     value for value in VALUES if value not in ("1k", "2Mi", "1_000", "99999999999999999999", "0x10")
 )
@@ -58,7 +58,7 @@ OWN_KEYS = re.compile(
 
 
 def mutate(draw, values=VALUES):
-    """Some words of a command line, most of them wrong."""
+    """Draw some words of a command line, most of them wrong."""
     keys = sorted({*OPTIONS, *SECTIONS})
 
     def key():
@@ -77,7 +77,7 @@ def mutate(draw, values=VALUES):
 
 
 def check(problems, cause):
-    """Each is one line that says where to look."""
+    """Check that every problem is one line that names a key."""
     for problem in problems:
         assert problem.message, cause
         assert "\n" not in str(problem), cause
@@ -85,7 +85,7 @@ def check(problems, cause):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_mutated_words_are_accepted_or_explained(seed):
+def test_load_mutated_words_are_accepted_or_explained(seed):
     draw = random.Random(seed)
     for _ in range(10):
         words = mutate(draw)
@@ -96,7 +96,7 @@ def test_mutated_words_are_accepted_or_explained(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_damaged_files_are_accepted_or_explained(tmp_path, seed):
+def test_load_damaged_file_is_accepted_or_explained(tmp_path, seed):
     draw = random.Random(seed)
     file = tmp_path / "config.yml"
     text = BASE.read_text()
@@ -115,7 +115,7 @@ def test_damaged_files_are_accepted_or_explained(tmp_path, seed):
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(1, 20))]
 )
-def test_a_mutated_command_runs_or_ends_with_code_2(tmp_path, seed):
+def test_train_mutated_command_runs_or_exits_with_2(tmp_path, seed):
     draw = random.Random(1000 + seed)
     words = [
         word for word in mutate(draw, SMALL_VALUES) if not word.startswith(("steps", "output_dir"))
@@ -127,7 +127,7 @@ def test_a_mutated_command_runs_or_ends_with_code_2(tmp_path, seed):
         assert "config error: " in output
 
 
-def test_values_that_would_run_code_are_refused(tmp_path):
+def test_load_values_that_would_run_code_are_refused(tmp_path):
     file = tmp_path / "config.yml"
     file.write_text("run_name: !!python/object/apply:os.system [touch pwned]\n")
     with pytest.raises(ConfigError):
@@ -135,7 +135,7 @@ def test_values_that_would_run_code_are_refused(tmp_path):
     assert not list(tmp_path.glob("pwned"))
 
 
-def test_the_environment_is_not_read_into_a_config(monkeypatch):
+def test_load_does_not_read_environment(monkeypatch):
     monkeypatch.setenv("A_TOKEN", "secret-value")
     with pytest.raises(ConfigError) as caught:
         load(str(BASE), ["run_name=${oc.env:A_TOKEN}"])
@@ -143,12 +143,12 @@ def test_the_environment_is_not_read_into_a_config(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "/tmp/x", "-x", "", "a\tb", "caf\u00e9"])
-def test_a_run_name_is_no_path(name):
+def test_load_run_name_with_path_is_refused(name):
     with pytest.raises(ConfigError, match="run_name"):
         load(str(BASE), [f"run_name='{name}'"])
 
 
-def test_no_key_takes_a_secret():
+def test_options_have_no_secret_keys():
     assert not [
         key for key in OPTIONS if re.search("token$|secret|password|api_key|credential", key)
     ]

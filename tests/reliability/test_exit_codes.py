@@ -14,27 +14,27 @@ HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh
 
 
 def main(tmp_path, *words):
-    """The exit code."""
+    """Return the exit code."""
     try:
         return train.main(command(tmp_path, *HERE, "steps=2", *words))
     except SystemExit as end:
         return end.code
 
 
-def test_0_when_done_and_when_there_is_nothing_left_to_do(tmp_path, capsys):
+def test_train_finished_run_exits_with_0_again(tmp_path, capsys):
     assert main(tmp_path) == 0
     assert "done: 2 steps" in capsys.readouterr().out.splitlines()[-1]
     assert main(tmp_path) == 0
     assert "nothing to do" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_0_when_stopped_by_stop_after(tmp_path, capsys):
+def test_train_stop_after_exits_with_0(tmp_path, capsys):
     assert main(tmp_path, "stop_after=1") == 0
     assert "stopped after step 1 of 2 (stop_after)" in capsys.readouterr().out.splitlines()[-1]
     assert checkpoints(tmp_path / "base") == [1]
 
 
-def test_1_when_no_checkpoint_can_be_loaded(tmp_path, capsys):
+def test_train_all_checkpoints_damaged_exits_with_1(tmp_path, capsys):
     assert main(tmp_path, "stop_after=1") == 0
     for file in (tmp_path / "base" / "checkpoints" / "1" / "arrays").rglob("*"):
         if file.is_file():
@@ -47,14 +47,14 @@ def test_1_when_no_checkpoint_can_be_loaded(tmp_path, capsys):
     assert "Traceback" not in ended.err
 
 
-def test_1_when_a_checkpoint_cannot_be_saved(tmp_path, capsys):
+def test_train_failed_save_exits_with_1(tmp_path, capsys):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "checkpoints").write_text("in the way")
     assert main(tmp_path) == 1
     assert "error: saving checkpoint" in capsys.readouterr().err
 
 
-def test_1_with_a_traceback_for_what_nobody_foresaw(tmp_path, monkeypatch):
+def test_train_unexpected_error_exits_with_1_and_traceback(tmp_path, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("unforeseen")
 
@@ -63,7 +63,7 @@ def test_1_with_a_traceback_for_what_nobody_foresaw(tmp_path, monkeypatch):
         main(tmp_path)
 
 
-def test_2_for_a_bad_configuration(tmp_path, capsys):
+def test_train_bad_configuration_exits_with_2(tmp_path, capsys):
     assert main(tmp_path, "optimizer.learning_rate=-1") == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("config error: optimizer.learning_rate")

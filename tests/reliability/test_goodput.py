@@ -1,4 +1,4 @@
-"""Where the time goes, and that no batch is lost or repeated when a run is killed and started again."""
+"""The account of time, and that no batch is lost or repeated when a run is killed and resumed."""
 
 import random
 import signal
@@ -28,7 +28,7 @@ def account(clock):
     return TimeAccount(clock)
 
 
-def test_every_second_belongs_to_one_phase(account, clock):
+def test_time_account_every_second_has_one_phase(account, clock):
     clock.now = 5
     account.enter("step")
     clock.now = 7
@@ -46,7 +46,7 @@ def test_every_second_belongs_to_one_phase(account, clock):
     }
 
 
-def test_a_phase_ends_with_an_error_in_it(account, clock):
+def test_time_account_phase_ends_with_error(account, clock):
     account.enter("step")
     with pytest.raises(RuntimeError), account.phase("evaluation"):  # noqa: PT012
         clock.now = 2
@@ -55,9 +55,9 @@ def test_a_phase_ends_with_an_error_in_it(account, clock):
     assert account.seconds()["step"] == 3
 
 
-def test_compilations_inside_others_count_once(account, clock):
+def test_time_account_nested_compilations_count_once(account, clock):
     account.enter("step")
-    for now, seconds in ((3, 1), (5, 1), (6, 5), (9, 2)):  # the third holds the first two
+    for now, seconds in ((3, 1), (5, 1), (6, 5), (9, 2)):  # the third contains the first two
         clock.now = now
         account.compiled(seconds)
     clock.now = 10
@@ -66,7 +66,7 @@ def test_compilations_inside_others_count_once(account, clock):
     assert seconds["step"] == 3
 
 
-def test_compilations_are_heard_of_from_jax():
+def test_time_account_listens_to_jax_compilations():
     import jax
     import jax.numpy as jnp
 
@@ -79,7 +79,7 @@ def test_compilations_are_heard_of_from_jax():
     assert account.seconds()["compile"] == before
 
 
-def test_goodput_is_the_share_of_steps_in_all_time_spent():
+def test_goodput_is_share_of_steps_in_total_time():
     row = goodput_row(dict.fromkeys(PHASES, 0.0) | {"init": 20.0, "step": 70.0}, lost=10.0)
     assert row["goodput"] == 0.7
     assert row["seconds_lost"] == 10
@@ -91,7 +91,7 @@ def test_goodput_is_the_share_of_steps_in_all_time_spent():
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.grid)])
-def test_no_batch_is_repeated_or_missing_over_kills(tmp_path, rounds):
+def test_train_killed_and_resumed_sees_every_batch_once(tmp_path, rounds):
     words = ("telemetry.batch_digest=true", "checkpoint.every=3", "data.source=python_stdlib")
     endless = command(tmp_path / "killed", *words, "steps=100000")
     draw = random.Random(rounds)

@@ -1,4 +1,4 @@
-"""Whole runs whose checkpoints are copied to an object store, on an S3 server on this machine."""
+"""Complete runs whose checkpoints are copied to an S3 server on this machine."""
 
 import shutil
 import sys
@@ -26,7 +26,7 @@ def bucket(s3):
 
 
 def main(tmp_path, *words):
-    """The exit code."""
+    """Return the exit code."""
     try:
         return train.main(command(tmp_path, *HERE, *STEPS, *words))
     except SystemExit as end:
@@ -37,7 +37,7 @@ def keys(s3):
     return [item["Key"] for item in s3.list_objects_v2(Bucket="runs").get("Contents", [])]
 
 
-def test_a_run_that_lost_its_disk_ends_as_if_it_had_not(tmp_path, bucket, capsys):
+def test_train_after_lost_disk_continues_exactly(tmp_path, bucket, capsys):
     assert main(tmp_path / "whole") == 0
     code, output = run(
         tmp_path / "log", command(tmp_path / "lost", *HERE, *STEPS, MIRROR, "stop_after=2")
@@ -72,7 +72,7 @@ def test_a_run_that_lost_its_disk_ends_as_if_it_had_not(tmp_path, bucket, capsys
 
 
 @pytest.mark.grid
-def test_a_store_that_fails_during_the_run_ends_it_with_1(tmp_path, bucket, capsys, monkeypatch):
+def test_train_failing_store_exits_with_1(tmp_path, bucket, capsys, monkeypatch):
     def fail(*_):
         raise ConnectionError("the store is gone")
 
@@ -88,7 +88,7 @@ def test_a_store_that_fails_during_the_run_ends_it_with_1(tmp_path, bucket, caps
 
 @pytest.fixture
 def quickly():
-    """A test that may not wait for what does not answer."""
+    """Every test must end quickly although something does not answer."""
     began = time.monotonic()
     yield
     assert time.monotonic() - began < 30
@@ -96,14 +96,14 @@ def quickly():
 
 @pytest.mark.usefixtures("quickly")
 class TestExitCode2:
-    def test_without_keys(self, tmp_path, without_s3_keys, capsys):
+    def test_train_mirror_without_credentials_exits_with_2(self, tmp_path, without_s3_keys, capsys):
         assert main(tmp_path, MIRROR) == 2
         error = capsys.readouterr().err
         assert "config error: checkpoint.mirror: s3://runs/base/checkpoints cannot be read" in error
         assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
         assert not (tmp_path / "base").exists()
 
-    def test_a_server_that_is_not_there(self, tmp_path, s3, monkeypatch, capsys):
+    def test_train_missing_server_exits_with_2(self, tmp_path, s3, monkeypatch, capsys):
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         assert main(tmp_path, MIRROR) == 2
         assert (
@@ -111,7 +111,7 @@ class TestExitCode2:
             in capsys.readouterr().err
         )
 
-    def test_a_bucket_that_is_not_there(self, tmp_path, s3, capsys):
+    def test_train_missing_bucket_exits_with_2(self, tmp_path, s3, capsys):
         assert main(tmp_path, MIRROR) == 2
         assert (
             "checkpoint.mirror: s3://runs/base/checkpoints cannot be written to"
@@ -119,7 +119,9 @@ class TestExitCode2:
         )
 
     @pytest.mark.parametrize(("protocol", "library"), [("s3", "s3fs"), ("gs", "gcsfs")])
-    def test_a_library_that_is_not_there(self, tmp_path, monkeypatch, capsys, protocol, library):
+    def test_train_missing_library_exits_with_2(
+        self, tmp_path, monkeypatch, capsys, protocol, library
+    ):
         monkeypatch.delitem(
             pytest.importorskip("fsspec.registry")._registry, protocol, raising=False
         )
@@ -129,12 +131,12 @@ class TestExitCode2:
         assert f"pip install 'maxpipe[{protocol}]'" in error
 
     @pytest.mark.parametrize("url", ["hdfs://runs", "/data", "s3://", "s3:/runs"])
-    def test_a_mirror_that_is_no_object_store(self, tmp_path, capsys, url):
+    def test_train_mirror_that_is_no_url_exits_with_2(self, tmp_path, capsys, url):
         assert main(tmp_path, f"checkpoint.mirror={url}") == 2
         assert (
             "is not a place in an object store, such as s3://bucket/runs" in capsys.readouterr().err
         )
 
-    def test_an_output_dir_in_a_store_is_told_about_the_mirror(self, capsys):
+    def test_train_remote_output_dir_names_mirror(self, capsys):
         assert main("s3://runs") == 2
         assert "checkpoint.mirror keeps a copy of every checkpoint" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A run that was interrupted in any way ends as if it never had been."""
+"""A run that was interrupted in any way ends like one that was not."""
 
 import random
 import shutil
@@ -24,7 +24,7 @@ STOP = 50
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """The command; every run has a name of its own."""
+    """Return the command; every run has a name of its own."""
     return write_config(
         tmp_path_factory.mktemp("resume"), steps=STEPS, checkpoint=f"{{every: {EVERY}, keep: 100}}"
     )
@@ -32,7 +32,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(words):
-    """The directory of all runs."""
+    """Return the directory of all runs."""
     return output_dir(words)
 
 
@@ -44,7 +44,7 @@ def uninterrupted(words, runs):
 
 @pytest.fixture(scope="module")
 def stopped(words, runs, uninterrupted):
-    """A run that stop_after ended between two regular checkpoints."""
+    """Return a run that stop_after ended between two regular checkpoints."""
     said = train([*words, "run_name=stopped", f"stop_after={STOP}"])
     assert f"stopped after step {STOP} of {STEPS}" in said
     return runs / "stopped"
@@ -55,30 +55,29 @@ def copy_of(stopped, name):
     return stopped.with_name(name)
 
 
-def test_an_early_end_saves_where_it_stands(stopped, uninterrupted):
+def test_train_stop_after_saves_last_step(stopped, uninterrupted):
     assert checkpoints(stopped) == [20, 40, STOP]
     assert losses(stopped) == {step: losses(uninterrupted)[step] for step in range(1, STOP + 1)}
 
 
-def test_continued_after_stop_after_is_the_same_to_the_bit(words, stopped, uninterrupted):
+def test_train_resumed_after_stop_after_is_bit_equal(words, stopped, uninterrupted):
     root = copy_of(stopped, "continued")
     train([*words, "run_name=continued"])
     assert_same_run(root, uninterrupted, STEPS)
 
 
-def test_going_back_to_an_older_step_is_the_same_to_the_bit(words, stopped, uninterrupted):
-    """Also the rows of metrics.jsonl past that step are written anew."""
+def test_train_resumed_from_older_step_is_bit_equal(words, stopped, uninterrupted):
+    """The rows of metrics.jsonl after that step are replaced, too."""
     root = copy_of(stopped, "back")
     train([*words, "run_name=back", "checkpoint.resume=20"])
     assert_same_run(root, uninterrupted, STEPS)
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.grid)])
-def test_killed_at_random_is_the_same_to_the_bit(words, runs, uninterrupted, times):
+def test_train_killed_at_random_is_bit_equal(words, runs, uninterrupted, times):
     root, command = runs / f"killed-{times}", [*words, f"run_name=killed-{times}"]
     for n in range(times):
-        # The window moves on, and each kill but the first may also hit what the one before has left
-        # behind.
+        # The time of the kill moves, and every later kill may hit the remains of the earlier one.
         step, delay = (
             1 + n * (STEPS - 20) // times + random.randint(0, 100 // times - 1),
             random.uniform(0, 0.05),
@@ -86,7 +85,7 @@ def test_killed_at_random_is_the_same_to_the_bit(words, runs, uninterrupted, tim
         before = max(checkpoints(root), default=0) if n else 0
         kill_after(root, command, max(step, before + 1), delay)
         reached, kept = max(losses(root)), max(checkpoints(root), default=0)
-        # The save that was running is lost at most: the next is due an interval later.
+        # At most the running save is lost: the next is due an interval later.
         assert before <= kept
         assert reached - kept <= 2 * EVERY
     train(command)
@@ -94,7 +93,7 @@ def test_killed_at_random_is_the_same_to_the_bit(words, runs, uninterrupted, tim
 
 
 def kill_after(root, command, step, delay):
-    """SIGKILL some seconds after the line of a step was printed."""
+    """Kill the run some seconds after it has printed the line of a step."""
     with TrainingProcess(root.with_suffix(".log"), command) as process:
         process.wait_for(f" {step}/{STEPS}  loss")
         time.sleep(delay)
@@ -119,7 +118,7 @@ def kill_after(root, command, step, delay):
     ],
     ids=["stages", "uneven tensor", "circular", "sequential"],
 )
-def test_continued_in_another_layout_the_losses_agree(
+def test_train_resumed_in_other_layout_has_same_losses(
     words, stopped, uninterrupted, layout, request
 ):
     name = request.node.callspec.id.replace(" ", "-")
@@ -131,7 +130,7 @@ def test_continued_in_another_layout_the_losses_agree(
         assert after[step][0] == pytest.approx(expected[step][0], rel=1e-5), step
 
 
-def test_a_checkpoint_holds_all_that_a_run_needs(stopped):
+def test_checkpoint_holds_everything_a_run_needs(stopped):
     names = saved(stopped, STOP)
     assert any("mu" in name for name in names)
     assert any("key" in name for name in names)

@@ -21,7 +21,7 @@ def wait_until(condition):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Exit codes with which the process would have ended at once."""
+    """Return the exit codes with which the process would have ended at once."""
     codes = []
     monkeypatch.setattr(signals.os, "_exit", codes.append)
     return codes
@@ -30,7 +30,7 @@ def ended(monkeypatch):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)]
 )
-def test_a_signal_asks_to_stop_after_the_step(number, code, ended, capfd):
+def test_signal_requests_stop_after_step(number, code, ended, capfd):
     with Interruption() as interruption:
         interruption.begin()
         assert not interruption.after(3)
@@ -49,7 +49,7 @@ def test_a_signal_asks_to_stop_after_the_step(number, code, ended, capfd):
         ((signal.SIGTERM, signal.SIGTERM), PREEMPTED),
     ],
 )
-def test_only_a_second_ctrl_c_stops_at_once(numbers, code, ended, monkeypatch):
+def test_signal_second_ctrl_c_exits_at_once(numbers, code, ended, monkeypatch):
     said = []
     monkeypatch.setattr(signals, "_print", said.append)
     with Interruption() as interruption:
@@ -61,7 +61,7 @@ def test_only_a_second_ctrl_c_stops_at_once(numbers, code, ended, monkeypatch):
         assert interruption.exit_code == code
 
 
-def test_second_ctrl_c_stops_at_once_while_the_main_thread_is_stuck(ended):
+def test_signal_second_ctrl_c_exits_with_stuck_main_thread(ended):
     with Interruption() as interruption:
         interruption.begin()
         for _ in range(2):
@@ -73,14 +73,14 @@ def test_second_ctrl_c_stops_at_once_while_the_main_thread_is_stuck(ended):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, PREEMPTED), (signal.SIGINT, INTERRUPTED)]
 )
-def test_before_the_first_step_a_signal_ends_the_process(number, code, ended):
+def test_signal_before_first_step_ends_process(number, code, ended):
     with Interruption():
         os.kill(os.getpid(), number)
         wait_until(lambda: ended)
     assert ended == [code]
 
 
-def test_handlers_and_threads_are_gone_afterwards():
+def test_signal_handlers_and_threads_are_removed_on_exit():
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with Interruption():
         assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] != before
@@ -89,14 +89,14 @@ def test_handlers_and_threads_are_gone_afterwards():
     wait_until(lambda: all(thread.name != "signals" for thread in threading.enumerate()))
 
 
-def test_without_entering_no_signal_is_taken():
+def test_signal_handlers_are_not_installed_before_enter():
     interruption = Interruption()
     interruption.begin()
     assert not interruption.after(1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
+def test_train_sigterm_saves_and_same_command_continues(tmp_path):
     words = command(tmp_path, ENDLESS, "checkpoint.every=1000000")
     with TrainingProcess(tmp_path / "log", words) as process:
         process.wait_for("step       4/")
@@ -110,7 +110,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path):
     assert sorted(steps_of(tmp_path)) == list(range(1, step + 3))
 
 
-def test_ctrl_c_in_a_terminal_saves_with_worker_processes(tmp_path):
+def test_train_ctrl_c_with_worker_processes_saves(tmp_path):
     words = command(tmp_path, ENDLESS, "data.num_workers=1", "checkpoint.every=1000000")
     with TrainingProcess(tmp_path / "log", words) as process:
         process.wait_for("step       4/")

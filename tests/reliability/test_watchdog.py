@@ -47,7 +47,7 @@ sys.exit(train.main(sys.argv[1:]))
         (60, 0.3, 2, "telemetry.step_deadline_seconds", "step 2"),
     ],
 )
-def test_a_hang_shows_all_stacks_and_ends_the_process(startup, step, done, key, since):
+def test_watchdog_hang_prints_stacks_and_exits(startup, step, done, key, since):
     began = time.monotonic()
     words = [sys.executable, "-c", HANGS, str(startup), str(step), str(done)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -59,19 +59,19 @@ def test_a_hang_shows_all_stacks_and_ends_the_process(startup, step, done, key, 
 
 @pytest.fixture
 def expired(monkeypatch):
-    """The watchdogs that expired."""
+    """Return the list of expired watchdogs."""
     found = []
     monkeypatch.setattr(Watchdog, "_expire", found.append)
     return found
 
 
-def test_a_slow_start_is_not_held_to_the_deadline_of_steps(expired):
+def test_watchdog_slow_start_is_not_a_hang(expired):
     with Watchdog(startup_seconds=60, step_seconds=0.05):
         time.sleep(0.3)
     assert expired == []
 
 
-def test_progress_sets_the_clock_to_zero(expired):
+def test_watchdog_progress_resets_deadline(expired):
     with Watchdog(startup_seconds=60, step_seconds=1) as watchdog:
         for step in range(20):
             watchdog.progress(f"step {step}")
@@ -79,21 +79,21 @@ def test_progress_sets_the_clock_to_zero(expired):
     assert expired == []
 
 
-def test_a_deadline_of_zero_never_expires(expired):
+def test_watchdog_deadline_0_never_expires(expired):
     with Watchdog(startup_seconds=0.05, step_seconds=0) as watchdog:
         watchdog.progress("step 1")
         time.sleep(0.3)
     assert expired == []
 
 
-def test_a_finished_run_is_not_watched(expired):
+def test_watchdog_closed_never_expires(expired):
     with Watchdog(startup_seconds=0.1):
         pass
     time.sleep(0.3)
     assert expired == []
 
 
-def test_a_step_that_hangs_ends_the_run_with_its_stack(tmp_path):
+def test_train_hanging_step_exits_with_stack(tmp_path):
     words = command(tmp_path, "telemetry.step_deadline_seconds=3", "steps=9")
     code, output = run(tmp_path / "log", words, program=STEP_THREE_HANGS)
     assert code == HUNG, output

@@ -1,4 +1,4 @@
-"""Compressed files: unpacked once, whole, and again when they change."""
+"""Compressed files: unpacked completely, once, and again when they change."""
 
 import gzip
 import os
@@ -19,7 +19,7 @@ def compress(ending, content):
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_the_content_of_all_parts(tmp_path, ending):
+def test_unpacked_joins_all_parts(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(compress(ending, CONTENT) + compress(ending, b"the end"))
     copy = unpacked(str(path), str(tmp_path / "cache"))
@@ -27,7 +27,7 @@ def test_the_content_of_all_parts(tmp_path, ending):
     assert Path(copy).read_bytes() == CONTENT + b"the end"
 
 
-def test_a_copy_is_made_once_until_the_file_changes(tmp_path, capsys):
+def test_unpacked_copies_again_only_if_changed(tmp_path, capsys):
     path, cache = tmp_path / "a.jsonl.gz", tmp_path / "cache"
     path.write_bytes(gzip.compress(b"first"))
     copy = unpacked(str(path), str(cache))
@@ -40,14 +40,14 @@ def test_a_copy_is_made_once_until_the_file_changes(tmp_path, capsys):
     assert Path(unpacked(str(path), str(cache))).read_bytes() == b"second"
 
 
-def test_other_files_are_left_alone(tmp_path):
+def test_unpacked_other_file_is_returned(tmp_path):
     assert unpacked(str(tmp_path / "a.jsonl"), str(tmp_path / "cache")) == str(tmp_path / "a.jsonl")
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("damage", [lambda packed: packed[:-20], lambda packed: b"plain text"])
-def test_damaged_files_are_named_and_leave_nothing_behind(tmp_path, ending, damage):
+def test_unpacked_damaged_file_is_named_and_leaves_no_copy(tmp_path, ending, damage):
     path, cache = tmp_path / f"a.jsonl{ending}", tmp_path / "cache"
     path.write_bytes(damage(compress(ending, CONTENT)))
     with pytest.raises(ConfigError, match=rf"^data\.path: {path} cannot be unpacked: "):
@@ -56,16 +56,16 @@ def test_damaged_files_are_named_and_leave_nothing_behind(tmp_path, ending, dama
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
-def test_a_file_that_cannot_be_read_is_not_the_fault_of_the_cache(tmp_path, ending):
+def test_unpacked_unreadable_file_is_not_blamed_on_cache(tmp_path, ending):
     path = tmp_path / f"a.jsonl{ending}"
-    path.mkdir()  # unreadable also to those who may read everything
+    path.mkdir()  # not readable for root, either
     with pytest.raises(
         ConfigError, match=rf"^data\.path: {path} cannot be unpacked: .*Is a directory"
     ):
         unpacked(str(path), str(tmp_path / "cache"))
 
 
-def test_a_cache_that_cannot_be_written_to_is_named(tmp_path):
+def test_unpacked_unwritable_cache_is_named(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"text"))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"^data\.cache_dir: cannot keep a copy of "):

@@ -46,25 +46,25 @@ def printed_steps(stream):
     return [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
 
 
-def test_the_first_every_tenth_and_the_last_step_are_printed():
+def test_console_log_every_10_prints_first_tenth_and_last():
     stream = io.StringIO()
     run(stream, 25, total_steps=25).close()
     assert printed_steps(stream) == [1, 10, 20, 25]
 
 
-def test_the_last_step_of_a_run_stopped_early_is_printed_once():
+def test_console_stopped_early_prints_last_step_once():
     stream = io.StringIO()
     run(stream, 13).close()
     assert printed_steps(stream) == [1, 10, 13]
 
 
-def test_a_resumed_run_prints_its_own_first_step():
+def test_console_resumed_run_prints_its_first_step():
     stream = io.StringIO()
     run(stream, 8, start_step=33).close()
     assert printed_steps(stream) == [34, 40, 41]
 
 
-def test_log_every_zero_prints_text_but_no_steps():
+def test_console_log_every_0_prints_text_only():
     stream = io.StringIO()
     console = run(stream, 30, log_every=0)
     console.say("saved")
@@ -72,7 +72,7 @@ def test_log_every_zero_prints_text_but_no_steps():
     assert stream.getvalue() == "saved\n"
 
 
-def test_compilation_does_not_distort_step_time_throughput_and_time_left():
+def test_console_first_step_does_not_enter_median():
     stream = io.StringIO()
     run(stream, 10, peak_flops=4e9).close()
     first, tenth = stream.getvalue().splitlines()
@@ -81,13 +81,13 @@ def test_compilation_does_not_distort_step_time_throughput_and_time_left():
     assert tenth.endswith("MFU 50.0 %  left 0:45")
 
 
-def test_mfu_is_left_out_where_the_peak_is_unknown():
+def test_console_unknown_peak_leaves_out_mfu():
     stream = io.StringIO()
     run(stream, 1).close()
     assert "MFU" not in stream.getvalue()
 
 
-def test_a_terminal_gets_a_bar_and_text_on_lines_of_its_own():
+def test_console_on_terminal_draws_bar_and_text_lines():
     stream = Terminal()
     console = run(stream, 5, total_steps=5)
     console.say("eval loss 2.0")
@@ -97,7 +97,7 @@ def test_a_terminal_gets_a_bar_and_text_on_lines_of_its_own():
     assert "eval loss 2.0\n" in stream.getvalue()
 
 
-def test_the_bar_is_drawn_on_a_terminal_that_does_not_know_its_size():
+def test_console_terminal_of_unknown_size_draws_bar():
     reader, writer = pty.openpty()
     with os.fdopen(writer, "w") as stream:
         run(stream, 5, total_steps=5).close()
@@ -108,14 +108,14 @@ def test_the_bar_is_drawn_on_a_terminal_that_does_not_know_its_size():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3661, "1:01:01"), (90061, "1d 1:01:01")]
 )
-def test_time_left_is_easy_to_read(seconds, text):
+def test_format_seconds_uses_largest_units(seconds, text):
     assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(12.345, "12.35 s"), (0.0642, "64 ms"), (0.00123, "1.23 ms")]
 )
-def test_step_times_keep_three_digits(seconds, text):
+def test_format_step_time_keeps_three_digits(seconds, text):
     assert format_step_time(seconds) == text
 
 
@@ -123,5 +123,5 @@ def test_step_times_keep_three_digits(seconds, text):
     ("count", "text"),
     [(0, "0"), (999, "999"), (999.7, "1k"), (61234, "61.2k"), (4.1e6, "4.1M"), (2e13, "20T")],
 )
-def test_counts_keep_three_digits(count, text):
+def test_format_count_keeps_three_digits(count, text):
     assert format_count(count) == text

@@ -35,11 +35,11 @@ def run(calls, window, steps, tmp_path):
     ],
     ids=["inside", "one step", "run ends inside", "resumes inside", "resumes after", "off"],
 )
-def test_traces_exactly_the_steps_of_the_window(calls, window, steps, expected, tmp_path):
+def test_profiler_traces_exactly_steps_of_window(calls, window, steps, expected, tmp_path):
     assert run(calls, window, steps, tmp_path) == expected
 
 
-def test_writes_a_trace(tmp_path):
+def test_profiler_writes_trace(tmp_path):
     profiler = Profiler([1, 1], tmp_path)
     profiler.before(1)
     jnp.ones(8).sum().block_until_ready()

@@ -29,7 +29,7 @@ def rows(tmp_path):
 
 
 def logged_scalars(directory):
-    """(tag, step) of every scalar in the event files of `directory`, in order of writing."""
+    """Return (tag, step) of every scalar in the event files of `directory`, in order."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
@@ -43,7 +43,7 @@ def logged_scalars(directory):
     return found
 
 
-def test_every_step_is_in_the_file_whatever_log_every_is(tmp_path):
+def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
     r = recorder(tmp_path, log_every=10, peak_flops=1e10)
     for step in range(1, 13):
         r.step(step, 5.0 / step, 1.5, 3e-4, 0.5, skipped=0)
@@ -64,14 +64,14 @@ def test_every_step_is_in_the_file_whatever_log_every_is(tmp_path):
     assert written[-1] == {"step": 12, "eval_loss": 2.25}
 
 
-def test_mfu_is_null_where_the_peak_is_unknown(tmp_path):
+def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
     r = recorder(tmp_path)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)
     r.close()
     assert rows(tmp_path)[0]["mfu"] is None
 
 
-def test_tensorboard_gets_the_first_the_last_and_every_tenth_step(tmp_path):
+def test_recorder_tensorboard_has_first_tenth_and_last_step(tmp_path):
     r = recorder(tmp_path, steps=13)
     for step in range(1, 14):
         r.step(step, 5.0, 1.5, 3e-4, 0.5)
@@ -82,7 +82,7 @@ def test_tensorboard_gets_the_first_the_last_and_every_tenth_step(tmp_path):
     assert ("eval/loss", 13) in scalars
 
 
-def test_a_resumed_run_continues_the_file_without_a_double(tmp_path):
+def test_recorder_resumed_run_repeats_no_step(tmp_path):
     r = recorder(tmp_path)
     for step in range(1, 8):
         r.step(step, 5.0, 1.5, 3e-4, 0.5)
@@ -97,7 +97,7 @@ def test_a_resumed_run_continues_the_file_without_a_double(tmp_path):
     ]
 
 
-def test_log_every_zero_writes_the_file_only(tmp_path, capsys):
+def test_recorder_log_every_0_writes_metrics_file_only(tmp_path, capsys):
     r = recorder(tmp_path, log_every=0)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)
     r.close()
@@ -106,7 +106,7 @@ def test_log_every_zero_writes_the_file_only(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_other_processes_write_and_print_nothing(tmp_path, capsys):
+def test_recorder_other_process_writes_and_prints_nothing(tmp_path, capsys):
     r = recorder(tmp_path, is_main=False)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)
     r.evaluation(1, 2.0)
@@ -116,7 +116,7 @@ def test_other_processes_write_and_print_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_extra_value_must_not_hide_one_of_the_step(tmp_path):
+def test_recorder_extra_value_must_not_hide_another(tmp_path):
     r = recorder(tmp_path)
     with pytest.raises(AssertionError, match="mfu"):
         r.step(1, 5.0, 1.5, 3e-4, 0.5, mfu=1.0)

@@ -9,7 +9,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_numbers_come_back_bit_for_bit(tmp_path):
+def test_metrics_file_numbers_round_trip_exactly(tmp_path):
     path = tmp_path / "metrics.jsonl"
     values = [0.1 + 0.2, 1e-45, 5.545177444479562, 3.0e38]
     file = MetricsFile(path, 0)
@@ -19,7 +19,7 @@ def test_numbers_come_back_bit_for_bit(tmp_path):
     assert [row["loss"] for row in rows(path)] == values
 
 
-def test_a_row_can_be_read_before_the_file_is_closed(tmp_path):
+def test_metrics_file_row_is_readable_before_close(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
     file.write({"step": 1, "loss": 2.5})
@@ -28,7 +28,7 @@ def test_a_row_can_be_read_before_the_file_is_closed(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_numbers_become_null(tmp_path, value):
+def test_metrics_file_non_finite_numbers_become_null(tmp_path, value):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
     file.write({"step": 1, "loss": value})
@@ -36,7 +36,7 @@ def test_non_finite_numbers_become_null(tmp_path, value):
     assert json.loads(path.read_text(), parse_constant=pytest.fail) == {"step": 1, "loss": None}
 
 
-def test_reopening_drops_the_torn_line_and_the_steps_to_be_done_again(tmp_path):
+def test_metrics_file_reopened_drops_torn_line_and_later_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     kept = ['{"step": 1, "loss": 3.0}', '{"step": 2, "loss": 2.0}', '{"step": 2, "eval_loss": 2.1}']
     path.write_text("\n".join([*kept, '{"step": 3, "loss": 1.5}', '{"step": 4, "lo']))
@@ -47,14 +47,14 @@ def test_reopening_drops_the_torn_line_and_the_steps_to_be_done_again(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_last_line_without_its_end_is_torn_even_if_it_parses(tmp_path):
+def test_metrics_file_last_line_without_newline_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}')
     MetricsFile(path, 2).close()
     assert rows(path) == [{"step": 1, "loss": 3.0}]
 
 
-def test_a_fresh_run_starts_from_an_empty_file(tmp_path):
+def test_metrics_file_of_new_run_is_empty(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n')
     MetricsFile(path, 0).close()
@@ -64,7 +64,7 @@ def test_a_fresh_run_starts_from_an_empty_file(tmp_path):
 @pytest.mark.parametrize(
     "line", [b"not json", b"[1]", b"\0\0\0", b"\xff", b'{"loss": 1.0}', b'{"step": "two"}']
 )
-def test_damaged_lines_are_dropped_and_the_rest_is_kept_byte_for_byte(tmp_path, line):
+def test_metrics_file_damaged_lines_are_dropped_and_others_kept(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1}\n' + line + b'\n{"step": 3}\n')
     MetricsFile(path, 3).close()

@@ -14,7 +14,7 @@ TEXTS = ["plain", "é 漢字", "", "x" * 1000]
 
 
 def delimited(number, content):
-    """A length-delimited field of a protocol buffer."""
+    """Return a length-delimited field of a protocol buffer."""
     length, size = b"", len(content)
     while size >= 0x80:
         length, size = length + bytes([size & 0x7F | 0x80]), size >> 7
@@ -22,7 +22,7 @@ def delimited(number, content):
 
 
 def example(**features):
-    """A tf.train.Example; integers become an Int64List, which is feature kind 3."""
+    """Return a tf.train.Example; integers become an Int64List, which is feature kind 3."""
     entries = b""
     for name, value in features.items():
         is_number = isinstance(value, int)
@@ -47,7 +47,7 @@ def open_source(tmp_path, *records):
     )
 
 
-def test_texts_in_any_order(tmp_path):
+def test_array_record_reads_records_in_any_order(tmp_path):
     records = [example(id=i, url=b"text", text=text.encode()) for i, text in enumerate(TEXTS)]
     documents = pickle.loads(pickle.dumps(open_source(tmp_path, *records)))
     assert len(documents) == 4
@@ -58,7 +58,7 @@ def test_texts_in_any_order(tmp_path):
     "record",
     [example(content=b"a"), b"plain text", example(text=b"abc")[:-2], example(text=b"\xff")],
 )
-def test_other_records_are_named(tmp_path, record):
+def test_array_record_other_record_is_named(tmp_path, record):
     write(tmp_path / "0.array_record", *[example(text=b"fine")] * 3)
     documents = open_source(tmp_path, example(text=b"fine"), record)
     assert documents[3] == "fine"
@@ -69,7 +69,7 @@ def test_other_records_are_named(tmp_path, record):
         documents[4]
 
 
-def test_damaged_records_are_named(tmp_path):
+def test_array_record_damaged_record_is_named(tmp_path):
     path = tmp_path / "a.array_record"
     write(path, example(text=b"fine"))
     content = bytearray(path.read_bytes())
@@ -84,7 +84,7 @@ def test_damaged_records_are_named(tmp_path):
         documents[0]
 
 
-def test_other_files(tmp_path):
+def test_array_record_other_file_raises(tmp_path):
     write(tmp_path / "a.array_record", example(text=b"fine"))
     (tmp_path / "b.array_record").write_text("no records")
     with pytest.raises(

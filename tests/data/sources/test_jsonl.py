@@ -21,7 +21,7 @@ def _open(path: Path) -> Documents:
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n\r\n"])
 @pytest.mark.parametrize("last", [True, False])
-def test_round_trip(tmp_path: Path, end: str, last: bool) -> None:
+def test_jsonl_pickled_source_round_trips(tmp_path: Path, end: str, last: bool) -> None:
     for name, texts in (("a.jsonl", TEXTS), ("b.jsonl", TEXTS[::-1])):
         lines = [json.dumps({"id": 1, "text": text}, ensure_ascii=False) for text in texts]
         (tmp_path / name).write_bytes((end.join(lines) + (end if last else "")).encode())
@@ -41,7 +41,7 @@ CORRUPT = [
 
 
 @pytest.mark.parametrize("line", CORRUPT)
-def test_corrupt_line(tmp_path: Path, line: bytes) -> None:
+def test_jsonl_corrupt_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "fine"}\n\n' + line + b'\n{"text": "also fine"}\n')
     documents = _open(path)
@@ -52,7 +52,7 @@ def test_corrupt_line(tmp_path: Path, line: bytes) -> None:
         documents[1]
 
 
-def test_the_index_follows_the_file(tmp_path: Path) -> None:
+def test_jsonl_changed_file_is_indexed_again(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n')
     assert len(_open(path)) == 1
@@ -60,7 +60,7 @@ def test_the_index_follows_the_file(tmp_path: Path) -> None:
     assert len(_open(path)) == 2
 
 
-def test_empty_file(tmp_path: Path) -> None:
+def test_jsonl_empty_file_raises(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").touch()
     with pytest.raises(ConfigError, match=r"data\.path: \S*a\.jsonl is empty"):
         _open(tmp_path)

@@ -25,7 +25,7 @@ def open_source(tmp_path):
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
 )
-def test_texts_of_all_files_and_row_groups(tmp_path, kind):
+def test_parquet_reads_texts_of_all_files_and_row_groups(tmp_path, kind):
     for name, texts in (("a.parquet", TEXTS), ("b.parquet", TEXTS[::-1])):
         table = pa.table({"id": range(6), "text": pa.array(texts, kind)})
         pq.write_table(table, tmp_path / name, row_group_size=4, compression="zstd")
@@ -34,7 +34,7 @@ def test_texts_of_all_files_and_row_groups(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.uint16()), pa.large_list(pa.int64())])
-def test_token_ids(tmp_path, kind):
+def test_parquet_reads_token_ids(tmp_path, kind):
     rows = [[1, 2, 3], [], [7] * 100]
     pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
     documents = open_source(tmp_path)
@@ -45,7 +45,7 @@ def test_token_ids(tmp_path, kind):
 @pytest.mark.parametrize(
     "kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 2)]
 )
-def test_a_null_among_token_ids_is_named(tmp_path, kind):
+def test_parquet_null_among_token_ids_is_named(tmp_path, kind):
     rows = [[1, 2]] * 70_000 + [None, [3, None]]  # more than one batch
     pq.write_table(pa.table({"tokens": pa.array(rows, kind)}), tmp_path / "a.parquet")
     with pytest.raises(
@@ -54,7 +54,7 @@ def test_a_null_among_token_ids_is_named(tmp_path, kind):
         open_source(tmp_path)
 
 
-def test_a_row_without_a_value_is_empty(tmp_path):
+def test_parquet_row_without_value_is_empty(tmp_path):
     pq.write_table(pa.table({"text": pa.array(["a", None])}), tmp_path / "a.parquet")
     assert [open_source(tmp_path)[i] for i in range(2)] == ["a", ""]
 
@@ -69,20 +69,20 @@ def test_a_row_without_a_value_is_empty(tmp_path):
         ),
     ],
 )
-def test_files_without_documents(tmp_path, columns, message):
+def test_parquet_without_document_column_raises(tmp_path, columns, message):
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     with pytest.raises(ConfigError) as found:
         open_source(tmp_path)
     assert message in str(found.value)
 
 
-def test_other_files(tmp_path):
+def test_parquet_other_file_raises(tmp_path):
     (tmp_path / "a.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match=r"a\.parquet is no parquet file"):
         open_source(tmp_path)
 
 
-def test_damaged_pages_are_not_the_fault_of_the_cache(tmp_path):
+def test_parquet_damaged_page_is_not_blamed_on_cache(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": TEXTS}), path, compression="zstd")
     content = bytearray(path.read_bytes())
@@ -92,7 +92,7 @@ def test_damaged_pages_are_not_the_fault_of_the_cache(tmp_path):
         open_source(tmp_path)
 
 
-def test_a_missing_library_names_the_extra(tmp_path, monkeypatch):
+def test_parquet_missing_library_names_extra(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_text("never read")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(

@@ -11,20 +11,20 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
 
 
-def test_documents_in_sorted_order_without_empty_ones(tmp_path: Path) -> None:
+def test_text_is_sorted_without_empty_files(tmp_path: Path) -> None:
     for name, text in {"b": "second", "a": "first é", "c": ""}.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     documents = implementation(SOURCES["text"])(DataConfig(source="text", path=str(tmp_path)))
     assert [documents[i] for i in range(len(documents))] == ["first é", "second"]
 
 
-def test_only_empty_files(tmp_path: Path) -> None:
+def test_text_only_empty_files_raises(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError, match=r"data\.path: every file at .* is empty"):
         implementation(SOURCES["text"])(DataConfig(source="text", path=str(tmp_path)))
 
 
-def test_documents() -> None:
+def test_python_stdlib_has_every_module_once() -> None:
     documents = implementation(SOURCES["python_stdlib"])(DataConfig())
     assert len(documents) > 300
     texts = [documents[i] for i in range(len(documents))]
@@ -34,6 +34,6 @@ def test_documents() -> None:
         assert texts.count(stream.read()) == 1
 
 
-def test_no_tests_and_no_packages() -> None:
+def test_python_stdlib_leaves_out_tests_and_packages() -> None:
     documents = implementation(SOURCES["python_stdlib"])(DataConfig())
     assert "import pytest" not in "".join(documents[i] for i in range(len(documents)))

@@ -28,39 +28,39 @@ def _flat(documents: list[list[int]]) -> np.ndarray:
     return np.array([token for ids in documents for token in [*ids, EOS]], np.uint16)
 
 
-def test_bin_round_trip(tmp_path: Path) -> None:
+def test_token_bin_bin_files_round_trip(tmp_path: Path) -> None:
     _flat(DOCUMENTS).tofile(tmp_path / "a.bin")
-    # Two ends in a row make no document; tokens after the last end do.
+    # Two ends in a row make no document; tokens after the last end are one.
     np.append(_flat([*DOCUMENTS, []]), np.uint16(11)).tofile(tmp_path / "b.bin")
     documents = pickle.loads(pickle.dumps(_open(tmp_path)))
     assert _read(documents) == [*DOCUMENTS, *DOCUMENTS, [11]]
 
 
-def test_npy_round_trip(tmp_path: Path) -> None:
+def test_token_bin_npy_files_round_trip(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", _flat(DOCUMENTS).astype(np.int64))
     assert _read(_open(tmp_path)) == DOCUMENTS
 
 
-def test_index_beside_the_file(tmp_path: Path) -> None:
+def test_token_bin_index_gives_document_starts(tmp_path: Path) -> None:
     np.arange(10, dtype=np.uint16).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "a.idx.npy", np.array([0, 4, 5]))
     assert _read(_open(tmp_path)) == [[0, 1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 
-def test_a_pickled_source_does_not_carry_the_tokens(tmp_path: Path) -> None:
+def test_token_bin_pickle_does_not_contain_tokens(tmp_path: Path) -> None:
     _flat([list(range(250))] * 1000).tofile(tmp_path / "a.bin")
     assert len(pickle.dumps(_open(tmp_path))) < 100_000
 
 
 @pytest.mark.parametrize("starts", [[1, 4], [0, 4, 4], [0, 10]])
-def test_bad_index(tmp_path: Path, starts: list[int]) -> None:
+def test_token_bin_invalid_index_raises(tmp_path: Path, starts: list[int]) -> None:
     np.arange(10, dtype=np.uint16).tofile(tmp_path / "a.bin")
     np.save(tmp_path / "a.idx.npy", np.array(starts))
     with pytest.raises(ConfigError, match=r"data\.path: \S*a\.idx\.npy does not ascend"):
         _open(tmp_path)
 
 
-def test_half_a_token(tmp_path: Path) -> None:
+def test_token_bin_half_a_token_raises(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"123")
     with pytest.raises(
         ConfigError, match=r"data\.path: \S*a\.bin has 3 bytes, not a multiple of the 2"
@@ -68,7 +68,7 @@ def test_half_a_token(tmp_path: Path) -> None:
         _open(tmp_path)
 
 
-def test_no_document_end(tmp_path: Path) -> None:
+def test_token_bin_without_document_end_raises(tmp_path: Path) -> None:
     np.arange(10, dtype=np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(ConfigError, match=r"no end-of-document token 257 .* no a\.idx\.npy"):
         _open(tmp_path)
@@ -77,19 +77,19 @@ def test_no_document_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "array", [np.ones(3), np.ones((2, 2), np.int32), np.array([{"a": 1}], object)]
 )
-def test_npy_that_is_no_row_of_integers(tmp_path: Path, array: np.ndarray) -> None:
+def test_token_bin_npy_of_other_shape_or_dtype_raises(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(ConfigError, match=r"data\.path: \S*a\.npy is "):
         _open(tmp_path)
 
 
-def test_empty_file(tmp_path: Path) -> None:
+def test_token_bin_empty_file_raises(tmp_path: Path) -> None:
     (tmp_path / "a.bin").touch()
     with pytest.raises(ConfigError, match=r"data\.path: \S*a\.bin is empty"):
         _open(tmp_path)
 
 
-def test_documents() -> None:
+def test_synthetic_documents_are_reproducible_and_in_range() -> None:
     documents = implementation(SOURCES["synthetic"])(
         DataConfig(source="synthetic", sequence_length=64)
     )
