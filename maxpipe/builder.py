@@ -23,10 +23,9 @@ from maxpipe.devices import processes
 from maxpipe.devices.chips import chip_for
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.base import Engine, EngineInputs
+from maxpipe.pipeline.engines.base import Engine, EngineInputs, SpmdEngine
 from maxpipe.pipeline.engines.circular.engine import CircularEngine
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
-from maxpipe.pipeline.engines.mpmd.stages import stage_meshes
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, stage_meshes
 from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
 from maxpipe.pipeline.engines.sequential import SequentialEngine
 from maxpipe.pipeline.layout import StageLayout
@@ -37,7 +36,7 @@ from maxpipe.sharding.rules import AxisRules
 from maxpipe.supervision.supervise import Supervision
 from maxpipe.telemetry.profiler import Profiler
 from maxpipe.telemetry.recorder import Recorder
-from maxpipe.training.batches import BatchPlacer, WithBatchDigest
+from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.loop import Run
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
@@ -45,11 +44,12 @@ from maxpipe.training.run_directory import RunDirectory
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
 
-ENGINES: dict[str, Callable[[EngineInputs], Engine]] = {
+SPMD_ENGINES: dict[str, type[SpmdEngine]] = {
     "sequential": SequentialEngine,
     "circular": CircularEngine,
     "scheduled": ScheduledEngine,
 }
+ENGINES: dict[str, type[Engine]] = {**SPMD_ENGINES, "mpmd": MpmdEngine}
 
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -88,7 +88,13 @@ def build_engine_inputs(
     table = None if config.pipeline.engine == "sequential" else build_table(config)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, say)
     return EngineInputs(
-        ModelProgram(config.model, attention), rules, config.pipeline, build_layout(config), table
+        ModelProgram(config.model, attention),
+        rules,
+        config.pipeline,
+        build_layout(config),
+        mesh,
+        (config.data.global_batch_size, config.data.sequence_length),
+        table,
     )
 
 
@@ -109,10 +115,9 @@ def build_trainer(
     try:
         parts = build_engine_inputs(config, mesh, say=say)
         build = build_mpmd_trainer if config.pipeline.engine == "mpmd" else build_spmd_trainer
-        engine = build(config, mesh, parts)
+        return build(config, mesh, parts)
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
-    return WithBatchDigest(engine) if config.telemetry.batch_digest else engine
 
 
 def build_spmd_trainer(config: Config, mesh: Mesh, parts: EngineInputs) -> Trainer:
@@ -122,10 +127,16 @@ def build_spmd_trainer(config: Config, mesh: Mesh, parts: EngineInputs) -> Train
       ConfigError: the schedule splits backwards, and another option is in the way.
     """
     specs = parts.program.specs
-    pipeline = ENGINES[config.pipeline.engine](parts)
+    engine = SPMD_ENGINES[config.pipeline.engine](parts)
     _check_split_backwards(config, parts)
-    engine = SpmdTrainer(specs, pipeline, parts.rules, Optimizer(config.optimizer, specs))
-    return StoredStep(engine, config, mesh) if config.compile.load else engine
+    return SpmdTrainer(
+        specs,
+        engine,
+        parts.rules,
+        Optimizer(config.optimizer, specs),
+        load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
+        adds_batch_digest=config.telemetry.batch_digest,
+    )
 
 
 def build_mpmd_trainer(config: Config, mesh: Mesh, parts: EngineInputs) -> Trainer:
@@ -137,13 +148,12 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, parts: EngineInputs) -> Train
     """
     one_process(config, jax.process_count())
     _check_split_backwards(config, parts)
-    meshes = stage_meshes(mesh)
-    pipeline = MpmdEngine(
-        parts, meshes, (config.data.global_batch_size, config.data.sequence_length)
-    )
-    rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     return MpmdTrainer(
-        parts.program.specs, pipeline, meshes, rules, partial(Optimizer, config.optimizer)
+        parts.program.specs,
+        MpmdEngine(parts),
+        AxisRules(config.sharding.logical_axis_rules, mesh),
+        partial(Optimizer, config.optimizer),
+        adds_batch_digest=config.telemetry.batch_digest,
     )
 
 

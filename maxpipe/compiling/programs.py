@@ -33,11 +33,11 @@ def write_programs(config: Config, mesh: Mesh, directory: Path) -> Iterator[str]
     # Of other stages or units, which this configuration may not have.
     for former in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
         former.unlink()
-    engine = build_trainer(update(config, {"telemetry.batch_digest": False}), mesh)
-    assert isinstance(engine, MpmdTrainer)
-    texts = engine.pipeline.texts()
+    trainer = build_trainer(update(config, {"telemetry.batch_digest": False}), mesh)
+    assert isinstance(trainer, MpmdTrainer)
+    texts = trainer.engine.texts()
     try:
-        for stage, name, compiled in engine.pipeline.compile():
+        for stage, name, compiled in trainer.engine.compile():
             folder = directory / f"stage_{stage}"
             folder.mkdir(exist_ok=True)
             (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")

@@ -27,9 +27,9 @@ def chain(w, x):
     return jnp.sum(x * x)
 
 
-def sliced(loss, *args, split_backward=False):
+def sliced(loss, *args, split_backwards=False):
     return slice_program(
-        jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backward=split_backward
+        jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backwards=split_backwards
     )
 
 

@@ -16,7 +16,7 @@ from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.optimizer import Optimizer, global_norm
 from maxpipe.training.optimizers import adafactor
-from maxpipe.training.step import map_by_parameter
+from maxpipe.training.state import map_by_parameter
 
 LAYOUTS = {
     "one stage": {"pipeline.engine": "sequential"},

@@ -4,7 +4,7 @@ import numpy as np
 
 from maxpipe.config import OptimizerConfig
 from maxpipe.training.optimizers import adamw
-from maxpipe.training.step import map_by_parameter, new_state
+from maxpipe.training.state import map_by_parameter, new_state
 
 PARAMS = {"embed": {"table": jnp.zeros(2)}, "layers": {"mlp": {"table": jnp.zeros(3)}}}
 NAMES = {"embed": {"table": "E"}, "layers": {"mlp": {"table": "L"}}}

@@ -18,7 +18,7 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, State
 from maxpipe.pipeline.engines.circular.outside import OutsideLayers
 from maxpipe.pipeline.engines.circular.repeat_gather import RepeatGather, Sharding
@@ -31,7 +31,7 @@ CELLS = ("activation_stage", None, "activation_batch", "activation_length", None
 ACTIVATION = ("activation_stage", "activation_batch", "activation_length", None)
 
 
-class CircularEngine:
+class CircularEngine(SpmdEngine):
     """See `contract.Pipeline`.
 
     Args:
@@ -49,8 +49,6 @@ class CircularEngine:
         self._layout = parts.layout
         self._context = parts.context
         self._bubble_fill = bubble_fill
-        self.to_canonical = parts.layout.to_canonical
-        self.from_canonical = parts.layout.from_canonical
         self.weights = Weights(
             parts.rules, parts.program.specs, self.layer_axes, parts.layout.shape
         )
@@ -85,6 +83,12 @@ class CircularEngine:
 
     def layer_index(self) -> np.ndarray:
         return self._layout.layer_index
+
+    def to_canonical(self, leaf: jax.Array) -> jax.Array:
+        return self._layout.to_canonical(leaf)
+
+    def from_canonical(self, leaf: jax.Array) -> jax.Array:
+        return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array

@@ -27,7 +27,7 @@ from maxpipe.config import ConfigError, Problem
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.split_vjp import HalvedVjp, SplitVjp
@@ -86,7 +86,7 @@ def _names(axes: Iterable[str]) -> str:
     return " and ".join(sorted(axes)) or "no axis"
 
 
-class ScheduledEngine:
+class ScheduledEngine(SpmdEngine):
     """See `contract.Pipeline`.
 
     Args:
@@ -107,8 +107,6 @@ class ScheduledEngine:
         self._parts = parts
         self._program = parts.program
         self._layout = parts.layout
-        self.to_canonical = parts.layout.to_canonical
-        self.from_canonical = parts.layout.from_canonical
         self.plan = lockstep_plan(table)
         self.forward_plan = lockstep_plan(forward_only(table))
         self._num_microbatches = table.num_microbatches
@@ -121,6 +119,12 @@ class ScheduledEngine:
 
     def layer_index(self) -> np.ndarray:
         return self._layout.layer_index
+
+    def to_canonical(self, leaf: jax.Array) -> jax.Array:
+        return self._layout.to_canonical(leaf)
+
+    def from_canonical(self, leaf: jax.Array) -> jax.Array:
+        return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array

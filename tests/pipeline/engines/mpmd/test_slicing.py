@@ -31,7 +31,7 @@ def test_the_parts_compute_the_whole(wrap, split):
             x = mark(wrap(lambda x, w: jnp.sin(x @ w))(x, one))
         return jnp.sum(x * x)
 
-    program = sliced(loss, weights(), inputs(), split_backward=split)
+    program = sliced(loss, weights(), inputs(), split_backwards=split)
     assert_computes(program, loss, weights(), inputs())
     kinds = "FIW" if split else "FB"
     assert sorted(map(str, program.computations)) == [
@@ -145,7 +145,7 @@ def test_gradients_of_a_shared_weight_are_parts_that_stay_on_their_stages():
 
 class TestSplitBackward:
     def test_only_the_input_gradient_is_waited_for(self):
-        program = sliced(chain, weights(), inputs(), split_backward=True)
+        program = sliced(chain, weights(), inputs(), split_backwards=True)
         for c in (1, 2):
             assert operations(program, f"I{c}").count("dot_general") == 1
             assert operations(program, f"W{c}").count("dot_general") == 1
@@ -158,7 +158,7 @@ class TestSplitBackward:
                 x = mark(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, one))
             return jnp.sum(x * x)
 
-        program = sliced(loss, weights(), inputs(), split_backward=True)
+        program = sliced(loss, weights(), inputs(), split_backwards=True)
         assert [operations(program, f"{k}1").count("dot_general") for k in "IW"] == [2, 1]
 
     def test_casts_are_not_handed_from_one_half_to_the_other(self):
@@ -167,7 +167,7 @@ class TestSplitBackward:
                 x = mark(jnp.sin(x @ one.astype(jnp.bfloat16).astype(jnp.float32)))
             return jnp.sum(x * x)
 
-        program = sliced(loss, weights(), inputs(), split_backward=True)
+        program = sliced(loss, weights(), inputs(), split_backwards=True)
         assert all(v.aval.shape == (2, 4) for v in computation(program, "I1").writes)
         assert_computes(program, loss, weights(), inputs())
 
