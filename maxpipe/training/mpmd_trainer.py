@@ -1,4 +1,4 @@
-"""The trainer of the mpmd engine: each stage's part of the state lies and is updated on its own devices.
+"""The trainer of the mpmd engine: each stage holds and updates its part of the state.
 
 On disk the state is the same as that of other trainers. Its subtrees that mirror the parameters
 (the parameters themselves, an optimizer's moments) are joined from and split into the stages'
@@ -177,9 +177,9 @@ class MpmdTrainer(Trainer[MpmdState]):
         return self._state(stages, state.skips, state.history)
 
     def _join(self, *parts: Params) -> Params:
-        """Join what the stages have of a subtree that mirrors the parameters, moved to the host leaf by leaf.
+        """Join the stages' parts of a subtree that mirrors the parameters, on the host.
 
-        What belongs to no parameter is the same on all stages.
+        Leaves are moved one by one. What belongs to no parameter is the same on all stages.
         """
         if not mirrors(jax.tree.structure(self.engine.abstract[0]), parts[0]):
             return to_host(parts[0])
@@ -215,7 +215,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         return part
 
     def abstract_canonical(self) -> TrainState:
-        """Return shapes and dtypes of `to_canonical`'s result, and shardings over the devices of all stages."""
+        """Return `to_canonical`'s shapes and dtypes, sharded over the devices of all stages."""
         mesh, rules = self._rules.mesh, self._rules
         num_layers = sum(map(len, self.engine.layer_index()))
 

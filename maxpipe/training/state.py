@@ -54,7 +54,7 @@ class TrainState:
 
 
 def step_key(key: jax.Array, step: jax.Array) -> jax.Array:
-    """Return the PRNG key of the step that follows `step` finished ones; `key` is the run's key data."""
+    """Return the PRNG key of the step after `step` finished ones; `key` is the run's key data."""
     return jax.random.fold_in(jax.random.wrap_key_data(key), step)
 
 
@@ -80,7 +80,7 @@ def initial_params(specs: Params, key: jax.Array, layer_index: np.ndarray) -> Pa
 
 
 def mirrors(params: jax.tree_util.PyTreeDef, node: object) -> bool:
-    """Return whether a part of a state is a tree like the parameters, with any subtree for each of them.
+    """Return whether a part of a state is a tree like the parameters, with a subtree for each.
 
     Moments of an optimizer have one array per parameter, `per_layer` has one state per parameter.
     """
@@ -125,7 +125,7 @@ def map_by_parameter(
 
 
 def layer_flags(params: Params) -> Params:
-    """Return a tree like {"embed", "layers", "head"} of bools: True for the parameters of layers."""
+    """Return a tree like {"embed", "layers", "head"} of bools: True for parameters of layers."""
     return {
         name: jax.tree.map(lambda _, is_layer=(name == "layers"): is_layer, tree)
         for name, tree in params.items()
@@ -140,7 +140,7 @@ def pick_value(leaf: object, value: bool) -> bool:
 def like_parameter(
     replicated: NamedSharding, leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct | None
 ) -> NamedSharding:
-    """Return a sharding of a state's leaf: like its parameter's as far as their leading dimensions agree.
+    """Return the sharding of a state's leaf: its parameter's, as far as the leading sizes agree.
 
     Args:
       replicated: for leaves that belong to no parameter.
@@ -191,7 +191,10 @@ def with_sharding(
 
 
 def to_host(leaf: jax.Array) -> HostArray:
-    """Return a copy that later steps cannot overwrite: NumPy, or with several processes an array in host memory."""
+    """Return a copy that later steps cannot overwrite.
+
+    It is a NumPy array, or with several processes an array in the hosts' memory.
+    """
     if leaf.is_fully_addressable:
         return np.array(leaf)
     device: jax.Device = next(iter(leaf.sharding.device_set))

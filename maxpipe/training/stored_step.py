@@ -44,7 +44,7 @@ PROGRAM = (
 RUNTIMES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
 
-JsonValue: TypeAlias = "str | int | float | bool | None | list[JsonValue] | dict[str, JsonValue]"
+JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
 Origin = dict[str, JsonValue]  # flat, keys as in `origin`
 
 
@@ -191,7 +191,7 @@ def _load(file: str, executable: bytes, devices: Sequence[jax.Device]) -> Loaded
 
 
 def _differences(file: str, theirs: Origin, ours: Origin) -> list[Problem]:
-    """Return a problem for each name with another value, under its key, or `compile.load` if it is none."""
+    """Return a problem for each name with another value; those that are no keys go to LOAD."""
     problems = []
     for name in sorted(theirs.keys() | ours.keys()):
         then, now = theirs.get(name, "missing"), ours.get(name, "missing")

@@ -1,4 +1,4 @@
-"""The contract of the four engines: pure functions from parameters and a batch to losses and gradients.
+"""The contract of the four engines: from parameters and a batch to losses and gradients.
 
 An engine computes; a trainer (`maxpipe.training.trainer`) owns the live state and applies the
 update. Letters: N layers in model order, B sequences of the global batch, T tokens of a sequence.
@@ -79,7 +79,7 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
 
     @abstractmethod
     def layer_index(self) -> np.ndarray | tuple[np.ndarray, ...]:
-        """Return each layer's index in model order, N for padding; int32 over the dimensions of `layer_axes`."""
+        """Return int32 over the dimensions of `layer_axes`: index in model order, N for padding."""
 
     @abstractmethod
     def to_canonical(self, leaf: LayerT) -> jax.Array | np.ndarray:
@@ -107,7 +107,7 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
 
     @abstractmethod
     def evaluate(self, params: ParamsT, batch: Batch) -> Metrics:
-        """Compute {"cross_entropy", "weight"}, sums over the tokens of a batch of any size, forward only."""
+        """Return {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""
 
 
 class SpmdEngine(Engine[Params, jax.Array]):
@@ -115,7 +115,7 @@ class SpmdEngine(Engine[Params, jax.Array]):
 
     @abstractmethod
     def layer_index(self) -> np.ndarray:
-        """Return each layer's index in model order, N for padding; int32 over the dimensions of `layer_axes`."""
+        """Return int32 over the dimensions of `layer_axes`: index in model order, N for padding."""
 
     @abstractmethod
     def to_canonical(self, leaf: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The mpmd engine: separate programs per stage on separate sub-meshes, driven by a schedule's table.
+"""The mpmd engine: programs per stage on separate sub-meshes, in the order of a schedule's table.
 
 The design is Alpa's (Zheng et al., OSDI 2022). `model` is the loss of one microbatch as one program
 with a mark (`marks`) after each chunk; `slicing` cuts its gradient at the marks into computations
@@ -32,9 +32,9 @@ LOSS = 0  # index among the outputs; the gradients of the parameters follow
 class MpmdEngine(Engine[StageParams, ChunkArrays]):
     """Compute losses and gradients with a program per chunk and direction.
 
-    Live parameters are a tuple: for each stage the part of the tree that it owns (`MarkedModel`), on
-    its sub-mesh. A parameter that several stages read (tied embeddings) is owned by one, and copied
-    to the others for each call.
+    Live parameters are a tuple: for each stage the part of the tree that it owns, on its sub-mesh
+    (see `MarkedModel`). A parameter that several stages read (tied embeddings) is owned by one of
+    them, and copied to the others for each call.
 
     Attributes:
       table: the schedule.
@@ -137,7 +137,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return {"cross_entropy": sums[self.loss_stage][LOSS], "weight": weight}
 
     def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
-        """Compile the training step's computations without running any; see `StagedProgram.compile`."""
+        """Compile the training step's computations as `StagedProgram.compile` does."""
         return self.training.compile(dict(zip(self._paths, self._param_specs(), strict=True)))
 
     def texts(self) -> dict[UnitName, str]:

@@ -21,8 +21,8 @@ mark_p.multiple_results = True
 def mark_stage_boundary(x: T) -> T:
     """Return `x`, and mark that what precedes it is one stage and what follows it the next.
 
-    The mark survives grad, vmap, jit, `jax.checkpoint` and loops. Differentiation marks the tangents
-    as well, and its transpose leaves a backward mark on the cotangents, so that the gradient of a
+    The mark survives grad, vmap, jit, `jax.checkpoint` and loops. Differentiation marks tangents as
+    well, and its transpose leaves a backward mark on the cotangents, so that the gradient of a
     program with marks is cut where the program is.
 
     Args:

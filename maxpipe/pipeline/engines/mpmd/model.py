@@ -74,12 +74,12 @@ class MarkedModel:
         return tree
 
     def specs(self, stage: int) -> Params:
-        """Return the `ParamSpec`s of a stage's own parameters, those of layers for one layer."""
+        """Return the `ParamSpec`s of what a stage owns, those of layers for one layer."""
         specs = self._program.specs
         return self.owned(stage, specs["embed"], lambda chunk: specs["layers"], specs["head"])
 
     def abstract(self, stage: int, mesh: Mesh) -> Params:
-        """Return shapes, dtypes and shardings at rest of a stage's own parameters, on the stage's mesh."""
+        """Return shapes, dtypes and shardings at rest of the parameters that a stage owns."""
         trees = [weights.abstract() for weights in self._weights]
 
         def on_stage(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -93,7 +93,7 @@ class MarkedModel:
         return jax.tree.map(on_stage, owned)
 
     def init(self, stage: int, key: jax.Array) -> Params:
-        """Return initial values of a stage's own parameters; they depend on neither stage nor layout."""
+        """Return initial values of the parameters that a stage owns, whatever the layout."""
         specs = self._program.specs
         outer = parameters.init_params({n: specs[n] for n in ("embed", "head")}, key)
 

@@ -56,7 +56,7 @@ class Routes:
     uses: list[dict[Var, set[UnitName]]]
 
     def last_reads(self, stage: int, name: UnitName) -> set[Var]:
-        """Return the values on a stage that no unit uses after computation `name`, in any schedule."""
+        """Return the values on a stage that no schedule uses after computation `name`."""
         return {
             v
             for v, names in self.uses[stage].items()
@@ -103,7 +103,7 @@ def before(first: UnitName, second: UnitName) -> bool:
 def _hops(
     producer: UnitName, reader: UnitName, backward_kind: str
 ) -> list[tuple[UnitName, UnitName]]:
-    """Return the pairs of computations between which a value travels: forward to the turn, then back."""
+    """Return the (sender, receiver) pairs of a value's way from its producer to a reader."""
     turn = max(producer.chunk, reader.chunk)
     if producer.kind == "F" and reader.chunk >= producer.chunk:
         return [(UnitName("F", c), UnitName("F", c + 1)) for c in range(producer.chunk, turn)]
@@ -116,9 +116,9 @@ def _hops(
 class Executable:
     """One computation, compiled at its first call and used for all microbatches.
 
-    `run` is called as f(sums, donated, retained, fixed, varying): the running sums of `outputs`, the
-    values of `donated` and `retained`, and the arguments of `fixed` and `varying`, each a list. It
-    returns (new sums, values of `writes`). The arrays of the first two lists are donated.
+    `run` is called as f(sums, donated, retained, fixed, varying): the running sums of `outputs`,
+    the values of `donated` and `retained`, and the arguments of `fixed` and `varying`, each a list.
+    It returns (new sums, values of `writes`). The arrays of the first two lists are donated.
 
     Args:
       program: that the computation belongs to.
@@ -172,7 +172,7 @@ def _add(total: jax.Array, terms: Sequence[jax.Array]) -> jax.Array:
 
 
 def _donations(computation: Computation, dying: Collection[Var]) -> list[Var]:
-    """Return the dying values of which each has the shape of another result: only those can be reused."""
+    """Return dying values, each of the shape and dtype of a result: XLA reuses no others."""
     free_results = [shape_of(v) for v in computation.writes]
     donated = []
     for v in computation.reads:

@@ -234,7 +234,7 @@ def split_sums(segments: Segments, placement: Placement) -> list[Outputs]:
 def assemble_computations(
     flat: ClosedJaxpr, segments: Segments, placement: Placement, outputs: Sequence[Outputs]
 ) -> dict[UnitName, Computation]:
-    """Build the computations from the last to the first: each writes only what a later one reads."""
+    """Build the computations from the last to the first; each writes what a later one reads."""
     in_order = [v for eqn, _ in segments.equations for v in eqn.outvars]
     position = {v: i for i, v in enumerate(in_order)}.__getitem__
     inputs_and_constants = {*flat.jaxpr.invars, *flat.jaxpr.constvars}
@@ -267,7 +267,7 @@ def assemble_computations(
 
 # Pass 6: split the backward.
 def split_backward(backward: Computation) -> tuple[Computation, Computation]:
-    """Split a B into I, all that the values for other computations depend on, and W, everything else.
+    """Split a B into I, which computes the values for other computations, and W, all the rest.
 
     The first chunk sends no input gradient. Its last equation that is not cheap is the end of the
     way back, such as the gradient of an embedding before casts and layout constraints, and the
@@ -334,7 +334,7 @@ def slice_program(program: ClosedJaxpr, *, split_backwards: bool = False) -> Sli
       program: a forward, or `jax.value_and_grad` of one, traced by `jax.make_jaxpr`.
 
     Raises:
-      ValueError: the marks do not cut the program into stages; see `open_calls` and `find_segments`.
+      ValueError: the marks do not cut the program; see `open_calls` and `find_segments`.
     """
     flat = open_calls(program, checkpoints=split_backwards)
     segments = find_segments(flat)

@@ -1,4 +1,4 @@
-"""A marked function of parameters and a microbatch, run over all microbatches of a batch on all stages.
+"""A marked function of parameters and a microbatch, run over all microbatches on all stages.
 
 The function has one argument, {"params", "micro", "scales", "key"}. A leaf of it is known by its
 path, a tuple of typed keys such as (DictKey("params"), DictKey("head"), DictKey("kernel")).
@@ -120,7 +120,7 @@ class StagedProgram:
         self._prepare = [self._prepare_stage(stage) for stage in range(len(meshes))]
 
     def _inputs(self, inputs: Collection[Var], *names: str) -> list[Var]:
-        """Return those of some inputs of the program that belong to parts of `Arguments`, in order."""
+        """Return the inputs of the program that belong to some parts of `Arguments`, in order."""
         parts = [DictKey(name) for name in names]
         return [v for v, path in self._path_of.items() if v in inputs and path[0] in parts]
 
@@ -197,7 +197,7 @@ class StagedProgram:
         return [{name: x[m] for name, x in split.items()} for m in range(self._num_microbatches)]
 
     def _prepare_stage(self, stage: int) -> jax.stages.Wrapped:
-        """Return one program for all that a stage needs before its first unit: batch, key -> `StageInputs`."""
+        """Return a program (batch, key) -> `StageInputs` for the start of a step on one stage."""
         outputs = sorted(self.runner.outputs[stage])
         shared_paths = [self._path_of[v] for v in self._shared[stage]]
         micro_paths = [self._path_of[v] for v in self._micro[stage]]

@@ -1,5 +1,7 @@
 """Passes of the slicer on small programs: what every computation does, reads and writes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from helpers.mpmd_programs import (
     weights,
 )
 
+from maxpipe.pipeline.engines.mpmd import slicing
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.runner import route
@@ -65,6 +68,22 @@ def test_the_loss_and_its_gradient_are_the_end_of_the_last_forward():
     assert "reduce_sum" in operations(program, "F2")
     assert list(computation(program, "F2").outputs) == [0]
     assert operations(program, "B2").count("dot_general") == 2
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
+def test_slice_program_on_the_example_of_its_docstring_gives_the_computations_listed_there(split):
+    def loss(w, x):
+        return jnp.sum(mark(mark(jnp.sin(x @ w[0])) @ w[1]))
+
+    listed = {}
+    for line in slicing.__doc__.splitlines():
+        if "|" in line:
+            equation, unsplit, halves = line.split("|")
+            names = re.findall(r"\b[FBIW]\d", halves if split else unsplit)
+            for name in names:
+                listed.setdefault(name, []).append(equation.split()[2])
+    program = sliced(loss, weights(2), inputs(), split_backwards=split)
+    assert {str(name): operations(program, str(name)) for name in program.computations} == listed
 
 
 def test_a_forward_alone():
