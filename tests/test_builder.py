@@ -74,7 +74,7 @@ def test_a_table_from_a_file_that_the_scheduled_engine_cannot_run_runs_on_the_mp
     with pytest.raises(ConfigError, match=r"scheduled engine: .*; pipeline\.engine=mpmd runs it"):
         build_trainer(config, make_mesh(config))
     config = tiny(**values, **{"pipeline.engine": "mpmd"})
-    table = build_trainer(config, make_mesh(config)).pipeline.table
+    table = build_trainer(config, make_mesh(config)).engine.table
     assert (table.placement, table.kinds) == ("v", ("F", "I", "W"))
     assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
 

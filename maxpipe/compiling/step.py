@@ -98,9 +98,9 @@ def write_programs(trainer: MpmdTrainer, directory: Path) -> Iterator[str]:
     # Earlier files may be of stages or units that this configuration does not have.
     for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
         earlier.unlink()
-    texts = trainer.pipeline.texts()
+    texts = trainer.engine.texts()
     try:
-        for stage, name, compiled in trainer.pipeline.compile():
+        for stage, name, compiled in trainer.engine.compile():
             folder = directory / f"stage_{stage}"
             folder.mkdir(exist_ok=True)
             (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")

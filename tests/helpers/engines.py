@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.builder import ENGINES, build_engine_inputs
+from maxpipe.builder import SPMD_ENGINES, build_engine_inputs
 from maxpipe.config import MESH_AXES, Config, ModelConfig, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.model.parameters import Params, ParamSpec
@@ -104,7 +104,7 @@ class EngineUnderTest:
     def __init__(self, config: Config, **options: Any):
         parts = build_engine_inputs(config, make_mesh(config))
         program, rules = parts.program, parts.rules
-        self.pipeline = ENGINES[config.pipeline.engine](parts, **options)
+        self.pipeline = SPMD_ENGINES[config.pipeline.engine](parts, **options)
         self.batch_sharding = rules.sharding(("activation_batch", "activation_length"))
         leading = self.pipeline.layer_index().shape
         shardings = Weights(rules, program.specs, self.pipeline.layer_axes, leading).shardings()

@@ -34,11 +34,11 @@ def chain(matrices: Sequence[jax.Array], x: jax.Array) -> jax.Array:
 
 
 def sliced(
-    loss: Callable[..., jax.Array], *args: Any, split_backward: bool = False
+    loss: Callable[..., jax.Array], *args: Any, split_backwards: bool = False
 ) -> SlicedProgram:
     """Slice the gradient of `loss` for its first argument."""
     return slice_program(
-        jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backward=split_backward
+        jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backwards=split_backwards
     )
 
 

@@ -32,7 +32,7 @@ def test_as_many_units_are_in_flight_as_the_simulator_says(name, S, M, V):
     assert any(stage[:, table.num_repeats :].any() for stage in counts) == ("W" in table.kinds)
 
 
-def engine_of(**values):
+def trainer_of(**values):
     small = {
         "model.embed_dim": 64,
         "model.mlp_dim": 192,
@@ -51,7 +51,7 @@ def engine_of(**values):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
-    config, engine = engine_of(
+    config, trainer = trainer_of(
         **{
             "model.num_layers": 5,
             "model.tie_embeddings": tied,
@@ -63,13 +63,13 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
         }
     )
     memory = StageMemory(config, build_table(config))
-    for stage, owned in enumerate(engine.pipeline.abstract):
+    for stage, owned in enumerate(trainer.engine.abstract):
         state = (
             shard_bytes(owned) * 4
         )  # parameters, their gradients and two moments, all of them float32
         if tied and stage == 1:
             state += 2 * shard_bytes(
-                engine.pipeline.abstract[0]["embed"]
+                trainer.engine.abstract[0]["embed"]
             )  # a copy, and its gradient
         # Norms are on every device.
         assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
@@ -79,7 +79,7 @@ def test_the_ends_are_whole_while_units_compute_with_them():
     """Twice the vocabulary: cast tables, and at the head the float32 gradient, that no fsdp device shares."""
 
     def bytes_of(stage, vocabulary):
-        config, _ = engine_of(
+        config, _ = trainer_of(
             **{
                 "model.num_layers": 2,
                 "model.tie_embeddings": False,
@@ -101,7 +101,7 @@ def test_the_ends_are_whole_while_units_compute_with_them():
 
 def test_a_chunk_is_whole_where_it_is_gathered():
     def working(fsdp):
-        config, _ = engine_of(
+        config, _ = trainer_of(
             **{
                 "model.num_layers": 4,
                 "pipeline.schedule": "1f1b",
@@ -121,7 +121,7 @@ def test_a_chunk_is_whole_where_it_is_gathered():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     """Two layers more in a chunk are so much more; what the norms of bfloat16 models keep is known less exactly."""
-    config, engine = engine_of(
+    config, trainer = trainer_of(
         **{
             "model.num_layers": 6,
             "model.dtype": dtype,
@@ -132,7 +132,7 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
             "pipeline.remat_policy": policy,
         }
     )
-    computations = engine.pipeline.training.program.computations
+    computations = trainer.engine.training.program.computations
     column = (
         4 * 16 * (4 if dtype == "float32" else 2)
     )  # bytes of a microbatch, over both devices of a stage

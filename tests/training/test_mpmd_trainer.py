@@ -130,16 +130,6 @@ def test_a_step_that_is_not_finite_changes_counters_only(mpmd):
     )
 
 
-def test_copies_of_tied_embeddings_follow_their_owner(mpmd):
-    engine, place = mpmd
-    state, _ = run(engine, place, engine.init(jax.random.key(0)), range(1))
-    (name,) = state.copies[1]
-    assert name == "['params']['embed']['embedding']"
-    np.testing.assert_array_equal(
-        state.copies[1][name], state.stages[0].params["embed"]["embedding"]
-    )
-
-
 def test_parameters_are_given_away_and_nothing_moves_unasked(mpmd):
     engine, place = mpmd
     state, batch = engine.init(jax.random.key(0)), place(make_batch(ROWS))

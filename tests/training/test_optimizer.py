@@ -13,8 +13,8 @@ from maxpipe.config import OptimizerConfig
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
+from maxpipe.training import optimizers
 from maxpipe.training.optimizer import Optimizer, global_norm
-from maxpipe.training.optimizers import adafactor
 
 CONFIG = OptimizerConfig(
     learning_rate=0.01,
@@ -139,7 +139,7 @@ def test_lion():
 
 def test_adafactor(monkeypatch):
     """The matrix keeps means of rows and of columns, the others all their second moments."""
-    monkeypatch.setattr(adafactor, "LEAST_FACTORED", 3)
+    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 3)
     p = {name: v.astype(np.float64) for name, v in values(0).items()}
     v = {name: np.zeros_like(x) for name, x in p.items()}
     rows, columns = np.zeros(3), np.zeros(4)
@@ -225,7 +225,7 @@ def test_stacked_layers_know_nothing_of_each_other(name):
     ]
     stack = lambda trees: jax.tree.map(
         lambda *x: jnp.stack(x).reshape(2, 1, 2, *x[0].shape), *trees
-    )  # noqa: E731
+    )
     stacked = stack(layers)
     together, _ = optimizer.update(stacked, stack(gradients), optimizer.init(stacked), *args)
     for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(stack(alone)), strict=True):

@@ -14,9 +14,9 @@ from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.arrays import named_leaves
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.program import ModelProgram
+from maxpipe.training import optimizers
 from maxpipe.training.optimizer import Optimizer, global_norm
-from maxpipe.training.optimizers import adafactor
-from maxpipe.training.step import map_by_parameter
+from maxpipe.training.state import map_by_parameter
 
 LAYOUTS = {
     "one stage": {"pipeline.engine": "sequential"},
@@ -81,7 +81,7 @@ class Training:
 @pytest.fixture(autouse=True, scope="module")
 def _factor_small_matrices():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adafactor, "LEAST_FACTORED", 8)
+        patch.setattr(optimizers, "LEAST_FACTORED", 8)
         yield
 
 

@@ -11,12 +11,12 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.remat import checkpoint, remat_policy
 from maxpipe.pipeline.weights import Weights
 
 
-class SequentialEngine:
+class SequentialEngine(SpmdEngine):
     """All layers in model order on every device; see `engines.base.Engine`."""
 
     layer_axes = ("layers_per_stage",)

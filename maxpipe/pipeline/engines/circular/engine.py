@@ -20,7 +20,7 @@ from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, State
 from maxpipe.pipeline.engines.circular.iterations import BatchSpecs, Iterations, StageInputs
 from maxpipe.pipeline.engines.circular.outside import OutsideLayers
@@ -35,7 +35,7 @@ CELLS = ("activation_stage", None, "activation_batch", "activation_length", None
 ACTIVATION = ("activation_stage", "activation_batch", "activation_length", None)
 
 
-class CircularEngine:
+class CircularEngine(SpmdEngine):
     """Pipeline in breadth-first order with any number of stages; see `engines.base.Engine`.
 
     Args:

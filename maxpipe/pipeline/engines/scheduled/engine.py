@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.sharding import (
@@ -66,7 +66,7 @@ Tree = TypeVar("Tree")
 Scales = tuple[jax.Array, jax.Array]  # of the token loss and of the auxiliary loss, float32 scalars
 
 
-class ScheduledEngine:
+class ScheduledEngine(SpmdEngine):
     """Engine for loop-placed tables with at most one F, B (or I) and W per tick; see `base.Engine`.
 
     Args:

@@ -54,7 +54,6 @@ def test_equals_sequential_with_both_ends_of_the_model_on_one_stage():
     config = config_of(schedule="zb_v", repeats=2, tied=True, chunks=[1, 2, 1, 1], remat="minimal")
     mpmd = MpmdUnderTest(config)
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
-    assert not any(mpmd.state.copies)
 
 
 REPEATS = {
@@ -126,7 +125,7 @@ class TestInterleaved:
     def test_units_run_in_the_order_of_the_table(self, mpmd):
         ran = [[], []]
         mpmd.train(make_batch(ROWS), observe=lambda stage, name, m: ran[stage].append((*name, m)))
-        table = mpmd.pipeline.table
+        table = mpmd.engine.table
         for stage in range(2):
             expected = {}
             for kind in table.kinds:
@@ -149,7 +148,7 @@ class TestInterleaved:
                 most[device] = max(most[device], count)
 
         mpmd.train(make_batch(ROWS), observe=observe)
-        table = mpmd.pipeline.table
+        table = mpmd.engine.table
         slots = activation_slots(table)
         assert set(most) == {0, 1}
         peak = simulate(table).peak_in_flight
@@ -162,8 +161,5 @@ class TestInterleaved:
         sequential = EngineUnderTest(dataclasses.replace(config, model=self.config.model))
         for rows, length in ((ROWS, 8), (10, 8), (10, 4)):
             batch = {name: x[:, :length] for name, x in make_batch(rows).items()}
-            found = mpmd.pipeline.evaluate(
-                [stage.params for stage in mpmd.state.stages], mpmd.state.copies, mpmd.place(batch)
-            )
             expected = sequential.evaluate(batch)
-            assert {n: float(x) for n, x in found.items()} == pytest.approx(expected, rel=1e-5)
+            assert mpmd.evaluate(batch) == pytest.approx(expected, rel=1e-5)

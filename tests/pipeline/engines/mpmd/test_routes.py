@@ -48,7 +48,7 @@ def test_one_stage_sends_nothing():
 @pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
 @pytest.mark.parametrize("stages", [[0, 1, 2], [0, 1, 0], [0, 0, 1]], ids=str)
 def test_every_value_is_there_when_it_is_read_and_gone_in_the_end(stages, split):
-    program = sliced(chain, weights(), inputs(), split_backward=split)
+    program = sliced(chain, weights(), inputs(), split_backwards=split)
     routes = route(program, stages)
     there = [set() for _ in routes.uses]
     left = [{v: len(names) for v, names in uses.items()} for uses in routes.uses]
@@ -69,7 +69,7 @@ def test_every_value_is_there_when_it_is_read_and_gone_in_the_end(stages, split)
 
 
 def test_last_reads_are_those_of_every_schedule():
-    program = sliced(chain, weights(), inputs(), split_backward=True)
+    program = sliced(chain, weights(), inputs(), split_backwards=True)
     routes = route(program, [0, 1, 2])
     for name, computation in program.computations.items():
         stage = name.chunk

@@ -34,7 +34,7 @@ class Case:
         self.table = load_schedule(schedule, S, M, SCHEDULES[schedule].repeats_for(1))
         self.weights = weights(self.table.num_chunks)
         self.program = sliced(
-            loss, self.weights, microbatches()[0], split_backward="W" in self.table.kinds
+            loss, self.weights, microbatches()[0], split_backwards="W" in self.table.kinds
         )
         self.whole = [
             NamedSharding(Mesh(np.array([d]), ("stage",)), PartitionSpec())
@@ -84,7 +84,7 @@ def test_what_dies_in_a_unit_is_given_to_it(case):
     last = "I" if "W" in case.table.kinds else "B"
     executable = case.runner.executables[UnitName(last, 1)]
     assert executable.donated
-    assert not set(executable.donated) & set(executable.kept)
+    assert not set(executable.donated) & set(executable.retained)
     assert {v.aval.shape for v in executable.donated} == {(2, 4)}
     assert not case.runner.executables[
         UnitName("F", 1)

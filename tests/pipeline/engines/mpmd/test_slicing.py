@@ -1,5 +1,7 @@
 """Passes of the slicer on small programs: what every computation does, reads and writes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from helpers.mpmd_programs import (
     weights,
 )
 
+from maxpipe.pipeline.engines.mpmd import slicing
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.runner import route
@@ -31,7 +34,7 @@ def test_the_parts_compute_the_whole(wrap, split):
             x = mark(wrap(lambda x, w: jnp.sin(x @ w))(x, one))
         return jnp.sum(x * x)
 
-    program = sliced(loss, weights(), inputs(), split_backward=split)
+    program = sliced(loss, weights(), inputs(), split_backwards=split)
     assert_computes(program, loss, weights(), inputs())
     kinds = "FIW" if split else "FB"
     assert sorted(map(str, program.computations)) == [
@@ -65,6 +68,22 @@ def test_the_loss_and_its_gradient_are_the_end_of_the_last_forward():
     assert "reduce_sum" in operations(program, "F2")
     assert list(computation(program, "F2").outputs) == [0]
     assert operations(program, "B2").count("dot_general") == 2
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
+def test_slice_program_on_the_example_of_its_docstring_gives_the_computations_listed_there(split):
+    def loss(w, x):
+        return jnp.sum(mark(mark(jnp.sin(x @ w[0])) @ w[1]))
+
+    listed = {}
+    for line in slicing.__doc__.splitlines():
+        if "|" in line:
+            equation, unsplit, halves = line.split("|")
+            names = re.findall(r"\b[FBIW]\d", halves if split else unsplit)
+            for name in names:
+                listed.setdefault(name, []).append(equation.split()[2])
+    program = sliced(loss, weights(2), inputs(), split_backwards=split)
+    assert {str(name): operations(program, str(name)) for name in program.computations} == listed
 
 
 def test_a_forward_alone():
@@ -145,7 +164,7 @@ def test_gradients_of_a_shared_weight_are_parts_that_stay_on_their_stages():
 
 class TestSplitBackward:
     def test_only_the_input_gradient_is_waited_for(self):
-        program = sliced(chain, weights(), inputs(), split_backward=True)
+        program = sliced(chain, weights(), inputs(), split_backwards=True)
         for c in (1, 2):
             assert operations(program, f"I{c}").count("dot_general") == 1
             assert operations(program, f"W{c}").count("dot_general") == 1
@@ -158,7 +177,7 @@ class TestSplitBackward:
                 x = mark(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, one))
             return jnp.sum(x * x)
 
-        program = sliced(loss, weights(), inputs(), split_backward=True)
+        program = sliced(loss, weights(), inputs(), split_backwards=True)
         assert [operations(program, f"{k}1").count("dot_general") for k in "IW"] == [2, 1]
 
     def test_casts_are_not_handed_from_one_half_to_the_other(self):
@@ -167,7 +186,7 @@ class TestSplitBackward:
                 x = mark(jnp.sin(x @ one.astype(jnp.bfloat16).astype(jnp.float32)))
             return jnp.sum(x * x)
 
-        program = sliced(loss, weights(), inputs(), split_backward=True)
+        program = sliced(loss, weights(), inputs(), split_backwards=True)
         assert all(v.aval.shape == (2, 4) for v in computation(program, "I1").writes)
         assert_computes(program, loss, weights(), inputs())
 

@@ -22,7 +22,7 @@ def test_no_gradient_of_a_parameter_waits_for_its_w(dtype, values):
             **values,
         }
     )
-    program = build_trainer(config, make_mesh(config)).pipeline.training.program
+    program = build_trainer(config, make_mesh(config)).engine.training.program
     layouts = {shape for v in program.inputs for shape in (v.aval.shape, v.aval.shape[1:])}
     halves = [c for c in program.computations.values() if c.name.kind == "I"]
     assert [c.name.chunk for c in halves] == [1, 0]
