@@ -23,7 +23,7 @@ def resolved(path):
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-def test_the_comment_says_what_the_cluster_gets(path):
+def test_cluster_comment_states_commands_chips_layout_and_tokens(path):
     config, chips = resolved(path)
     comment = re.sub(r"\n# ?", " ", path.read_text().partition("\nbase:")[0])
     assert config.run_name == f"{config.run_name.removesuffix('-' + path.stem)}-{path.stem}"
@@ -44,7 +44,7 @@ class TestTpu:
     pytestmark = tpu_aot
 
     @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-    def test_its_step_compiles_at_reduced_size(self, tmp_path, path):
+    def test_cluster_step_at_reduced_size_compiles(self, tmp_path, path):
         config, chips = resolved(path)
         stages = config.mesh.size("stage")
         slices = config.compile.num_slices
@@ -65,7 +65,7 @@ class TestTpu:
     @pytest.mark.parametrize("slices", SLICES)
     @pytest.mark.parametrize("axis", ["stage", "data"])
     @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
-    def test_engines_with_stages_or_data_in_several_slices(self, tmp_path, schedule, axis, slices):
+    def test_engine_on_several_slices_sends_one_axis_over_dcn(self, tmp_path, schedule, axis, slices):
         inner = (
             ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
             if axis == "stage"
@@ -87,7 +87,7 @@ class TestTpu:
         assert_only_this_axis_leaves_the_slice(report, text, axis)
 
     @pytest.mark.parametrize("slices", SLICES)
-    def test_data_parallelism_without_a_pipeline_in_several_slices(self, tmp_path, slices):
+    def test_sequential_engine_on_several_slices_sends_data_over_dcn(self, tmp_path, slices):
         report, text = report_of(
             tmp_path,
             BASE,

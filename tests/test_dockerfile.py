@@ -41,7 +41,7 @@ def pinned():
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def test_it_is_slim_pinned_and_not_run_by_root():
+def test_dockerfile_has_a_pinned_slim_image_and_a_user_other_than_root():
     assert IMAGE
     order = [instruction for instruction, _ in INSTRUCTIONS]
     assert order.index("USER") < order.index("ENTRYPOINT")
@@ -49,7 +49,7 @@ def test_it_is_slim_pinned_and_not_run_by_root():
     assert not [step for step in arguments("RUN") if re.search(r"curl|wget|\beval\b", step)]
 
 
-def test_every_dependency_is_pinned_within_its_bounds():
+def test_constraints_pin_every_dependency_within_its_bounds():
     versions = pinned()
     for requirement in PROJECT["dependencies"]:
         name, bounds = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
@@ -64,7 +64,7 @@ def release(version):
     return [int(part) for part in version.split(".")]
 
 
-def test_what_is_copied_is_there_and_not_ignored():
+def test_dockerfile_copies_files_that_exist_and_are_not_ignored():
     allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines()}
     for copy in arguments("COPY"):
         *sources, _ = copy.split()
@@ -73,7 +73,7 @@ def test_what_is_copied_is_there_and_not_ignored():
 
 
 @pytest.mark.parametrize("extra", ["cpu", "tpu", "cuda"])
-def test_the_extra_is_what_is_installed(tmp_path, extra):
+def test_dockerfile_with_an_extra_installs_it(tmp_path, extra):
     pip = tmp_path / "pip"
     pip.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     pip.chmod(0o755)
@@ -83,7 +83,7 @@ def test_the_extra_is_what_is_installed(tmp_path, extra):
     assert extra == "cpu" or extra in PROJECT["optional-dependencies"]
 
 
-def test_an_unknown_extra_is_refused():
+def test_dockerfile_with_an_unknown_extra_is_refused():
     done = sh(INSTALL, EXTRA="gpu")
     assert done.returncode == 2
     assert "EXTRA=gpu is not one of cpu, tpu, cuda" in done.stderr
@@ -100,7 +100,7 @@ def sh(command, cwd=None, **environment):
 
 
 @pytest.mark.grid
-def test_the_install_steps_in_a_fresh_environment(tmp_path):
+def test_dockerfile_steps_in_a_fresh_environment_install_and_train(tmp_path):
     python = shutil.which(f"python{IMAGE[1]}")
     if (
         python is None

@@ -38,24 +38,24 @@ def for_slice(name):
     return resolve(load(path_of(name)), chips)
 
 
-def test_every_preset_is_covered():
+def test_presets_all_have_a_published_size():
     assert {path.stem for path in PRESETS.glob("*.yml")} == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count_is_the_published_one(name):
+def test_preset_has_the_published_parameter_count(name):
     assert parameter_count(for_slice(name).model) == PARAMETERS[name]
     assert f"{PARAMETERS[name]:,} parameters" in path_of(name).read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_activations_are_bfloat16_and_parameters_float32(name):
+def test_preset_has_bfloat16_activations_and_float32_parameters(name):
     model = for_slice(name).model
     assert (model.dtype, model.param_dtype) == ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_layout_named_in_the_comment_is_what_the_slice_gets(name):
+def test_preset_on_its_slice_has_the_layout_in_the_comment(name):
     config = for_slice(name)
     layers = config.pipeline.num_layers_per_stage
     layout = (
@@ -66,7 +66,7 @@ def test_the_layout_named_in_the_comment_is_what_the_slice_gets(name):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_laptop_command_fits_four_simulated_devices(name):
+def test_preset_with_the_laptop_command_fits_four_simulated_devices(name):
     full, (own_path, *overrides) = commands_of(name)
     assert full[0] == own_path == f"configs/models/{name}.yml"
     config = resolve(

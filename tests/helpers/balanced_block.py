@@ -1,7 +1,5 @@
 """A Llama block with an auxiliary loss per sequence, like that of routed experts, for tests."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 

@@ -71,21 +71,21 @@ def is_read(key, engine):
     return not any(f"pipeline.{key}" in line for line in ignored)
 
 
-def test_pages_are_up_to_date():
+def test_generate_docs_check_passes_for_the_committed_pages():
     assert generate_docs.main(["--check"]) == 0, "run: python scripts/generate_docs.py"
 
 
-def test_every_key_has_a_row():
+def test_option_tables_have_a_row_for_every_key():
     text = generate_docs.option_tables()
     assert [key for key in OPTIONS if f"| `{key}` |" not in text] == []
 
 
-def test_every_pipeline_key_has_engines():
+def test_engines_are_listed_for_every_pipeline_key():
     names = {key.split(".")[1] for key in OPTIONS if key.startswith("pipeline.")}
     assert set(generate_docs.ENGINES) == names
     assert set(VALUES) == names - {"engine", "schedule"}
 
 
 @pytest.mark.parametrize(("key", "engine"), CASES)
-def test_column_of_engines_agrees_with_the_rules(key, engine):
+def test_engines_column_of_a_key_agrees_with_the_rules(key, engine):
     assert is_read(key, engine) == (engine in generate_docs.ENGINES[key])
