@@ -1,4 +1,4 @@
-"""Layouts, schedules and runs from configurations."""
+"""Test the layouts, schedules and trainers built from configurations."""
 
 from importlib import metadata
 
@@ -116,10 +116,10 @@ def test_trainer_of_the_mpmd_engine_with_several_processes_is_refused(monkeypatc
 
 
 def test_trainer_with_an_unsplittable_axis_notes_the_decision():
-    said = []
+    notes = []
     config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
-    build_trainer(config, make_mesh(config), note=said.append)
-    assert any("'kv_heads' of size 2 stays whole" in line for line in said)
+    build_trainer(config, make_mesh(config), note=notes.append)
+    assert any("'kv_heads' of size 2 stays whole" in line for line in notes)
 
 
 def test_package_versions_without_installation_have_the_checkouts_version(monkeypatch):

@@ -1,4 +1,4 @@
-"""`python -m maxpipe.compile`: simulated devices, TPU slices, exit codes."""
+"""Test `python -m maxpipe.compile` for simulated devices and TPU slices, and its exit codes."""
 
 import os
 import re
@@ -19,10 +19,10 @@ from maxpipe.training.stored_step import read
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
-# The slice that each preset's comment names, by its number of chips.
+# The slices that the comments of the presets name, by number of chips.
 SLICES = {4: "v5p:2x2x1", 8: "v5p:2x2x2", 64: "v5p:4x4x4", 768: "v5p:8x8x12"}
 BASE = "configs/base.yml"
-# As many as the tests' own process has, which may have started JAX already.
+# The tests' own process has eight devices, and may have started JAX already.
 EIGHT_DEVICES = ["compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
 
 
@@ -46,7 +46,7 @@ def test_compile_for_simulated_devices_reports_flops_memory_and_collectives(tmp_
 
 
 def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path):
-    """A model of 405 billion parameters is refused or compiled from shapes; its arrays would not fit any machine."""
+    """The compiler needs shapes only; arrays of this model would not fit this machine."""
     words = (
         "model.num_layers=4",
         "model.embed_dim=16384",
@@ -100,7 +100,9 @@ def test_compile_with_unwritable_files_is_refused_before_compiling(
     assert "3 problems found" in error
 
 
-def test_compile_into_a_directory_without_permission_is_refused_before_compiling(tmp_path, capsys, monkeypatch):
+def test_compile_into_a_directory_without_permission_is_refused_before_compiling(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(
         os, "access", lambda path, mode: path != tmp_path
     )  # root may write everywhere
@@ -185,7 +187,9 @@ class TestTpu:
         assert any("fwd" in name for name in kernels), kernels
         assert any("dkv" in name for name in kernels), kernels
 
-    def test_compile_with_recommended_flags_overlaps_transfers_and_gathers_with_computation(self, tmp_path):
+    def test_compile_with_recommended_flags_overlaps_transfers_and_gathers_with_computation(
+        self, tmp_path
+    ):
         file = tmp_path / "step.hlo"
         words = (
             "compile.topology=v5e:2x2",

@@ -1,4 +1,4 @@
-"""The files in configs/, but for the model presets: each opens with its command, and is a configuration."""
+"""Test the files in configs/ besides the model presets."""
 
 from pathlib import Path
 

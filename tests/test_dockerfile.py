@@ -1,4 +1,4 @@
-"""The container image, without Docker: what the Dockerfile says, and its install steps in a fresh environment."""
+"""Test the Dockerfile without Docker: its text, and its install steps in a fresh environment."""
 
 import json
 import os
@@ -16,7 +16,7 @@ INDEX_DEADLINE_SECONDS = 20
 
 
 def instructions():
-    """(instruction, arguments) of the Dockerfile, continuation lines joined."""
+    """Return (instruction, arguments) of the Dockerfile, continuation lines joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace(
         "\\\n", ""
     )
@@ -27,7 +27,8 @@ INSTRUCTIONS = instructions()
 
 
 def arguments(name):
-    return [rest for instruction, rest in INSTRUCTIONS if instruction == name]
+    """Return the arguments of every instruction called `name`."""
+    return [text for instruction, text in INSTRUCTIONS if instruction == name]
 
 
 (INSTALL,) = (step for step in arguments("RUN") if "pip install" in step)
@@ -36,7 +37,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def pinned():
-    """Name, as package indexes compare it -> version."""
+    """Return normalised package name -> pinned version."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
@@ -61,6 +62,7 @@ def test_constraints_pin_every_dependency_within_its_bounds():
 
 
 def release(version):
+    """Return a version as a list of numbers, for comparison."""
     return [int(part) for part in version.split(".")]
 
 
@@ -78,8 +80,8 @@ def test_dockerfile_with_an_extra_installs_it(tmp_path, extra):
     pip.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     pip.chmod(0o755)
     done = sh(INSTALL, EXTRA=extra, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    what = "." if extra == "cpu" else f".[{extra}]"
-    assert json.loads(done.stdout) == ["install", "-c", "constraints.txt", what]
+    target = "." if extra == "cpu" else f".[{extra}]"
+    assert json.loads(done.stdout) == ["install", "-c", "constraints.txt", target]
     assert extra == "cpu" or extra in PROJECT["optional-dependencies"]
 
 
@@ -109,7 +111,10 @@ def test_dockerfile_steps_in_a_fresh_environment_install_and_train(tmp_path):
         pytest.skip(f"the image's Python {IMAGE[1]} is not installed")
     subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
     environment = {"PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}", "EXTRA": "cpu"}
-    probe = f"timeout {INDEX_DEADLINE_SECONDS} pip download --no-deps --dest {tmp_path} tqdm=={pinned()['tqdm']}"
+    probe = (
+        f"timeout {INDEX_DEADLINE_SECONDS} pip download --no-deps --dest {tmp_path}"
+        f" tqdm=={pinned()['tqdm']}"
+    )
     if sh(probe, **environment).returncode:
         pytest.skip("no package index can be reached")
     build = tmp_path / "build"
@@ -120,7 +125,7 @@ def test_dockerfile_steps_in_a_fresh_environment_install_and_train(tmp_path):
             (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(
                 ROOT / source, build / source
             )
-    # All of the image's steps but for the cache, which spares the index a second download.
+    # Unlike the image, this keeps pip's cache, so that the index serves each package once.
     done = sh(INSTALL, cwd=build, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     installed = json.loads(sh("pip list --format json", **environment).stdout)

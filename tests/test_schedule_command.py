@@ -1,3 +1,5 @@
+"""Test `python -m maxpipe.schedule` for schedules by name and for configurations."""
+
 import io
 import re
 import subprocess
@@ -12,6 +14,7 @@ from maxpipe.schedule import main
 
 
 def output(capsys, *argv):
+    """Run the command successfully; return what it printed."""
     assert main(argv) == 0
     return capsys.readouterr().out
 
@@ -60,8 +63,8 @@ def test_schedule_with_svg_and_html_writes_the_charts(capsys, tmp_path):
     page = html.read_text()
     assert page.count("<svg") == 2
     assert (
-        "4 stages, 8 microbatches, forward 1, backward 2, comm 0.1, head 0; times are of a whole stage"
-        in page
+        "4 stages, 8 microbatches, forward 1, backward 2, comm 0.1, head 0; "
+        "times are of a whole stage" in page
     )
 
 
@@ -135,7 +138,10 @@ def test_schedule_from_a_csv_of_other_sizes_names_both_sizes(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     output(capsys, "gpipe", "stages=2", "microbatches=3", "--csv", str(path))
     assert main([str(path), "stages=4"]) == 2
-    message = "the file is for 2 stages, 3 microbatches and 1 repeats, but stages=4, microbatches=3 and repeats=1"
+    message = (
+        "the file is for 2 stages, 3 microbatches and 1 repeats, "
+        "but stages=4, microbatches=3 and repeats=1"
+    )
     assert message in capsys.readouterr().err
 
 
@@ -157,7 +163,7 @@ LARGE_HEAD = (str(CONFIGS / "models" / "qwen3-0.6b.yml"), "pipeline.schedule=1f1
 
 
 def figure(text, name):
-    """The first number of a line."""
+    """Return the first number of the line that starts with `name`."""
     (line,) = re.findall(rf"^{name} +(.*)$", text, re.MULTILINE)
     return float(line.split()[0])
 
@@ -234,7 +240,7 @@ def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
         title.text for title in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title")
     ]
     assert len(titles) == 2 * 2 * 8 + 8
-    # F of both stages, the head and B of the last one are before it.
+    # B of stage 0 starts after F of both stages, then the head and B of stage 1.
     (backward,) = (title for title in titles if title.startswith("0B0: "))
     assert backward.endswith(
         f"stage 0, {16 + 12 + 19.35 + 36:.2f} to {16 + 12 + 19.35 + 36 + 48:.2f}"

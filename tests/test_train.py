@@ -1,4 +1,4 @@
-"""The train command from end to end, and what bad input gets."""
+"""Test the train command from end to end, and its answers to bad input."""
 
 import shutil
 
@@ -8,13 +8,13 @@ from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, trai
 
 from maxpipe.train import main
 
-# Eight devices are what the tests' own process has.
-HERE = ["mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
+# The tests' own process has eight devices.
+IN_PROCESS = ["mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """The command of a run of six steps."""
+    """Return the words of a command that trains six steps."""
     directory = tmp_path_factory.mktemp("train")
     options = {"steps": 6, "checkpoint": "{every: 2, keep: 10}", "eval": "{every: 3}"}
     return write_config(directory, telemetry="{log_every: 1, profile_steps: [3, 4]}", **options)
@@ -22,12 +22,12 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(words):
-    """(directory of the finished run, what it printed)."""
-    said = train(words)
-    return output_dir(words) / "tiny", said
+    """Return the directory of the finished run and what it printed."""
+    printed = train(words)
+    return output_dir(words) / "tiny", printed
 
 
-class TestARunToItsEnd:
+class TestFinishedRun:
     def test_metrics_of_a_run_have_a_row_for_each_step_from_1(self, finished):
         root, _ = finished
         assert sorted(losses(root)) == [1, 2, 3, 4, 5, 6]
@@ -88,12 +88,14 @@ class TestARunToItsEnd:
         assert losses(tmp_path / "runs" / "second") == losses(tmp_path / "runs" / "first")
 
     def test_train_from_the_written_config_repeats_the_run(self, finished, tmp_path):
-        """config.yml is a complete configuration file."""
+        """The run's config.yml is a complete configuration file."""
         root, _ = finished
         train([str(root / "config.yml"), f"output_dir={tmp_path}"])
         assert losses(tmp_path / "tiny") == losses(root)
 
-    def test_train_with_more_steps_resumes_from_the_last_checkpoint(self, words, finished, tmp_path):
+    def test_train_with_more_steps_resumes_from_the_last_checkpoint(
+        self, words, finished, tmp_path
+    ):
         shutil.copytree(finished[0], tmp_path / "tiny")
         train([*words, f"output_dir={tmp_path}", "steps=8", "optimizer.decay_steps=6"])
         assert sorted(losses(tmp_path / "tiny")) == list(range(1, 9))
@@ -101,7 +103,10 @@ class TestARunToItsEnd:
 
 
 def test_train_pipelined_has_the_losses_of_a_sequential_run(tmp_path):
-    """Twenty steps from the same seed and data, on four devices each; with this vocabulary automatic stages differ."""
+    """Train twenty steps from the same seed and data on four devices each.
+
+    With this vocabulary, automatic stages are uneven.
+    """
     words = [*write_config(tmp_path, steps=20, checkpoint="{every: 0}"), "model.vocab_size=1024"]
     train([*words, "run_name=pipelined"])
     train(
@@ -113,7 +118,7 @@ def test_train_pipelined_has_the_losses_of_a_sequential_run(tmp_path):
             "mesh.ici.fsdp=4",
         ]
     )
-    said = train(
+    printed = train(
         [*words, "run_name=stages", "pipeline.schedule=1f1b", "pipeline.layers_per_stage=auto"]
     )
     pipelined, sequential, stages = (
@@ -125,9 +130,10 @@ def test_train_pipelined_has_the_losses_of_a_sequential_run(tmp_path):
         assert pipelined[step][2] == stages[step][2] == rate
     assert checkpoints(tmp_path / "runs" / "pipelined") == []
     assert (
-        "pipeline.layers_per_stage=[3,1]: the slowest stage takes 12.73 forwards of a layer" in said
+        "pipeline.layers_per_stage=[3,1]: the slowest stage takes 12.73 forwards of a layer"
+        in printed
     )
-    assert "  stage 0   layers 0-2\n  stage 1   layers 3\n" in said
+    assert "  stage 0   layers 0-2\n  stage 1   layers 3\n" in printed
     assert (
         "\n  layers_per_stage: [3, 1]\n"
         in (tmp_path / "runs" / "stages" / "config.yml").read_text()
@@ -135,16 +141,16 @@ def test_train_pipelined_has_the_losses_of_a_sequential_run(tmp_path):
 
 
 def test_train_that_diverges_exits_with_42_and_keeps_the_last_finite_checkpoint(tmp_path):
-    """Updates of this size make the loss overflow in the second step."""
+    """Updates of this size overflow the loss in the second step."""
     words = write_config(tmp_path, steps=20, checkpoint="{every: 1, keep: 100}")
     options = [
         "optimizer.learning_rate=1e30",
         "optimizer.warmup_steps=0",
         "optimizer.max_consecutive_skips=3",
     ]
-    said = train([*words, *options], expected_code=42)
-    assert "3 steps in a row were not finite" in said
-    assert "optimizer.learning_rate" in said
+    printed = train([*words, *options], expected_code=42)
+    assert "3 steps in a row were not finite" in printed
+    assert "optimizer.learning_rate" in printed
     root = tmp_path / "runs" / "tiny"
     assert checkpoints(root) == [1]
     assert int(next(v for name, v in saved(root, 1).items() if name.endswith("skips"))) == 0
@@ -152,16 +158,16 @@ def test_train_that_diverges_exits_with_42_and_keeps_the_last_finite_checkpoint(
 
 
 class TestBadInput:
-    """Exit code 2, the key, no traceback, nothing written."""
+    """Every bad input exits with 2, names the key and writes neither files nor a traceback."""
 
     @pytest.fixture
     def refused(self, tmp_path, capsys):
-        """refused(*words) -> what the command says when it refuses them."""
+        """Return a function that runs refused words and returns the error output."""
         config = write_config(tmp_path, steps=4)
 
         def _refused(*words):
             with pytest.raises(SystemExit) as exit_:
-                main([*config, *HERE, *words])
+                main([*config, *IN_PROCESS, *words])
             assert exit_.value.code == 2
             said = capsys.readouterr()
             assert "Traceback" not in said.err
@@ -221,8 +227,10 @@ class TestBadInput:
         assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/empty.txt")
         assert "data.path" in refused("data.source=text")
 
-    def test_train_with_evaluation_but_no_evaluation_data_is_refused_at_the_start(self, refused, tmp_path):
-        """Found at the start, not after the first hundred steps."""
+    def test_train_with_evaluation_but_no_evaluation_data_is_refused_at_the_start(
+        self, refused, tmp_path
+    ):
+        """The command finds it at the start, not at the first evaluation."""
         (tmp_path / "some.txt").write_text("a document\n" * 50)
         said = refused(
             "data.source=text",
@@ -259,11 +267,13 @@ class TestBadInput:
         said = refused("compile.load=nowhere.bin")
         assert "compile.load: cannot read nowhere.bin" in said
 
-    def test_train_in_the_directory_of_another_model_names_the_difference(self, finished, words, capsys):
+    def test_train_in_the_directory_of_another_model_names_the_difference(
+        self, finished, words, capsys
+    ):
         root, _ = finished
         before = (root / "config.yml").read_bytes()
         with pytest.raises(SystemExit) as exit_:
-            main([*words, *HERE, "model.mlp_dim=96", "steps=9"])
+            main([*words, *IN_PROCESS, "model.mlp_dim=96", "steps=9"])
         assert exit_.value.code == 2
         said = capsys.readouterr().err
         assert "model.mlp_dim" in said
@@ -271,7 +281,7 @@ class TestBadInput:
         assert (root / "config.yml").read_bytes() == before
 
     def test_train_as_a_process_with_bad_input_exits_with_2_without_traceback(self, tmp_path):
-        """Before and after JAX's start, as a shell sees it."""
+        """The two problems are found before and after JAX starts."""
         config = write_config(tmp_path, steps=4)
         for word in ("model.num_layer=4", "mesh.simulated_devices=6"):
             process = run([*config, word])

@@ -1,4 +1,4 @@
-"""The example learns."""
+"""Test that the example learns."""
 
 import re
 import subprocess

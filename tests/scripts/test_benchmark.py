@@ -1,4 +1,4 @@
-"""The benchmark at sizes that say nothing about speed: what is run, and what is reported."""
+"""Test what the benchmark runs and reports, at sizes too small to measure speed."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
 def load_script(name):
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
+    # dataclasses looks the module up by name.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -63,7 +63,7 @@ def test_benchmark_of_a_group_measures_every_round_and_writes_json(tmp_path):
         assert case["compile_seconds"] > 0
         assert case["temp_bytes"] > 0
         assert f"| {case['name']} |" in done.stdout
-    # One model, one batch, one seed: whatever the engine, the loss after four steps is the same.
+    # All engines have the same loss after four steps from one model, batch and seed.
     losses = [case["loss"] for case in cases]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
 
@@ -72,8 +72,10 @@ def test_benchmark_ratio_is_the_median_within_rounds():
     def result(cpu):
         return benchmark.Result("x", {}, 0.0, 0.0, 0, 0, wall=cpu, cpu=cpu)
 
-    slow_machine_in_the_middle = result([1.0, 10.0, 2.0]), result([2.0, 20.0, 2.0])
-    assert benchmark.ratio(*slow_machine_in_the_middle) == 0.5
+    # The machine is slow in the second round.
+    first = result([1.0, 10.0, 2.0])
+    second = result([2.0, 20.0, 2.0])
+    assert benchmark.ratio(first, second) == 0.5
 
 
 def test_benchmark_overhead_reports_each_part_relative_to_the_step(monkeypatch):

@@ -1,4 +1,4 @@
-"""scripts/benchmark/mpmd.py prints a line for every schedule."""
+"""Test scripts/benchmark/mpmd.py."""
 
 import re
 import subprocess

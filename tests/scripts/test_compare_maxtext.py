@@ -1,4 +1,4 @@
-"""The comparison with MaxText, on processes that print what the trainers print."""
+"""Test the comparison with MaxText on processes that print the trainers' lines."""
 
 import importlib.util
 import sys
@@ -20,6 +20,7 @@ def script():
 
 
 def printing(line, times=3, code=0):
+    """Return a command that prints `line` for each step and exits with `code`."""
     return [
         sys.executable,
         "-u",
@@ -55,11 +56,10 @@ def test_compare_with_a_python_without_maxtext_names_the_install_command(script,
 
 
 def test_tables_divide_maxtext_by_maxpipe(script):
-    theirs, ours = (
-        script.Run(30.0, [4.0, 6.0, 5.0], [2.0], 300 * 2**20),
-        script.Run(10.0, [4.0], [4.0], 200 * 2**20),
-    )
-    row = script.training_table({"fsdp": {"maxtext": [theirs], "maxpipe": [ours]}}).splitlines()[-1]
+    maxtext = script.Run(30.0, [4.0, 6.0, 5.0], [2.0], 300 * 2**20)
+    maxpipe = script.Run(10.0, [4.0], [4.0], 200 * 2**20)
+    table = script.training_table({"fsdp": {"maxtext": [maxtext], "maxpipe": [maxpipe]}})
+    row = table.splitlines()[-1]
     assert row == "| fsdp | 30 | 10 | 3.00 | 5 | 4 | 1.25 | 2 | 4 | 0.50 | 300 | 200 | 1.50 |"
     sizes = {
         "maxtext circular": {"argument": 2**20, "temp": 8 * 2**20},

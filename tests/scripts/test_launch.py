@@ -1,4 +1,4 @@
-"""The launch scripts, with commands on the PATH that only take notes."""
+"""Test the launch scripts with fake commands on the PATH that record their calls."""
 
 import json
 import os
@@ -29,7 +29,7 @@ for pattern, answer in answers.items():
 
 
 class Fakes:
-    """Commands that write down how they are called, and answer what they are told to."""
+    """Fake commands that record their calls and print set answers."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -44,7 +44,7 @@ class Fakes:
         program.chmod(0o755)
 
     def answer(self, answers):
-        """{part of the words: answers in turn, of which the last stays}."""
+        """Set {part of a call: answers in turn}; the last answer repeats."""
         self.answers.write_text(json.dumps(answers))
 
     @property
@@ -75,7 +75,7 @@ def fakes(tmp_path):
 
 
 def ended(code):
-    """A command that ends with a code."""
+    """Return a command that prints "attempt" and exits with `code`."""
     return ["bash", "-c", f"echo attempt; exit {code}"]
 
 
@@ -138,7 +138,7 @@ class TestRestart:
 
 
 def words_of(line):
-    """The words of a command as the scripts show it."""
+    """Split a command as the scripts print it into its words."""
     shown = line.removeprefix("+ ")
     printed = subprocess.run(
         ["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, text=True, check=True
@@ -193,12 +193,12 @@ class TestTpuVm:
 
     @pytest.fixture
     def tpu_vm(self, fakes):
-        """tpu_vm(words) -> the finished process; gcloud takes notes."""
+        """Return a function that runs tpu_vm.sh with a fake gcloud."""
         fakes.add("gcloud")
         return lambda *words: fakes.run(SCRIPTS / "tpu_vm.sh", "--zone", "z1", *words)
 
     def commands(self, fakes):
-        """gcloud's calls that change something, without `gcloud compute tpus`."""
+        """Return gcloud's calls besides `describe`, without `gcloud compute tpus`."""
         assert all(
             call[:3] == ["gcloud", "compute", "tpus"] and "--zone" in call for call in fakes.calls
         )
@@ -275,10 +275,10 @@ class TestTpuVm:
         fakes.answer({self.STATE: ["SUSPENDED", "SUSPENDED", "", "ACTIVE"]})
         done = tpu_vm("resume", "pod", "--type", "v5p-16", "--", "a.yml")
         assert done.returncode == 0, done.stderr
-        done_in_turn = [
+        actions = [
             call[4] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call
         ]
-        assert done_in_turn == ["delete", "create", "scp", "ssh", "ssh"]
+        assert actions == ["delete", "create", "scp", "ssh", "ssh"]
 
     def test_delete_of_a_missing_resource_does_nothing(self, fakes, tpu_vm):
         assert tpu_vm("delete", "pod").returncode == 0
@@ -317,7 +317,7 @@ class TestTpuVm:
 class TestSlurm:
     @pytest.fixture
     def slurm(self, fakes):
-        """slurm(codes, words) -> the finished job whose tasks end with these codes."""
+        """Return a function that runs a job whose tasks exit with given codes."""
         fakes.add("scontrol")
         (fakes.directory / "srun").write_text(
             "#!/bin/bash\nshift\nfor code in $CODES; do\n"

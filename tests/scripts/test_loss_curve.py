@@ -1,3 +1,5 @@
+"""Test scripts/loss_curve.py."""
+
 import importlib.util
 import json
 import xml.etree.ElementTree as ElementTree

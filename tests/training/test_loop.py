@@ -1,4 +1,4 @@
-"""The order of the loop, with parts that only take notes."""
+"""Test the order of the loop with fakes that record their calls."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from maxpipe.training.loop import DIVERGED, DONE, Run, train
 
 
 class Trainer:
-    """The state is the number of steps; the steps in `bad` are not finite."""
+    """Fake trainer: its state is the number of steps; the steps in `bad` are not finite."""
 
     def __init__(self, notes, bad):
         self.notes, self.bad = notes, bad
@@ -28,7 +28,7 @@ class Trainer:
 
 
 class Loader:
-    """Batches 0, 1, ...; its position is the number of the next one."""
+    """Fake loader of batches 0, 1, ...; its position is the number of the next batch."""
 
     def __init__(self, at=0):
         self.at = at
@@ -95,7 +95,7 @@ def notes(monkeypatch):
 
 @pytest.fixture
 def run(notes):
-    """run(start=0, bad=(), late=(), **config) -> exit code; `run.losses` are those given to saves."""
+    """Return run(start, bad, late, **config) -> exit code; `run.losses` holds the saved losses."""
 
     def _run(start=0, bad=(), late=(), **values):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
@@ -120,6 +120,7 @@ def run(notes):
 
 
 def of(notes, *words):
+    """Return the notes that start with one of `words`."""
     return [note for note in notes if note.startswith(words)]
 
 

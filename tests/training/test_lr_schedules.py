@@ -1,3 +1,5 @@
+"""Test the learning-rate schedules against their closed forms."""
+
 import dataclasses
 
 import jax
@@ -8,7 +10,7 @@ from maxpipe.config import OptimizerConfig
 from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.training.optimizer import Optimizer
 
-# Ten steps of warm-up, then a hundred to decay from 2 to a tenth of it.
+# Ten steps of warm-up, then a hundred steps of decay from 2 to 0.2.
 CONFIG = OptimizerConfig(learning_rate=2.0, warmup_steps=10, decay_steps=110, final_fraction=0.1)
 
 
@@ -55,7 +57,7 @@ def test_lr_schedule_after_warm_up_has_the_closed_form_values(name, values):
 def test_wsd_with_fractions_decays_over_the_rest():
     assert rate("wsd", 60, stable_fraction=0.5) == pytest.approx(2)
     assert rate("wsd", 85, stable_fraction=0.5, final_fraction=0.0) == pytest.approx(1)
-    # All stable, or none.
+    # Only a stable phase, then none.
     assert rate("wsd", 109, stable_fraction=1.0) == pytest.approx(2)
     assert rate("wsd", 60, stable_fraction=0.0) == pytest.approx(1.1)
 

@@ -1,3 +1,5 @@
+"""Test the claim of a run directory: the same run may continue, another may not."""
+
 import json
 import subprocess
 import sys
@@ -22,7 +24,7 @@ def claim(config):
 
 
 def commit(config, step=10):
-    """A committed step as far as names go."""
+    """Make a directory named like a committed step."""
     path = RunDirectory(config).checkpoints / str(step)
     path.mkdir(parents=True)
     return path

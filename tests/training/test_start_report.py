@@ -1,3 +1,5 @@
+"""Test the lines of the start report."""
+
 import dataclasses
 
 import pytest
