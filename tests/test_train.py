@@ -169,11 +169,11 @@ class TestBadInput:
             with pytest.raises(SystemExit) as exit_:
                 main([*config, *IN_PROCESS, *words])
             assert exit_.value.code == 2
-            said = capsys.readouterr()
-            assert "Traceback" not in said.err
-            assert said.out == ""
+            captured = capsys.readouterr()
+            assert "Traceback" not in captured.err
+            assert captured.out == ""
             assert not (tmp_path / "runs").exists()
-            return said.err
+            return captured.err
 
         return _refused
 
@@ -199,27 +199,27 @@ class TestBadInput:
         ids=lambda value: value if isinstance(value, str) else "",
     )
     def test_train_with_a_bad_value_names_the_key_and_a_remedy(self, refused, word, expected):
-        said = refused(word)
+        error = refused(word)
         for text in expected:
-            assert text in said
+            assert text in error
 
     def test_train_with_a_mesh_that_does_not_fit_proposes_three_that_do(self, refused):
-        said = refused("mesh.ici.stage=3", "model.num_layers=6", "data.global_batch_size=24")
-        assert "mesh.ici" in said
-        assert "12" in said
-        assert "8 devices" in said
-        assert said.count("mesh.ici.fsdp=") == 3
+        error = refused("mesh.ici.stage=3", "model.num_layers=6", "data.global_batch_size=24")
+        assert "mesh.ici" in error
+        assert "12" in error
+        assert "8 devices" in error
+        assert error.count("mesh.ici.fsdp=") == 3
 
     def test_train_with_several_problems_reports_all(self, refused):
-        said = refused("steps=0", "model.mlp_dims=3", "optimizer.schedule=wsdd")
+        error = refused("steps=0", "model.mlp_dims=3", "optimizer.schedule=wsdd")
         for key in ("steps", "model.mlp_dims", "optimizer.schedule"):
-            assert f"config error: {key}" in said
-        assert "3 problems" in said
+            assert f"config error: {key}" in error
+        assert "3 problems" in error
 
     def test_train_with_a_vocabulary_below_the_tokenizers_names_both_sizes(self, refused):
-        said = refused("model.vocab_size=200")
-        assert "model.vocab_size" in said
-        assert "258" in said or "259" in said or "257" in said
+        error = refused("model.vocab_size=200")
+        assert "model.vocab_size" in error
+        assert "258" in error or "259" in error or "257" in error
 
     def test_train_with_missing_or_empty_data_names_data_path(self, refused, tmp_path):
         assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/none/*.txt")
@@ -232,21 +232,21 @@ class TestBadInput:
     ):
         """The command finds it at the start, not at the first evaluation."""
         (tmp_path / "some.txt").write_text("a document\n" * 50)
-        said = refused(
+        error = refused(
             "data.source=text",
             f"data.path={tmp_path}/some.txt",
             "data.eval_fraction=0",
             "eval.every=2",
         )
-        assert "eval" in said
+        assert "eval" in error
 
     def test_train_with_nothing_to_resume_names_checkpoint_resume(self, refused):
         assert "checkpoint.resume" in refused("checkpoint.resume=must")
         assert "checkpoint.resume" in refused("checkpoint.resume=100")
 
     def test_train_with_colliding_axis_rules_names_their_key(self, refused):
-        said = refused("sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]")
-        assert "sharding.logical_axis_rules" in said
+        error = refused("sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]")
+        assert "sharding.logical_axis_rules" in error
 
     def test_train_with_stages_over_the_memory_limit_names_the_limit(self, refused):
         words = [
@@ -259,13 +259,13 @@ class TestBadInput:
         )
 
     def test_train_with_compile_save_names_the_compile_command(self, refused):
-        said = refused("compile.save=step.bin")
-        assert "compile.save" in said
-        assert "python -m maxpipe.compile" in said
+        error = refused("compile.save=step.bin")
+        assert "compile.save" in error
+        assert "python -m maxpipe.compile" in error
 
     def test_train_with_a_missing_executable_names_compile_load(self, refused):
-        said = refused("compile.load=nowhere.bin")
-        assert "compile.load: cannot read nowhere.bin" in said
+        error = refused("compile.load=nowhere.bin")
+        assert "compile.load: cannot read nowhere.bin" in error
 
     def test_train_in_the_directory_of_another_model_names_the_difference(
         self, finished, words, capsys
@@ -275,9 +275,9 @@ class TestBadInput:
         with pytest.raises(SystemExit) as exit_:
             main([*words, *IN_PROCESS, "model.mlp_dim=96", "steps=9"])
         assert exit_.value.code == 2
-        said = capsys.readouterr().err
-        assert "model.mlp_dim" in said
-        assert "64" in said
+        error = capsys.readouterr().err
+        assert "model.mlp_dim" in error
+        assert "64" in error
         assert (root / "config.yml").read_bytes() == before
 
     def test_train_as_a_process_with_bad_input_exits_with_2_without_traceback(self, tmp_path):
