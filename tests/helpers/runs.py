@@ -70,8 +70,8 @@ def saved(root: Path, step: int) -> dict[str, np.ndarray]:
     """Load the arrays of a checkpoint by name, data position and random key included."""
     directory = step_path(root / "checkpoints", step)
     leaves = read_record(directory).leaves
-    arrays = load(directory, leaves, dict.fromkeys(leaves))
-    return {name: np.asarray(array) for name, array in arrays}
+    loaded = load(directory, leaves, dict.fromkeys(leaves))
+    return {name: np.asarray(array) for name, array in loaded}
 
 
 def assert_same_run(root: Path, other: Path, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The generated tables are up to date, and their column of engines says what the rules say."""
+"""Test that the generated tables are up to date and agree with the rules about engines."""
 
 import importlib.util
 from pathlib import Path
@@ -23,7 +23,7 @@ ENGINES = {
     "scheduled": ["pipeline.schedule=lockstep_1f1b"],
     "mpmd": ["pipeline.schedule=interleaved_1f1b"],
 }
-# Another value than the default for each key, with what it needs.
+# A value other than the default for each key, with the keys that it needs.
 VALUES = {
     "num_microbatches": ["pipeline.num_microbatches=4"],
     "num_repeats": ["pipeline.num_repeats=1"],
@@ -52,7 +52,7 @@ VALUES = {
     "remat_layers": ["pipeline.remat_layers=true"],
     "remat_tensors": ["pipeline.remat_policy=custom", "pipeline.remat_tensors.context=device"],
 }
-# Read, though this engine refuses or ignores the value above.
+# The engine reads the key, but refuses or ignores the value above.
 SOME_VALUES_ONLY = {("fsdp_gather", "mpmd"), ("memory_limit_gib", "mpmd")}
 CASES = [
     (key, engine) for key in VALUES for engine in ENGINES if (key, engine) not in SOME_VALUES_ONLY
@@ -60,7 +60,7 @@ CASES = [
 
 
 def is_read(key, engine):
-    """Whether an engine takes a value of a key without refusing or ignoring it."""
+    """Return whether an engine accepts the value of a key and uses it."""
     try:
         loaded = load(str(REPOSITORY / "configs" / "base.yml"), [*ENGINES[engine], *VALUES[key]])
         resolved = resolve(loaded, 4)
@@ -71,21 +71,21 @@ def is_read(key, engine):
     return not any(f"pipeline.{key}" in line for line in ignored)
 
 
-def test_pages_are_up_to_date():
+def test_generate_docs_check_passes_for_the_committed_pages():
     assert generate_docs.main(["--check"]) == 0, "run: python scripts/generate_docs.py"
 
 
-def test_every_key_has_a_row():
+def test_option_tables_have_a_row_for_every_key():
     text = generate_docs.option_tables()
     assert [key for key in OPTIONS if f"| `{key}` |" not in text] == []
 
 
-def test_every_pipeline_key_has_engines():
+def test_engines_are_listed_for_every_pipeline_key():
     names = {key.split(".")[1] for key in OPTIONS if key.startswith("pipeline.")}
     assert set(generate_docs.ENGINES) == names
     assert set(VALUES) == names - {"engine", "schedule"}
 
 
 @pytest.mark.parametrize(("key", "engine"), CASES)
-def test_column_of_engines_agrees_with_the_rules(key, engine):
+def test_engines_column_of_a_key_agrees_with_the_rules(key, engine):
     assert is_read(key, engine) == (engine in generate_docs.ENGINES[key])
