@@ -1,4 +1,4 @@
-"""Small hand-written programs, and evaluating a sliced one without any devices."""
+"""Small hand-written programs, and the evaluation of a sliced one in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ def sliced(loss, *args, split_backwards=False):
 
 
 def computation(program, text):
-    """By name: `F1`."""
+    """Return a computation by its name, such as `F1`."""
     return program.computations[UnitName(text[0], int(text[1:]))]
 
 
@@ -43,20 +43,20 @@ def operations(program, text):
 
 
 def evaluate(program, *args):
-    """Outputs of the program: computations in order, parts of outputs added up."""
+    """Return the outputs of the program: run computations in order, add up terms of outputs."""
     env = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
     outputs = [0.0] * program.num_outputs
     for c in program.computations.values():
         names = [*c.reads, *c.arguments]
         written, parts = program.function(c, names)(*(env[v] for v in names))
         env.update(zip(c.writes, written, strict=True))
-        for i, found in parts.items():
-            outputs[i] = sum(found, outputs[i])
+        for i, terms in parts.items():
+            outputs[i] = sum(terms, outputs[i])
     return outputs
 
 
 def assert_computes(program, loss, *args):
-    """The sliced program gives the loss and the gradient for the first argument."""
+    """Assert that a sliced program gives the loss and the gradient for the first argument."""
     expected = jax.tree.leaves(jax.value_and_grad(loss)(*args))
     for a, b in zip(evaluate(program, *args), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
