@@ -195,7 +195,7 @@ SOURCES: dict[str, DataSource] = {
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_engine_inputs`.
+    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_for_parts`.
 
     Attributes:
       implementation: "module:class".

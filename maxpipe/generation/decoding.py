@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.attention import dot_product_attention
+from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.devices.host_memory import to_host
 from maxpipe.model import parameters
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
@@ -22,7 +23,7 @@ from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.spikes import History
 from maxpipe.training.step import TrainState, judge_step, map_by_parameter, new_state, step_key
-from maxpipe.training.trainer import canonical_sharding, like_parameter, to_host
+from maxpipe.training.trainer import canonical_sharding, like_parameter
 
 _CHUNK = re.compile(r"\['chunks'\]\[(\d+)\]")
 

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.devices.host_memory import move
+from maxpipe.devices.host_memory import to_host
 from maxpipe.model import parameters
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, Engine, Metrics
@@ -196,14 +195,3 @@ def canonical_sharding(live: NamedSharding, leading: int, shape: tuple[int, ...]
 
 def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def to_host(leaf: jax.Array) -> Any:
-    """A copy that later steps cannot overwrite: NumPy, or with several processes an array in host memory."""
-    if leaf.is_fully_addressable:
-        return np.array(leaf)
-    device: Any = next(iter(leaf.sharding.device_set))
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" in kinds:
-        return move(leaf, "pinned_host")
-    return jnp.copy(leaf)
