@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxpipe.devices.host_memory import to_host
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
@@ -33,7 +34,6 @@ from maxpipe.training.state import (
     new_state,
     pick_value,
     step_key,
-    to_host,
     with_sharding,
 )
 from maxpipe.training.step import judge_step

@@ -16,7 +16,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.devices.host_memory import move
 from maxpipe.model import parameters
 from maxpipe.model.parameters import Params
 from maxpipe.training.spikes import History
@@ -188,16 +187,3 @@ def with_sharding(
 ) -> jax.ShapeDtypeStruct:
     """Return the abstract array with another sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def to_host(leaf: jax.Array) -> HostArray:
-    """Return a copy that later steps cannot overwrite.
-
-    It is a NumPy array, or with several processes an array in the hosts' memory.
-    """
-    if leaf.is_fully_addressable:
-        return np.array(leaf)
-    device: jax.Device = next(iter(leaf.sharding.device_set))
-    if "pinned_host" in {memory.kind for memory in device.addressable_memories()}:
-        return move(leaf, "pinned_host")
-    return jnp.copy(leaf)

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxpipe.devices.host_memory import to_host
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, Metrics, SpmdEngine
@@ -29,7 +30,6 @@ from maxpipe.training.state import (
     map_by_parameter,
     new_state,
     pick_value,
-    to_host,
     with_sharding,
 )
 from maxpipe.training.step import train_step

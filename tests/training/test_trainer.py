@@ -7,8 +7,8 @@ from helpers.engines import make_batch, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
+from maxpipe.devices.host_memory import to_host
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.trainer import to_host
 
 ROWS = 16
 LAYOUTS = {
