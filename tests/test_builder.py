@@ -8,8 +8,8 @@ from helpers.engines import make_mesh, tiny
 
 import maxpipe
 from maxpipe.builder import ENGINES, build_engine_inputs, build_trainer
-from maxpipe.config import ConfigError
-from maxpipe.config.sections.parallelism import ENGINES as ENGINE_NAMES
+from maxpipe.config import ConfigError, catalog
+from maxpipe.config.imports import implementation
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
@@ -19,8 +19,9 @@ from maxpipe.training.trainer import SpmdTrainer
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 
 
-def test_builder_covers_every_engine_of_the_configuration():
-    assert {*ENGINES, "mpmd"} == set(ENGINE_NAMES) - {"auto"}
+def test_builder_engines_are_those_of_the_catalogue():
+    classes = {name: implementation(entry) for name, entry in catalog.ENGINES.items()}
+    assert classes == ENGINES
 
 
 def test_layout_of_even_layers_has_equal_chunks():
