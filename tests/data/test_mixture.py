@@ -152,13 +152,8 @@ def test_config_invalid_mixture_raises(value, message):
         load("configs/base.yml", [f"data.mixture={value}"])
 
 
-<<<<<<< HEAD
 def test_config_path_next_to_mixture_raises():
-    with pytest.raises(ConfigError, match=r"data\.path has no effect beside it"):
-=======
-def test_a_path_beside_a_mixture_is_refused():
     with pytest.raises(ConfigError, match=r"data\.path has no effect next to it"):
->>>>>>> 0a2bf4d (Tests of the catalogue: complete, light, enough for an added variant; generated documentation reads the engines' facts)
         load(
             "configs/base.yml",
             ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"],
