@@ -73,7 +73,7 @@ def is_lr_schedule(value):
 
 
 def is_source(value):
-    return inspect.isfunction(value) and value.__name__ == "build"
+    return inspect.isfunction(value) and parameters_of(value) == ["config"]
 
 
 def is_kernel(value):
