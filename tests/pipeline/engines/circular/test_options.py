@@ -22,7 +22,7 @@ REMATERIALISED = ("iterations", "layers", "both", "neither")
 
 
 def circular(**values):
-    """Two stages x two FSDP shards, two repeats of two layers; every weight has a shape of its own."""
+    """Two stages x two FSDP shards, two repeats of two layers, weights of different shapes."""
     return tiny(
         **{
             "pipeline.engine": "circular",
