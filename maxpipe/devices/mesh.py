@@ -30,12 +30,15 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
     ici = [getattr(config.mesh.ici, axis) for axis in MESH_AXES]
     dcn = [getattr(config.mesh.dcn, axis) for axis in MESH_AXES]
     if num_slices(devices) > 1:
+        # Neighbours in the ICI part of an axis must be in one slice.
         grid = mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices, allow_split_physical_axes=True
         )
     elif devices[0].platform == "cpu":
+        # CPU devices have no topology; they are numbered as they are.
         grid = np.asarray(devices).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
     else:
+        # JAX arranges the axes along the links of the slice.
         grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
     return Mesh(grid, MESH_AXES)
 

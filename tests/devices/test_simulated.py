@@ -36,12 +36,14 @@ class TestStart:
             (replace(Config(), **{"compile.cache_dir": "off"}), 8, 1, None),
         ],
     )
-    def test_more_threads_only_where_needed(self, config, devices, processes, threads, monkeypatch):
+    def test_start_threads_sets_more_threads_only_where_needed(
+        self, config, devices, processes, threads, monkeypatch
+    ):
         monkeypatch.setattr(os, "environ", {})
         start_threads(config, devices, processes)
         assert os.environ.get("NPROC") == threads
 
-    def test_the_users_number_stays(self, monkeypatch):
+    def test_start_threads_leaves_the_users_number(self, monkeypatch):
         monkeypatch.setenv("NPROC", "3")
         start_threads(CACHE, 64, 1)
         assert os.environ["NPROC"] == "3"
@@ -49,7 +51,7 @@ class TestStart:
 
 class TestProgramsFromFiles:
     @pytest.mark.parametrize(
-        ("environment", "found"),
+        ("environment", "threads"),
         [
             ({}, 2),
             ({"NPROC": "127"}, 127),
@@ -57,34 +59,36 @@ class TestProgramsFromFiles:
             ({"NPROC": "128", "PJRT_NPROC": "9"}, 9),
         ],
     )
-    def test_too_few_threads(self, environment, found, monkeypatch):
+    def test_hindrance_with_too_few_threads_names_the_number(
+        self, environment, threads, monkeypatch
+    ):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         assert (
             hindrance()
-            == f"programs from files need NPROC=128 threads on 8 CPU devices, not {found}"
+            == f"programs from files need NPROC=128 threads on 8 CPU devices, not {threads}"
         )
         assert not uses_cache(CACHE)
         assert explain_threads(CACHE) == [f"compile.cache_dir=off: {hindrance()}"]
 
-    def test_enough_threads(self, monkeypatch):
+    def test_hindrance_with_enough_threads_is_empty(self, monkeypatch):
         monkeypatch.setenv("NPROC", "128")
         assert hindrance() == ""
         assert uses_cache(CACHE)
         (said,) = explain_threads(CACHE)
         assert said.startswith("128 threads")
 
-    def test_several_processes(self, monkeypatch):
+    def test_hindrance_with_several_processes_names_them(self, monkeypatch):
         monkeypatch.setenv("NPROC", "128")
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         assert "several processes" in hindrance()
 
-    def test_more_devices_than_xla_has_threads_for(self, monkeypatch):
+    def test_hindrance_with_more_devices_than_threads_names_the_limit(self, monkeypatch):
         monkeypatch.setenv("NPROC", "1024")
         monkeypatch.setattr(jax, "device_count", lambda: 64)
         assert "at most 16 CPU devices, not on 64" in hindrance()
 
-    def test_nobody_asked_for_a_cache(self, monkeypatch):
+    def test_explain_threads_without_a_cache_directory_names_the_remedy(self, monkeypatch):
         monkeypatch.setenv("NPROC", "128")
         assert not uses_cache(Config())
         (said,) = explain_threads(Config())
@@ -92,7 +96,7 @@ class TestProgramsFromFiles:
         assert explain_threads(replace(Config(), **{"compile.cache_dir": "off"})) == []
 
     @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 64)])
-    def test_no_limits_elsewhere(self, backend, count, monkeypatch):
+    def test_hindrance_on_other_devices_is_empty(self, backend, count, monkeypatch):
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
         monkeypatch.setattr(jax, "device_count", lambda: count)
         assert hindrance() == ""

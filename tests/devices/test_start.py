@@ -23,7 +23,7 @@ TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
 EIGHT = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
 
-def test_axes_have_their_order_and_automatic_partitioning():
+def test_build_mesh_has_axes_in_order_partitioned_automatically():
     mesh = make_mesh(tiny(**EIGHT))
     assert mesh.axis_names == MESH_AXES == ("data", "stage", "fsdp", "context", "tensor", "expert")
     assert dict(mesh.shape) == {
@@ -37,7 +37,7 @@ def test_axes_have_their_order_and_automatic_partitioning():
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 
-def test_neighbours_in_the_last_axes_are_neighbours_among_the_devices():
+def test_build_mesh_puts_neighbouring_devices_in_the_last_axes():
     ids = np.vectorize(lambda device: device.id)(make_mesh(tiny(**EIGHT)).devices).reshape(2, 2, 2)
     np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
 
@@ -57,8 +57,8 @@ class FakeDevice:
         return self.id // 2
 
 
-def test_dcn_lies_outside_ici():
-    """Two slices of two devices: neighbours in an axis are in one slice as far as its ICI part goes."""
+def test_build_mesh_varies_dcn_slowest():
+    """Of two slices with two devices, neighbours in the ICI part of an axis share a slice."""
     config = replace(Config(), **{"mesh.ici.fsdp": 2, "mesh.dcn.data": 2})
     mesh = build_mesh(config, [FakeDevice(i) for i in (3, 0, 2, 1)])
     slices = np.vectorize(lambda device: device.slice_index)(mesh.devices).reshape(2, 2)
@@ -71,7 +71,7 @@ def test_dcn_lies_outside_ici():
     assert slices == [0, 0, 1, 1]
 
 
-def test_slices_are_counted_by_their_index():
+def test_num_slices_counts_slice_indices():
     assert num_slices(jax.devices()) == 1
     assert num_slices([SimpleNamespace(slice_index=i // 2) for i in range(6)]) == 3
 
@@ -81,11 +81,11 @@ def test_slices_are_counted_by_their_index():
     [(P(("data", "fsdp")), range(8)), (P("data"), range(8)), (P(None), range(8))],
     ids=str,
 )
-def test_one_process_has_all_rows(spec, rows):
+def test_rows_of_one_process_are_all_rows(spec, rows):
     assert rows_of_this_process(make_mesh(tiny(**EIGHT)), spec, 8) == list(rows)
 
 
-def test_rows_of_one_of_several_processes(monkeypatch):
+def test_rows_of_one_of_several_processes_are_those_of_its_devices(monkeypatch):
     """A process that owns the devices 2 and 3 of a mesh of 8: stage 1 of the first data row."""
     mesh = make_mesh(tiny(**EIGHT))
     original = jax.sharding.NamedSharding.addressable_devices_indices_map
@@ -100,7 +100,7 @@ def test_rows_of_one_of_several_processes(monkeypatch):
     assert rows_of_this_process(mesh, P("stage"), 8) == [4, 5, 6, 7]
 
 
-def test_compilation_cache_is_in_the_output_directory_unless_said_otherwise(tmp_path):
+def test_compile_cache_is_in_the_output_directory_by_default(tmp_path):
     config = replace(Config(), output_dir=str(tmp_path))
     assert compile_cache(config) == tmp_path / "compile_cache"
     assert compile_cache(replace(config, **{"compile.cache_dir": "off"})) is None
@@ -123,7 +123,9 @@ class TestCompileCache:
         for name, value in before.items():
             jax.config.update(name, value)
 
-    def test_not_for_several_cpu_devices_unless_asked_for(self, monkeypatch, tmp_path):
+    def test_start_compile_cache_on_several_cpu_devices_needs_a_directory(
+        self, monkeypatch, tmp_path
+    ):
         monkeypatch.setenv("NPROC", "128")
         jax.config.update("jax_enable_compilation_cache", True)
         start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
@@ -133,7 +135,9 @@ class TestCompileCache:
         assert not jax.config.jax_enable_compilation_cache
 
     @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 4)])
-    def test_others_are(self, backend, count, monkeypatch, tmp_path):
+    def test_start_compile_cache_on_other_devices_is_used(
+        self, backend, count, monkeypatch, tmp_path
+    ):
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
         monkeypatch.setattr(jax, "device_count", lambda: count)
         jax.config.update("jax_enable_compilation_cache", True)
@@ -164,27 +168,27 @@ class TestStartOfProcesses:
         )
         return calls
 
-    def test_one_process_starts_nothing(self, started):
+    def test_start_processes_without_variables_starts_nothing(self, started):
         start_processes(30)
         assert started == []
 
-    def test_explicit_variables(self, started, monkeypatch):
+    def test_start_processes_with_explicit_variables_passes_them(self, started, monkeypatch):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
         start_processes(30)
         assert started == [("host:1234", 4, 3, TIMEOUTS)]
 
-    def test_an_incomplete_set_names_what_is_missing(self, started, monkeypatch):
+    def test_start_processes_with_an_incomplete_set_names_what_is_missing(
+        self, started, monkeypatch
+    ):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
         with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES"):
             start_processes(30)
         assert started == []
 
-    def test_an_engine_of_one_process_is_refused_before_the_others_are_waited_for(
-        self, started, monkeypatch
-    ):
+    def test_start_jax_refuses_an_engine_of_one_process_before_waiting(self, started, monkeypatch):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
@@ -208,7 +212,9 @@ class TestStartOfProcesses:
         ],
         ids=str,
     )
-    def test_clusters_that_jax_knows(self, started, monkeypatch, variables, several):
+    def test_start_processes_on_known_clusters_leaves_detection_to_jax(
+        self, started, monkeypatch, variables, several
+    ):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         start_processes(30)
@@ -222,7 +228,7 @@ class TestStartOfProcesses:
         ],
         ids=str,
     )
-    def test_processes_share_simulated_devices_evenly(self, started, monkeypatch, variables):
+    def test_simulated_share_divides_devices_evenly(self, started, monkeypatch, variables):
         assert simulated_share(6) == 6
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

@@ -6,14 +6,14 @@ from maxpipe.devices.xla_flags import RECOMMENDED, advice
 
 
 @pytest.mark.parametrize("platform", RECOMMENDED)
-def test_flags_that_are_not_set_are_printed_with_their_variable(platform):
+def test_advice_names_unset_flags_with_their_variable(platform):
     recommended = RECOMMENDED[platform]
     (line,) = advice(platform, {recommended.variable: "--xla_other=1"})
     assert f'{recommended.variable}="{recommended.text()}"' in line
 
 
 @pytest.mark.parametrize("platform", RECOMMENDED)
-def test_nothing_is_said_once_they_are_set_even_otherwise(platform):
+def test_advice_is_empty_if_flags_are_set_to_any_value(platform):
     recommended = RECOMMENDED[platform]
     assert advice(platform, {recommended.variable: recommended.text()}) == []
     assert (
@@ -21,5 +21,5 @@ def test_nothing_is_said_once_they_are_set_even_otherwise(platform):
     )
 
 
-def test_cpus_need_none():
+def test_advice_for_cpus_is_empty():
     assert advice("cpu", {}) == []

@@ -16,7 +16,7 @@ POSITIONS = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]], np.int32)
 
 
 def by_hand(q, k, v, segments):
-    """Softmax over the earlier tokens of the same segment; query head h reads key head h // (H / K)."""
+    """Softmax over earlier tokens of the same segment; head h reads key head h // (H / K)."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     for b, t, h in np.ndindex(*q.shape[:3]):
@@ -44,13 +44,13 @@ def make(**values):
     return apply, params, x
 
 
-def test_causal_grouped_and_within_segments():
+def test_dot_product_attention_is_causal_grouped_and_within_segments():
     q, k, v = qkv()
     actual = dot_product_attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(SEGMENTS))
     np.testing.assert_allclose(actual, by_hand(q, k, v, SEGMENTS), atol=1e-5)
 
 
-def test_grouped_heads_equal_repeated_key_and_value_heads():
+def test_dot_product_attention_of_grouped_heads_equals_repeated_heads():
     q, k, v = map(jnp.asarray, qkv())
     segments = jnp.asarray(SEGMENTS)
     repeated = dot_product_attention(q, *(jnp.repeat(x, H // K, axis=2) for x in (k, v)), segments)
@@ -60,7 +60,7 @@ def test_grouped_heads_equal_repeated_key_and_value_heads():
 @pytest.mark.parametrize(
     "values", [{}, {"model.qk_norm": True}, {"model.attention_bias": True}], ids=str
 )
-def test_layer_by_hand(values):
+def test_attention_layer_equals_numpy(values):
     apply, params, x = make(**values)
     p = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
     x64 = np.asarray(x, np.float64)
@@ -83,7 +83,7 @@ def test_layer_by_hand(values):
     np.testing.assert_allclose(apply(params, x, POSITIONS, SEGMENTS), expected, atol=2e-5)
 
 
-def test_options_add_their_parameters_and_no_others():
+def test_attention_options_add_their_parameters_and_no_others():
     assert set(make()[1]) == {"query", "key", "value", "out"}
     assert set(make(**{"model.qk_norm": True})[1]) == {
         "query",
@@ -97,7 +97,7 @@ def test_options_add_their_parameters_and_no_others():
     assert biases == {"query_bias", "key_bias", "value_bias"}
 
 
-def test_the_attention_function_is_injected():
+def test_attention_calls_the_function_it_is_given():
     config = tiny().model
     apply, specs = split_module(
         lambda: Attention(config, lambda q, k, v, segments: jnp.zeros_like(q))

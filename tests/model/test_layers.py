@@ -10,7 +10,7 @@ from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, dropout
 from maxpipe.model.parameters import init_params, split_module
 
 
-def test_rms_norm_by_hand():
+def test_rms_norm_equals_numpy():
     apply, _ = split_module(lambda: RMSNorm(6, eps=1e-3, dtype="float32"))
     x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
     scale = np.linspace(0.5, 2, 6, dtype=np.float32)
@@ -28,7 +28,7 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
     assert (y == 1).all()
 
 
-def test_gated_mlp_by_hand():
+def test_gated_mlp_equals_numpy():
     config = tiny().model
     apply, specs = split_module(lambda: GatedMLP(config))
     params = init_params(specs, jax.random.key(0))
@@ -41,7 +41,7 @@ def test_gated_mlp_by_hand():
 
 @pytest.fixture
 def dropped():
-    """dropped(rows) -> dropout of these tokens of these rows of a global batch of ones, [rows, tokens, 20].
+    """dropped(rows) -> dropout of rows of a global batch of ones, [rows, tokens, 20].
 
     Rows have two segments, of 30 and 20 tokens.
     """
@@ -61,32 +61,32 @@ def dropped():
     return _dropped
 
 
-def test_dropout_keeps_the_mean(dropped):
+def test_dropout_of_ones_has_mean_one(dropped):
     y = dropped(range(8))
     assert set(np.unique(y)) == {np.float32(0), np.float32(1 / 0.75)}
     assert y.mean() == pytest.approx(1, abs=0.02)
 
 
-def test_dropout_of_a_row_does_not_depend_on_the_rows_beside_it(dropped):
-    whole = dropped(range(8))
+def test_dropout_of_a_row_does_not_depend_on_other_rows(dropped):
+    full = dropped(range(8))
     for rows in ([0], [5], [1, 3, 7], [6, 2]):
-        np.testing.assert_array_equal(dropped(rows), whole[rows])
+        np.testing.assert_array_equal(dropped(rows), full[rows])
 
 
-def test_dropout_of_a_token_does_not_depend_on_the_tokens_beside_it(dropped):
-    whole = dropped(range(2))
+def test_dropout_of_a_token_does_not_depend_on_other_tokens(dropped):
+    full = dropped(range(2))
     for tokens in ([0], range(25, 35), [49, 3, 30]):
-        np.testing.assert_array_equal(dropped(range(2), tokens=tokens), whole[:, tokens])
+        np.testing.assert_array_equal(dropped(range(2), tokens=tokens), full[:, tokens])
 
 
 def test_dropout_differs_by_row_by_token_and_by_key(dropped):
-    whole = dropped(range(3))
-    assert (whole[0] != whole[1]).any()
-    assert len(np.unique(whole.reshape(-1, 20), axis=0)) > 140  # of 150 tokens
-    assert (whole[0] != dropped(range(3), key=1)[0]).any()
+    full = dropped(range(3))
+    assert (full[0] != full[1]).any()
+    assert len(np.unique(full.reshape(-1, 20), axis=0)) > 140  # of 150 tokens
+    assert (full[0] != dropped(range(3), key=1)[0]).any()
 
 
-def test_dropout_keeps_the_dtype():
+def test_dropout_of_bfloat16_is_bfloat16():
     x, tokens = jnp.ones((1, 2, 3), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
     side = SideInputs(tokens, tokens, sequence_index=jnp.zeros(1, jnp.int32))
     assert dropout(x, 0.5, jax.random.key(0), side).dtype == jnp.bfloat16

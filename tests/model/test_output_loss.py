@@ -1,4 +1,4 @@
-"""Losses made tile by tile: equal to those of all logits at once, without ever holding them."""
+"""Losses computed tile by tile equal those of all logits at once, without holding all logits."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def losses_and_gradients(output, x, kernel, targets, weights):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("shape", "tiles"), [((2, 12), 3), ((2, 11), 4), ((30,), 8), ((2, 2), 5)])
-def test_equal_to_all_at_once(shape, tiles, options):
+def test_losses_in_tiles_equal_losses_at_once(shape, tiles, options):
     expected = losses_and_gradients(output(1, **options), *inputs(shape))
     actual = losses_and_gradients(output(tiles, **options), *inputs(shape))
     jax.tree.map(
@@ -46,13 +46,13 @@ def test_equal_to_all_at_once(shape, tiles, options):
     )
 
 
-def test_equal_without_differentiation():
+def test_losses_in_tiles_without_differentiation_equal_losses_at_once():
     arguments = inputs((2, 12))
     expected = output(1, z_loss=0.1).losses(*arguments)
     np.testing.assert_allclose(output(4, z_loss=0.1).losses(*arguments), expected, rtol=1e-5)
 
 
-def test_gradients_of_tiles_are_summed_in_float32():
+def test_kernel_gradient_of_tiles_is_summed_in_float32():
     """In bfloat16 a sum over 64 tiles would lose more than the one rounding at its end."""
     x, kernel, targets, weights = inputs((256,), jnp.bfloat16)
     exact = losses_and_gradients(
@@ -64,12 +64,12 @@ def test_gradients_of_tiles_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("tiles", [1, 4])
-def test_the_reported_cross_entropy_has_no_gradient(tiles):
+def test_reported_cross_entropy_has_no_gradient(tiles):
     x, *rest = inputs((2, 12))
     assert not np.any(jax.grad(lambda x: output(tiles).losses(x, *rest)[1])(x))
 
 
-def test_no_array_has_all_logits():
+def test_losses_in_tiles_have_no_array_of_all_logits():
     def largest(jaxpr):
         for equation in jaxpr.eqns:
             yield from (v.aval.size for v in equation.outvars)

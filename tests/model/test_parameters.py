@@ -31,7 +31,7 @@ class Pair(nnx.Module):
         return x * self.a[...] * by
 
 
-def test_a_module_becomes_a_function_and_specs():
+def test_split_module_returns_a_function_and_specs():
     apply, specs = split_module(Pair)
     assert specs == {
         "a": ParamSpec((4,), jnp.dtype("bfloat16"), ("norm",), 0.0, 1.0),
@@ -42,7 +42,7 @@ def test_a_module_becomes_a_function_and_specs():
     assert apply(params, jnp.ones(4), method="scaled", by=2).tolist() == [0, 2, 4, 6]
 
 
-def test_splitting_allocates_nothing():
+def test_split_module_allocates_nothing():
     class Huge(nnx.Module):
         def __init__(self):
             self.weight = declare((2**20, 2**20), ("embed", "mlp"), "float32")
@@ -51,7 +51,7 @@ def test_splitting_allocates_nothing():
     assert count(specs) == 2**40
 
 
-def test_initial_values_have_their_distribution():
+def test_init_params_draws_the_declared_distribution():
     spec = ParamSpec((200, 300), jnp.dtype("float32"), ("a", "b"), stddev=0.02, fill=1.0)
     values = spec.init(jax.random.key(0))
     assert values.mean() == pytest.approx(1, abs=1e-3)
@@ -63,7 +63,7 @@ def test_initial_values_have_their_distribution():
     assert (constant == 0.5).all()
 
 
-def test_a_parameter_does_not_depend_on_its_neighbours():
+def test_init_params_of_one_parameter_does_not_depend_on_others():
     spec = ParamSpec((4,), jnp.dtype("float32"), ("a",), stddev=1.0)
     alone = init_params({"outer": {"w": spec}}, jax.random.key(3))["outer"]["w"]
     among = init_params({"outer": {"a": spec, "w": spec}, "other": spec}, jax.random.key(3))
@@ -73,7 +73,7 @@ def test_a_parameter_does_not_depend_on_its_neighbours():
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 2, 3), (3, 4, 1), (12, 1, 1)])
-def test_a_layer_does_not_depend_on_the_arrangement(shape):
+def test_init_layers_does_not_depend_on_the_arrangement(shape):
     specs = {"w": ParamSpec((5,), jnp.dtype("float32"), ("a",), stddev=1.0)}
     order = np.random.default_rng(0).permutation(12)
     arranged = init_layers(specs, jax.random.key(0), jnp.asarray(order.reshape(shape)))["w"]
@@ -83,7 +83,7 @@ def test_a_layer_does_not_depend_on_the_arrangement(shape):
     assert len(np.unique(in_order)) == 60
 
 
-def test_every_parameter_has_a_logical_axis_for_every_dimension():
+def test_specs_have_a_logical_axis_for_every_dimension():
     values = {"model.qk_norm": True, "model.attention_bias": True}
     program = ModelProgram(tiny(**values).model)
     named = map_specs(lambda spec: len(spec.axes) == len(spec.shape), program.specs)

@@ -1,4 +1,4 @@
-"""The whole model as functions: sizes, what a token can see, and the losses."""
+"""The model as functions: sizes, what a token can see, and the losses."""
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,12 @@ def activations(program, params, batch):
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_preset_has_the_published_number_of_parameters(name):
+def test_parameter_count_of_a_preset_is_the_published_one(name):
     assert ModelProgram(for_slice(name).model).parameter_count() == PARAMETERS[name]
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameter_count_is_that_of_the_arrays_and_of_telemetry(tied):
+def test_parameter_count_equals_the_arrays_and_the_flops_model(tied):
     program, params = make(
         **{"model.tie_embeddings": tied, "model.qk_norm": True, "model.attention_bias": True}
     )
@@ -69,15 +69,15 @@ class TestWhatATokenSees:
         """Positions whose logits change with the token at `at`."""
         return np.flatnonzero((logits(at) != logits()).any(axis=-1)).tolist()
 
-    def test_no_later_token(self, logits):
+    def test_logits_do_not_depend_on_later_tokens(self, logits):
         assert self.changed_rows(logits, 2) == [2, 3]
         assert self.changed_rows(logits, 7) == [7]
 
-    def test_no_token_of_another_segment(self, logits):
+    def test_logits_do_not_depend_on_other_segments(self, logits):
         assert self.changed_rows(logits, 0) == [0, 1, 2, 3]
         assert self.changed_rows(logits, 4) == [4, 5, 6, 7]
 
-    def test_a_segment_gives_what_it_gives_in_a_row_of_its_own(self):
+    def test_logits_of_a_segment_equal_those_in_a_row_of_its_own(self):
         program, params = make(**{"model.num_layers": 2})
         batch = make_batch(1)
         packed = batch | {
@@ -144,8 +144,8 @@ class TestHead:
         )
 
 
-def test_tied_embeddings_add_both_gradients():
-    """The gradient of the shared table is that of the table plus that of the kernel, were they two."""
+def test_tied_embeddings_sum_both_gradients():
+    """The shared table's gradient is the sum of the table's and the kernel's, untied."""
     tied, params = make(**{"model.tie_embeddings": True, "model.num_layers": 1})
     untied, _ = make(**{"model.num_layers": 1})
     batch = make_batch(2)
@@ -168,19 +168,19 @@ def test_tied_embeddings_add_both_gradients():
     np.testing.assert_allclose(shared, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_only_dropout_needs_a_key():
+def test_needs_key_only_with_dropout():
     assert not make()[0].needs_key
     assert make(**{"model.dropout": 0.1})[0].needs_key
 
 
-def test_cast_leaves_integers_alone():
+def test_cast_does_not_change_integers():
     program, _ = make(**{"model.dtype": "bfloat16"})
     cast = program.cast({"weight": jnp.ones(2), "count": jnp.arange(2)})
     assert cast["weight"].dtype == jnp.bfloat16
     assert cast["count"].dtype == jnp.int32
 
 
-def test_an_unknown_block_is_refused_with_the_choices():
+def test_model_program_with_an_unknown_block_names_the_choices():
     config = update(replace(Config(), **TINY), {"model.block": "lama", "model.head_dim": 4})
     with pytest.raises(ValueError, match=r"choose one of .*llama"):
         ModelProgram(config.model)

@@ -15,17 +15,19 @@ def operands(contracted, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize(("contracted", "letters"), [(1, "bti,iho->btho"), (2, "btih,iho->bto")])
-def test_products_and_both_gradients_are_einsums(contracted, letters):
+def test_project_and_its_gradients_equal_einsums(contracted, letters):
     def loss(product):
         return lambda x, w: jnp.sum(jnp.sin(product(x, w)))
 
     arrays = operands(contracted)
-    wanted = jax.value_and_grad(loss(lambda x, w: jnp.einsum(letters, x, w)), (0, 1))(*arrays)
-    found = jax.value_and_grad(loss(lambda x, w: project(x, w, contracted)), (0, 1))(*arrays)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
+    expected = jax.value_and_grad(loss(lambda x, w: jnp.einsum(letters, x, w)), (0, 1))(*arrays)
+    actual = jax.value_and_grad(loss(lambda x, w: project(x, w, contracted)), (0, 1))(*arrays)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
+    )
 
 
-def test_results_have_the_wanted_dtype_and_gradients_that_of_their_operands():
+def test_project_returns_the_requested_dtype_and_gradients_of_operand_dtype():
     x, w = operands(1, jnp.bfloat16)
     assert project(x, w).dtype == jnp.bfloat16
     product, gradients = jax.vjp(lambda x, w: project(x, w, 1, jnp.float32), x, w)
@@ -35,7 +37,7 @@ def test_results_have_the_wanted_dtype_and_gradients_that_of_their_operands():
     assert [g.dtype for g in gradients(product)] == [jnp.bfloat16, jnp.bfloat16]
 
 
-def test_gradients_of_bfloat16_are_summed_in_the_wanted_dtype():
+def test_project_gradients_of_bfloat16_are_summed_in_the_requested_dtype():
     """Over devices too, where the partitioner makes a sum of each part's."""
     x, w = operands(1, jnp.bfloat16)
 
@@ -47,7 +49,7 @@ def test_gradients_of_bfloat16_are_summed_in_the_wanted_dtype():
     assert [eqn.outvars[0].aval.dtype for eqn in products[-2:]] == [jnp.float32, jnp.float32]
 
 
-def test_gradients_transpose_nothing():
+def test_project_gradients_contain_no_transpose():
     def gradients(x, w, cotangent):
         return jax.vjp(project, x, w)[1](cotangent)
 

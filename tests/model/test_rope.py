@@ -28,11 +28,11 @@ def test_frequencies_are_powers_of_theta():
     assert frequencies(8, 10_000.0, RopeScalingConfig()).dtype == np.float32
 
 
-def test_llama_31_frequencies():
+def test_frequencies_of_llama_31_equal_the_published_scaling():
     plain = [500_000.0 ** (-2 * i / 128) for i in range(64)]
     scaled = frequencies(128, 500_000.0, LLAMA_31)
     assert scaled == pytest.approx([llama_31_by_wavelength(f) for f in plain], rel=1e-6)
-    # Fast turns are kept, the slowest are eight times slower, and some lie between.
+    # Fast turns stay, the slowest become eight times slower, and some are in between.
     assert scaled[0] == 1
     assert scaled[-1] == pytest.approx(3.0689e-07, rel=1e-4)
     ratio = np.array(plain) / scaled
@@ -52,7 +52,7 @@ def test_rotate_is_a_complex_product():
     )
 
 
-def test_scores_depend_on_the_distance_only():
+def test_rotate_makes_scores_depend_on_distance_only():
     q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
     freq = frequencies(16, 10_000.0, RopeScalingConfig())
 
@@ -64,7 +64,7 @@ def test_scores_depend_on_the_distance_only():
     assert abs(score(7, 3) - score(7, 4)) > 1e-2
 
 
-def test_dtype_is_kept_and_angles_stay_float32():
+def test_rotate_of_bfloat16_returns_bfloat16_with_float32_angles():
     x = jnp.ones((1, 1, 1, 4), jnp.bfloat16)
     turned = rotate(x, jnp.array([[4097]]), frequencies(4, 10_000.0, RopeScalingConfig()))
     assert turned.dtype == jnp.bfloat16

@@ -32,7 +32,7 @@ def apply(layer_fn, weights, index, *, scan, key=None):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_layers_run_in_order_and_auxiliary_losses_add_up(scan):
+def test_apply_layers_runs_in_order_and_sums_auxiliary_losses(scan):
     layer_fn = layer_function(Affine(), lambda layer: layer, padded=False)
     x, aux = apply(layer_fn, [1, 2, 3], [0, 1, 2], scan=scan)
     assert (x == 2 * (2 * (2 + 1) + 2) + 3).all()
@@ -40,27 +40,27 @@ def test_layers_run_in_order_and_auxiliary_losses_add_up(scan):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_padding_layers_leave_activations_and_losses_alone(scan):
+def test_apply_layers_with_padding_leaves_activations_and_losses_alone(scan):
     layer_fn = layer_function(Affine(), lambda layer: layer, padded=True)
     x, aux = apply(layer_fn, [1, np.nan, np.inf], [2, NUM_LAYERS, NUM_LAYERS], scan=scan)
     assert (x == 3).all()
     assert aux == 1
 
 
-def test_a_layer_draws_from_the_key_of_its_index_in_model_order():
+def test_layer_function_folds_the_model_order_index_into_the_key():
     layer_fn = layer_function(Affine(needs_key=True), lambda layer: layer, padded=False)
     key = jax.random.key(7)
     x, _ = apply(layer_fn, [0], [2], scan=True, key=key)
     assert x[0, 0, 0] == pytest.approx(2 + float(jax.random.uniform(jax.random.fold_in(key, 2))))
 
 
-def test_without_dropout_no_key_is_folded():
+def test_layer_function_without_dropout_folds_no_key():
     layer_fn = layer_function(Affine(needs_key=False), lambda layer: layer, padded=False)
     x, _ = apply(layer_fn, [0], [2], scan=True, key=jax.random.key(7))
     assert (x == 2).all()
 
 
-def test_each_layer_is_prepared():
+def test_layer_function_prepares_each_layer():
     layer_fn = layer_function(
         Affine(), lambda layer: {"weight": 10 * layer["weight"]}, padded=False
     )

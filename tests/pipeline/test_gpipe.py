@@ -1,4 +1,4 @@
-"""GPipe for a caller's own shard_map: equal to calling the stages in turn, whatever the stages are."""
+"""GPipe in a caller's own shard_map equals calling the stages in turn."""
 
 import doctest
 
@@ -58,7 +58,7 @@ def assert_close(a, b):
     ("stages", "microbatches", "check_vma"),
     [(1, 1, True), (2, 1, False), (2, 4, True), (4, 2, False), (4, 8, True)],
 )
-def test_output_and_gradients_of_a_function(stages, microbatches, check_vma):
+def test_execute_pipeline_of_functions_equals_calling_them_in_turn(stages, microbatches, check_vma):
     def forward(w, x, scale):
         run = lambda y, scale: layer(w[0], y, scale)  # noqa: E731
         y = execute_pipeline(run, x, scale, num_microbatches=microbatches, model_axis_name="pipe")
@@ -74,7 +74,7 @@ def test_output_and_gradients_of_a_function(stages, microbatches, check_vma):
     assert_close(actual, expected)
 
 
-def test_batches_are_split_over_another_axis():
+def test_execute_pipeline_with_batches_split_over_another_axis_equals_calls_in_turn():
     def forward(w, x):
         y = execute_pipeline(
             lambda y: layer(w[0], y, 1.0), x, num_microbatches=2, model_axis_name="pipe"
@@ -86,7 +86,7 @@ def test_batches_are_split_over_another_axis():
     assert_close(piped(weights(2), batch()), in_turn(weights(2), batch(), 1.0))
 
 
-def test_stages_that_wait_do_not_spoil_gradients():
+def test_execute_pipeline_with_waiting_stages_has_finite_gradients():
     """The derivative of the norm is not finite at zero."""
 
     def forward(w, x):
@@ -98,7 +98,7 @@ def test_stages_that_wait_do_not_spoil_gradients():
     assert np.isfinite(jax.grad(lambda w: piped(w, batch()).sum())(jnp.arange(1.0, 5.0))).all()
 
 
-def test_an_nnx_module():
+def test_execute_pipeline_of_an_nnx_module_equals_calls_in_turn():
     graph, _ = nnx.split(nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))))
     states = [nnx.state(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i))) for i in range(2)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
@@ -141,7 +141,7 @@ def on_two_stages(f, *in_specs):
     return shard_map(lambda *args: jax.lax.psum(f(*args), "pipe"), 2, in_specs, WHOLE)
 
 
-def test_a_bound_linen_module():
+def test_execute_pipeline_of_a_bound_linen_module_equals_calls_in_turn():
     x = batch()
     params = shard_map(Bound().init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)(
         jax.random.key(0), x
@@ -156,7 +156,7 @@ def test_a_bound_linen_module():
     assert_close(y, x)
 
 
-def test_a_bound_linen_module_draws_dropout_masks():
+def test_execute_pipeline_of_a_bound_linen_module_draws_dropout_masks():
     model = Bound(rate=0.5)
     init = shard_map(model.init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)
     params = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
@@ -168,7 +168,7 @@ def test_a_bound_linen_module_draws_dropout_masks():
     ).any()
 
 
-def test_a_pipeline_module():
+def test_pipeline_module_equals_calling_its_stages_in_turn():
     stages = 4
     model = PipelineModule(Layer, num_microbatches=2, model_axis_name="pipe")
     x = batch()
@@ -192,7 +192,7 @@ def test_a_pipeline_module():
     assert_close(actual, jax.grad(lambda p: jnp.sum(plain(p, x) ** 2))(params))
 
 
-def test_a_step_hands_on_to_the_next_stage():
+def test_execute_pipeline_step_passes_results_to_the_next_stage():
     def step(state, x):
         return execute_pipeline_step(lambda y: 2 * y, state, x, model_axis_name="pipe")
 
@@ -233,17 +233,17 @@ def test_a_step_hands_on_to_the_next_stage():
         ),
     ],
 )
-def test_mistakes_are_named(run, says):
+def test_execute_pipeline_with_wrong_arguments_names_the_mistake(run, says):
     with pytest.raises(ValueError, match=says):
         shard_map(run, 2, (WHOLE,), STACKED)(batch())
 
 
-def test_outside_of_a_shard_map():
+def test_execute_pipeline_outside_of_a_shard_map_is_refused():
     with pytest.raises(ValueError, match="call it inside one whose mesh has that axis"):
         execute_pipeline(jnp.sin, batch(), num_microbatches=2, model_axis_name="pipe")
 
 
-def test_the_examples_of_the_docstrings():
+def test_docstring_examples_run():
     results = doctest.testmod(gpipe)
     assert results.attempted > 20
     assert not results.failed

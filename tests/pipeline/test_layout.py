@@ -12,7 +12,7 @@ def leaf(num_layers):
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("repeats", [1, 2, 3])
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_layer_index_follows_the_formula(stages, repeats, layers):
+def test_layer_index_of_even_chunks_follows_the_formula(stages, repeats, layers):
     layout = StageLayout.even(stages, repeats, layers)
     assert layout.num_layers == stages * repeats * layers
     assert layout.shape == (repeats, stages, layers)
@@ -22,14 +22,14 @@ def test_layer_index_follows_the_formula(stages, repeats, layers):
                 assert layout.layer_index[v, s, l] == v * stages * layers + s * layers + l
 
 
-def test_stage_of_layers_by_hand():
+def test_stage_layers_of_two_repeats_equal_hand_written_lists():
     """Eight layers, two stages, two repeats: the first stage has the layers 0, 1 and 4, 5."""
     layout = StageLayout.even(2, 2, 2)
     assert layout.stage_layers(0) == [[0, 1], [4, 5]]
     assert layout.stage_layers(1) == [[2, 3], [6, 7]]
 
 
-def test_uneven_chunks_are_padded():
+def test_layer_index_of_uneven_chunks_is_padded():
     layout = StageLayout(2, 2, (1, 3, 2, 1))
     assert layout.num_layers == 7
     assert layout.shape == (2, 2, 3)
@@ -38,7 +38,7 @@ def test_uneven_chunks_are_padded():
     assert layout.stage_layers(1) == [[1, 2, 3], [6]]
 
 
-def test_v_placement_runs_back():
+def test_layer_index_in_v_placement_runs_back():
     layout = StageLayout(2, 2, (1, 3, 2, 1), placement="v")
     assert layout.stage_layers(0) == [[0], [6]]
     assert layout.stage_layers(1) == [[1, 2, 3], [4, 5]]
@@ -54,7 +54,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_round_trip_is_exact(layout):
+def test_from_canonical_then_to_canonical_is_exact(layout):
     canonical = leaf(layout.num_layers)
     live = np.asarray(layout.from_canonical(jnp.asarray(canonical)))
     assert live.shape == (*layout.shape, 2, 3)

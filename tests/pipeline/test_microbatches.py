@@ -12,7 +12,7 @@ def device_batch(rows):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_microbatch_m_takes_rows_m_and_every_further_count(count):
+def test_split_gives_microbatch_m_every_mth_row(count):
     batch = microbatches.prepared(device_batch(12), context=1)
     parts = microbatches.split(batch, count)
     for name, x in batch.items():
@@ -21,7 +21,7 @@ def test_microbatch_m_takes_rows_m_and_every_further_count(count):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_columns_are_the_microbatches(count):
+def test_columns_and_column_equal_split(count):
     batch = microbatches.prepared(device_batch(12), context=1)
     parts, columns = microbatches.split(batch, count), microbatches.columns(batch, count)
     for m in range(count):
@@ -31,20 +31,20 @@ def test_columns_are_the_microbatches(count):
             np.testing.assert_array_equal(x, parts[name][m])
 
 
-def test_every_microbatch_has_rows_of_every_data_shard():
+def test_split_gives_every_microbatch_rows_of_every_data_shard():
     """With rows split over four devices in blocks, no row has to move to another device."""
     shard = jnp.arange(24) // 6
     parts = microbatches.split({"tokens": shard}, 3)["tokens"]
     np.testing.assert_array_equal(parts, np.tile(np.repeat(np.arange(4), 2), (3, 1)))
 
 
-def test_sequence_index_counts_rows_of_the_global_batch():
+def test_prepared_sequence_index_counts_rows_of_the_global_batch():
     index = microbatches.prepared(device_batch(8), context=1)["sequence_index"]
     assert index.dtype == jnp.int32
     np.testing.assert_array_equal(index, np.arange(8))
 
 
-def test_prepared_tokens_are_in_their_places_all_arrays_alike():
+def test_prepared_with_context_reorders_all_arrays_alike():
     batch = device_batch(4)
     prepared = microbatches.prepared(batch, context=2)
     for name, x in batch.items():
@@ -53,7 +53,7 @@ def test_prepared_tokens_are_in_their_places_all_arrays_alike():
 
 
 @pytest.mark.parametrize(("rows", "multiple", "padded"), [(8, 4, 8), (9, 4, 12), (3, 8, 8)])
-def test_padding_rows_weigh_nothing(rows, multiple, padded):
+def test_pad_rows_appends_rows_without_weight(rows, multiple, padded):
     batch = device_batch(rows)
     result = microbatches.pad_rows(batch, multiple)
     for name, x in batch.items():
@@ -62,13 +62,13 @@ def test_padding_rows_weigh_nothing(rows, multiple, padded):
     assert not result["weights"][rows:].any()
 
 
-def test_weight_sum_of_a_batch_without_weights_can_be_divided_by():
+def test_weight_sum_of_a_batch_without_weights_is_positive():
     batch = device_batch(4)
     assert microbatches.weight_sum(batch) == batch["weights"].sum()
     assert microbatches.weight_sum(batch | {"weights": jnp.zeros((4, 8))}) > 0
 
 
-def test_side_inputs_leave_out_what_no_layer_may_see():
+def test_side_inputs_are_three_arrays_of_the_batch():
     batch = microbatches.prepared(device_batch(4), context=1)
     side = microbatches.side_inputs(batch)
     for name in ("positions", "segment_ids", "sequence_index"):

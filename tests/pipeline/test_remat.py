@@ -25,7 +25,7 @@ NAMED = {
 }
 
 
-def kept_by(policy):
+def policy_of(policy):
     return remat_policy(PipelineConfig(remat_policy=policy))
 
 
@@ -41,43 +41,43 @@ def layer_and_inputs():
 
 @pytest.fixture
 def saved(capsys):
-    """saved(policy) -> a line for every value that the backward pass keeps beside the arguments."""
+    """saved(policy) -> a line for every value that is saved besides the arguments."""
 
     def lines(policy):
         block, layer, x = layer_and_inputs()
-        print_saved_residuals(checkpoint(block, kept_by(policy)), layer, x)
-        found = capsys.readouterr().out.splitlines()
+        print_saved_residuals(checkpoint(block, policy_of(policy)), layer, x)
+        printed = capsys.readouterr().out.splitlines()
         return [
-            line for line in found if "from the argument" not in line and "constant" not in line
+            line for line in printed if "from the argument" not in line and "constant" not in line
         ]
 
     return lines
 
 
-def test_every_policy_is_tested():
+def test_named_policies_are_all_tested():
     assert [*REMAT_POLICIES] == sorted([*NAMED, "custom", "full", "none"])
 
 
 @pytest.mark.parametrize("policy", NAMED)
-def test_policies_keep_what_their_names_say(policy):
-    assert kept_by(policy) == NAMED[policy]
+def test_remat_policy_by_name_saves_the_named_tensors(policy):
+    assert policy_of(policy) == NAMED[policy]
 
 
-def test_custom_keeps_tensors_one_by_one():
+def test_remat_policy_custom_takes_tensors_one_by_one():
     tensors = RematTensorsConfig(key_proj="device", mlp_up="offload", mlp_down="device")
-    kept = remat_policy(PipelineConfig(remat_policy="custom", remat_tensors=tensors))
-    assert kept == RematPolicy(device=("key_proj", "mlp_down"), host=("mlp_up",))
+    policy = remat_policy(PipelineConfig(remat_policy="custom", remat_tensors=tensors))
+    assert policy == RematPolicy(device=("key_proj", "mlp_down"), host=("mlp_up",))
 
 
-def test_custom_can_choose_every_named_tensor_of_a_layer():
+def test_remat_tensors_config_has_every_named_tensor_of_a_layer():
     assert set(RematTensorsConfig.__dataclass_fields__) == set(MATMULS)
 
 
-def test_full_saves_nothing_but_the_arguments(saved):
+def test_checkpoint_full_saves_only_the_arguments(saved):
     assert saved("full") == []
 
 
-def test_minimal_saves_the_matrix_products_and_nothing_else(saved):
+def test_checkpoint_minimal_saves_only_matrix_products(saved):
     inner = {"query_proj", "key_proj", "value_proj", "context", "mlp_gate", "mlp_up"}
     names = [re.search(r"named '(\w+)'", line) for line in saved("minimal")]
     assert all(names)
@@ -86,13 +86,13 @@ def test_minimal_saves_the_matrix_products_and_nothing_else(saved):
     assert inner <= {name[1] for name in names} <= inner | {"out_proj", "mlp_down"}
 
 
-def test_none_saves_more(saved):
+def test_checkpoint_none_saves_more_than_minimal(saved):
     assert len(saved("none")) > len(saved("minimal"))
 
 
-def test_an_offloaded_tensor_waits_on_the_host():
+def test_checkpoint_of_an_offloaded_tensor_saves_it_on_the_host():
     block, layer, x = layer_and_inputs()
-    wrapped = checkpoint(block, kept_by("qkv_proj_offloaded"))
+    wrapped = checkpoint(block, policy_of("qkv_proj_offloaded"))
     jaxpr = jax.make_jaxpr(lambda layer, x: jax.tree.leaves(jax.vjp(wrapped, layer, x)[1]))(
         layer, x
     )
@@ -102,12 +102,12 @@ def test_an_offloaded_tensor_waits_on_the_host():
 
 @pytest.fixture(scope="module")
 def gradients():
-    """gradients(kept) -> leaves of the gradient of a layer that keeps so much; None: no rematerialisation."""
+    """gradients(policy) -> leaves of a layer's gradient; without rematerialisation if None."""
     block, layer, x = layer_and_inputs()
 
     @cache
-    def compute(kept):
-        f = checkpoint(block, kept) if kept else block
+    def compute(policy):
+        f = checkpoint(block, policy) if policy else block
         grad = jax.jit(jax.grad(lambda layer, x: jnp.sum(jnp.sin(f(layer, x))), argnums=(0, 1)))
         return jax.tree.leaves(grad(layer, x))
 
@@ -115,6 +115,6 @@ def gradients():
 
 
 @pytest.mark.parametrize("policy", [*NAMED, "full", "none"])
-def test_gradients_do_not_change(policy, gradients):
-    for a, b in zip(gradients(kept_by(policy)), gradients(None), strict=True):
+def test_checkpoint_of_every_policy_leaves_gradients_unchanged(policy, gradients):
+    for a, b in zip(gradients(policy_of(policy)), gradients(None), strict=True):
         assert jnp.max(jnp.abs(a - b)) <= 1e-5 * jnp.max(jnp.abs(b))

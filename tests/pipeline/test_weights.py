@@ -24,14 +24,14 @@ def setting():
 
 
 def spec_of(x):
-    """The spec without trailing whole dimensions, which JAX may drop."""
+    """Return the spec without trailing None, which JAX may drop."""
     entries = list(x.sharding.spec)
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
 
 
-def test_at_rest(setting):
+def test_shardings_at_rest_follow_the_rules(setting):
     _, params = setting
     layers = params["layers"]
     assert spec_of(layers["attention"]["query"]) == P(None, "stage", None, "fsdp", "tensor")
@@ -45,7 +45,7 @@ def test_at_rest(setting):
     assert spec_of(params["head"]["kernel"]) == P(("stage", "fsdp"), "tensor")
 
 
-def test_one_layer_is_gathered_over_fsdp_and_stays_split_over_tensor(setting):
+def test_gather_layer_gathers_over_fsdp_and_leaves_tensor_split(setting):
     weights, params = setting
     one = jax.tree.map(lambda p: p[0, 0, 0], params["layers"])
     gathered = jax.jit(weights.gather_layer)(one)
@@ -53,7 +53,7 @@ def test_one_layer_is_gathered_over_fsdp_and_stays_split_over_tensor(setting):
     assert spec_of(gathered["mlp"]["down"]) == P("tensor")
 
 
-def test_outer_parameters_are_gathered_over_fsdp_and_stage(setting):
+def test_gather_outer_gathers_over_fsdp_and_stage(setting):
     weights, params = setting
     gathered = jax.jit(weights.gather_outer)(params)
     assert set(gathered) == {"embed", "head"}

@@ -1,4 +1,4 @@
-"""Which tokens lie where, and attention of parts against attention of the whole."""
+"""Places of tokens, and attention in parts compared with attention of full sequences."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from maxpipe.sharding.context_parallel import gathered, in_order, in_places, ove
 
 
 @pytest.mark.parametrize(("length", "count"), [(8, 1), (8, 2), (24, 3), (32, 4)])
-def test_every_token_has_one_place_and_parts_the_same_work(length, count):
+def test_parts_hold_every_token_once_and_have_equal_work(length, count):
     tokens = parts(length, count)
     assert tokens.shape == (count, length // count)
     assert sorted(tokens.reshape(-1)) == list(range(length))
@@ -25,12 +25,12 @@ def test_every_token_has_one_place_and_parts_the_same_work(length, count):
     assert len(set((tokens + 1).sum(axis=1))) == 1
 
 
-def test_parts_by_hand():
+def test_parts_of_two_devices_equal_hand_written_tokens():
     np.testing.assert_array_equal(parts(12, 3), [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_places_and_back(count):
+def test_in_places_then_in_order_is_exact(count):
     x = jnp.arange(24).reshape(2, 12)
     placed = in_places(x, count)
     np.testing.assert_array_equal(placed, x[:, parts(12, count).reshape(-1)])
@@ -46,7 +46,7 @@ def manual(f, count, in_specs, out_specs):
     )
 
 
-def test_gradients_of_what_is_gathered_are_summed_in_float32():
+def test_gathered_sums_gradients_in_float32():
     """256 and seven times 1 are 256 in bfloat16, whose next number is 258."""
     scale = jnp.array([256, *[1] * 7], jnp.bfloat16)
 
@@ -54,9 +54,9 @@ def test_gradients_of_what_is_gathered_are_summed_in_float32():
         return jax.grad(lambda x: jnp.sum(gathered(x) * scale[0]).astype(jnp.float32))(x)
 
     over = P(None, "context")
-    found = manual(gradient, 8, (over, P("context")), over)(jnp.ones((1, 16), jnp.bfloat16), scale)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found, jnp.full((1, 16), 264, jnp.bfloat16))
+    actual = manual(gradient, 8, (over, P("context")), over)(jnp.ones((1, 16), jnp.bfloat16), scale)
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(actual, jnp.full((1, 16), 264, jnp.bfloat16))
 
 
 def loss_and_gradients(attention, weights, segments, *qkv):
@@ -69,7 +69,7 @@ def loss_and_gradients(attention, weights, segments, *qkv):
 
 
 def check_parts(kernel, config, length, count, **options):
-    """Outputs and gradients of a kernel whose queries lie on `count` devices are those of dot products on one."""
+    """A kernel with queries on `count` devices has the outputs and gradients of one device."""
     rng = np.random.default_rng(0)
     heads = config.num_query_heads, config.num_kv_heads, config.num_kv_heads, config.num_query_heads
     *qkv, weights = (
@@ -93,12 +93,12 @@ def check_parts(kernel, config, length, count, **options):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_dot_products_of_parts_equal_those_of_the_whole(count):
+def test_dot_product_of_parts_equals_the_full_sequence(count):
     check_parts("dot_product", tiny().model, 12, count)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_splash_of_parts_equals_dot_products_of_the_whole(count):
+def test_splash_of_parts_equals_dot_product_of_the_full_sequence(count):
     """Interpreted; one device has two chunks as well."""
     values = {"model.num_query_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 128}
     check_parts("splash", tiny(**values).model, 512, count, interpret=True)

@@ -30,7 +30,7 @@ def problem_of(call, *args):
     return problem.message
 
 
-def test_specs_follow_the_rules(rules):
+def test_spec_follows_the_rules(rules):
     assert rules.spec(("activation_batch", "activation_length")) == P(("data", "fsdp"), None)
     assert rules.spec(("repeat", "stage", "layers_per_stage", "embed")) == P(
         None, "stage", None, "fsdp"
@@ -38,27 +38,27 @@ def test_specs_follow_the_rules(rules):
     assert rules.spec((None, "embed")) == P(None, "fsdp")
 
 
-def test_mesh_axes_of_size_one_are_left_out(rules):
+def test_spec_leaves_out_mesh_axes_of_size_one(rules):
     assert rules.spec(("embed", "mlp")) == P("fsdp", None)
 
 
-def test_sizes_count_shards(rules):
+def test_size_counts_shards(rules):
     assert rules.size("activation_batch") == 4
     assert rules.size("mlp") == 1
 
 
-def test_constraint_and_sharding_agree(rules):
+def test_constrain_agrees_with_sharding(rules):
     x = jax.jit(lambda x: rules.constrain(x, ("activation_batch", None)))(jnp.ones((8, 3)))
     assert x.sharding.is_equivalent_to(rules.sharding(("activation_batch", None)), 2)
 
 
-def test_a_logical_axis_without_a_rule(rules):
+def test_spec_of_an_axis_without_a_rule_is_refused(rules):
     message = problem_of(rules.spec, ("embed", "experts"))
     assert "no rule for logical axis 'experts'" in message
     assert "add [experts, []]" in message
 
 
-def test_two_dimensions_on_one_mesh_axis(mesh):
+def test_spec_of_two_dimensions_on_one_mesh_axis_is_refused(mesh):
     rules = AxisRules([["embed", ["fsdp"]], ["mlp", ["data", "fsdp"]]], mesh)
     message = problem_of(rules.spec, ("embed", "mlp"))
     assert "'embed'" in message
@@ -66,12 +66,12 @@ def test_two_dimensions_on_one_mesh_axis(mesh):
     assert "'fsdp'" in message
 
 
-def test_a_collision_on_a_mesh_axis_of_size_one_is_none(mesh):
+def test_spec_of_two_dimensions_on_a_mesh_axis_of_size_one_is_allowed(mesh):
     rules = AxisRules([["embed", ["tensor"]], ["mlp", ["tensor"]]], mesh)
     assert rules.spec(("embed", "mlp")) == P(None, None)
 
 
-def test_a_dimension_that_an_axis_does_not_divide_stays_whole_and_is_said_once(mesh):
+def test_spec_of_an_indivisible_dimension_is_not_split_and_reported_once(mesh):
     said = []
     rules = AxisRules(DEFAULT_RULES, mesh, said.append)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_dimension_that_an_axis_does_not_divide_stays_whole_and_is_said_once(m
     assert len(said) == 2
 
 
-def test_the_mesh_axes_that_do_divide_are_used(rules):
+def test_spec_uses_the_mesh_axes_that_divide(rules):
     assert rules.spec(("activation_batch",), (6,)) == P("data")
     assert rules.spec(("activation_batch",), (8,)) == P(("data", "fsdp"))
     assert rules.spec(("activation_batch",), (3,)) == P(None)
@@ -95,7 +95,7 @@ def test_without_removes_mesh_axes():
     assert without(P("fsdp", ("data", "stage", "fsdp")), ("fsdp",)) == P(None, ("data", "stage"))
 
 
-def test_constraints_are_shown_once_with_logical_and_mesh_axes(mesh):
+def test_constrain_shows_each_constraint_once_with_its_axes(mesh):
     lines = []
     rules = AxisRules(DEFAULT_RULES, mesh, show=lines.append)
 
@@ -108,7 +108,7 @@ def test_constraints_are_shown_once_with_logical_and_mesh_axes(mesh):
     assert lines == ["constraint: float32 [activation_batch=8, -=3] over (('data', 'fsdp'), None)"]
 
 
-def test_constraints_inside_a_manual_program_leave_its_axes_out(mesh):
+def test_constrain_inside_a_manual_program_leaves_its_axes_out(mesh):
     lines = []
     rules = AxisRules(DEFAULT_RULES, mesh, show=lines.append)
 
@@ -129,7 +129,7 @@ def test_constraints_inside_a_manual_program_leave_its_axes_out(mesh):
     assert line.endswith(("manual over data, fsdp", "manual over fsdp, data"))
 
 
-def test_debug_prints_what_the_step_asks_for(capsys):
+def test_sharding_debug_prints_the_steps_constraints(capsys):
     config = tiny(
         **{
             "pipeline.schedule": "circular",

@@ -24,7 +24,7 @@ def choose():
 @pytest.mark.parametrize(
     ("platform", "name"), [("cpu", "dot_product"), ("gpu", "dot_product"), ("tpu", "splash")]
 )
-def test_the_kernel_for_a_platform(choose, platform, name):
+def test_choose_kernel_auto_takes_the_platforms_kernel(choose, platform, name):
     assert choose(platform) == (name, f"model.attention={name}: the kernel for {platform}")
 
 
@@ -35,7 +35,9 @@ def test_the_kernel_for_a_platform(choose, platform, name):
         (768, 2, "768 is not a multiple of 512 = 128 x 2 x 2 (mesh.*.context)"),
     ],
 )
-def test_sequences_that_do_not_cut_into_blocks(choose, length, context, reason):
+def test_choose_kernel_auto_with_unfit_lengths_falls_back_with_the_reason(
+    choose, length, context, reason
+):
     message = f"splash cannot be used, data.sequence_length={reason}"
     assert choose("tpu", length, context) == (
         "dot_product",
@@ -47,6 +49,6 @@ def test_sequences_that_do_not_cut_into_blocks(choose, length, context, reason):
         choose("tpu", length, context, "splash")
 
 
-def test_a_kernel_of_another_platform_is_refused(choose):
+def test_choose_kernel_of_another_platform_is_refused(choose):
     with pytest.raises(ConfigError, match="it runs on tpu, not on gpu; use auto or dot_product"):
         choose("gpu", kernel="splash")

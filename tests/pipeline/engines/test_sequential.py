@@ -1,4 +1,4 @@
-"""The reference itself: against a plain loop, and independent of microbatches, mesh and rematerialisation."""
+"""The reference equals a plain loop, whatever the microbatches, mesh and rematerialisation."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def sequential(**values):
 
 
 def by_hand(config, batch, key):
-    """Loss of a batch from the program's functions: no scan, no rematerialisation, no microbatches."""
+    """Compute a batch's loss without scan, rematerialisation or microbatches."""
     program = ModelProgram(config.model)
     side = SideInputs(batch["positions"], batch["segment_ids"], jnp.arange(ROWS))
 
@@ -46,7 +46,7 @@ def by_hand(config, batch, key):
     return jax.jit(jax.value_and_grad(loss))(canonical_params(program))
 
 
-def test_equals_a_plain_loop_over_layers():
+def test_sequential_equals_a_plain_loop_over_layers():
     config = sequential(**{"model.z_loss": 1e-2, "model.tie_embeddings": True})
     batch = make_batch(ROWS)
     loss, gradients = by_hand(config, batch, jax.random.key(0))
@@ -69,19 +69,19 @@ def test_equals_a_plain_loop_over_layers():
         f"{key.rpartition('.')[2]}={value}" for key, value in values.items()
     ),
 )
-def test_layout_and_microbatches_change_nothing(values):
+def test_sequential_with_other_layouts_and_microbatches_is_equal(values):
     config = sequential(**values)
     assert_same(EngineUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
-def test_dropout_follows_the_key_of_the_step():
+def test_dropout_depends_on_the_key_of_the_step():
     pipeline = EngineUnderTest(sequential())
     losses = [pipeline.train(make_batch(ROWS), key=key).loss for key in (0, 0, 1)]
     assert losses[0] == losses[1]
     assert losses[0] != losses[2]
 
 
-def test_a_batch_without_any_weight_has_no_loss_and_no_gradient():
+def test_loss_of_a_batch_without_weights_is_zero_with_zero_gradients():
     batch = make_batch(ROWS)
     batch["weights"][:] = 0
     result = EngineUnderTest(sequential()).train(batch)
@@ -89,7 +89,7 @@ def test_a_batch_without_any_weight_has_no_loss_and_no_gradient():
     assert all(not leaf.any() for leaf in jax.tree.leaves(result.gradients))
 
 
-def test_evaluation_is_the_training_loss_without_dropout_and_z_loss():
+def test_evaluate_is_the_training_loss_without_dropout_and_z_loss():
     batch = make_batch(ROWS)
     sums = EngineUnderTest(sequential(**{"model.z_loss": 1e-2})).evaluate(batch)
     plain = EngineUnderTest(sequential(**{"model.dropout": 0.0})).train(batch)
@@ -98,7 +98,7 @@ def test_evaluation_is_the_training_loss_without_dropout_and_z_loss():
 
 
 @pytest.mark.parametrize("rows", [4, 18, 40])
-def test_evaluation_takes_any_batch_size(rows):
+def test_evaluate_takes_any_batch_size(rows):
     """Also one that the microbatches do not divide."""
     batch = make_batch(rows, seed=1)
     config = sequential(**{"pipeline.num_microbatches": 4, "mesh.ici.fsdp": 2})

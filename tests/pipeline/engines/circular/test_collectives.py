@@ -46,7 +46,7 @@ def compiled(gather, repeats, microbatches):
 
 
 def sets_moved(program, *kinds):
-    """Whole weights of a stage that a device gathers, or whole gradients that it reduces, in sets of one layer."""
+    """Count full weights that a device gathers, or gradients it reduces, in sets of a layer."""
     total = 0
     for collective, count in executed(program.as_text()).items():
         if collective.kind in kinds and _is_weight(collective.shape):
@@ -56,7 +56,7 @@ def sets_moved(program, *kinds):
 
 
 def collectives_of_a_weight(program, kind):
-    """How often each collective of the query projection, whole or in shards, is executed."""
+    """Count executions of each collective of the query projection, in full or in shards."""
     counts = executed(program.as_text())
     return {
         n for c, n in counts.items() if c.kind == kind and c.shape[-3:] in ((24, 6, 4), (12, 6, 4))
@@ -64,11 +64,11 @@ def collectives_of_a_weight(program, kind):
 
 
 def _is_weight(shape):
-    """Whether the dimensions, but for leading 1s and repeats, are those of a weight or of its FSDP shard."""
+    """Return whether dimensions, up to leading 1s and repeats, are a weight's or its shard's."""
     sizes = sorted(n for n in shape if n > 1)
-    whole = [sorted(weight) for weight in WEIGHTS]
+    full = [sorted(weight) for weight in WEIGHTS]
     shards = [sorted([12, *(n for n in weight if n != 24)]) for weight in WEIGHTS]
-    return any(sizes in (dims, sorted([*dims, n])) for dims in whole + shards for n in (2, 4))
+    return any(sizes in (dims, sorted([*dims, n])) for dims in full + shards for n in (2, 4))
 
 
 SIZES = [
@@ -79,7 +79,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("repeats", "microbatches"), SIZES)
-def test_per_iteration_every_iteration_gathers_and_reduces(repeats, microbatches):
+def test_per_iteration_gathers_and_reduces_in_every_iteration(repeats, microbatches):
     program = compiled("per_iteration", repeats, microbatches)
     iterations = microbatches * repeats + 3
     assert sets_moved(program, "all-gather") == 2 * iterations  # forward and backward
@@ -87,7 +87,7 @@ def test_per_iteration_every_iteration_gathers_and_reduces(repeats, microbatches
 
 
 @pytest.mark.parametrize(("repeats", "microbatches"), SIZES)
-def test_per_repeat_every_repeat_gathers_and_reduces(repeats, microbatches):
+def test_per_repeat_gathers_and_reduces_in_every_repeat(repeats, microbatches):
     program = compiled("per_repeat", repeats, microbatches)
     # Forward and backward each gather; the compiler may find that both gather the same.
     assert sets_moved(program, "all-gather") in (repeats, 2 * repeats)
@@ -95,7 +95,7 @@ def test_per_repeat_every_repeat_gathers_and_reduces(repeats, microbatches):
     assert collectives_of_a_weight(program, "reduce-scatter") == {repeats}
 
 
-def test_once_the_step_gathers_and_reduces_all_repeats_together():
+def test_once_gathers_and_reduces_all_repeats_together():
     program = compiled("once", 4, 8)
     assert sets_moved(program, "all-gather") in (4, 8)
     assert collectives_of_a_weight(program, "all-gather") <= {1, 2}
@@ -103,7 +103,7 @@ def test_once_the_step_gathers_and_reduces_all_repeats_together():
     assert collectives_of_a_weight(program, "reduce-scatter") == {1}
 
 
-def test_per_repeat_gathers_at_most_a_quarter_of_the_bytes():
+def test_per_repeat_gathers_at_most_a_quarter_of_per_iterations_bytes():
     per_iteration, per_repeat = (
         sets_moved(compiled(gather, 2, 8), "all-gather")
         for gather in ("per_iteration", "per_repeat")
@@ -112,7 +112,7 @@ def test_per_repeat_gathers_at_most_a_quarter_of_the_bytes():
 
 
 @pytest.mark.parametrize(("repeats", "microbatches", "sets"), [(2, 8, 2), (4, 8, 2), (4, 4, 6)])
-def test_memory_of_gathered_repeats(repeats, microbatches, sets):
+def test_per_repeat_holds_few_sets_of_gathered_weights(repeats, microbatches, sets):
     """Per repeat takes at most two gathered repeats more than per iteration.
 
     Where M = S there are three, of which XLA for CPUs copies those that change places from one

@@ -1,4 +1,4 @@
-"""The circular engine computes the loss and every gradient of the sequential one, whatever its options."""
+"""The circular engine computes the loss and every gradient of the sequential one."""
 
 import math
 from itertools import cycle
@@ -91,21 +91,21 @@ def full_product():
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=name_of)
-def test_equals_sequential(case):
+def test_circular_equals_sequential(case):
     check(case)
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("case", full_product(), ids=name_of)
-def test_equals_sequential_in_the_full_product(case):
+def test_circular_equals_sequential_in_the_full_product(case):
     check(case)
 
 
-def test_every_policy_is_run():
+def test_pairwise_cases_run_every_policy():
     assert {case["remat"] for case in PAIRWISE} == set(REMAT_POLICIES)
 
 
-def test_few_pairs_of_options_are_impossible():
+def test_pairwise_cases_leave_out_few_pairs_of_options():
     """Only what the devices, the options themselves or the time to compile exclude stays out."""
     everything = legal_pairs(FACTORS, lambda case: True, CONSTRAINED)
     assert everything - legal_pairs(FACTORS, is_legal, CONSTRAINED) == {
@@ -176,7 +176,7 @@ def sequential_like(config):
         "padded_uneven_once",
     ],
 )
-def test_evaluation_takes_any_batch_size(values, rows):
+def test_evaluate_takes_any_batch_size(values, rows):
     """As large as the training batch, smaller, larger, and not divisible by the microbatches."""
     config, batch = small(**values), make_batch(rows, seed=1)
     expected = EngineUnderTest(sequential_like(config)).evaluate(batch)
@@ -184,7 +184,7 @@ def test_evaluation_takes_any_batch_size(values, rows):
     assert actual == pytest.approx(expected, rel=1e-5)
 
 
-def test_bfloat16_compute_stays_close_to_the_sequential_engine():
+def test_circular_in_bfloat16_stays_close_to_sequential():
     """Stages, microbatches and FSDP may round differently, no more than bfloat16 itself does."""
     config, batch = small(**{"model.dtype": "bfloat16"}), make_batch(24)
     actual = EngineUnderTest(config).train(batch)
@@ -193,8 +193,8 @@ def test_bfloat16_compute_stays_close_to_the_sequential_engine():
     assert_same(actual, expected, tolerance=3e-2)
 
 
-def test_a_microbatch_without_weights_counts_for_nothing_and_the_others_for_all():
-    """The loss is divided once, by the weights of the whole batch: no mean of microbatch means."""
+def test_loss_with_a_microbatch_without_weights_is_divided_by_all_weights():
+    """The loss is divided once, by the weights of the full batch: no mean of microbatch means."""
     batch = make_batch(24)
     batch["weights"][1::6] = 0
     config = small()

@@ -1,4 +1,4 @@
-"""What the circular engine's options do to its program: what is kept, what is a loop, how much waits."""
+"""What the circular engine's options change in its program: residuals, loops, loop state."""
 
 import math
 from itertools import product
@@ -17,12 +17,12 @@ from helpers.engines import (
 from maxpipe.pipeline.jaxprs import open_jaxpr
 
 ROWS = 16
-# What is rematerialised: whole iterations, single layers, both or neither.
+# What is rematerialised: iterations, layers, both or neither.
 REMATERIALISED = ("iterations", "layers", "both", "neither")
 
 
 def circular(**values):
-    """Two stages x two FSDP shards, two repeats of two layers, sizes that tell every weight by its shape."""
+    """Two stages x two FSDP shards, two repeats of two layers, weights of different shapes."""
     return tiny(
         **{
             "pipeline.engine": "circular",
@@ -41,8 +41,8 @@ def circular(**values):
     )
 
 
-def kept_values(config):
-    """Shapes of all that the forward pass hands to the backward pass."""
+def residual_shapes(config):
+    """Return the shapes of what the forward hands to the backward."""
     subject = EngineUnderTest(config)
     batch = {name: jax.numpy.asarray(x) for name, x in make_batch(ROWS).items()}
 
@@ -62,8 +62,8 @@ def kept_values(config):
     ("policy", "flags"),
     [("none", "iterations"), *product(("full", "minimal", "minimal_offloaded"), REMATERIALISED)],
 )
-def test_no_iteration_keeps_weights(policy, flags, dtype, scan_layers):
-    """The forward pass hands on nothing in the shape of a weight but the parameters themselves."""
+def test_residuals_contain_no_weights_of_an_iteration(policy, flags, dtype, scan_layers):
+    """The forward hands the backward nothing in the shape of a weight except the parameters."""
     config = circular(
         **{
             "pipeline.remat_policy": policy,
@@ -74,18 +74,19 @@ def test_no_iteration_keeps_weights(policy, flags, dtype, scan_layers):
         }
     )
     weights = {(24, 6, 4), (24, 3, 4), (6, 4, 24), (24, 40), (40, 24)}
-    found = [shape for shape in kept_values(config) if any(shape[-len(w) :] == w for w in weights)]
+    shapes = residual_shapes(config)
+    of_weights = [shape for shape in shapes if any(shape[-len(w) :] == w for w in weights)]
     # One leaf [repeats, stages, layers, ...] of each: query, key, value, out, gate, up, down.
-    assert len(found) == 7
-    assert {shape[:3] for shape in found} == {(2, 2, 2)}
+    assert len(of_weights) == 7
+    assert {shape[:3] for shape in of_weights} == {(2, 2, 2)}
 
 
 def loops(config):
-    """(trip count, shapes of what is handed on) of every loop in the forward pass."""
+    """Return (trip count, shapes of the carry) of every loop in the forward."""
     subject = EngineUnderTest(config)
     rows = make_batch(config.data.global_batch_size)
     jaxpr = jax.make_jaxpr(subject.pipeline.loss)(subject.params, rows, jax.random.key(0))
-    found, programs = [], [jaxpr]
+    scans, programs = [], [jaxpr]
     while programs:
         for eqn in programs.pop().eqns:
             if eqn.primitive.name == "scan":
@@ -95,7 +96,7 @@ def loops(config):
                     (o.aval.shape, i.aval.shape)
                     for o, i in zip(eqn.outvars, body.outvars, strict=True)
                 ]
-                found.append(
+                scans.append(
                     (
                         eqn.params["length"],
                         [outside for outside, inside in pairs if outside == inside],
@@ -104,16 +105,14 @@ def loops(config):
             programs += [
                 p for p in jax.tree.leaves(list(eqn.params.values())) if hasattr(p, "eqns")
             ]
-    return found
+    return scans
 
 
 @pytest.mark.parametrize(
     ("repeats", "microbatches", "delay"), [(1, 2, 1), (3, 2, 1), (3, 8, 1), (1, 4, 2), (3, 8, 2)]
 )
-def test_no_more_than_the_microbatches_wait_beside_what_the_stages_send(
-    repeats, microbatches, delay
-):
-    """Inputs, what waits for its next repeat, and outputs share the room of M; d S more are between the stages."""
+def test_loop_state_holds_the_microbatches_and_what_stages_send(repeats, microbatches, delay):
+    """Inputs, activations between repeats, and outputs share M slots; d S are between stages."""
     values = {
         "pipeline.num_repeats": repeats,
         "pipeline.num_microbatches": microbatches,
@@ -139,7 +138,7 @@ def test_no_more_than_the_microbatches_wait_beside_what_the_stages_send(
         ("scan_layers_per_stage", "per_repeat", 5),
     ],
 )
-def test_loops_or_copies(option, gather, length):
+def test_scan_options_compile_a_loop_or_copies(option, gather, length):
     sizes = {"pipeline.num_repeats": 4, "pipeline.num_microbatches": 8, "model.num_layers": 40}
     values = sizes | {"pipeline.fsdp_gather": gather}
     assert any(length == n for n, _ in loops(circular(**values, **{f"pipeline.{option}": True})))
@@ -149,7 +148,7 @@ def test_loops_or_copies(option, gather, length):
 
 
 @pytest.mark.parametrize("gather", ["per_iteration", "per_repeat"])
-def test_copies_of_iterations_compute_the_same(gather):
+def test_copies_of_iterations_equal_sequential(gather):
     config = circular(
         **{
             "pipeline.scan_iterations": False,
