@@ -153,7 +153,7 @@ def test_config_invalid_mixture_raises(value, message):
 
 
 def test_config_path_next_to_mixture_raises():
-    with pytest.raises(ConfigError, match=r"data\.path has no effect beside it"):
+    with pytest.raises(ConfigError, match=r"data\.path has no effect next to it"):
         load(
             "configs/base.yml",
             ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"],
