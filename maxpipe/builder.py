@@ -12,27 +12,26 @@ from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.base import Engine, EngineInputs
+from maxpipe.pipeline.engines.base import Engine, EngineInputs, SpmdEngine
 from maxpipe.pipeline.engines.circular.engine import CircularEngine
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
-from maxpipe.pipeline.engines.mpmd.stages import stage_meshes
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, stage_meshes
 from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
 from maxpipe.pipeline.engines.sequential import SequentialEngine
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
 from maxpipe.sharding.rules import AxisRules
-from maxpipe.training.batches import WithBatchDigest
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
 
-ENGINES: dict[str, Callable[[EngineInputs], Engine]] = {
+SPMD_ENGINES: dict[str, type[SpmdEngine]] = {
     "sequential": SequentialEngine,
     "circular": CircularEngine,
     "scheduled": ScheduledEngine,
 }
+ENGINES: dict[str, type[Engine]] = {**SPMD_ENGINES, "mpmd": MpmdEngine}
 
 
 def build_engine_inputs(
@@ -50,7 +49,13 @@ def build_engine_inputs(
     table = None if config.pipeline.engine == "sequential" else build_table(config)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, note)
     return EngineInputs(
-        ModelProgram(config.model, attention), rules, config.pipeline, build_layout(config), table
+        ModelProgram(config.model, attention),
+        rules,
+        config.pipeline,
+        build_layout(config),
+        mesh,
+        (config.data.global_batch_size, config.data.sequence_length),
+        table,
     )
 
 
@@ -71,10 +76,9 @@ def build_trainer(
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
         build = build_mpmd_trainer if config.pipeline.engine == "mpmd" else build_spmd_trainer
-        trainer = build(config, mesh, inputs)
+        return build(config, mesh, inputs)
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
-    return WithBatchDigest(trainer) if config.telemetry.batch_digest else trainer
 
 
 def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:
@@ -84,10 +88,16 @@ def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
       ConfigError: the schedule splits backwards, which another option does not allow.
     """
     specs = inputs.program.specs
-    engine = ENGINES[config.pipeline.engine](inputs)
+    engine = SPMD_ENGINES[config.pipeline.engine](inputs)
     _check_split_backwards(config, inputs)
-    trainer = SpmdTrainer(specs, engine, inputs.rules, Optimizer(config.optimizer, specs))
-    return StoredStep(trainer, config, mesh) if config.compile.load else trainer
+    return SpmdTrainer(
+        specs,
+        engine,
+        inputs.rules,
+        Optimizer(config.optimizer, specs),
+        load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
+        adds_batch_digest=config.telemetry.batch_digest,
+    )
 
 
 def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:
@@ -99,13 +109,12 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
     """
     check_processes(config, jax.process_count())
     _check_split_backwards(config, inputs)
-    meshes = stage_meshes(mesh)
-    engine = MpmdEngine(
-        inputs, meshes, (config.data.global_batch_size, config.data.sequence_length)
-    )
-    rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     return MpmdTrainer(
-        inputs.program.specs, engine, meshes, rules, partial(Optimizer, config.optimizer)
+        inputs.program.specs,
+        MpmdEngine(inputs),
+        AxisRules(config.sharding.logical_axis_rules, mesh),
+        partial(Optimizer, config.optimizer),
+        adds_batch_digest=config.telemetry.batch_digest,
     )
 
 

@@ -15,47 +15,20 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from maxpipe.config import maxtext
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import OPTIONS, SECTIONS, Option
 from maxpipe.config.sections import Config
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 LONGEST_DEFAULT = 40  # characters of a default that fit a table
 
-ALL = ("sequential", "circular", "scheduled", "mpmd")
-PIPELINES = ("circular", "scheduled", "mpmd")
-# Engines that read a key of `pipeline.*`; others ignore it or refuse it. A test compares this with
-# the rules.
-ENGINES: dict[str, tuple[str, ...]] = {
-    "engine": ALL,
-    "schedule": PIPELINES,
-    "num_microbatches": ALL,
-    "num_repeats": PIPELINES,
-    "num_layers_per_stage": PIPELINES,
-    "layers_per_stage": PIPELINES,
-    "memory_limit_gib": ("mpmd",),
-    "parallel_layers": ("circular",),
-    "outside_layers": ("circular",),
-    "delay_activation_forwarding": ("circular", "scheduled"),
-    "overlap_slots": ("scheduled",),
-    "skip_idle": ("scheduled",),
-    "fsdp_gather": PIPELINES,
-    "scan_iterations": ("circular",),
-    "scan_repeats": ("circular",),
-    "scan_layers_per_stage": PIPELINES,
-    "remat_policy": ALL,
-    "remat_iterations": PIPELINES,
-    "remat_layers": PIPELINES,
-    "remat_tensors": ALL,
-}
-
 
 def engines_of(key: str) -> str:
-    """Return the engines that read a key, as the table shows them; empty outside `pipeline.*`."""
-    section, _, name = key.partition(".")
-    if section != "pipeline":
+    """Return the engines that take a key, as the table shows them; empty outside `pipeline.*`."""
+    if not key.startswith("pipeline."):
         return ""
-    engines = ENGINES[name.partition(".")[0]]
-    return "all" if engines == ALL else ", ".join(engines)
+    engines = [name for name, engine in ENGINES.items() if engine.takes(key)]
+    return "all" if len(engines) == len(ENGINES) else ", ".join(engines)
 
 
 def default_of(option: Option) -> str:

@@ -1,4 +1,4 @@
-"""Layouts, schedules and runs from configurations."""
+"""Test the layouts, schedules and trainers built from configurations."""
 
 from importlib import metadata
 
@@ -8,8 +8,8 @@ from helpers.engines import make_mesh, tiny
 
 import maxpipe
 from maxpipe.builder import ENGINES, build_engine_inputs, build_trainer
-from maxpipe.config import ConfigError
-from maxpipe.config.sections.parallelism import ENGINES as ENGINE_NAMES
+from maxpipe.config import ConfigError, catalog
+from maxpipe.config.imports import implementation
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
@@ -19,36 +19,37 @@ from maxpipe.training.trainer import SpmdTrainer
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 
 
-def test_every_engine_of_the_configuration_is_built():
-    assert {*ENGINES, "mpmd"} == set(ENGINE_NAMES) - {"auto"}
+def test_builder_engines_are_those_of_the_catalogue():
+    classes = {name: implementation(entry) for name, entry in catalog.ENGINES.items()}
+    assert classes == ENGINES
 
 
-def test_even_layers():
+def test_layout_of_even_layers_has_equal_chunks():
     layout = build_layout(tiny(**PIPELINE, **{"pipeline.num_repeats": 2}))
     assert layout.shape == (2, 2, 2)
     assert layout.is_even
 
 
-def test_uneven_layers():
+def test_layout_of_uneven_layers_is_padded_to_the_largest_chunk():
     layout = build_layout(tiny(**PIPELINE, **{"pipeline.layers_per_stage": [1, 3, 3, 1]}))
     assert layout.chunk_sizes == (1, 3, 3, 1)
     assert layout.shape == (2, 2, 3)
 
 
-def test_without_a_pipeline_there_is_one_stage_and_no_schedule():
+def test_layout_without_pipeline_has_one_stage_and_no_schedule():
     config = tiny(**{"pipeline.engine": "sequential", "model.num_layers": 3})
     assert build_layout(config).shape == (1, 1, 3)
     assert build_engine_inputs(config, make_mesh(config)).table is None
 
 
-def test_table_has_the_sizes_and_the_delay_of_the_configuration():
+def test_table_has_the_sizes_and_delay_of_the_configuration():
     plain = build_table(tiny(**PIPELINE))
     delayed = build_table(tiny(**PIPELINE, **{"pipeline.delay_activation_forwarding": True}))
     assert (plain.num_stages, plain.num_microbatches, plain.num_repeats) == (2, 4, 4)
     assert delayed.num_ticks > plain.num_ticks
 
 
-def test_a_table_may_come_from_a_file(tmp_path):
+def test_table_from_a_file_equals_the_saved_table(tmp_path):
     config = tiny(**PIPELINE, **{"pipeline.schedule": "lockstep_1f1b", "pipeline.num_repeats": 2})
     (tmp_path / "mine.csv").write_text(to_csv(build_table(config)))
     again = tiny(
@@ -58,7 +59,7 @@ def test_a_table_may_come_from_a_file(tmp_path):
     assert build_table(again).num_ticks == build_table(config).num_ticks
 
 
-def test_a_wrong_table_is_a_configuration_error_that_names_file_and_key(tmp_path):
+def test_trainer_with_an_invalid_table_file_names_file_and_key(tmp_path):
     file = tmp_path / "wrong.csv"
     file.write_text("0F0,0B0\n1F0,1B0\n")
     config = tiny(**PIPELINE, **{"pipeline.schedule": str(file), "pipeline.num_repeats": 1})
@@ -66,7 +67,7 @@ def test_a_wrong_table_is_a_configuration_error_that_names_file_and_key(tmp_path
         build_trainer(config, make_mesh(config))
 
 
-def test_a_table_from_a_file_that_the_scheduled_engine_cannot_run_runs_on_the_mpmd_engine(tmp_path):
+def test_trainer_with_a_table_file_not_in_lockstep_needs_the_mpmd_engine(tmp_path):
     values = PIPELINE | {"pipeline.schedule": "zb_v", "pipeline.num_repeats": 2}
     (tmp_path / "mine.csv").write_text(to_csv(build_table(tiny(**values))))
     values |= {"pipeline.schedule": str(tmp_path / "mine.csv")}
@@ -74,12 +75,12 @@ def test_a_table_from_a_file_that_the_scheduled_engine_cannot_run_runs_on_the_mp
     with pytest.raises(ConfigError, match=r"scheduled engine: .*; pipeline\.engine=mpmd runs it"):
         build_trainer(config, make_mesh(config))
     config = tiny(**values, **{"pipeline.engine": "mpmd"})
-    table = build_trainer(config, make_mesh(config)).pipeline.table
+    table = build_trainer(config, make_mesh(config)).engine.table
     assert (table.placement, table.kinds) == ("v", ("F", "I", "W"))
     assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
 
 
-def test_a_table_from_a_file_that_splits_backwards_needs_layers_that_are_not_in_a_loop(tmp_path):
+def test_trainer_with_a_split_backward_table_file_refuses_scanned_layers(tmp_path):
     values = PIPELINE | {"pipeline.schedule": "zb_h1", "pipeline.num_repeats": 1}
     (tmp_path / "mine.csv").write_text(to_csv(build_table(tiny(**values))))
     values |= {"pipeline.schedule": str(tmp_path / "mine.csv"), "pipeline.engine": "mpmd"}
@@ -90,7 +91,7 @@ def test_a_table_from_a_file_that_splits_backwards_needs_layers_that_are_not_in_
         build_trainer(config, make_mesh(config))
 
 
-def test_a_table_from_a_file_that_splits_backwards_runs_on_the_scheduled_engine_if_that_pays(
+def test_trainer_with_a_split_backward_table_file_runs_on_the_scheduled_engine_with_remat_minimal(
     tmp_path,
 ):
     values = PIPELINE | {"pipeline.schedule": "zb_h1", "pipeline.num_repeats": 1}
@@ -105,7 +106,7 @@ def test_a_table_from_a_file_that_splits_backwards_runs_on_the_scheduled_engine_
     assert isinstance(build_trainer(config, make_mesh(config)), SpmdTrainer)
 
 
-def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
+def test_trainer_of_the_mpmd_engine_with_several_processes_is_refused(monkeypatch):
     config = tiny(**PIPELINE, **{"pipeline.schedule": "zb_h1"})
     mesh = make_mesh(config)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -115,14 +116,14 @@ def test_several_processes_are_refused_by_the_mpmd_engine(monkeypatch):
         build_trainer(config, mesh)
 
 
-def test_decisions_are_said():
-    said = []
+def test_trainer_with_an_unsplittable_axis_notes_the_decision():
+    notes = []
     config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
-    build_trainer(config, make_mesh(config), note=said.append)
-    assert any("'kv_heads' of size 2 stays whole" in line for line in said)
+    build_trainer(config, make_mesh(config), note=notes.append)
+    assert any("'kv_heads' of size 2 stays whole" in line for line in notes)
 
 
-def test_a_run_from_a_checkout_that_is_not_installed_records_its_version(monkeypatch):
+def test_package_versions_without_installation_have_the_checkouts_version(monkeypatch):
     def installed(name):
         if name == "maxpipe":
             raise metadata.PackageNotFoundError(name)

@@ -1,4 +1,4 @@
-"""The examples in configs/clusters/: what each says about its cluster, and that its step compiles; slices over DCN."""
+"""Test the examples in configs/clusters/, and the traffic of several slices over DCN."""
 
 import re
 from pathlib import Path
@@ -14,6 +14,7 @@ SLICES = [2, pytest.param(4, marks=pytest.mark.grid)]
 
 
 def resolved(path):
+    """Return the configuration resolved for its topology, and the chips of one slice."""
     config = load(path).config
     chips = 1
     for size in config.compile.topology.partition(":")[2].split("x"):
@@ -23,7 +24,7 @@ def resolved(path):
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-def test_the_comment_says_what_the_cluster_gets(path):
+def test_cluster_comment_states_commands_chips_layout_and_tokens(path):
     config, chips = resolved(path)
     comment = re.sub(r"\n# ?", " ", path.read_text().partition("\nbase:")[0])
     assert config.run_name == f"{config.run_name.removesuffix('-' + path.stem)}-{path.stem}"
@@ -31,9 +32,11 @@ def test_the_comment_says_what_the_cluster_gets(path):
     assert f"python -m maxpipe.train configs/clusters/{path.name}" in comment
     assert f"{chips} chips" in comment
     stages = config.mesh.size("stage")
+    pipeline = config.pipeline
     layout = (
-        f"{stages} stages x {config.mesh.ici.fsdp} fsdp, {config.pipeline.num_repeats} repeats of"
-        f" {config.pipeline.num_layers_per_stage} layers per stage, {config.pipeline.num_microbatches} microbatches"
+        f"{stages} stages x {config.mesh.ici.fsdp} fsdp, {pipeline.num_repeats} repeats of"
+        f" {pipeline.num_layers_per_stage} layers per stage,"
+        f" {pipeline.num_microbatches} microbatches"
     )
     assert layout in comment
     tokens = config.data.global_batch_size * config.data.sequence_length / 1e6
@@ -44,7 +47,7 @@ class TestTpu:
     pytestmark = tpu_aot
 
     @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-    def test_its_step_compiles_at_reduced_size(self, tmp_path, path):
+    def test_cluster_step_at_reduced_size_compiles(self, tmp_path, path):
         config, chips = resolved(path)
         stages = config.mesh.size("stage")
         slices = config.compile.num_slices
@@ -65,7 +68,9 @@ class TestTpu:
     @pytest.mark.parametrize("slices", SLICES)
     @pytest.mark.parametrize("axis", ["stage", "data"])
     @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
-    def test_engines_with_stages_or_data_in_several_slices(self, tmp_path, schedule, axis, slices):
+    def test_engine_on_several_slices_sends_one_axis_over_dcn(
+        self, tmp_path, schedule, axis, slices
+    ):
         inner = (
             ("mesh.ici.stage=1", "mesh.ici.fsdp=4")
             if axis == "stage"
@@ -87,7 +92,7 @@ class TestTpu:
         assert_only_this_axis_leaves_the_slice(report, text, axis)
 
     @pytest.mark.parametrize("slices", SLICES)
-    def test_data_parallelism_without_a_pipeline_in_several_slices(self, tmp_path, slices):
+    def test_sequential_engine_on_several_slices_sends_data_over_dcn(self, tmp_path, slices):
         report, text = report_of(
             tmp_path,
             BASE,
@@ -106,7 +111,7 @@ class TestTpu:
 
 
 def assert_only_this_axis_leaves_the_slice(report, text, axis):
-    """What crosses slices is listed, and nothing of the axes within them takes part in it but in small sums."""
+    """Assert that collectives of `axis` alone send over 90 % of the bytes between slices."""
     crossing = [c for c in report["collectives"] if c["network"] == "dcn"]
     kinds = {c["kind"] for c in crossing}
     assert (

@@ -1,4 +1,4 @@
-"""`python -m maxpipe.compile`: simulated devices, TPU slices, exit codes."""
+"""Test `python -m maxpipe.compile` for simulated devices and TPU slices, and its exit codes."""
 
 import os
 import re
@@ -19,15 +19,15 @@ from maxpipe.training.stored_step import read
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
-# The slice that each preset's comment names, by its number of chips.
+# The slices that the comments of the presets name, by number of chips.
 SLICES = {4: "v5p:2x2x1", 8: "v5p:2x2x2", 64: "v5p:4x4x4", 768: "v5p:8x8x12"}
 BASE = "configs/base.yml"
-# As many as the tests' own process has, which may have started JAX already.
+# The tests' own process has eight devices, and may have started JAX already.
 EIGHT_DEVICES = ["compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
 
 
 @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
-def test_simulated_devices(tmp_path, schedule):
+def test_compile_for_simulated_devices_reports_flops_memory_and_collectives(tmp_path, schedule):
     words = (
         BASE,
         "compile.topology=cpu",
@@ -45,8 +45,8 @@ def test_simulated_devices(tmp_path, schedule):
     assert "verdict" in text
 
 
-def test_no_parameter_is_made(tmp_path):
-    """A model of 405 billion parameters is refused or compiled from shapes; its arrays would not fit any machine."""
+def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path):
+    """The compiler needs shapes only; arrays of this model would not fit this machine."""
     words = (
         "model.num_layers=4",
         "model.embed_dim=16384",
@@ -74,7 +74,7 @@ def test_no_parameter_is_made(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
+def test_compile_with_a_bad_target_exits_with_2_and_names_the_key(capsys, words, message):
     with pytest.raises(SystemExit) as exit_info:
         command.main([str(ROOT / BASE), *words])
     assert exit_info.value.code == 2
@@ -82,7 +82,7 @@ def test_what_cannot_be_compiled_for_is_refused(capsys, words, message):
 
 
 @pytest.mark.parametrize("place", ["missing/file", "occupied/file", "directory"])
-def test_files_that_cannot_be_written_are_refused_before_compiling(
+def test_compile_with_unwritable_files_is_refused_before_compiling(
     tmp_path, capsys, monkeypatch, place
 ):
     (tmp_path / "occupied").touch()
@@ -100,7 +100,9 @@ def test_files_that_cannot_be_written_are_refused_before_compiling(
     assert "3 problems found" in error
 
 
-def test_a_directory_without_permission_is_refused_before_compiling(tmp_path, capsys, monkeypatch):
+def test_compile_into_a_directory_without_permission_is_refused_before_compiling(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(
         os, "access", lambda path, mode: path != tmp_path
     )  # root may write everywhere
@@ -111,7 +113,7 @@ def test_a_directory_without_permission_is_refused_before_compiling(tmp_path, ca
     assert f"no permission to write to {tmp_path}" in capsys.readouterr().err
 
 
-def test_without_libtpu_the_extra_is_named():
+def test_compile_without_libtpu_names_the_extra():
     code = (
         "import importlib.util as u, sys; find = u.find_spec;"
         "u.find_spec = lambda name, *a: None if name == 'libtpu' else find(name, *a);"
@@ -127,7 +129,7 @@ class TestTpu:
     pytestmark = tpu_aot
 
     @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-    def test_presets_at_reduced_size(self, tmp_path, path):
+    def test_compile_of_a_reduced_preset_fits_its_slice(self, tmp_path, path):
         config = load(path).config
         chips = int(re.search(r"\((\d+) chips\)", path.read_text())[1])
         stages = config.mesh.ici.stage
@@ -164,7 +166,7 @@ class TestTpu:
         ],
         ids=["sequential", "circular", "scheduled", "per_repeat"],
     )
-    def test_splash_attention_in_every_engine(self, tmp_path, topology, words):
+    def test_compile_of_every_engine_uses_splash_attention(self, tmp_path, topology, words):
         file = tmp_path / "step.hlo"
         small = (
             *NARROW,
@@ -185,7 +187,9 @@ class TestTpu:
         assert any("fwd" in name for name in kernels), kernels
         assert any("dkv" in name for name in kernels), kernels
 
-    def test_transfers_and_gathers_run_beside_computation(self, tmp_path):
+    def test_compile_with_recommended_flags_overlaps_transfers_and_gathers_with_computation(
+        self, tmp_path
+    ):
         file = tmp_path / "step.hlo"
         words = (
             "compile.topology=v5e:2x2",
@@ -226,7 +230,7 @@ class TestTpu:
             ("mesh.ici.stage=1",),
         ],
     )
-    def test_chips_share_keys_and_values_of_their_sequences(self, tmp_path, words):
+    def test_compile_with_context_parallelism_gathers_keys_and_values(self, tmp_path, words):
         chips = "v5e:2x2" if "mesh.ici.stage=1" in words else "v5e:2x4"
         sizes = ("mesh.ici.context=2", "data.sequence_length=1024", "model.head_dim=128")
         report, text = report_of(tmp_path, BASE, f"compile.topology={chips}", *sizes, *words)
@@ -234,7 +238,7 @@ class TestTpu:
         found = {(c["kind"], c["axes"]) for c in report["collectives"]}
         assert {("all-gather", "context"), ("reduce-scatter", "context")} <= found
 
-    def test_memory_of_1f1b_does_not_grow_with_the_microbatches(self, tmp_path):
+    def test_compile_of_1f1b_with_more_microbatches_needs_no_more_memory(self, tmp_path):
         temp = []
         for count in (8, 32):
             words = (f"pipeline.num_microbatches={count}", f"data.global_batch_size={2 * count}")
@@ -248,7 +252,7 @@ class TestTpu:
             temp.append(report["memory"]["temp_bytes"])
         assert temp[1] < 1.02 * temp[0]
 
-    def test_several_slices_talk_over_dcn_and_their_step_can_be_stored(self, tmp_path):
+    def test_compile_for_several_slices_sends_stages_over_dcn_and_stores_the_step(self, tmp_path):
         file = tmp_path / "step.bin"
         report, text = report_of(
             tmp_path,
@@ -268,7 +272,7 @@ class TestTpu:
         assert {c["axes"] for c in report["collectives"] if c["network"] == "dcn"} >= {"stage"}
         assert all("stage" in c["axes"] for c in report["collectives"] if c["network"] == "dcn")
 
-    def test_what_does_not_fit_exits_with_3_and_says_what_would_help(self, tmp_path):
+    def test_compile_that_does_not_fit_exits_with_3_and_lists_remedies(self, tmp_path):
         report, text = report_of(
             tmp_path,
             "configs/models/llama3-8b.yml",
@@ -283,13 +287,13 @@ class TestTpu:
         assert "too much on each device" in text
         assert any("pipeline.num_microbatches" in knob["words"] for knob in report["knobs"])
 
-    def test_a_topology_that_libtpu_does_not_know(self):
+    def test_compile_for_a_topology_unknown_to_libtpu_exits_with_2(self):
         done = run(BASE, "compile.topology=v5p:3x3x3")
         assert done.returncode == 2
         assert "libtpu has no topology v5p:3x3x3" in done.stderr
 
     @pytest.mark.parametrize(("microbatches", "sets"), [(8, 2), (4, 3)])
-    def test_weights_of_two_repeats_are_gathered_and_of_three_where_there_is_no_time_between(
+    def test_compile_with_per_repeat_gathers_holds_two_weight_sets_or_three_without_slack(
         self, tmp_path, microbatches, sets
     ):
         width, hidden = 1024, 4096

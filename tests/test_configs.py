@@ -1,4 +1,4 @@
-"""The files in configs/, but for the model presets: each opens with its command, and is a configuration."""
+"""Test the files in configs/ besides the model presets."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_opens_with_its_command_and_its_run_is_named_like_it(path, monkeypatch):
+def test_config_opens_with_its_command_and_names_its_run_after_the_file(path, monkeypatch):
     monkeypatch.chdir(path.parents[1])
     assert path.read_text().startswith(f"# python -m maxpipe.train configs/{path.name}\n")
     loaded = load(str(path))

@@ -1,4 +1,4 @@
-"""The container image, without Docker: what the Dockerfile says, and its install steps in a fresh environment."""
+"""Test the Dockerfile without Docker: its text, and its install steps in a fresh environment."""
 
 import json
 import os
@@ -16,7 +16,7 @@ INDEX_DEADLINE_SECONDS = 20
 
 
 def instructions():
-    """(instruction, arguments) of the Dockerfile, continuation lines joined."""
+    """Return (instruction, arguments) of the Dockerfile, continuation lines joined."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace(
         "\\\n", ""
     )
@@ -27,7 +27,8 @@ INSTRUCTIONS = instructions()
 
 
 def arguments(name):
-    return [rest for instruction, rest in INSTRUCTIONS if instruction == name]
+    """Return the arguments of every instruction called `name`."""
+    return [text for instruction, text in INSTRUCTIONS if instruction == name]
 
 
 (INSTALL,) = (step for step in arguments("RUN") if "pip install" in step)
@@ -36,12 +37,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def pinned():
-    """Name, as package indexes compare it -> version."""
+    """Return normalised package name -> pinned version."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def test_it_is_slim_pinned_and_not_run_by_root():
+def test_dockerfile_has_a_pinned_slim_image_and_a_user_other_than_root():
     assert IMAGE
     order = [instruction for instruction, _ in INSTRUCTIONS]
     assert order.index("USER") < order.index("ENTRYPOINT")
@@ -49,7 +50,7 @@ def test_it_is_slim_pinned_and_not_run_by_root():
     assert not [step for step in arguments("RUN") if re.search(r"curl|wget|\beval\b", step)]
 
 
-def test_every_dependency_is_pinned_within_its_bounds():
+def test_constraints_pin_every_dependency_within_its_bounds():
     versions = pinned()
     for requirement in PROJECT["dependencies"]:
         name, bounds = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()
@@ -61,10 +62,11 @@ def test_every_dependency_is_pinned_within_its_bounds():
 
 
 def release(version):
+    """Return a version as a list of numbers, for comparison."""
     return [int(part) for part in version.split(".")]
 
 
-def test_what_is_copied_is_there_and_not_ignored():
+def test_dockerfile_copies_files_that_exist_and_are_not_ignored():
     allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines()}
     for copy in arguments("COPY"):
         *sources, _ = copy.split()
@@ -73,17 +75,17 @@ def test_what_is_copied_is_there_and_not_ignored():
 
 
 @pytest.mark.parametrize("extra", ["cpu", "tpu", "cuda"])
-def test_the_extra_is_what_is_installed(tmp_path, extra):
+def test_dockerfile_with_an_extra_installs_it(tmp_path, extra):
     pip = tmp_path / "pip"
     pip.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     pip.chmod(0o755)
     done = sh(INSTALL, EXTRA=extra, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    what = "." if extra == "cpu" else f".[{extra}]"
-    assert json.loads(done.stdout) == ["install", "-c", "constraints.txt", what]
+    target = "." if extra == "cpu" else f".[{extra}]"
+    assert json.loads(done.stdout) == ["install", "-c", "constraints.txt", target]
     assert extra == "cpu" or extra in PROJECT["optional-dependencies"]
 
 
-def test_an_unknown_extra_is_refused():
+def test_dockerfile_with_an_unknown_extra_is_refused():
     done = sh(INSTALL, EXTRA="gpu")
     assert done.returncode == 2
     assert "EXTRA=gpu is not one of cpu, tpu, cuda" in done.stderr
@@ -100,7 +102,7 @@ def sh(command, cwd=None, **environment):
 
 
 @pytest.mark.grid
-def test_the_install_steps_in_a_fresh_environment(tmp_path):
+def test_dockerfile_steps_in_a_fresh_environment_install_and_train(tmp_path):
     python = shutil.which(f"python{IMAGE[1]}")
     if (
         python is None
@@ -109,7 +111,10 @@ def test_the_install_steps_in_a_fresh_environment(tmp_path):
         pytest.skip(f"the image's Python {IMAGE[1]} is not installed")
     subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
     environment = {"PATH": f"{tmp_path / 'venv' / 'bin'}:{os.environ['PATH']}", "EXTRA": "cpu"}
-    probe = f"timeout {INDEX_DEADLINE_SECONDS} pip download --no-deps --dest {tmp_path} tqdm=={pinned()['tqdm']}"
+    probe = (
+        f"timeout {INDEX_DEADLINE_SECONDS} pip download --no-deps --dest {tmp_path}"
+        f" tqdm=={pinned()['tqdm']}"
+    )
     if sh(probe, **environment).returncode:
         pytest.skip("no package index can be reached")
     build = tmp_path / "build"
@@ -120,7 +125,7 @@ def test_the_install_steps_in_a_fresh_environment(tmp_path):
             (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(
                 ROOT / source, build / source
             )
-    # All of the image's steps but for the cache, which spares the index a second download.
+    # Unlike the image, this keeps pip's cache, so that the index serves each package once.
     done = sh(INSTALL, cwd=build, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     installed = json.loads(sh("pip list --format json", **environment).stdout)

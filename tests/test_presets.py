@@ -1,4 +1,4 @@
-"""The model presets: shapes as published, and commands that fit the chips named in them and a laptop."""
+"""Test that presets have the published sizes, and commands that fit their chips and a laptop."""
 
 import re
 import shlex
@@ -25,7 +25,7 @@ def path_of(name):
 
 
 def commands_of(name):
-    """The arguments of each `python -m maxpipe.train` in the file's opening comment."""
+    """Return the arguments of each `python -m maxpipe.train` in the preset's opening comment."""
     comment = path_of(name).read_text().partition("\nbase:")[0]
     text = re.sub(r"\\\n#", "", comment)
     return [
@@ -34,39 +34,41 @@ def commands_of(name):
 
 
 def for_slice(name):
+    """Resolve a preset for the number of chips that its comment names."""
     chips = int(re.search(r"\((\d+) chips\)", path_of(name).read_text())[1])
     return resolve(load(path_of(name)), chips)
 
 
-def test_every_preset_is_covered():
+def test_presets_all_have_a_published_size():
     assert {path.stem for path in PRESETS.glob("*.yml")} == set(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameter_count_is_the_published_one(name):
+def test_preset_has_the_published_parameter_count(name):
     assert parameter_count(for_slice(name).model) == PARAMETERS[name]
     assert f"{PARAMETERS[name]:,} parameters" in path_of(name).read_text().splitlines()[0]
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_activations_are_bfloat16_and_parameters_float32(name):
+def test_preset_has_bfloat16_activations_and_float32_parameters(name):
     model = for_slice(name).model
     assert (model.dtype, model.param_dtype) == ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_layout_named_in_the_comment_is_what_the_slice_gets(name):
+def test_preset_on_its_slice_has_the_layout_in_the_comment(name):
     config = for_slice(name)
-    layers = config.pipeline.num_layers_per_stage
+    pipeline = config.pipeline
     layout = (
-        f"{config.mesh.ici.stage} stages x {config.mesh.ici.fsdp} fsdp, {config.pipeline.num_repeats} repeats"
-        f" of {layers} layers per stage, {config.pipeline.num_microbatches} microbatches"
+        f"{config.mesh.ici.stage} stages x {config.mesh.ici.fsdp} fsdp,"
+        f" {pipeline.num_repeats} repeats of {pipeline.num_layers_per_stage} layers per stage,"
+        f" {pipeline.num_microbatches} microbatches"
     )
     assert layout in re.sub(r"\n# ", " ", path_of(name).read_text())
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_laptop_command_fits_four_simulated_devices(name):
+def test_preset_with_the_laptop_command_fits_four_simulated_devices(name):
     full, (own_path, *overrides) = commands_of(name)
     assert full[0] == own_path == f"configs/models/{name}.yml"
     config = resolve(

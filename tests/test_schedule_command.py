@@ -1,3 +1,5 @@
+"""Test `python -m maxpipe.schedule` for schedules by name and for configurations."""
+
 import io
 import re
 import subprocess
@@ -12,11 +14,12 @@ from maxpipe.schedule import main
 
 
 def output(capsys, *argv):
+    """Run the command successfully; return what it printed."""
     assert main(argv) == 0
     return capsys.readouterr().out
 
 
-def test_prints_the_table_with_bubble_and_peak(capsys):
+def test_schedule_of_a_name_prints_the_table_with_bubble_and_peak(capsys):
     text = output(capsys, "lockstep_1f1b", "stages=4", "microbatches=8", "repeats=2")
     assert text.startswith(
         "lockstep_1f1b: 4 stages, 8 microbatches, 2 repeats, 26 lockstep ticks\n"
@@ -27,13 +30,13 @@ def test_prints_the_table_with_bubble_and_peak(capsys):
 
 
 @pytest.mark.parametrize("name", ["zb_v", "v_half", "v_min", "dualpipe_v"])
-def test_v_schedules_need_no_repeats(capsys, name):
+def test_schedule_of_a_v_shape_defaults_to_two_repeats(capsys, name):
     text = output(capsys, name, "stages=4", "microbatches=8")
     assert text == output(capsys, name, "stages=4", "microbatches=8", "repeats=2")
     assert main([name, "repeats=1"]) == 2
 
 
-def test_colours_a_terminal(monkeypatch):
+def test_schedule_on_a_terminal_prints_colours(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -45,14 +48,14 @@ def test_colours_a_terminal(monkeypatch):
     assert "\x1b[48;5;" in screen.getvalue()
 
 
-def test_csv_goes_out_and_comes_back_as_a_schedule(capsys, tmp_path):
+def test_schedule_from_its_own_csv_prints_the_same_table(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     output(capsys, "zb_h1", "stages=3", "microbatches=5", "--csv", str(path))
     again = output(capsys, str(path))
     assert again.replace("mine:", "zb_h1:") == output(capsys, "zb_h1", "stages=3", "microbatches=5")
 
 
-def test_svg_and_html_files(capsys, tmp_path):
+def test_schedule_with_svg_and_html_writes_the_charts(capsys, tmp_path):
     svg, html = tmp_path / "a.svg", tmp_path / "a.html"
     assert output(capsys, "gpipe", "--svg", str(svg)) == ""
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
@@ -60,12 +63,12 @@ def test_svg_and_html_files(capsys, tmp_path):
     page = html.read_text()
     assert page.count("<svg") == 2
     assert (
-        "4 stages, 8 microbatches, forward 1, backward 2, comm 0.1, head 0; times are of a whole stage"
-        in page
+        "4 stages, 8 microbatches, forward 1, backward 2, comm 0.1, head 0; "
+        "times are of a whole stage" in page
     )
 
 
-def test_compare_shows_all_schedules_on_equal_terms(capsys):
+def test_compare_lists_every_schedule_at_equal_sizes(capsys):
     lines = output(capsys, "--compare", "stages=4", "microbatches=8", "repeats=2").splitlines()
     assert sorted(line.split()[0] for line in lines[1:-2]) == SCHEDULES
     cells = {line.split()[0]: line.split()[1:] for line in lines[1:-2]}
@@ -73,7 +76,7 @@ def test_compare_shows_all_schedules_on_equal_terms(capsys):
     assert cells["lockstep_1f1b"][:5] == ["2", "28.5", "4.5", "15.8%", "5.5"]
 
 
-def test_costs_per_stage_and_of_a_split_backward(capsys):
+def test_schedule_with_costs_uses_them_per_stage_and_per_backward_half(capsys):
     slow = output(capsys, "1f1b", "stages=2", "microbatches=4", "forward=1,3", "backward=2")
     assert "makespan        23\n" in slow
     split = output(capsys, "zb_h1", "stages=2", "microbatches=4", "backward=1.5")
@@ -84,7 +87,7 @@ def test_costs_per_stage_and_of_a_split_backward(capsys):
     assert "bubble          2.5 " in parts
 
 
-def test_delay_and_overlap(capsys):
+def test_schedule_with_delay_and_overlap_accepts_both_and_orders_by_them(capsys):
     assert "lockstep ticks" in output(
         capsys, "lockstep_1f1b", "delay_activation_forwarding=true", "overlap_slots=true"
     )
@@ -124,22 +127,25 @@ def test_delay_and_overlap(capsys):
         ),
     ],
 )
-def test_bad_input_names_the_key_and_what_would_be_right(argv, message, capsys):
+def test_schedule_with_bad_input_exits_with_2_and_names_the_key(argv, message, capsys):
     assert main(argv) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert captured.out == ""
 
 
-def test_a_file_for_other_sizes_says_both(capsys, tmp_path):
+def test_schedule_from_a_csv_of_other_sizes_names_both_sizes(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     output(capsys, "gpipe", "stages=2", "microbatches=3", "--csv", str(path))
     assert main([str(path), "stages=4"]) == 2
-    message = "the file is for 2 stages, 3 microbatches and 1 repeats, but stages=4, microbatches=3 and repeats=1"
+    message = (
+        "the file is for 2 stages, 3 microbatches and 1 repeats, "
+        "but stages=4, microbatches=3 and repeats=1"
+    )
     assert message in capsys.readouterr().err
 
 
-def test_runs_as_a_module_without_importing_jax():
+def test_schedule_as_a_module_does_not_import_jax():
     drawn = f"s.main(['1f1b']); s.main({[*LARGE_HEAD, 'pipeline.layers_per_stage=auto']})"
     code = f"import sys, maxpipe.schedule as s; {drawn}; sys.exit('jax' in sys.modules)"
     assert (
@@ -157,12 +163,12 @@ LARGE_HEAD = (str(CONFIGS / "models" / "qwen3-0.6b.yml"), "pipeline.schedule=1f1
 
 
 def figure(text, name):
-    """The first number of a line."""
+    """Return the first number of the line that starts with `name`."""
     (line,) = re.findall(rf"^{name} +(.*)$", text, re.MULTILINE)
     return float(line.split()[0])
 
 
-def test_a_configuration_is_drawn_with_automatic_stages_and_set_beside_uniform_ones(capsys):
+def test_schedule_of_a_configuration_compares_automatic_with_uniform_stages(capsys):
     text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto")
     assert text.startswith(
         "1f1b [16,12]: 2 stages, 8 microbatches, 1 repeat, 18 free-running ticks\n"
@@ -178,7 +184,7 @@ def test_a_configuration_is_drawn_with_automatic_stages_and_set_beside_uniform_o
     assert "uniform stages" not in alone
 
 
-def test_manual_stages_are_drawn_with_their_own_times(capsys):
+def test_schedule_of_manual_stages_uses_their_own_times(capsys):
     text = output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=[20,8]")
     assert text.startswith("1f1b [20,8]: ")
     assert figure(text, "slowest stage") == 80
@@ -194,7 +200,7 @@ def test_manual_stages_are_drawn_with_their_own_times(capsys):
     )
 
 
-def test_stages_of_several_chunks_are_all_of_them(capsys):
+def test_schedule_of_several_chunks_per_stage_lists_every_chunk(capsys):
     for schedule, layers in (("interleaved_1f1b", "8 + 8"), ("zb_v", "8 + 4")):
         text = output(
             capsys, LARGE_HEAD[0], f"pipeline.schedule={schedule}", "pipeline.layers_per_stage=auto"
@@ -205,7 +211,7 @@ def test_stages_of_several_chunks_are_all_of_them(capsys):
     assert "  stage 1       2 layers: F 2, B 6, head 0.2679\n" in lockstep
 
 
-def test_the_memory_of_a_topology_limits_automatic_stages(capsys):
+def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(capsys):
     words = [
         str(CONFIGS / "models" / "llama3-8b.yml"),
         "pipeline.schedule=zb_v",
@@ -221,7 +227,7 @@ def test_the_memory_of_a_topology_limits_automatic_stages(capsys):
     )
 
 
-def test_the_page_of_a_configuration_has_both_charts(capsys, tmp_path):
+def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
     page = tmp_path / "stages.html"
     assert output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)) == ""
     charts = re.findall(r'<text class="title"[^>]*>([^<]*)</text>', page.read_text())
@@ -234,7 +240,7 @@ def test_the_page_of_a_configuration_has_both_charts(capsys, tmp_path):
         title.text for title in ElementTree.parse(svg).iter("{http://www.w3.org/2000/svg}title")
     ]
     assert len(titles) == 2 * 2 * 8 + 8
-    # F of both stages, the head and B of the last one are before it.
+    # B of stage 0 starts after F of both stages, then the head and B of stage 1.
     (backward,) = (title for title in titles if title.startswith("0B0: "))
     assert backward.endswith(
         f"stage 0, {16 + 12 + 19.35 + 36:.2f} to {16 + 12 + 19.35 + 36 + 48:.2f}"
@@ -253,6 +259,6 @@ def test_the_page_of_a_configuration_has_both_charts(capsys, tmp_path):
         (["stages=4"], "config error: stages (command line): "),
     ],
 )
-def test_bad_configurations_name_their_keys(capsys, words, message):
+def test_schedule_of_a_bad_configuration_names_the_key(capsys, words, message):
     assert main([str(CONFIGS / "base.yml"), *words]) == 2
     assert capsys.readouterr().err.startswith(message)

@@ -1,4 +1,4 @@
-"""The train command from end to end, and what bad input gets."""
+"""Test the train command from end to end, and its answers to bad input."""
 
 import shutil
 
@@ -8,13 +8,13 @@ from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, trai
 
 from maxpipe.train import main
 
-# Eight devices are what the tests' own process has.
-HERE = ["mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
+# The tests' own process has eight devices.
+IN_PROCESS = ["mesh.simulated_devices=8", "mesh.ici.fsdp=4"]
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    """The command of a run of six steps."""
+    """Return the words of a command that trains six steps."""
     directory = tmp_path_factory.mktemp("train")
     options = {"steps": 6, "checkpoint": "{every: 2, keep: 10}", "eval": "{every: 3}"}
     return write_config(directory, telemetry="{log_every: 1, profile_steps: [3, 4]}", **options)
@@ -22,13 +22,13 @@ def words(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(words):
-    """(directory of the finished run, what it printed)."""
-    said = train(words)
-    return output_dir(words) / "tiny", said
+    """Return the directory of the finished run and what it printed."""
+    printed = train(words)
+    return output_dir(words) / "tiny", printed
 
 
-class TestARunToItsEnd:
-    def test_metrics_have_a_row_for_every_step_counted_from_one(self, finished):
+class TestFinishedRun:
+    def test_metrics_of_a_run_have_a_row_for_each_step_from_1(self, finished):
         root, _ = finished
         assert sorted(losses(root)) == [1, 2, 3, 4, 5, 6]
         first = rows(root)[0]
@@ -37,21 +37,21 @@ class TestARunToItsEnd:
         assert first["loss"] == pytest.approx(5.77, abs=0.1)  # ln 320
         assert losses(root)[6][0] < first["loss"]
 
-    def test_evaluations_are_rows_too(self, finished):
+    def test_metrics_of_a_run_have_a_row_for_each_evaluation(self, finished):
         evaluations = {
             row["step"]: row["eval_loss"] for row in rows(finished[0]) if "eval_loss" in row
         }
         assert sorted(evaluations) == [3, 6]
         assert 0 < evaluations[6] < evaluations[3]
 
-    def test_files(self, finished):
+    def test_run_directory_has_checkpoints_events_profile_and_config(self, finished):
         root, _ = finished
         assert checkpoints(root) == [2, 4, 6]
         assert list((root / "tensorboard").glob("events.out.tfevents.*"))
         assert list((root / "profile").rglob("*.xplane.pb"))
         assert yaml.safe_load((root / "config.yml").read_text())["model"]["head_dim"] == 16
 
-    def test_the_report_at_the_start_is_short_and_gives_every_decision(self, finished):
+    def test_start_report_has_at_most_25_lines_and_every_decision(self, finished):
         before_steps = finished[1].partition("\nstep 1/6")[0]
         assert len(before_steps.splitlines()) <= 25
         for text in (
@@ -63,11 +63,11 @@ class TestARunToItsEnd:
         ):
             assert text in before_steps
 
-    def test_console_lines(self, finished):
+    def test_console_shows_the_last_step_and_the_end(self, finished):
         assert "step 6/6  loss" in finished[1]
         assert "done: 6 steps" in finished[1]
 
-    def test_starting_it_again_says_so_and_changes_nothing(self, words, finished):
+    def test_train_when_finished_says_so_and_changes_no_file(self, words, finished):
         root, _ = finished
         before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
         assert "is finished" in train(words)
@@ -75,7 +75,7 @@ class TestARunToItsEnd:
             path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()
         } == before
 
-    def test_a_cache_that_is_asked_for_serves_simulated_devices(self, tmp_path, monkeypatch):
+    def test_compilation_cache_with_simulated_devices_is_reused(self, tmp_path, monkeypatch):
         for name in ("JAX_ENABLE_COMPILATION_CACHE", "NPROC"):
             monkeypatch.delenv(name)
         cache = tmp_path / "cache"
@@ -87,21 +87,26 @@ class TestARunToItsEnd:
         assert {path.name for path in cache.iterdir()} == programs
         assert losses(tmp_path / "runs" / "second") == losses(tmp_path / "runs" / "first")
 
-    def test_config_of_the_run_starts_the_same_run(self, finished, tmp_path):
-        """config.yml is a complete configuration file."""
+    def test_train_from_the_written_config_repeats_the_run(self, finished, tmp_path):
+        """The run's config.yml is a complete configuration file."""
         root, _ = finished
         train([str(root / "config.yml"), f"output_dir={tmp_path}"])
         assert losses(tmp_path / "tiny") == losses(root)
 
-    def test_more_steps_go_on_from_the_end(self, words, finished, tmp_path):
+    def test_train_with_more_steps_resumes_from_the_last_checkpoint(
+        self, words, finished, tmp_path
+    ):
         shutil.copytree(finished[0], tmp_path / "tiny")
         train([*words, f"output_dir={tmp_path}", "steps=8", "optimizer.decay_steps=6"])
         assert sorted(losses(tmp_path / "tiny")) == list(range(1, 9))
         assert checkpoints(tmp_path / "tiny") == [2, 4, 6, 8]
 
 
-def test_sequential_and_pipelined_runs_have_the_same_losses(tmp_path):
-    """Twenty steps from the same seed and data, on four devices each; with this vocabulary automatic stages differ."""
+def test_train_pipelined_has_the_losses_of_a_sequential_run(tmp_path):
+    """Train twenty steps from the same seed and data on four devices each.
+
+    With this vocabulary, automatic stages are uneven.
+    """
     words = [*write_config(tmp_path, steps=20, checkpoint="{every: 0}"), "model.vocab_size=1024"]
     train([*words, "run_name=pipelined"])
     train(
@@ -113,7 +118,7 @@ def test_sequential_and_pipelined_runs_have_the_same_losses(tmp_path):
             "mesh.ici.fsdp=4",
         ]
     )
-    said = train(
+    printed = train(
         [*words, "run_name=stages", "pipeline.schedule=1f1b", "pipeline.layers_per_stage=auto"]
     )
     pipelined, sequential, stages = (
@@ -125,26 +130,27 @@ def test_sequential_and_pipelined_runs_have_the_same_losses(tmp_path):
         assert pipelined[step][2] == stages[step][2] == rate
     assert checkpoints(tmp_path / "runs" / "pipelined") == []
     assert (
-        "pipeline.layers_per_stage=[3,1]: the slowest stage takes 12.73 forwards of a layer" in said
+        "pipeline.layers_per_stage=[3,1]: the slowest stage takes 12.73 forwards of a layer"
+        in printed
     )
-    assert "  stage 0   layers 0-2\n  stage 1   layers 3\n" in said
+    assert "  stage 0   layers 0-2\n  stage 1   layers 3\n" in printed
     assert (
         "\n  layers_per_stage: [3, 1]\n"
         in (tmp_path / "runs" / "stages" / "config.yml").read_text()
     )
 
 
-def test_a_diverging_run_ends_with_code_42_and_keeps_its_last_sound_checkpoint(tmp_path):
-    """Updates of this size make the loss overflow in the second step."""
+def test_train_that_diverges_exits_with_42_and_keeps_the_last_finite_checkpoint(tmp_path):
+    """Updates of this size overflow the loss in the second step."""
     words = write_config(tmp_path, steps=20, checkpoint="{every: 1, keep: 100}")
     options = [
         "optimizer.learning_rate=1e30",
         "optimizer.warmup_steps=0",
         "optimizer.max_consecutive_skips=3",
     ]
-    said = train([*words, *options], expected_code=42)
-    assert "3 steps in a row were not finite" in said
-    assert "optimizer.learning_rate" in said
+    printed = train([*words, *options], expected_code=42)
+    assert "3 steps in a row were not finite" in printed
+    assert "optimizer.learning_rate" in printed
     root = tmp_path / "runs" / "tiny"
     assert checkpoints(root) == [1]
     assert int(next(v for name, v in saved(root, 1).items() if name.endswith("skips"))) == 0
@@ -152,22 +158,22 @@ def test_a_diverging_run_ends_with_code_42_and_keeps_its_last_sound_checkpoint(t
 
 
 class TestBadInput:
-    """Exit code 2, the key, no traceback, nothing written."""
+    """Every bad input exits with 2, names the key and writes neither files nor a traceback."""
 
     @pytest.fixture
     def refused(self, tmp_path, capsys):
-        """refused(*words) -> what the command says when it refuses them."""
+        """Return a function that runs refused words and returns the error output."""
         config = write_config(tmp_path, steps=4)
 
         def _refused(*words):
             with pytest.raises(SystemExit) as exit_:
-                main([*config, *HERE, *words])
+                main([*config, *IN_PROCESS, *words])
             assert exit_.value.code == 2
-            said = capsys.readouterr()
-            assert "Traceback" not in said.err
-            assert said.out == ""
+            captured = capsys.readouterr()
+            assert "Traceback" not in captured.err
+            assert captured.out == ""
             assert not (tmp_path / "runs").exists()
-            return said.err
+            return captured.err
 
         return _refused
 
@@ -192,55 +198,57 @@ class TestBadInput:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_of_the_configuration(self, refused, word, expected):
-        said = refused(word)
+    def test_train_with_a_bad_value_names_the_key_and_a_remedy(self, refused, word, expected):
+        error = refused(word)
         for text in expected:
-            assert text in said
+            assert text in error
 
-    def test_a_mesh_that_does_not_fit_the_devices_comes_with_three_that_do(self, refused):
-        said = refused("mesh.ici.stage=3", "model.num_layers=6", "data.global_batch_size=24")
-        assert "mesh.ici" in said
-        assert "12" in said
-        assert "8 devices" in said
-        assert said.count("mesh.ici.fsdp=") == 3
+    def test_train_with_a_mesh_that_does_not_fit_proposes_three_that_do(self, refused):
+        error = refused("mesh.ici.stage=3", "model.num_layers=6", "data.global_batch_size=24")
+        assert "mesh.ici" in error
+        assert "12" in error
+        assert "8 devices" in error
+        assert error.count("mesh.ici.fsdp=") == 3
 
-    def test_several_problems_come_at_once(self, refused):
-        said = refused("steps=0", "model.mlp_dims=3", "optimizer.schedule=wsdd")
+    def test_train_with_several_problems_reports_all(self, refused):
+        error = refused("steps=0", "model.mlp_dims=3", "optimizer.schedule=wsdd")
         for key in ("steps", "model.mlp_dims", "optimizer.schedule"):
-            assert f"config error: {key}" in said
-        assert "3 problems" in said
+            assert f"config error: {key}" in error
+        assert "3 problems" in error
 
-    def test_a_vocabulary_smaller_than_the_tokenizers(self, refused):
-        said = refused("model.vocab_size=200")
-        assert "model.vocab_size" in said
-        assert "258" in said or "259" in said or "257" in said
+    def test_train_with_a_vocabulary_below_the_tokenizers_names_both_sizes(self, refused):
+        error = refused("model.vocab_size=200")
+        assert "model.vocab_size" in error
+        assert "258" in error or "259" in error or "257" in error
 
-    def test_missing_and_empty_data_files(self, refused, tmp_path):
+    def test_train_with_missing_or_empty_data_names_data_path(self, refused, tmp_path):
         assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/none/*.txt")
         (tmp_path / "empty.txt").write_text("")
         assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/empty.txt")
         assert "data.path" in refused("data.source=text")
 
-    def test_evaluation_without_data_for_it(self, refused, tmp_path):
-        """Found at the start, not after the first hundred steps."""
+    def test_train_with_evaluation_but_no_evaluation_data_is_refused_at_the_start(
+        self, refused, tmp_path
+    ):
+        """The command finds it at the start, not at the first evaluation."""
         (tmp_path / "some.txt").write_text("a document\n" * 50)
-        said = refused(
+        error = refused(
             "data.source=text",
             f"data.path={tmp_path}/some.txt",
             "data.eval_fraction=0",
             "eval.every=2",
         )
-        assert "eval" in said
+        assert "eval" in error
 
-    def test_nothing_to_resume(self, refused):
+    def test_train_with_nothing_to_resume_names_checkpoint_resume(self, refused):
         assert "checkpoint.resume" in refused("checkpoint.resume=must")
         assert "checkpoint.resume" in refused("checkpoint.resume=100")
 
-    def test_axis_rules_that_collide(self, refused):
-        said = refused("sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]")
-        assert "sharding.logical_axis_rules" in said
+    def test_train_with_colliding_axis_rules_names_their_key(self, refused):
+        error = refused("sharding.logical_axis_rules=[[embed, [fsdp]], [mlp, [fsdp]]]")
+        assert "sharding.logical_axis_rules" in error
 
-    def test_stages_that_do_not_fit(self, refused):
+    def test_train_with_stages_over_the_memory_limit_names_the_limit(self, refused):
         words = [
             "pipeline.schedule=1f1b",
             "pipeline.layers_per_stage=auto",
@@ -250,28 +258,30 @@ class TestBadInput:
             *words
         )
 
-    def test_storing_an_executable(self, refused):
-        said = refused("compile.save=step.bin")
-        assert "compile.save" in said
-        assert "python -m maxpipe.compile" in said
+    def test_train_with_compile_save_names_the_compile_command(self, refused):
+        error = refused("compile.save=step.bin")
+        assert "compile.save" in error
+        assert "python -m maxpipe.compile" in error
 
-    def test_an_executable_that_is_not_there(self, refused):
-        said = refused("compile.load=nowhere.bin")
-        assert "compile.load: cannot read nowhere.bin" in said
+    def test_train_with_a_missing_executable_names_compile_load(self, refused):
+        error = refused("compile.load=nowhere.bin")
+        assert "compile.load: cannot read nowhere.bin" in error
 
-    def test_a_run_directory_of_another_model(self, finished, words, capsys):
+    def test_train_in_the_directory_of_another_model_names_the_difference(
+        self, finished, words, capsys
+    ):
         root, _ = finished
         before = (root / "config.yml").read_bytes()
         with pytest.raises(SystemExit) as exit_:
-            main([*words, *HERE, "model.mlp_dim=96", "steps=9"])
+            main([*words, *IN_PROCESS, "model.mlp_dim=96", "steps=9"])
         assert exit_.value.code == 2
-        said = capsys.readouterr().err
-        assert "model.mlp_dim" in said
-        assert "64" in said
+        error = capsys.readouterr().err
+        assert "model.mlp_dim" in error
+        assert "64" in error
         assert (root / "config.yml").read_bytes() == before
 
-    def test_as_a_process(self, tmp_path):
-        """Before and after JAX's start, as a shell sees it."""
+    def test_train_as_a_process_with_bad_input_exits_with_2_without_traceback(self, tmp_path):
+        """The two problems are found before and after JAX starts."""
         config = write_config(tmp_path, steps=4)
         for word in ("model.num_layer=4", "mesh.simulated_devices=6"):
             process = run([*config, word])

@@ -1,4 +1,4 @@
-"""Which collectives a compiled step runs: kind, mesh axis, how often, how many bytes."""
+"""Find the collectives that a compiled step runs: kind, mesh axes, how often, how many bytes."""
 
 import math
 import re
@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.compiling.hlo import Computation, Instruction, Module, array_bytes, executions
+from maxpipe.devices.chips import slice_of
 
 KINDS = (
     "all-gather",
@@ -21,7 +22,8 @@ KINDS = (
 )
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _NAMED = rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{((?:'\w+',?)+)\}}"
-BESIDE = "async_collective_fusion"  # TPU computations that hold a part of a collective and what it runs beside
+# Names of TPU computations that hold a part of a collective and what runs at the same time.
+BESIDE = "async_collective_fusion"
 
 
 @dataclass
@@ -48,21 +50,21 @@ class Collective:
 def find_collectives(
     module: Module, mesh: Mesh, branch_runs: Callable[[float], float] = lambda runs: runs
 ) -> list[Collective]:
-    """Every collective of a compiled step, the largest sender first.
+    """Return every collective of a compiled step, the largest sender first.
 
     Args:
       module: the optimized program of one device.
       mesh: the mesh it was compiled for; partitions of a slice are numbered in its order.
       branch_runs: see `hlo.executions`.
     """
-    found: dict[tuple[str, str, str], Collective] = {}
+    totals: dict[tuple[str, str, str], Collective] = {}
     shape = slice_shape(mesh)
 
     def add(kind: str, axes: str, network: str, runs: float, size: float, sent: float) -> None:
-        entry = found.setdefault((kind, axes, network), Collective(kind, axes, network, 0, 0, 0))
-        entry.count += runs
-        entry.bytes += runs * size
-        entry.sent_bytes += runs * sent
+        total = totals.setdefault((kind, axes, network), Collective(kind, axes, network, 0, 0, 0))
+        total.count += runs
+        total.bytes += runs * size
+        total.sent_bytes += runs * sent
 
     for computation, instruction, runs in executions(module, branch_runs):
         if kind := between_slices(instruction):
@@ -73,15 +75,14 @@ def find_collectives(
             size = operand_bytes(computation, instruction)
             sent = sent_bytes(kind, size, max(map(len, groups), default=1))
             add(kind, axes_of(groups, shape), "ici", runs, size, sent)
-    return sorted(found.values(), key=lambda c: -c.sent_bytes)
+    return sorted(totals.values(), key=lambda c: -c.sent_bytes)
 
 
 def kind_of(computation: Computation, instruction: Instruction) -> str | None:
-    """The collective that an instruction is or starts, or None.
+    """Return the collective that an instruction is or starts, or None.
 
-    TPUs run a reduce-scatter as a fusion of an all-reduce and a slice, and a part of a collective
-    that has been started before inside each fusion it runs beside; the fusions' names give both
-    away.
+    On TPUs a reduce-scatter is a fusion of an all-reduce and a slice. A collective that was started
+    earlier has a part in each fusion that runs at the same time. The fusions' names tell both.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS or computation.name.startswith(BESIDE):
@@ -92,39 +93,47 @@ def kind_of(computation: Computation, instruction: Instruction) -> str | None:
 
 
 def between_slices(instruction: Instruction) -> str | None:
-    """The collective whose part between slices a `send` is, or None.
+    """Return the collective of which a `send` is the part between slices, or None.
 
-    TPUs hand what crosses slices to their hosts, as sends that carry the kind of the collective as
+    TPUs hand what crosses slices to their hosts, by sends that carry the kind of the collective as
     an attribute.
     """
-    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
-    if instruction.opcode != "send" or not found:
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+    if instruction.opcode != "send" or not transfer:
         return None
-    kind = found[1].lower().replace("_", "-")
+    kind = transfer[1].lower().replace("_", "-")
     return kind if kind in KINDS else "collective-permute"
 
 
 def dcn_axes(mesh: Mesh) -> str:
-    """Mesh axes along which some neighbours lie in different slices."""
+    """Return the mesh axes along which some neighbours lie in different slices."""
     slices = _slices(mesh)
     crossing = [n for i, n in enumerate(mesh.axis_names) if (np.diff(slices, axis=i) != 0).any()]
     return ",".join(crossing)
 
 
 def slice_shape(mesh: Mesh) -> dict[str, int]:
-    """Sizes of the mesh axes in one slice: each slice runs a program of its own, whose partitions are its devices."""
-    mine = _slices(mesh) == _slices(mesh).flat[0]
-    counts = (int(np.moveaxis(mine, i, -1)[(0,) * (mine.ndim - 1)].sum()) for i in range(mine.ndim))
+    """Return the sizes of the mesh axes in one slice.
+
+    Each slice runs a program of its own, whose partitions are its devices.
+    """
+    slices = _slices(mesh)
+    is_first = slices == slices.flat[0]
+    counts = []
+    for axis in range(is_first.ndim):
+        line = np.moveaxis(is_first, axis, -1)[(0,) * (is_first.ndim - 1)]
+        counts.append(int(line.sum()))
     return dict(zip(mesh.axis_names, counts, strict=True))
 
 
 def _slices(mesh: Mesh) -> np.ndarray:
-    """The slice of every device."""
-    return np.vectorize(lambda d: getattr(d, "slice_index", 0) or 0)(mesh.devices)
+    """Return the slice of every device, in the shape of the mesh."""
+    slices: np.ndarray = np.vectorize(slice_of)(mesh.devices)
+    return slices
 
 
 def operand_bytes(computation: Computation, instruction: Instruction) -> int:
-    """Bytes of what one device puts in; by the result where the operands' types are not at hand."""
+    """Return the bytes of the operands on one device; if their types are unknown, of the result."""
     types = [
         computation.instructions[n].type
         for n in instruction.operands
@@ -136,7 +145,7 @@ def operand_bytes(computation: Computation, instruction: Instruction) -> int:
 
 
 def sent_bytes(kind: str, operand: float, size: int) -> float:
-    """Bytes that each device of a group of `size` sends, for an operand of so many bytes."""
+    """Return the bytes that each device of a group of `size` sends for an operand."""
     if size <= 1:
         return 0.0
     share = (size - 1) / size
@@ -150,7 +159,7 @@ def sent_bytes(kind: str, operand: float, size: int) -> float:
 
 
 def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
-    """Partitions that exchange data with each other; source and target for permutes."""
+    """Return groups of partitions that exchange data; for permutes (source, target)."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.rest):
         return [[int(n) for n in p.split(",")] for p in re.findall(r"\{?(\d+,\d+)\}?", pairs[1])]
     if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", instruction.rest):
@@ -170,7 +179,7 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
 
 
 def _iota(sizes: str, order: str | None) -> np.ndarray:
-    """0, 1, ... in an array of `sizes`, whose axes are then put in `order`."""
+    """Return 0, 1, ... in an array of `sizes`, its axes transposed to `order`."""
     ids = np.arange(math.prod(_numbers(sizes))).reshape(_numbers(sizes))
     return ids.transpose(_numbers(order)) if order else ids
 
@@ -180,7 +189,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def axes_of(groups: Sequence[Sequence[int]], sizes: Mapping[str, int]) -> str:
-    """Mesh axes along which members of a group differ, in the mesh's order; "" for a group of one."""
+    """Return the mesh axes along which members of a group differ; "" for groups of one."""
     shape = tuple(sizes.values())
     differing = np.zeros(len(shape), bool)
     for group in groups:

@@ -1,7 +1,7 @@
-"""Reading XLA's optimized HLO text: computations, instructions, and how often each runs.
+"""Parse XLA's optimized HLO text: computations, instructions, and how often each runs.
 
-Only what is needed to count is understood; whatever else a line holds is skipped, so that new
-attributes and instructions of later compilers do no harm.
+Only what is needed to count is parsed. Everything else in a line is skipped, so that new attributes
+and instructions of later compilers do no harm.
 """
 
 import math
@@ -52,8 +52,8 @@ class Instruction:
       name, opcode: as in the text.
       type: the result's type as text.
       operands: names of the operands.
-      rest: the text behind the operands: attributes, metadata.
       arguments: the text between the parentheses.
+      rest: the text after the operands: attributes, metadata.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Instruction:
     rest: str
 
     def called(self) -> dict[str, list[str]]:
-        """Computations by role: calls, to_apply, body, condition, branches."""
+        """Return computations by role: calls, to_apply, body, condition, branches."""
         roles: dict[str, list[str]] = {}
         for role, name in _CALLS.findall(self.rest):
             roles.setdefault("branches" if role.endswith("_computation") else role, []).append(name)
@@ -90,7 +90,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses the text of one HLO module.
+    """Parse the text of one HLO module.
 
     Raises:
       ValueError: there is no entry computation.
@@ -104,8 +104,8 @@ def parse(text: str) -> Module:
                 current = computations.setdefault(header[2], Computation(header[2]))
                 entry = header[2] if header[1] else entry
         elif line.rstrip() == "}" or line.startswith("} //"):
-            # Nothing else: a kernel's configuration may hold line breaks and go on with braces of
-            # its own.
+            # No other line with a brace ends it: a kernel's configuration may hold line breaks and
+            # braces of its own.
             current = None
         elif instruction := _instruction(line):
             current.instructions[instruction.name] = instruction
@@ -135,7 +135,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _end_of_type(line: str, start: int) -> int:
-    """Where the type that starts at `start` ends: tuples and layouts hold spaces and parentheses."""
+    """Return where a type ends; tuples and layouts hold spaces and parentheses."""
     depth = 0
     for i in range(start, len(line)):
         if line[i] in "({[":
@@ -157,7 +157,7 @@ def _closing(line: str, start: int) -> int:
 
 
 def array_bytes(type_text: str) -> list[int]:
-    """Bytes of every array in a type, tuples flattened; unpadded, as layouts are left out of account."""
+    """Return the bytes of every array in a type, tuples flattened; padding is ignored."""
     sizes = []
     for dtype, dims in _ARRAY.findall(type_text):
         bits = _BITS.get(dtype) or (
@@ -171,16 +171,15 @@ def array_bytes(type_text: str) -> list[int]:
 def executions(
     module: Module, branch_runs: Callable[[float], float] = lambda runs: runs
 ) -> Iterator[tuple[Computation, Instruction, float]]:
-    """Every instruction with the number of times that a step runs it.
+    """Yield every instruction with the number of times that a step runs it.
 
-    Loops multiply by their trip count (1 where it cannot be told), fusions and calls are looked
-    into.
+    Loops multiply by their trip count, 1 if it is unknown. Instructions inside fusions and calls
+    are among them.
 
     Args:
       module: the program of one device.
       branch_runs: how often the branches of a conditional that is reached so many times do their
-        work; by default each time. All branches are counted alike: the idle ones hold nothing to
-        count.
+        work; by default each time. All branches count alike: idle ones hold nothing to count.
     """
     yield from _executions(module, module.computations[module.entry], 1.0, branch_runs)
 
@@ -193,7 +192,7 @@ def _executions(
         if instruction.opcode.endswith(("-update", "-done")) or instruction.name.startswith(
             "async-collective-done"
         ):
-            continue  # they name the same computation as their start, or repeat what it began
+            continue  # these name the same computation as their start, or repeat it
         roles = instruction.called()
         inside = [(name, runs) for name in roles.get("calls", []) + roles.get("to_apply", [])]
         if instruction.opcode == "while":
@@ -207,7 +206,7 @@ def _executions(
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
-    """How often a `while` runs: from the compiler's own note, or from a condition `counter < constant`."""
+    """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`."""
     if known := _TRIPS.search(loop.rest):
         return int(known[1])
     conditions = loop.called().get("condition", [])
@@ -225,29 +224,32 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
-    """The value of a scalar whole constant, through copies and conversions."""
-    found = instructions.get(name)
-    while (
-        found is not None
-        and found.opcode in ("copy", "convert", "bitcast", "reshape")
-        and found.operands
-    ):
-        found = instructions.get(found.operands[0])
-    if found is None or found.opcode != "constant":
+    """Return the value of an integer constant, through copies; None if it is none."""
+    source = _source(instructions, name, ("copy", "convert", "bitcast", "reshape"))
+    if source is None or source.opcode != "constant":
         return None
-    return int(found.arguments) if re.fullmatch(r"-?\d+", found.arguments.strip()) else None
+    return int(source.arguments) if re.fullmatch(r"-?\d+", source.arguments.strip()) else None
 
 
 def _tuple_index(instructions: Mapping[str, Instruction], name: str) -> int | None:
-    found = instructions.get(name)
-    while found is not None and found.opcode in ("copy", "convert", "bitcast") and found.operands:
-        found = instructions.get(found.operands[0])
-    index = re.search(r"index=(\d+)", found.rest) if found is not None else None
+    """Return which element of a tuple a value is, through copies; None if unknown."""
+    source = _source(instructions, name, ("copy", "convert", "bitcast"))
+    index = re.search(r"index=(\d+)", source.rest) if source is not None else None
     return int(index[1]) if index else None
 
 
+def _source(
+    instructions: Mapping[str, Instruction], name: str, copies: tuple[str, ...]
+) -> Instruction | None:
+    """Return the instruction that a chain of copies starts from."""
+    source = instructions.get(name)
+    while source is not None and source.opcode in copies and source.operands:
+        source = instructions.get(source.operands[0])
+    return source
+
+
 def _initial(module: Module, computation: Computation, loop: Instruction, index: int | None) -> int:
-    """The counter's first value; 0 where it cannot be told, as `lax.scan` starts there."""
+    """Return the counter's first value; 0 if it is unknown, where `lax.scan` starts."""
     start = computation.instructions.get(loop.operands[0]) if loop.operands else None
     if start is None or start.opcode != "tuple" or index is None or index >= len(start.operands):
         return 0

@@ -1,47 +1,50 @@
-"""What to change when a step does not fit: each knob with its effect on the estimate."""
+"""Find what to change when a step does not fit: each knob with its effect on the estimate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from maxpipe.config import Config, ConfigError, replace, resolve
+from maxpipe.config.rules.rule import Updates
 from maxpipe.planning.estimate import estimate
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One way to save memory: `words` to append to the command, and bytes saved on each device by estimate."""
+    """One way to save memory.
+
+    Attributes:
+      words: to append to the command.
+      saves: bytes saved on each device, by estimate.
+    """
 
     words: str
     saves: float
 
 
 def knobs(written: Config, resolved: Config, num_devices: int, num_slices: int) -> list[Knob]:
-    """Legal changes that save memory on the same devices, the most effective first.
+    """Return legal changes that save memory on the same devices, the most effective first.
 
     Args:
-      written: as loaded, -1 for what is derived, so that a change is derived anew.
+      written: as loaded, with -1 for what is derived, so that it is derived again after a change.
       resolved: the configuration that does not fit.
       num_devices, num_slices: the devices to stay on.
     """
     now = estimate(resolved).total
-    found = []
+    effective = []
     for changes in _changes(resolved):
         try:
-            saves = (
-                now - estimate(resolve(replace(written, **changes), num_devices, num_slices)).total
-            )
+            changed = resolve(replace(written, **changes), num_devices, num_slices)
+            saves = now - estimate(changed).total
         except (ConfigError, ValueError):
             continue
         if saves > 0.01 * now:
-            found.append(Knob(" ".join(f"{key}={value}" for key, value in changes.items()), saves))
-    return sorted(found, key=lambda knob: -knob.saves)
+            words = " ".join(f"{key}={value}" for key, value in changes.items())
+            effective.append(Knob(words, saves))
+    return sorted(effective, key=lambda knob: -knob.saves)
 
 
-def _changes(c: Config) -> Iterator[dict[str, Any]]:
-    """Single changes worth trying; many are not legal for a given configuration."""
+def _changes(c: Config) -> Iterator[Updates]:
+    """Yield single changes worth trying; many are not legal for a given configuration."""
     count, ici = c.pipeline.num_microbatches, c.mesh.ici
     yield {"pipeline.remat_policy": "full"}
     yield {"pipeline.schedule": "lockstep_1f1b", "pipeline.engine": "auto"}

@@ -1,16 +1,12 @@
-"""What is known of a compiled step, as data, as JSON and as lines for people."""
+"""Hold what is known of a compiled step, as data, as JSON and as lines for people."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Knob
-from maxpipe.planning.bounds import Bounds
-from maxpipe.planning.estimate import Memory
-
-GIB = 2**30
-MIB = 2**20
+from maxpipe.compiling.topology import LinkUse
+from maxpipe.planning.estimate import Bounds, Memory
 
 
 @dataclass(frozen=True)
@@ -24,12 +20,13 @@ class CompilerMemory:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return self.arguments + self.temp + self.program + self.results
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything `maxpipe.compile` says.
+    """Everything that `maxpipe.compile` prints.
 
     Attributes:
       device_kind, num_devices, num_slices: what was compiled for.
@@ -37,15 +34,18 @@ class Report:
       engine, schedule: what runs.
       bubble: idle fraction of the schedule, from the simulator.
       shapes: memory from shapes.
-      compiler: memory from the compiler; None if it gave up.
-      needed: bytes that the program needs on a device.
       capacity: memory of a device; None if unknown.
-      flops, model_flops: of a step over all devices.
+      model_flops: of a step over all devices.
+      needed: bytes that the program needs on a device.
+      compiler: memory from the compiler; None if it gave up, as for all that follows.
+      flops: of a step over all devices.
       collectives: of one device.
+      links: the traffic of one device by mesh axes, the slowest first; empty if the device's
+        figures are unknown.
       bounds: None if the device's figures are unknown.
       compile_seconds: tracing and compilation.
       knobs: ways to save memory, if it does not fit.
-      hlo: text of the optimized program; empty if the compiler gave up.
+      hlo: text of the optimized program.
     """
 
     device_kind: str
@@ -56,25 +56,26 @@ class Report:
     schedule: str
     bubble: float
     shapes: Memory
-    compiler: CompilerMemory | None
-    needed: float
     capacity: float | None
-    flops: float | None
     model_flops: float
-    collectives: Sequence[Collective]
-    bounds: Bounds | None
-    compile_seconds: float
+    needed: float = 0.0
+    compiler: CompilerMemory | None = None
+    flops: float | None = None
+    collectives: Sequence[Collective] = ()
+    links: Sequence[LinkUse] = ()
+    bounds: Bounds | None = None
+    compile_seconds: float = 0.0
     knobs: Sequence[Knob] = ()
     hlo: str = ""
 
     @property
     def fits(self) -> bool:
-        """False if the step is known not to fit."""
+        """Whether the step fits; True if the memory is not known."""
         return self.capacity is None or self.needed <= self.capacity
 
-    def as_json(self) -> dict[str, Any]:
-        """The report as plain data; sizes in bytes, times in seconds, null for what is unknown."""
-        memory: dict[str, Any] = {
+    def as_json(self) -> dict[str, object]:
+        """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
+        memory: dict[str, float | None] = {
             f"{name}_bytes": value for name, value in asdict(self.shapes).items()
         }
         for name in ("arguments", "temp", "program"):
@@ -100,13 +101,14 @@ class Report:
             "flops": self.flops,
             "model_flops": self.model_flops,
             "collectives": [asdict(c) for c in self.collectives],
+            "links": [asdict(use) for use in self.links],
             "bounds": bounds,
             "compile_seconds": self.compile_seconds,
             "knobs": [asdict(k) for k in self.knobs],
         }
 
     def lines(self) -> list[str]:
-        """The report for people."""
+        """Return the report for people."""
         axes = (
             " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1)
             or "one device"
@@ -124,6 +126,7 @@ class Report:
             *self._memory_lines(),
             *self._flop_lines(),
             *self._collective_lines(),
+            *self._link_lines(),
             *self._bound_lines(),
             self._verdict(),
             *self._knob_lines(),
@@ -143,8 +146,8 @@ class Report:
             return []
         share = 100 * self.model_flops / self.flops
         return [
-            f"FLOPs       {self.flops:.3g} a step, model FLOPs {self.model_flops:.3g}: {share:.0f} %; "
-            "the rest is recomputation and idle slots"
+            f"FLOPs       {self.flops:.3g} a step, model FLOPs {self.model_flops:.3g}: "
+            f"{share:.0f} %; the rest is recomputation and idle slots"
         ]
 
     def _collective_lines(self) -> list[str]:
@@ -157,15 +160,25 @@ class Report:
             lines.append(f"  {c.kind:<19} {where:<14} {c.count:>8.0f} x  {volume}")
         return lines
 
+    def _link_lines(self) -> list[str]:
+        if not self.links:
+            return []
+        lines = ["links that these can use, and the least time that they need there:"]
+        for use in self.links:
+            where = "network card (DCN)" if use.links is None else f"{use.links} of {use.of} links"
+            time = "unknown" if use.seconds is None else f"{use.seconds:.3g} s"
+            lines.append(f"  {use.kind:<19} {use.axes or 'unknown axes':<14} {where}, {time}")
+        return lines
+
     def _bound_lines(self) -> list[str]:
-        b = self.bounds
-        if b is None:
+        bounds = self.bounds
+        if bounds is None:
             return ["bounds      unknown: this device's peak figures are not in the table of chips"]
-        network = "unknown" if b.network is None else f"{b.network:.3g} s"
+        network = "unknown" if bounds.network is None else f"{bounds.network:.3g} s"
         return [
-            f"bounds      compute {b.compute:.3g} s (bubble included), HBM {b.hbm:.3g} s, network {network}: "
-            f"at least {b.step:.3g} s a step",
-            f"MFU         at most {100 * b.mfu:.1f} %",
+            f"bounds      compute {bounds.compute:.3g} s (bubble included), "
+            f"HBM {bounds.hbm:.3g} s, network {network}: at least {bounds.step:.3g} s a step",
+            f"MFU         at most {100 * bounds.mfu:.1f} %",
         ]
 
     def _verdict(self) -> str:
@@ -176,14 +189,16 @@ class Report:
         of = f"{size(self.needed)} of {size(self.capacity)}"
         if self.fits:
             return f"verdict     fits: {of} on each device"
-        return f"verdict     does NOT fit: {of}, {size(self.needed - self.capacity)} too much on each device"
+        excess = size(self.needed - self.capacity)
+        return f"verdict     does NOT fit: {of}, {excess} too much on each device"
 
     def _knob_lines(self) -> list[str]:
         if self.fits:
             return []
         if not self.knobs:
             return [
-                "            no single change of batch, schedule or mesh helps on these devices; take more of them"
+                "            no single change of batch, schedule or mesh helps on these devices; "
+                "take more of them"
             ]
         missing = self.needed - (self.capacity or 0.0)
         lines = ["            what would help, by estimate:"]
@@ -194,7 +209,7 @@ class Report:
 
 
 def size(count: float) -> str:
-    """Bytes with three digits in KiB, MiB, GiB or TiB."""
+    """Return bytes with three digits in KiB, MiB, GiB or TiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1000:
             return f"{count:.3g} {unit}"

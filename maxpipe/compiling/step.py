@@ -1,15 +1,19 @@
-"""The train step of a configuration, compiled from shapes alone."""
+"""Compile a train step, or the separate programs of its stages, from shapes alone."""
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
+from maxpipe.compiling.report import size
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.trainer import SpmdTrainer
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -29,77 +33,101 @@ class CompiledStep:
 
     Attributes:
       jaxpr: before partitioning.
-      executable: `jax.stages.Compiled`.
-      state: abstract train state with shardings.
+      executable: the compiled program.
       seconds: tracing and compilation.
     """
 
-    jaxpr: Any
-    executable: Any
-    state: Any
+    jaxpr: ClosedJaxpr
+    executable: jax.stages.Compiled
     seconds: float
 
     def text(self) -> str:
-        """The optimized HLO.
+        """Return the optimized HLO.
 
         Raises:
           ConfigError: JAX cannot read what libtpu wrote, since one is newer than the other.
         """
         try:
-            return self.executable.as_text()
+            return self.executable.as_text() or ""
         except jax.errors.JaxRuntimeError as error:
-            message = (
-                f"this JAX cannot read the compiler's result ({str(error).splitlines()[0][:120]})"
-            )
+            reason = str(error).splitlines()[0][:120]
+            message = f"this JAX cannot read the compiler's result ({reason})"
             remedy = "install the libtpu that it was made for: pip install -e '.[tpu]'"
             raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
 
-def compile_step(config: Config, mesh: Mesh, engine: SpmdTrainer) -> CompiledStep:
-    """Compiles `engine.jitted_step`; no array is made.
+def compile_step(config: Config, mesh: Mesh, trainer: SpmdTrainer) -> CompiledStep:
+    """Compile `trainer.jitted_step`; no array is made.
 
     Raises:
       OutOfMemory: the compiler says that the program does not fit.
     """
     started = time.perf_counter()
-    sharding = NamedSharding(mesh, engine.batch_spec)
+    sharding = NamedSharding(mesh, trainer.batch_spec)
     shape = (config.data.global_batch_size, config.data.sequence_length)
-    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {
-        "weights": jnp.float32
-    }
+    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32)
     batch = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for name, dtype in dtypes.items()
+        for name, dtype in (dtypes | {"weights": jnp.float32}).items()
     }
-    state = engine.abstract_state()
-    traced = engine.jitted_step.trace(state, batch)
+    traced = trainer.jitted_step.trace(trainer.abstract_state(), batch)
     try:
         executable = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         raise (out_of_memory(str(error)) or error) from None
-    return CompiledStep(traced.jaxpr, executable, state, time.perf_counter() - started)
+    return CompiledStep(traced.jaxpr, executable, time.perf_counter() - started)
+
+
+def write_programs(trainer: MpmdTrainer, directory: Path) -> Iterator[str]:
+    """Write every computation of a training step, compiled for the devices of its stage.
+
+    `stage_S/NAME.txt` is the computation as sliced, `stage_S/NAME.hlo` as compiled.
+
+    Args:
+      trainer: of a configuration whose stages are chosen.
+      directory: made if it does not exist; such files of earlier calls are removed.
+
+    Yields:
+      A line for each computation: its memory on a device of the stage.
+
+    Raises:
+      OSError: something cannot be written.
+      OutOfMemory: the compiler says that the computation after the last line does not fit.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    # Earlier files may be of stages or units that this configuration does not have.
+    for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
+        earlier.unlink()
+    texts = trainer.engine.texts()
+    try:
+        for stage, name, compiled in trainer.engine.compile():
+            folder = directory / f"stage_{stage}"
+            folder.mkdir(exist_ok=True)
+            (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
+            (folder / f"{name}.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
+            memory = compiled.memory_analysis()
+            assert memory is not None
+            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            yield (
+                f"{f'stage {stage}':<12}{name!s:<5} arguments {size(memory.argument_size_in_bytes)}"
+                f", results {size(results)}, temp {size(memory.temp_size_in_bytes)}"
+            )
+    except jax.errors.JaxRuntimeError as error:
+        raise (out_of_memory(str(error)) or error) from None
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:
-    """Understands "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM (15.7G)"."""
+    """Read the sizes out of a compiler's message; None if it is about something else.
+
+    Messages are "Used 120.5G of 95.7G hbm" and "memory required ... (74.8G) exceeds available HBM
+    (15.7G)".
+    """
     amount = r"([\d.]+)([KMGT])"
     for pattern in (
         rf"Used {amount} of {amount} hbm",
         rf"\({amount}\) exceeds available HBM \({amount}\)",
     ):
-        if found := re.search(pattern, message):
-            needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+        if match := re.search(pattern, message):
+            needed, available = (float(match[i]) * _UNITS[match[i + 1]] for i in (1, 3))
             return OutOfMemory(needed, available)
     return None
-
-
-def shard_bytes(tree: Any) -> int:
-    """Bytes of one device's part of an abstract tree with shardings."""
-    leaves = jax.tree.leaves(tree)
-    total = 0
-    for leaf in leaves:
-        size = 1
-        for n in leaf.sharding.shard_shape(leaf.shape):
-            size *= n
-        total += size * leaf.dtype.itemsize
-    return total

@@ -1,19 +1,30 @@
-"""The devices that `compile.topology` names: a TPU slice that is not there, or this machine's simulated ones."""
+"""The devices that `compile.topology` names, and the links between them.
+
+They are those of a TPU slice that need not be there, or this machine's simulated ones. A collective
+over some mesh axes moves data only along the dimensions of the torus in which the devices of its
+group differ, so that it cannot use the other links of a chip.
+"""
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
+from maxpipe.compiling.collectives import Collective
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.devices.chips import Chip, coordinates, slice_of
 
 KEY = "compile.topology"
 SIMULATED = "cpu"
+PERMUTE = "collective-permute"
 
-# libtpu would ask the cloud's metadata server which machine this is, and complain at length about
-# every answer missing.
+# Without these libtpu asks the cloud's metadata server which machine this is, and logs every
+# missing answer.
 _NO_MACHINE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -24,20 +35,25 @@ _NO_MACHINE = {
 }
 
 
-def devices_of(config: Config) -> Sequence[Any]:
-    """Devices of `compile.topology`, over all of `compile.num_slices`. Must run before JAX's first use.
+def devices_of(config: Config) -> Sequence[jax.Device]:
+    """Return the devices of `compile.topology`, over all of `compile.num_slices`.
+
+    Must run before JAX is used for the first time.
 
     Raises:
       ConfigError: libtpu is not installed, or does not know the topology.
     """
     topology, slices = config.compile.topology, config.compile.num_slices
-    # The host's own accelerator is not needed, and looking for one may take long or fail.
+    # The host's own accelerator is not needed; looking for one may take long or fail.
     jax.config.update("jax_platforms", "cpu")
     if topology == SIMULATED:
         jax.config.update("jax_num_cpu_devices", max(1, config.mesh.simulated_devices))
         return jax.devices()
     if importlib.util.find_spec("libtpu") is None:
-        message = f"{topology} needs libtpu, which also works without a TPU; install it: pip install -e '.[tpu]'"
+        message = (
+            f"{topology} needs libtpu, which also works without a TPU; "
+            "install it: pip install -e '.[tpu]'"
+        )
         raise ConfigError(Problem(KEY, message))
     for name, value in _NO_MACHINE.items():
         os.environ.setdefault(name, value)
@@ -52,3 +68,107 @@ def devices_of(config: Config) -> Sequence[Any]:
         raise ConfigError(
             Problem(KEY, f"libtpu has no topology {topology}: {reason}; examples: {example}")
         ) from None
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """Traffic of one device over one set of mesh axes in a step.
+
+    Attributes:
+      axes: mesh axes, such as "fsdp" or "data,fsdp".
+      network: "ici", or "dcn" between slices.
+      kind: "permutes" between neighbours, or "collectives" of groups.
+      links: links of a chip that they can use; None on DCN, where each chip has a share of its
+        host's network cards.
+      of: links of a chip in all; None on DCN.
+      sent_bytes: bytes that a device sends.
+      seconds: least time for these; None if the bandwidth is unknown.
+    """
+
+    axes: str
+    network: str
+    kind: str
+    links: int | None
+    of: int | None
+    sent_bytes: float
+    seconds: float | None
+
+
+def link_uses(collectives: Sequence[Collective], mesh: Mesh, chip: Chip) -> list[LinkUse]:
+    """Return the traffic over each set of mesh axes, the slowest first."""
+    sent: dict[tuple[str, str, str], float] = {}
+    for collective in collectives:
+        if collective.sent_bytes:
+            kind = "permutes" if collective.kind == PERMUTE else "collectives"
+            place = (collective.axes, collective.network, kind)
+            sent[place] = sent.get(place, 0.0) + collective.sent_bytes
+    uses = [_use(mesh, chip, *place, size) for place, size in sent.items()]
+    return sorted(uses, key=lambda use: -(use.seconds or 0.0))
+
+
+def network_seconds(uses: Sequence[LinkUse], chip: Chip) -> float | None:
+    """Return the least seconds for all traffic of a step; None if a needed bandwidth is unknown.
+
+    That is the time of the slowest set of axes, or of everything within a slice if it were spread
+    over all links of a chip.
+    """
+    seconds = [use.seconds for use in uses]
+    known = [time for time in seconds if time is not None]
+    if len(known) < len(seconds):
+        return None
+    within = sum(use.sent_bytes for use in uses if use.network == "ici")
+    return max([*known, within / chip.ici_bandwidth])
+
+
+def _use(mesh: Mesh, chip: Chip, axes: str, network: str, kind: str, size: float) -> LinkUse:
+    if network == "dcn":
+        seconds = size / chip.dcn_bandwidth if chip.dcn_bandwidth else None
+        return LinkUse(axes, network, kind, None, None, size, seconds)
+    links = axis_links(mesh, chip, axes, between_neighbours=kind == "permutes")
+    return LinkUse(
+        axes, network, kind, links, chip.links, size, size / (links * chip.link_bandwidth)
+    )
+
+
+def axis_links(mesh: Mesh, chip: Chip, axes: str, *, between_neighbours: bool = False) -> int:
+    """Return the links of a chip that groups along these mesh axes can use, within a slice.
+
+    Args:
+      mesh: of devices with coordinates; without these every link counts.
+      chip: what the devices are.
+      axes: mesh axes, separated by commas; "" if unknown, then every link counts.
+      between_neighbours: for permutes, which send in two directions at most. A chip in the middle
+        of an open line has a link for each; groups have to wait for those at its ends, which have
+        one.
+    """
+    names = [name for name in axes.split(",") if name]
+    grid = mesh.devices
+    if chip.torus is None or not names or not coordinates(grid.flat[0]):
+        return chip.links
+    places = np.array([coordinates(d)[: chip.torus.dimensions] for d in grid.flat])
+    slices = np.array([slice_of(d) for d in grid.flat])
+    sizes = np.ptp(places[slices == slices[0]], axis=0) + 1
+    rings = chip.torus.rings(sizes.tolist())
+    # [groups, devices of a group]: indices of devices in the flat mesh
+    index = np.arange(grid.size).reshape(grid.shape)
+    along = [list(mesh.axis_names).index(name) for name in names]
+    along_last = np.moveaxis(index, along, range(-len(along), 0))
+    counts = []
+    for group in along_last.reshape(-1, math.prod(grid.shape[axis] for axis in along)):
+        of_slice = group[slices[group] == slices[group[0]]]
+        spans = [len(np.unique(column)) for column in places[of_slice].T]
+        counts.append(_group_links(spans, sizes.tolist(), rings, between_neighbours))
+    # Groups of one chip, such as two cores, use none; the bound must stay finite.
+    return max(min(counts), 1)
+
+
+def _group_links(
+    spans: Sequence[int], sizes: Sequence[int], rings: Sequence[bool], between_neighbours: bool
+) -> int:
+    """Return the links that a group can use which takes `spans` places in each dimension."""
+    total = 0
+    for span, size, is_ring in zip(spans, sizes, rings, strict=True):
+        if span > 1:
+            has_two = (is_ring and span == size) or (between_neighbours and span > 2)
+            total += 2 if has_two else 1
+    return min(total, 2) if between_neighbours else total

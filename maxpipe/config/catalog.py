@@ -375,7 +375,7 @@ SOURCES: dict[str, DataSource] = {
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """An attention kernel, `model.attention`: a class such as `kernels.dot_product.DotProduct`.
+    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_for_parts`.
 
     Attributes:
       implementation: "module:class".

@@ -139,8 +139,10 @@ def describe(key: str) -> str:
 def _value_lines(option: Option) -> Iterator[tuple[str, str]]:
     """Yield titles and texts on the type, default and legal values of a key."""
     bounds = option.bounds
-    is_plain = option.type in (str, int, float, bool)
-    yield "type", option.type.__name__ if is_plain else f"list such as {example(option)}"
+    kind = (
+        option.type.__name__ if isinstance(option.type, type) else f"list such as {example(option)}"
+    )
+    yield "type", kind
     yield "default", repr(option.default)
     if option.choices:
         yield "choices", ", ".join(option.choices)

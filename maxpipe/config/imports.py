@@ -37,7 +37,7 @@ def optional(library: str, extra: str, key: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        # fsspec hides the error of the library it imports behind one of its own.
+        # fsspec replaces the ImportError of a library by one of its own.
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
         is_missing = (
             isinstance(cause, ModuleNotFoundError)

@@ -21,8 +21,8 @@ class Option:
     """A key of the configuration: its full name, the type and default of its field, its bounds."""
 
     key: str
-    type: Any
-    default: Any
+    type: object
+    default: object
     bounds: Bounds
 
     @property

@@ -75,7 +75,7 @@ def check_type(option: Option, value: object) -> None:
     elif option.type == list[MixtureEntry]:
         legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
-        legal = isinstance(value, list if option.type == list[Any] else option.type)
+        legal = isinstance(value, option.type if isinstance(option.type, type) else list)
     if not legal:
         raise ValueError(f"expected {_name(option)}, got {value!r}")
 

@@ -1,4 +1,4 @@
-"""What accelerators can do at best, per JAX device, from the vendors' public data sheets.
+"""State what accelerators can do at best, per JAX device, from the vendors' public data sheets.
 
 TPUs: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. NVIDIA: the data sheets of A100 80GB
 SXM, H100 SXM, H200 SXM and HGX B200, without sparsity; network cards as in the DGX system of the
@@ -12,11 +12,52 @@ place of ICI on GPUs. A v4 or v5p chip is one JAX device, its two cores working 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Protocol
 
 GB = 1e9
 GIB = 2**30
 TERA = 1e12
+
+
+class Device(Protocol):
+    """The facts of a `jax.Device` that are read here; TPUs also have `coords` and a slice."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def platform(self) -> str: ...
+
+
+class Torus(NamedTuple):
+    """How the chips of a slice are wired: to two neighbours in each dimension.
+
+    Attributes:
+      dimensions: number of them.
+      ring_size: a dimension is closed to a ring if its size is a multiple of this; else its ends
+        have one neighbour.
+      all_or_none: whether dimensions are closed only if all of them can be.
+    """
+
+    dimensions: int
+    ring_size: int
+    all_or_none: bool
+
+    @property
+    def links(self) -> int:
+        """Links of a chip."""
+        return 2 * self.dimensions
+
+    def rings(self, sizes: Sequence[int]) -> list[bool]:
+        """Return which dimensions of a slice of these sizes are closed to rings."""
+        closed = [size % self.ring_size == 0 for size in sizes]
+        return [all(closed)] * len(closed) if self.all_or_none else closed
+
+
+# Slices of whole 4 x 4 x 4 cubes are joined by optical switches, which also close them.
+CUBES = Torus(dimensions=3, ring_size=4, all_or_none=True)
+# A pod is 16 x 16; only a dimension that spans it is closed.
+POD = Torus(dimensions=2, ring_size=16, all_or_none=False)
 
 
 @dataclass(frozen=True)
@@ -32,6 +73,8 @@ class Chip:
       ici_bandwidth: bytes/s one way to the other chips of the slice, or of the NVLink domain.
       dcn_bandwidth: bytes/s one way to other slices or nodes, its share of the host's; None if
         unpublished.
+      torus: how chips of a slice are wired; None for a switch, which gives any pair the full
+        `ici_bandwidth`.
     """
 
     name: str
@@ -40,6 +83,17 @@ class Chip:
     hbm_bandwidth: float
     ici_bandwidth: float
     dcn_bandwidth: float | None
+    torus: Torus | None = None
+
+    @property
+    def links(self) -> int:
+        """Links of a chip within its slice; 1 to a switch."""
+        return self.torus.links if self.torus else 1
+
+    @property
+    def link_bandwidth(self) -> float:
+        """Bytes/s one way of one link within a slice."""
+        return self.ici_bandwidth / self.links
 
 
 def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
@@ -47,13 +101,13 @@ def _peaks(bfloat16: float, float32: float) -> dict[str, float]:
 
 
 CHIPS = (
-    Chip("v4", _peaks(275, 275), 32 * GIB, 1200 * GB, 300 * GB, None),
+    Chip("v4", _peaks(275, 275), 32 * GIB, 1200 * GB, 300 * GB, None, CUBES),
     # 2 network cards of 100 Gbit/s for 8 chips.
-    Chip("v5e", _peaks(197, 197), 16 * GB, 819 * GB, 200 * GB, 3.125 * GB),
+    Chip("v5e", _peaks(197, 197), 16 * GB, 819 * GB, 200 * GB, 3.125 * GB, POD),
     # 50 Gbit/s per chip.
-    Chip("v5p", _peaks(459, 459), 95 * GIB, 2765 * GB, 600 * GB, 6.25 * GB),
+    Chip("v5p", _peaks(459, 459), 95 * GIB, 2765 * GB, 600 * GB, 6.25 * GB, CUBES),
     # 4 network cards of 200 Gbit/s for 8 chips.
-    Chip("v6e", _peaks(918, 918), 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB),
+    Chip("v6e", _peaks(918, 918), 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB, POD),
     Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
     Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB),
     Chip("H200", _peaks(989.4, 494.7), 141 * GB, 4800 * GB, 450 * GB, 50 * GB),
@@ -76,12 +130,12 @@ _OTHER_VARIANTS = ("PCIe", "NVL", "MIG", "40GB")
 
 
 def chip_of(topology: str) -> Chip | None:
-    """The chip of a value of `compile.topology`, such as v5p:4x4x4; None if it names none."""
+    """Return the chip of a `compile.topology` such as v5p:4x4x4; None if it names none."""
     return _BY_NAME.get(topology.partition(":")[0])
 
 
 def chip_for(device_kind: str) -> Chip | None:
-    """The chip behind `jax.Device.device_kind`, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
+    """Return the chip of a device kind, such as "TPU v5 lite" or "NVIDIA H100 80GB HBM3".
 
     Returns:
       None for CPUs and for accelerators that are not in the table: their peak is unknown.
@@ -95,14 +149,24 @@ def chip_for(device_kind: str) -> Chip | None:
     return next((_BY_NAME[word] for word in words if word in _BY_NAME), None)
 
 
-def devices_per_chip(devices: Sequence[Any]) -> int:
-    """How many JAX devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
+def coordinates(device: Device) -> tuple[int, ...]:
+    """Return the place of a device's chip in its slice; empty where devices have none."""
+    return tuple(getattr(device, "coords", ()))
+
+
+def slice_of(device: Device) -> int:
+    """Return the index of a device's slice, its ICI domain; 0 where there is only one."""
+    return getattr(device, "slice_index", 0) or 0
+
+
+def devices_per_chip(devices: Sequence[Device]) -> int:
+    """Return how many devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
     if devices[0].platform != "tpu":
         return 1
-    return max(Counter((getattr(d, "slice_index", 0), tuple(d.coords)) for d in devices).values())
+    return max(Counter((slice_of(d), coordinates(d)) for d in devices).values())
 
 
-def device_memory(devices: Sequence[Any]) -> float | None:
-    """Bytes that one of these JAX devices may hold, None for a chip that is not in the table."""
+def device_memory(devices: Sequence[Device]) -> float | None:
+    """Return the bytes that one of these devices may hold, None for an unknown chip."""
     chip = chip_for(devices[0].device_kind)
     return chip.hbm_bytes / devices_per_chip(devices) if chip else None

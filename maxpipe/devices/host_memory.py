@@ -1,14 +1,16 @@
-"""Moving arrays between the memories of devices and of the host."""
+"""Copy arrays between the memories of devices and of the host."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 def move(array: jax.Array, memory_kind: str) -> jax.Array:
-    """A finished copy in another memory of the same devices, made by each process for itself.
+    """Return a finished copy in another memory of the same devices; each process copies its shards.
 
     `jax.device_put` of an array that several processes share would run a program on all devices
-    instead. A series of such programs hangs now and then on CPUs, where collectives wait for
-    threads that others hold.
+    instead. A series of such programs sometimes hangs on CPUs, where collectives wait for threads
+    that other collectives hold.
 
     Args:
       array: of any sharding.
@@ -24,3 +26,18 @@ def move(array: jax.Array, memory_kind: str) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         array.shape, sharding, shards
     ).block_until_ready()
+
+
+def to_host(leaf: jax.Array) -> np.ndarray | jax.Array:
+    """Return a copy that later steps cannot overwrite.
+
+    It is a NumPy array if this process holds all of the leaf. With several processes it is an array
+    in pinned host memory, or where devices have none a copy in their own memory.
+    """
+    if leaf.is_fully_addressable:
+        return np.array(leaf)
+    device: jax.Device = next(iter(leaf.sharding.device_set))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" in kinds:
+        return move(leaf, "pinned_host")
+    return jnp.copy(leaf)

@@ -1,7 +1,6 @@
-"""The device mesh with its axes data, stage, fsdp, context, tensor and expert."""
+"""Build the device mesh with its axes data, stage, fsdp, context, tensor and expert."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,21 +10,21 @@ from jax.sharding import Mesh, PartitionSpec
 from maxpipe.config.sections import MESH_AXES, Config
 
 
-def num_slices(devices: Sequence[Any]) -> int:
-    """Number of slices (ICI domains) that the devices form."""
+def num_slices(devices: Sequence[jax.Device]) -> int:
+    """Return the number of slices (ICI domains) that the devices form."""
     return len({getattr(d, "slice_index", 0) for d in devices})
 
 
-def build_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a resolved configuration.
+def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Build the mesh of a resolved configuration.
 
     Args:
       config: resolved, so that the product of `mesh.ici` and `mesh.dcn` is the number of devices.
       devices: the devices to use; all by default.
 
     Returns:
-      A mesh with the axes `MESH_AXES`, automatic partitioning on each. Each axis has its DCN part
-      outside its ICI part.
+      A mesh with the axes `MESH_AXES`, each partitioned automatically. In each axis the DCN part
+      varies slowest.
     """
     devices = jax.devices() if devices is None else devices
     ici = [getattr(config.mesh.ici, axis) for axis in MESH_AXES]
@@ -42,14 +41,14 @@ def build_mesh(config: Config, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def rows_of_this_process(mesh: Mesh, spec: PartitionSpec, num_rows: int) -> list[int]:
-    """Indices of the batch rows that this process's devices hold, in order.
+    """Return the indices of the batch rows that this process's devices hold, in order.
 
     Args:
       mesh: the device mesh.
       spec: PartitionSpec of a [rows, ...] array.
       num_rows: rows of the global batch.
     """
-    # Of the rows alone: whether and how other dimensions are split makes no difference here.
+    # How other dimensions are split makes no difference to the rows.
     sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(*spec[:1]))
     rows: set[int] = set()
     for index in sharding.addressable_devices_indices_map((num_rows,)).values():

@@ -1,22 +1,31 @@
-"""Agreement between processes; with one process each of these is the identity."""
+"""Let processes agree on values; with one process every function returns its argument at once."""
 
 import itertools
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 _POSTS_KEPT = 1000  # far more than processes may be apart
-_ENDLESS_MS = (
-    2**31 - 1
-)  # ending a run whose process 0 is lost or hangs is for heartbeats and the watchdog
+# Without a limit: heartbeats and the watchdog end a run whose process 0 is lost or hangs.
+_ENDLESS_MS = 2**31 - 1
 _posts = itertools.count()
 
 
+class KeyValueStore(Protocol):
+    """What is used of JAX's client of the coordination service."""
+
+    def key_value_set(self, key: str, value: str) -> None: ...
+
+    def key_value_delete(self, key: str) -> None: ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+
 def agree(ok: bool) -> bool:
-    """True if `ok` is true in every process."""
+    """Return whether `ok` is true in every process."""
     if jax.process_count() == 1:
         return ok
     from jax.experimental import multihost_utils
@@ -25,10 +34,11 @@ def agree(ok: bool) -> bool:
 
 
 def of_first_process(value: int) -> int:
-    """Process 0's `value`, in every process; neither uses the devices nor waits for them."""
+    """Return process 0's `value` in every process, without use of the devices."""
     if jax.process_count() == 1:
         return value
-    number, store = next(_posts), coordinator()
+    number = next(_posts)
+    store: KeyValueStore = coordinator()
     if jax.process_index() != 0:
         return int(store.blocking_key_value_get(_post_key(number), _ENDLESS_MS))
     store.key_value_set(_post_key(number), str(value))
@@ -38,7 +48,7 @@ def of_first_process(value: int) -> int:
 
 
 def share(directory: Path) -> bool:
-    """Whether all processes see the same directory, which exists and may be written to."""
+    """Return whether all processes see the same directory, which exists and is writable."""
     if jax.process_count() == 1:
         return True
     number = secrets.randbits(31)
@@ -52,7 +62,7 @@ def share(directory: Path) -> bool:
 
 
 def barrier(name: str) -> None:
-    """Returns when every process has come here."""
+    """Wait until every process has called this."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
@@ -60,7 +70,7 @@ def barrier(name: str) -> None:
 
 
 def coordinator() -> Any:
-    """JAX's client of the coordination service, a store of keys that all processes share; None with one process."""
+    """Return JAX's client of the coordination service, which all processes share; None with one."""
     from jax._src import distributed  # there is no public name for it
 
     return distributed.global_state.client

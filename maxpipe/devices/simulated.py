@@ -1,16 +1,16 @@
-"""Threads for simulated devices, so that no collective waits for a thread that other collectives hold.
+"""Give simulated devices enough threads that no collective waits for a thread another one holds.
 
-A collective on a CPU blocks a thread until the other devices have come. XLA starts those of a
-program in the same order on all devices, except where one stands beside a loop that has others
-inside, as those that fetch weights of layers outside the pipeline do; an executable from a file has
-lost that order altogether. Devices then wait in different collectives: n that are ready at once
-block up to n * (devices - 1) threads, and if none is left XLA ends the process after 40 seconds. By
-itself XLA has as many threads as devices or cores, whichever are more.
+A collective on a CPU blocks a thread until all devices have joined it. XLA starts the collectives
+of a program in the same order on all devices, with two exceptions: a collective next to a loop that
+has others inside, such as a gather of weights of layers outside the pipeline, and an executable
+from a file, which has lost that order altogether. Devices then wait in different collectives. If n
+are ready at once they block up to n * (devices - 1) threads, and if no thread is left XLA ends the
+process after 40 seconds. By default XLA has as many threads as devices or cores, whichever is more.
 
-How many collectives are ready at once is not known before compiling. Of sequential FSDP on 8
-devices, two of three starts from a cache hung with 8 threads; with `THREADS_PER_DEVICE` none of 45
-did, 20 of them sequential, the others circular and scheduled. Threads cost time: those of 8 devices
-raised CPU time per step by up to 30 % on two cores.
+How many collectives are ready at once is not known before compiling. Measured with sequential FSDP
+on 8 devices: with 8 threads two of three starts from a cache hung; with `THREADS_PER_DEVICE` none
+of 45 did, 20 of them sequential, the others circular and scheduled. Threads cost time: those of 8
+devices raised CPU time per step by up to 30 % on two cores.
 """
 
 import os
@@ -24,12 +24,12 @@ MOST_THREADS = 256  # XLA makes no larger pool
 
 
 def start_threads(config: Config, devices: int, processes: int) -> None:
-    """Before JAX makes the devices: sets NPROC, which XLA reads, where collectives may be out of order.
+    """Set NPROC, which XLA reads, where collectives may be out of order; before JAX makes devices.
 
     Args:
-      config: of the run.
-      devices: those that this process simulates.
-      processes: of the run.
+      config: the configuration.
+      devices: number of devices that this process simulates.
+      processes: number of processes of the run.
     """
     if devices > 1 and _needs_threads(config, devices, processes):
         threads = max(min(THREADS_PER_DEVICE * devices, MOST_THREADS), os.cpu_count() or 1)
@@ -37,51 +37,59 @@ def start_threads(config: Config, devices: int, processes: int) -> None:
 
 
 def hindrance() -> str:
-    """Why executables from files may not run on these devices, and what would let them; empty if they may."""
+    """Return why executables from files cannot run here, and the remedy; empty if they can."""
     devices = jax.device_count()
     if not _are_several_cpus():
         return ""
     if jax.process_count() > 1:
-        return "several processes on CPUs rely on an order of collectives that programs from files have lost"
+        return (
+            "several processes on CPUs rely on an order of collectives that programs from files "
+            "have lost"
+        )
     needed = THREADS_PER_DEVICE * devices
     if needed > MOST_THREADS:
-        return f"programs from files run on at most {MOST_THREADS // THREADS_PER_DEVICE} CPU devices, not on {devices}"
+        most_devices = MOST_THREADS // THREADS_PER_DEVICE
+        return f"programs from files run on at most {most_devices} CPU devices, not on {devices}"
     if _threads() < needed:
-        return f"programs from files need NPROC={needed} threads on {devices} CPU devices, not {_threads()}"
+        return (
+            f"programs from files need NPROC={needed} threads on {devices} CPU devices, not "
+            f"{_threads()}"
+        )
     return ""
 
 
 def uses_cache(config: Config) -> bool:
-    """Whether there is to be a compilation cache, if it is not off: several CPU devices have to be asked for it."""
+    """Return whether to use the compilation cache; several CPU devices need a named directory."""
     return not _are_several_cpus() or (config.compile.cache_dir != "" and not hindrance())
 
 
 def explain_threads(config: Config) -> list[str]:
-    """What to say of the cache and of threads."""
+    """Return lines on what was decided about the cache and about threads, with reasons."""
     if not _are_several_cpus():
         return []
-    cache, said = config.compile.cache_dir, []
-    if cache == "":
-        said.append(
+    cache_dir = config.compile.cache_dir
+    lines = []
+    if cache_dir == "":
+        lines.append(
             "compile.cache_dir=off: several CPU devices; name a directory to keep what is compiled"
         )
-    elif cache != "off" and (reason := hindrance()):
-        said.append(f"compile.cache_dir=off: {reason}")
+    elif cache_dir != "off" and (reason := hindrance()):
+        lines.append(f"compile.cache_dir=off: {reason}")
     devices = jax.device_count()
-    if (
-        _needs_threads(config, devices, jax.process_count())
-        and _threads() >= THREADS_PER_DEVICE * devices
-    ):
-        said.append(
-            f"{_threads()} threads, so that collectives out of order do not block all: steps take longer"
+    needs_threads = _needs_threads(config, devices, jax.process_count())
+    if needs_threads and _threads() >= THREADS_PER_DEVICE * devices:
+        lines.append(
+            f"{_threads()} threads, so that collectives out of order do not block all: steps take "
+            "longer"
         )
-    return said
+    return lines
 
 
 def _needs_threads(config: Config, devices: int, processes: int) -> bool:
-    wants_files = bool(config.compile.load) or config.compile.cache_dir not in ("", "off")
-    could_run_them = processes == 1 and THREADS_PER_DEVICE * devices <= MOST_THREADS
-    return config.pipeline.parallel_layers > 0 or (wants_files and could_run_them)
+    """Return whether collectives may be out of order: layers outside, or programs from files."""
+    loads_programs = bool(config.compile.load) or config.compile.cache_dir not in ("", "off")
+    can_load = processes == 1 and THREADS_PER_DEVICE * devices <= MOST_THREADS
+    return config.pipeline.parallel_layers > 0 or (loads_programs and can_load)
 
 
 def _are_several_cpus() -> bool:
@@ -89,7 +97,7 @@ def _are_several_cpus() -> bool:
 
 
 def _threads() -> int:
-    """Of XLA's pool, by the variables that it reads."""
+    """Return the size of XLA's thread pool, from the variables that XLA reads."""
     for name in ("PJRT_NPROC", "NPROC"):
         if (value := os.environ.get(name, "")).isdecimal() and int(value) > 0:
             return min(int(value), MOST_THREADS)

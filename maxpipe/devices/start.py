@@ -1,11 +1,11 @@
-"""Starting JAX: simulated devices, several processes, the compilation cache.
+"""Start JAX: simulated devices, several processes, the compilation cache.
 
-The one place that reads the environment for how processes find each other.
+No other module reads from the environment how processes find each other.
 """
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -21,13 +21,13 @@ CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
 
 
 def start_jax(config: Config) -> None:
-    """Configures JAX before its first use: simulated devices, several processes, the compilation cache.
+    """Configure JAX before its first use: simulated devices, processes, the compilation cache.
 
     Raises:
       ConfigError: the environment's description of the processes is incomplete, they cannot share
         the simulated devices evenly, or there are several for an engine that has one.
     """
-    # Whoever waits for peers first would say it only when all of them have come.
+    # Checked first: after `start_processes` the message would come only when all peers are there.
     check_processes(derive_known(config), announced_processes())
     if config.mesh.simulated_devices:
         devices = simulated_share(config.mesh.simulated_devices)
@@ -38,7 +38,7 @@ def start_jax(config: Config) -> None:
 
 
 def start_compile_cache(config: Config) -> None:
-    """Uses the persistent compilation cache, if it is not off and programs from files run here."""
+    """Use the persistent compilation cache, unless it is off or files cannot be run here."""
     cache = compile_cache(config)
     if cache is None or not uses_cache(config):
         jax.config.update("jax_enable_compilation_cache", False)
@@ -48,17 +48,17 @@ def start_compile_cache(config: Config) -> None:
 
 
 def compile_cache(config: Config) -> Path | None:
-    """Directory of the persistent compilation cache, or None if it is off."""
+    """Return the directory of the persistent compilation cache, or None if it is off."""
     if config.compile.cache_dir == "off":
         return None
     return Path(config.compile.cache_dir or Path(config.output_dir) / "compile_cache").absolute()
 
 
 def simulated_share(devices: int) -> int:
-    """Devices that this process simulates of all that the run asks for.
+    """Return how many of the simulated devices belong to this process.
 
     Raises:
-      ConfigError: they do not divide over the processes.
+      ConfigError: the devices do not divide over the processes.
     """
     processes = announced_processes()
     if devices % processes:
@@ -70,47 +70,51 @@ def simulated_share(devices: int) -> int:
 
 
 def announced_processes() -> int:
-    """Processes that the environment names; 1 where JAX finds them out by itself."""
-    several = "JAX_COORDINATOR_ADDRESS" in os.environ
-    return int(os.environ.get("JAX_NUM_PROCESSES", "1")) if several else _num_slurm_tasks()
+    """Return the number of processes in the environment; 1 where only JAX can detect it."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        return int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+    return _num_slurm_tasks()
 
 
 def start_processes(heartbeat_timeout: int) -> None:
-    """`jax.distributed.initialize` if the environment says that this process is one of several.
+    """Call `jax.distributed.initialize` if the environment names several processes.
 
-    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID decide; TPU pods, Slurm and
-    MPI jobs of more than one task are recognised by JAX itself. MAXPIPE_DISTRIBUTED=1 leaves all of
-    it to JAX: on TPU VMs the facts are in the metadata server, not in the environment.
+    JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID take precedence. JAX itself
+    recognises TPU pods, and Slurm and MPI jobs of more than one task. With MAXPIPE_DISTRIBUTED=1 it
+    looks further: on TPU VMs the facts are in the metadata server, not in the environment.
 
     Args:
-      heartbeat_timeout: seconds of silence after which a process counts as lost; also how long one
-        waits for the others at the end.
+      heartbeat_timeout: seconds of silence after which a process counts as lost; also how long a
+        process waits for the others at the end.
 
     Raises:
       ConfigError: one of the variables is missing.
     """
     env = os.environ
-    limit = heartbeat_timeout
-    timeouts: dict[str, Any] = {
-        "heartbeat_timeout_seconds": limit,
-        "shutdown_timeout_seconds": limit,
-    }
+    initialize = partial(
+        jax.distributed.initialize,
+        heartbeat_timeout_seconds=heartbeat_timeout,
+        shutdown_timeout_seconds=heartbeat_timeout,
+    )
     if "JAX_COORDINATOR_ADDRESS" in env:
         missing = [n for n in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if n not in env]
         if missing:
             names = " and ".join(missing)
-            raise ConfigError(
-                Problem("", f"JAX_COORDINATOR_ADDRESS is set, so {names} must be set as well")
-            )
-        rank = int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
-        jax.distributed.initialize(env["JAX_COORDINATOR_ADDRESS"], *rank, **timeouts)
+            message = f"JAX_COORDINATOR_ADDRESS is set, so {names} must be set as well"
+            raise ConfigError(Problem("", message))
+        initialize(
+            env["JAX_COORDINATOR_ADDRESS"],
+            int(env["JAX_NUM_PROCESSES"]),
+            int(env["JAX_PROCESS_ID"]),
+        )
         return
-    pod = len(env.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
-    asked = env.get("MAXPIPE_DISTRIBUTED") == "1"
-    if asked or pod or _num_slurm_tasks() > 1 or any(name in env for name in CLUSTER_VARIABLES):
-        jax.distributed.initialize(**timeouts)
+    is_requested = env.get("MAXPIPE_DISTRIBUTED") == "1"
+    is_pod = len(env.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
+    is_cluster = _num_slurm_tasks() > 1 or any(name in env for name in CLUSTER_VARIABLES)
+    if is_requested or is_pod or is_cluster:
+        initialize()
 
 
 def _num_slurm_tasks() -> int:
-    """Tasks of the Slurm job step that this process belongs to; 1 outside of one."""
+    """Return the number of tasks of this process's Slurm job step; 1 outside of Slurm."""
     return int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1

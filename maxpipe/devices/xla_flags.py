@@ -1,7 +1,7 @@
-"""Flags of XLA that a pipeline gains from, per platform: the one place that names them. Imports no JAX.
+"""Recommend flags of XLA from which a pipeline gains, per platform. Imports no JAX.
 
-They are not set by themselves, since they trade memory for overlap and XLA reads them once, when it
-is loaded.
+maxpipe does not set them: they trade memory for overlap, and XLA reads them once, when it is
+loaded.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Recommended:
-    """`flags` (name -> value) for the environment variable that the platform's compiler reads."""
+    """Flags by name, and the environment variable from which the platform's compiler reads them."""
 
     variable: str
     flags: Mapping[str, str]
 
     def text(self) -> str:
+        """Return the flags as the variable's value."""
         return " ".join(f"--{name}={value}" for name, value in self.flags.items())
 
 
@@ -23,14 +24,14 @@ RECOMMENDED = {
     "tpu": Recommended(
         "LIBTPU_INIT_ARGS",
         {
-            # Gathers of weights are cut up and run inside the matrix products before the one that
-            # needs them.
+            # XLA cuts gathers of weights into pieces and runs them inside the matrix products
+            # before the one that needs them.
             "xla_enable_async_all_gather": "true",
             "xla_tpu_enable_async_collective_fusion": "true",
             "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
             "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
             "xla_tpu_overlap_compute_collective_tc": "true",
-            # The head's tokens are dealt out over the stages while a chunk is computed.
+            # The head's tokens are distributed over the stages while a chunk is computed.
             "xla_tpu_enable_async_all_to_all": "true",
         },
     ),
@@ -46,7 +47,7 @@ RECOMMENDED = {
 
 
 def advice(platform: str, environment: Mapping[str, str]) -> list[str]:
-    """A line about the recommended flags that the environment leaves unset; none if it names them all.
+    """Return a line on the recommended flags if the environment leaves one unset, else no line.
 
     Args:
       platform: as JAX names it.
@@ -61,5 +62,6 @@ def advice(platform: str, environment: Mapping[str, str]) -> list[str]:
     if named >= set(recommended.flags):
         return []
     return [
-        f'XLA flags for overlap, at the price of memory: {recommended.variable}="{recommended.text()}"'
+        f"XLA flags for overlap, at the price of memory: {recommended.variable}="
+        f'"{recommended.text()}"'
     ]

@@ -18,7 +18,7 @@ import numpy as np
 from maxpipe.checkpoint.reader import read_parameters
 from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.attention import dot_product_attention
+from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram

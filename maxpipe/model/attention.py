@@ -1,4 +1,4 @@
-"""Grouped-query attention, causal within the segments of a packed sequence.
+"""The attention sublayer: grouped queries, causal within the segments of a packed sequence.
 
 Shapes: B batch, T sequence, D embed, H query heads, K key/value heads, C head_dim.
 """
@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -20,25 +19,8 @@ from maxpipe.model.parameters import declare
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def dot_product_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
-) -> jax.Array:
-    """Softmax attention over earlier tokens of the same segment; runs on every backend."""
-    same_segment = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    return jax.nn.dot_product_attention(q, k, v, mask=same_segment, is_causal=True)
-
-
-def attention_of_queries(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, tokens: jax.Array
-) -> jax.Array:
-    """`dot_product_attention` of some queries only: those of `tokens`, int32 [P]; q and result are [B,P,H,C]."""
-    same_segment = segment_ids[:, tokens][:, None, :, None] == segment_ids[:, None, None, :]
-    not_later = tokens[:, None] >= jnp.arange(k.shape[1])
-    return jax.nn.dot_product_attention(q, k, v, mask=same_segment & not_later)
-
-
 class Attention(nnx.Module):
-    """Projections, optional per-head normalisation, rotation, attention, output projection."""
+    """Project, normalise heads if configured, rotate, attend, and project the output."""
 
     def __init__(self, config: ModelConfig, attention: AttentionFn):
         D, H, K, C = config.embed_dim, config.num_query_heads, config.num_kv_heads, config.head_dim
@@ -65,23 +47,22 @@ class Attention(nnx.Module):
     def project(
         self, x_BTD: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query [B,T,H,C], key and value [B,T,K,C], rotated."""
+        """Return query [B,T,H,C], key and value [B,T,K,C]; query and key are rotated."""
         q = project(x_BTD, self.query[...])
         k = project(x_BTD, self.key[...])
         v = project(x_BTD, self.value[...])
         if self.has_bias:
             q, k, v = q + self.query_bias[...], k + self.key_bias[...], v + self.value_bias[...]
-        q, k, v = (
-            checkpoint_name(y, n)
-            for y, n in ((q, "query_proj"), (k, "key_proj"), (v, "value_proj"))
-        )
+        q = checkpoint_name(q, "query_proj")
+        k = checkpoint_name(k, "key_proj")
+        v = checkpoint_name(v, "value_proj")
         if self.has_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         freq = np.asarray(self.freq, np.float32)
         return rotate(q, positions, freq), rotate(k, positions, freq), v
 
     def __call__(self, x_BTD: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """x [B,T,D], positions and segment_ids int32 [B,T] -> [B,T,D]."""
+        """Apply the sublayer: x [B,T,D], positions and segment_ids int32 [B,T] -> [B,T,D]."""
         q, k, v = self.project(x_BTD, positions)
         context = checkpoint_name(self.attention(q, k, v, segment_ids), "context")
         return checkpoint_name(project(context, self.out[...], 2), "out_proj")

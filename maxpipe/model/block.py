@@ -1,4 +1,4 @@
-"""Pre-norm decoder block of the Llama family: attention, then gated MLP, each added to the residual stream."""
+"""Decoder block of the Llama family: attention, then gated MLP, each after a norm, as residuals."""
 
 from functools import partial
 
@@ -9,6 +9,10 @@ from flax import nnx
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import Attention, AttentionFn
 from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, dropout
+
+# Numbers of the sublayers, folded into the layer's key: each draws dropout masks of its own.
+ATTENTION = 0
+MLP = 1
 
 
 class LlamaBlock(nnx.Module):
@@ -25,24 +29,26 @@ class LlamaBlock(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Applies the layer.
+        """Apply the layer.
 
         Args:
-          x_BTD: activations [B,T,D].
-          side: see `SideInputs`.
+          x_BTD: activations [B, T, D].
+          side: positions, segment ids and sequence indices.
           key: the layer's key of this step, or None without dropout.
 
         Returns:
-          (activations [B,T,D], auxiliary loss summed over sequences, float32 scalar: 0 here).
+          (activations [B, T, D], auxiliary loss summed over sequences, float32 scalar: 0 here).
         """
+        # 1. x + attention(norm(x))
         attended = self.attention(self.attention_norm(x_BTD), side.positions, side.segment_ids)
-        x_BTD = x_BTD + self._drop(attended, key, 0, side)
-        x_BTD = x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), key, 1, side)
+        x_BTD = x_BTD + self._drop(attended, key, ATTENTION, side)
+        # 2. x + mlp(norm(x))
+        x_BTD = x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), key, MLP, side)
         return x_BTD, jnp.float32(0)
 
     def _drop(
-        self, x: jax.Array, key: jax.Array | None, sublayer: int, side: SideInputs
+        self, x_BTD: jax.Array, key: jax.Array | None, sublayer: int, side: SideInputs
     ) -> jax.Array:
         if key is None or not self.rate:
-            return x
-        return dropout(x, self.rate, jax.random.fold_in(key, sublayer), side)
+            return x_BTD
+        return dropout(x_BTD, self.rate, jax.random.fold_in(key, sublayer), side)

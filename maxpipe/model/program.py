@@ -1,8 +1,7 @@
-"""ModelProgram: the model as pure functions over plain pytrees, which is all that engines know of it.
+"""Offer the model to engines, as pure functions over plain pytrees.
 
 Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer's tree with leading
-layer dimensions that the engine chooses. Shapes: B sequences of a microbatch, T sequence, D embed,
-V vocabulary.
+layer dimensions that the engine chooses. Shapes: B batch, T sequence, D embed, V vocabulary.
 """
 
 import jax
@@ -13,7 +12,8 @@ from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model import parameters
-from maxpipe.model.attention import AttentionFn, dot_product_attention
+from maxpipe.model.attention import AttentionFn
+from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import Params, declare, split_module
@@ -37,20 +37,29 @@ class Head(nnx.Module):
             self.kernel = declare(shape, axes, config.param_dtype, stddev=0.02)
 
     def normalise(self, x_BTD: jax.Array) -> jax.Array:
+        """Apply the final norm, [..., D] -> [..., D]."""
         return self.norm(x_BTD)
 
 
 class ModelProgram:
-    """The model of one configuration around one attention function.
+    """The model of one configuration, with one attention function.
 
     `params` below are the outer parameters {"embed", "head"}, floating leaves in the compute dtype.
 
+    Raises:
+      ValueError: `model.block` is not in the catalogue.
+
     Attributes:
       config: the model's section of the configuration.
-      specs: {"embed", "layers" (of one layer), "head"}: trees of `ParamSpec`.
+      specs: {"embed", "layers" (of one layer), "head"}, trees of `ParamSpec`.
     """
 
     def __init__(self, config: ModelConfig, attention: AttentionFn = dot_product_attention):
+        if config.block not in BLOCKS:
+            choices = ", ".join(BLOCKS)
+            raise ValueError(
+                f"model.block={config.block!r} does not exist; choose one of {choices}"
+            )
         block = implementation(BLOCKS[config.block])
         self.config = config
         self._apply_block, layers = split_module(lambda: block(config, attention))
@@ -61,40 +70,40 @@ class ModelProgram:
 
     @property
     def needs_key(self) -> bool:
-        """True if `block` draws random numbers."""
+        """Return whether `block` draws random numbers."""
         return self.config.dropout > 0
 
     def parameter_count(self) -> int:
+        """Return the number of parameters of all layers, embedding and head."""
         outer = {"embed": self.specs["embed"], "head": self.specs["head"]}
-        return parameters.count(outer) + self.config.num_layers * parameters.count(
-            self.specs["layers"]
-        )
+        layer = parameters.count(self.specs["layers"])
+        return parameters.count(outer) + self.config.num_layers * layer
 
     def cast(self, params: Params) -> Params:
-        """Floating leaves in the compute dtype."""
+        """Cast floating leaves to the compute dtype."""
         dtype = jnp.dtype(self.config.dtype)
         return jax.tree.map(
             lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
         )
 
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """Token ids int32 [B,T] -> activations [B,T,D]."""
+        """Look up token ids int32 [...]: activations [..., D] in the compute dtype."""
         return params["embed"]["embedding"][tokens].astype(self.config.dtype)
 
     def block(
         self, layer: Params, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """One decoder layer: (activations [B,T,D], auxiliary loss summed over the sequences, float32 scalar)."""
+        """Apply one layer: x [B, T, D] -> (activations, auxiliary loss summed over sequences)."""
         return self._apply_block(layer, x_BTD, side, key)
 
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
-        """Activations [..., D] -> logits [..., V], float32, soft-capped if configured."""
+        """Compute logits [..., V] of activations [..., D], float32, soft-capped if configured."""
         return self._output.logits(*self._projection(params, x_BTD))
 
     def head_loss(
         self, params: Params, x_BTD: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Weighted token losses, summed.
+        """Sum the weighted losses of tokens.
 
         Args:
           params: outer parameters.
@@ -109,7 +118,7 @@ class ModelProgram:
         return self._output.losses(*self._projection(params, x_BTD), targets, weights)
 
     def _projection(self, params: Params, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(normalised activations, kernel [D,V] in their dtype), whose product are the logits."""
+        """Return (normalised activations, kernel [D, V] in their dtype), the factors of logits."""
         x = self._apply_head(params["head"], x_BTD, method="normalise")
         tied = self.config.tie_embeddings
         kernel = params["embed"]["embedding"].T if tied else params["head"]["kernel"]

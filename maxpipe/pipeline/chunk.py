@@ -1,34 +1,36 @@
-"""Running the layers of one chunk. Letters: L layers, B sequences of a microbatch, T sequence, D embed."""
+"""Run the layers of one chunk. Letters: see `maxpipe.pipeline`."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
-# (layer parameters, layer index, activations, side inputs, key of the step or None) ->
-# (activations, auxiliary loss)
-LayerFn = Callable[[Params, jax.Array, jax.Array, Any, Any], tuple[jax.Array, jax.Array]]
+# (layer parameters, layer index, activations [B, T, D], side inputs, key of the step or None) ->
+# (activations [B, T, D], auxiliary loss)
+LayerFn = Callable[
+    [Params, jax.Array, jax.Array, SideInputs, jax.Array | None], tuple[jax.Array, jax.Array]
+]
 
 
 def layer_function(
     program: ModelProgram, prepare: Callable[[Params], Params], *, padded: bool
 ) -> LayerFn:
-    """One layer as engines apply it.
+    """Return one layer as engines apply it.
 
     Args:
       program: the model.
-      prepare: makes one layer's parameters ready for use: in the compute dtype, whole over the
-        storage axes.
-      padded: True if some layers are padding (index = num_layers), which must leave the activations
-        alone.
+      prepare: makes one layer's parameters ready for use: casts them to the compute dtype and
+        gathers them over the storage axes.
+      padded: whether some layers are padding (index = num_layers), which must return the
+        activations unchanged.
     """
 
     def apply(
-        layer: Params, index: jax.Array, x: jax.Array, side: Any, key: Any
+        layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         layer_key = (
             jax.random.fold_in(key, index) if program.needs_key and key is not None else None
@@ -36,8 +38,8 @@ def layer_function(
         y, aux = program.block(prepare(layer), x, side, layer_key)
         if not padded:
             return y, aux
-        valid = index < program.config.num_layers
-        return jnp.where(valid, y, x), jnp.where(valid, aux, 0)
+        is_layer = index < program.config.num_layers
+        return jnp.where(is_layer, y, x), jnp.where(is_layer, aux, 0)
 
     return apply
 
@@ -47,12 +49,12 @@ def apply_layers(
     layers: Params,
     index: jax.Array,
     x: jax.Array,
-    side: Any,
-    key: Any,
+    side: SideInputs,
+    key: jax.Array | None,
     *,
     scan: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Applies consecutive layers.
+    """Apply consecutive layers.
 
     Args:
       layer_fn: from `layer_function`, perhaps rematerialised.
@@ -61,7 +63,7 @@ def apply_layers(
       x: activations [B, T, D].
       side: side inputs of the microbatch.
       key: key of the step or None.
-      scan: one compiled layer in a loop; otherwise L copies.
+      scan: compile one layer in a loop; otherwise L copies.
 
     Returns:
       (activations, auxiliary loss summed over layers and sequences).
@@ -69,7 +71,7 @@ def apply_layers(
     if scan and index.shape[0] > 1:
 
         def body(
-            carry: tuple[jax.Array, jax.Array], layer: Any
+            carry: tuple[jax.Array, jax.Array], layer: tuple[Params, jax.Array]
         ) -> tuple[tuple[jax.Array, jax.Array], None]:
             y, aux = layer_fn(layer[0], layer[1], carry[0], side, key)
             return (y, carry[1] + aux), None

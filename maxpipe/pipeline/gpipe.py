@@ -1,4 +1,4 @@
-"""GPipe inside your own `jax.shard_map`: for models that are not trained by maxpipe.
+"""Run GPipe inside your own `jax.shard_map`, for models that maxpipe does not train.
 
 Every device along a mesh axis is a stage and calls its own module on what the previous stage sent
 it (Huang et al. 2019). The functions take plain callables, Flax NNX modules, and Flax Linen modules
@@ -28,13 +28,13 @@ def execute_pipeline_step(
     model_axis_name: str,
     **kwargs: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """One iteration: every stage computes, and passes its result to the next stage.
+    """Run one iteration: every stage computes and passes its result to the next stage.
 
     Args:
       module: this device's stage; called as module(x, *args, **kwargs), returns an array like x.
       state: what the previous stage sent in the last iteration, [B / M, ...].
-      input: the microbatch that enters the first stage, like `state`; the other stages do not look
-      at it. *args, **kwargs: passed to the module.
+      input: the microbatch that enters the first stage, like `state`; the other stages ignore it.
+      *args, **kwargs: passed to the module.
       model_axis_name: mesh axis of the stages.
 
     Returns:
@@ -42,7 +42,8 @@ def execute_pipeline_step(
       result there and zeros elsewhere.
 
     Raises:
-      ValueError: there is no such axis here, or the module's result is not like its input.
+      ValueError: the call is not inside a `shard_map` over that axis, or the module's result is not
+        like its input.
 
     Example:
       >>> import jax, numpy as np
@@ -52,7 +53,7 @@ def execute_pipeline_step(
       ...     return execute_pipeline_step(lambda y: y + 1, state, x, model_axis_name="pipe")
       >>> run = jax.shard_map(step, mesh=mesh, in_specs=(P("pipe"), P()), out_specs=P("pipe"))
       >>> state, output = run(np.array([[0.0], [10.0]]), np.array([[5.0]]))
-      >>> state.ravel().tolist(), output.ravel().tolist()  # 5 + 1 is with stage 1 now; 10 + 1 has left
+      >>> state.ravel().tolist(), output.ravel().tolist()  # 5 + 1 is at stage 1; 10 + 1 has left
       ([11.0, 6.0], [0.0, 11.0])
     """
     index, size = _stage(model_axis_name)
@@ -70,24 +71,24 @@ def execute_pipeline(
     model_axis_name: str,
     **kwargs: Any,
 ) -> jax.Array:
-    """A batch through all stages, in M + S - 1 iterations. Differentiable.
+    """Run a batch through all stages, in M + S - 1 iterations. Differentiable.
 
     Args:
       module: this device's stage; called as module(microbatch, *args, **kwargs), returns an array
         like the microbatch. Changes that it makes to its own state (batch statistics) are lost.
-      x: batch [B, ...] for the first stage; B is a multiple of M. The other stages look at its
-        shape, and compute on it while they wait, which no result shows.
+      x: batch [B, ...] for the first stage; B is a multiple of M. The other stages use its shape,
+        and compute on it while they wait; those results are dropped.
       *args, **kwargs: passed to the module for every microbatch.
       num_microbatches: M.
       model_axis_name: mesh axis of the stages.
 
     Returns:
-      [B, ...]: the last stage's result there and zeros elsewhere, so that a sum over the axis is
-      the result everywhere.
+      [B, ...]: the last stage's result there and zeros elsewhere, so that a sum over the axis gives
+      every device the result.
 
     Raises:
-      ValueError: there is no such axis here, M does not divide B, or the module's result is not
-        like its input.
+      ValueError: the call is not inside a `shard_map` over that axis, M does not divide B, or the
+        module's result is not like its input.
 
     Example:
       Two stages, parameters stacked along the axis.
@@ -109,16 +110,16 @@ def execute_pipeline(
     index, size = _stage(model_axis_name)
     if num_microbatches < 1 or x.shape[0] % num_microbatches:
         raise ValueError(
-            f"num_microbatches={num_microbatches} must divide the batch, which has {x.shape[0]} rows here"
+            f"num_microbatches={num_microbatches} must divide the batch, which has {x.shape[0]} "
+            "rows here"
         )
-    micro = x.reshape(num_microbatches, -1, *x.shape[1:])
+    micro = x.reshape(num_microbatches, -1, *x.shape[1:])  # [B, ...] -> [M, B / M, ...]
     stage = _pure(module, micro[0], args, kwargs)
     _check_result(stage, micro[0], args, kwargs)
 
     def iterate(state: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         entering = micro[jnp.clip(t, 0, num_microbatches - 1)]
-        # While a stage waits it computes on real rows: zeros may be where a module's derivative is
-        # infinite.
+        # A stage that waits computes on real rows: at zeros a module's derivative may be infinite.
         waits = (t < index) | (t >= index + num_microbatches)
         return execute_pipeline_step(
             stage,
@@ -142,21 +143,28 @@ class PipelineModule(nn.Module):
     its own initial values.
 
     Attributes:
-      module_fn: makes a stage: a Linen module that maps [B / M, ...] to an array like it.
+      module_fn: builds a stage, a Linen module that maps [B / M, ...] to an array like it.
       num_microbatches: M.
       model_axis_name: mesh axis of the stages.
 
     `__call__` takes and returns what `execute_pipeline` does, and raises the same errors.
 
     Example:
-      >>> import jax, jax.numpy as jnp, numpy as np >>> from flax import linen as nn >>> from
-      jax.sharding import Mesh, PartitionSpec as P >>> mesh = Mesh(np.array(jax.devices()[:4]),
-      ("pipe",)) >>> model = PipelineModule(lambda: nn.Dense(8), num_microbatches=2,
-      model_axis_name="pipe") >>> shard_map = lambda f, *i, out: jax.shard_map(f, mesh=mesh,
-      in_specs=i, out_specs=out) >>> x = jnp.ones((6, 8)) >>> params = shard_map(model.init, P(),
-      P(), out=P("pipe"))(jax.random.key(0), x) >>> params["params"]["stages"]["kernel"].shape (4,
-      8, 8) >>> y = shard_map(lambda p, x: jax.lax.psum(model.apply(p, x), "pipe"), P("pipe"), P(),
-      out=P())(params, x) >>> y.shape (6, 8)
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from flax import linen as nn
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> mesh = Mesh(np.array(jax.devices()[:4]), ("pipe",))
+      >>> dense = lambda: nn.Dense(8)
+      >>> model = PipelineModule(dense, num_microbatches=2, model_axis_name="pipe")
+      >>> shard_map = lambda f, *i, out: jax.shard_map(f, mesh=mesh, in_specs=i, out_specs=out)
+      >>> x = jnp.ones((6, 8))
+      >>> params = shard_map(model.init, P(), P(), out=P("pipe"))(jax.random.key(0), x)
+      >>> params["params"]["stages"]["kernel"].shape
+      (4, 8, 8)
+      >>> forward = lambda p, x: jax.lax.psum(model.apply(p, x), "pipe")
+      >>> y = shard_map(forward, P("pipe"), P(), out=P())(params, x)
+      >>> y.shape
+      (6, 8)
     """
 
     module_fn: Callable[[], nn.Module]
@@ -168,14 +176,14 @@ class PipelineModule(nn.Module):
         index, _ = _stage(self.model_axis_name)
         module = self.module_fn().clone(parent=None)
 
-        def stages(key: jax.Array) -> Any:
-            micro = x[: x.shape[0] // self.num_microbatches]
+        def stages(key: jax.Array) -> dict[str, Any]:
+            micro = x[: x.shape[0] // self.num_microbatches]  # [B / M, ...]
             variables = module.init(jax.random.fold_in(key, index), micro, *args, **kwargs)
             return jax.tree.map(lambda p: p[None], variables["params"])
 
-        mine = jax.tree.map(lambda p: p[0], self.param("stages", stages))
+        own_params = jax.tree.map(lambda p: p[0], self.param("stages", stages))
         return execute_pipeline(
-            partial(module.apply, {"params": mine}),
+            partial(module.apply, {"params": own_params}),
             x,
             *args,
             num_microbatches=self.num_microbatches,
@@ -185,7 +193,7 @@ class PipelineModule(nn.Module):
 
 
 def _stage(axis: str) -> tuple[jax.Array, int]:
-    """(this device's stage, number of stages)."""
+    """Return (this device's stage, number of stages)."""
     try:
         return lax.axis_index(axis), lax.axis_size(axis)
     except NameError:
@@ -193,8 +201,10 @@ def _stage(axis: str) -> tuple[jax.Array, int]:
         raise ValueError(f"{message}; call it inside one whose mesh has that axis") from None
 
 
-def _pure(module: Stage, x: jax.Array, args: Any, kwargs: Any) -> Stage:
-    """`module` as a function without state of its own, which a loop can call."""
+def _pure(
+    module: Stage, x: jax.Array, args: tuple[object, ...], kwargs: dict[str, object]
+) -> Stage:
+    """Return `module` as a function without state of its own, which a loop can call."""
     if isinstance(module, nnx.Module):
         graph, values = nnx.split(module)
         return lambda *args, **kwargs: nnx.merge(graph, values)(*args, **kwargs)
@@ -210,23 +220,29 @@ def _pure(module: Stage, x: jax.Array, args: Any, kwargs: Any) -> Stage:
     return module
 
 
-def _check_result(stage: Stage, x: jax.Array, args: Any, kwargs: Any) -> None:
+def _check_result(
+    stage: Stage, x: jax.Array, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
     result = jax.eval_shape(lambda x: stage(x, *args, **kwargs), x)
     if not isinstance(result, jax.ShapeDtypeStruct) or (result.shape, result.dtype) != (
         x.shape,
         x.dtype,
     ):
-        found = getattr(result, "shape", type(result).__name__), str(getattr(result, "dtype", ""))
-        message = f"a stage must return an array like its input, {x.shape} {x.dtype}, since it is the next one's input"
-        raise ValueError(f"{message}; got {found[0]} {found[1]}".rstrip())
+        shape = getattr(result, "shape", type(result).__name__)
+        dtype = getattr(result, "dtype", "")
+        message = (
+            f"a stage must return an array like its input, {x.shape} {x.dtype}, since it is the "
+            "next one's input"
+        )
+        raise ValueError(f"{message}; got {shape} {dtype}".rstrip())
 
 
-def _varying_like(iterate: Callable[..., Any], x: jax.Array) -> jax.Array:
-    """The state before the first iteration: zeros that vary over the mesh axes that later states vary over."""
+def _varying_like(iterate: Callable[..., object], x: jax.Array) -> jax.Array:
+    """Return the first state: zeros that vary over the same mesh axes as later states."""
     zeros = jnp.zeros_like(x)
     while True:
-        found = jax.make_jaxpr(iterate)(zeros, jnp.int32(0)).out_avals[0]
-        missing = tuple(found.manual_axis_type.varying - jax.typeof(zeros).manual_axis_type.varying)
+        state = jax.make_jaxpr(iterate)(zeros, jnp.int32(0)).out_avals[0]
+        missing = tuple(state.manual_axis_type.varying - jax.typeof(zeros).manual_axis_type.varying)
         if not missing:
             return zeros
         zeros = lax.pcast(zeros, missing, to="varying")

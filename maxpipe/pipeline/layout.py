@@ -1,8 +1,13 @@
-"""Where layers live: [num_layers, ...] on disk, [repeats, stages, layers_per_stage, ...] in a pipeline.
+"""Convert layer parameters between disk, [N, ...] in model order, and pipeline, [V + E, S, L, ...].
 
-Letters: N layers in model order, V repeats, S stages, L layers per chunk (the largest, if chunks
-are uneven), E rows of layers that run outside the pipeline: they live behind the others as if there
-were more repeats, spread over the stages.
+Layers that run outside the pipeline are stored after the others, in E further rows as if there were
+more repeats, so that they are spread over the stages too. Letters: see `maxpipe.pipeline`.
+
+Example: S=2, V=2, L=1 and one layer outside, after the pipeline, so N=5 and E=1:
+
+    layer_index = [[[0], [1]],     repeat 0
+                   [[2], [3]],     repeat 1
+                   [[4], [5]]]     outside; 5 = N is padding
 """
 
 from collections.abc import Sequence
@@ -22,14 +27,14 @@ from maxpipe.pipeline.schedules.table import stages_of_chunks
 
 @dataclass(frozen=True)
 class StageLayout:
-    """Chunks hold consecutive layers; which of them a stage holds says the placement, see `schedules._table`.
+    """The assignment of layers to stages; chunks hold consecutive layers.
 
     Attributes:
       num_stages, num_repeats: S and V.
       chunk_sizes: layers of each of the V * S chunks in model order.
-      num_outside: layers that run outside the pipeline.
-      outside_first: they come before the pipeline's layers in model order, not after.
-      placement: `loop` or `v`.
+      num_outside: number of layers that run outside the pipeline.
+      outside_first: whether those come before the pipeline's layers in model order, not after.
+      placement: which chunks a stage holds, `loop` or `v`; see `schedules.table`.
     """
 
     num_stages: int
@@ -44,26 +49,28 @@ class StageLayout:
 
     @classmethod
     def even(cls, num_stages: int, num_repeats: int, layers_per_stage: int) -> "StageLayout":
+        """Return the layout of chunks of equal size, in loop placement."""
         return cls(num_stages, num_repeats, (layers_per_stage,) * (num_stages * num_repeats))
 
     @property
     def num_layers(self) -> int:
+        """N."""
         return sum(self.chunk_sizes) + self.num_outside
 
     @property
     def layers_per_stage(self) -> int:
-        """L, the leading size of a chunk; smaller chunks are padded with layers that do nothing."""
+        """Return L, the size of the largest chunk; smaller chunks are padded."""
         return max(self.chunk_sizes)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(V + E, S, L), the leading dimensions of a live layer parameter."""
+        """Return (V + E, S, L), the leading dimensions of a live layer parameter."""
         outside_rows = -(-self.num_outside // (self.num_stages * self.layers_per_stage))
         return self.num_repeats + outside_rows, self.num_stages, self.layers_per_stage
 
     @property
     def is_even(self) -> bool:
-        """Whether no chunk of the pipeline is padded."""
+        """Return whether no chunk of the pipeline is padded."""
         return len(set(self.chunk_sizes)) == 1
 
     @property
@@ -72,13 +79,13 @@ class StageLayout:
 
     @cached_property
     def outside_index(self) -> np.ndarray:
-        """int32: indices in model order of the layers outside the pipeline."""
+        """Return the model-order indices of the layers outside, int32 [num_outside]."""
         first = 0 if self.outside_first else sum(self.chunk_sizes)
         return np.arange(first, first + self.num_outside, dtype=np.int32)
 
     @cached_property
     def layer_index(self) -> np.ndarray:
-        """int32 [V + E, S, L]: index in model order; num_layers for padding."""
+        """Return each layer's index in model order, N for padding; int32 [V + E, S, L]."""
         index = np.full(self.shape, self.num_layers, np.int32)
         first = self.num_outside if self.outside_first else 0
         stages = stages_of_chunks(self.num_stages, self.num_repeats, self.placement)
@@ -89,26 +96,30 @@ class StageLayout:
         return index
 
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
-        """[V + E, S, L, ...] -> [N, ...] in model order; padding is dropped."""
-        rest = leaf.shape[3:]
-        inside = leaf[: self.num_repeats].reshape(-1, *rest)
+        """Convert [V + E, S, L, ...] to [N, ...] in model order; padding is dropped."""
+        # 1. Layers in the pipeline: [V, S, L, ...] -> [V S L, ...]
+        trailing = leaf.shape[3:]
+        inside = leaf[: self.num_repeats].reshape(-1, *trailing)
         if not self._is_in_model_order:
+            # Padding has the largest index, so sorting puts it last.
             order = np.argsort(self.layer_index[: self.num_repeats].reshape(-1), kind="stable")
             inside = inside[order[: sum(self.chunk_sizes)]]
         if not self.num_outside:
             return inside
-        outside = leaf[self.num_repeats :].reshape(-1, *rest)[: self.num_outside]
+        # 2. Layers outside: [E, S, L, ...] -> [E S L, ...], the first of which are layers.
+        outside = leaf[self.num_repeats :].reshape(-1, *trailing)[: self.num_outside]
         return jnp.concatenate([outside, inside] if self.outside_first else [inside, outside])
 
     def from_canonical(self, leaf: jax.Array) -> jax.Array:
-        """[N, ...] -> [V + E, S, L, ...]; padding layers are zeros."""
+        """Convert [N, ...] to [V + E, S, L, ...]; padding layers are zeros."""
         if self._is_in_model_order and not self.num_outside:
             return leaf.reshape(*self.shape, *leaf.shape[1:])
+        # Padding has index N: a layer of zeros after the others.
         padded = jnp.concatenate([leaf, jnp.zeros_like(leaf[:1])])
         return padded[self.layer_index]
 
     def stage_layers(self, stage: int) -> list[Sequence[int]]:
-        """Model-order indices of the layers of each chunk of one stage, for reports."""
+        """Return the model-order indices of the layers of each chunk of one stage, for reports."""
         rows = self.layer_index[: self.num_repeats, stage]
         return [[int(i) for i in row if i < self.num_layers] for row in rows]
 

@@ -33,7 +33,7 @@ def manual_part(spec: PartitionSpec) -> PartitionSpec:
 
 
 class Gather:
-    """Gathers one parameter over the manual axes that split it, and scatters its gradient.
+    """Gather of one parameter over the manual axes that split it, and scatter of its gradient.
 
     Called with this device's shard it returns the full parameter, differentiably; `gather` and
     `scatter` are the two halves for programs that write their backward out.

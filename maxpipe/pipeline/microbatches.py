@@ -1,4 +1,4 @@
-"""Splitting a global batch into microbatches. Letters: B sequences, M microbatches, T tokens."""
+"""Split a global batch [B, T] into microbatches [M, B / M, T]."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ ARRAYS = ("tokens", "targets", "positions", "segment_ids", "weights")  # [B, T] 
 
 
 def prepared(batch: Batch, context: int) -> Batch:
-    """A global batch as the layers take it.
+    """Return a global batch as the layers take it.
 
-    Tokens are in their places on the devices along mesh axis `context`, and sequence_index int32
-    [B] is added, the index in the global batch, from which dropout masks are drawn.
+    Tokens are in the order of their places on the devices along mesh axis `context`, and
+    sequence_index int32 [B] is added: the index in the global batch, from which dropout masks are
+    drawn.
     """
     if context > 1:
         batch = {name: in_places(x, context) for name, x in batch.items()}
@@ -23,26 +24,30 @@ def prepared(batch: Batch, context: int) -> Batch:
 
 
 def specs(spec: PartitionSpec) -> dict[str, PartitionSpec]:
-    """Layouts of a prepared batch, from that of a [B, T] array."""
+    """Return the PartitionSpecs of a prepared batch, from that of a [B, T] array."""
     return dict.fromkeys(ARRAYS, spec) | {"sequence_index": PartitionSpec(*spec[:1])}
 
 
 def split(batch: Batch, num_microbatches: int) -> Batch:
-    """[B, ...] -> [M, B / M, ...]; microbatch m takes rows m::M, so that no row leaves its data shard."""
+    """Split [B, ...] into [M, B / M, ...].
 
-    def one(x: jax.Array) -> jax.Array:
+    Microbatch m takes rows m::M, so that no row leaves its data shard.
+    """
+
+    def split_array(x: jax.Array) -> jax.Array:
+        # [B, ...] -> [B / M, M, ...] -> [M, B / M, ...]
         return jnp.swapaxes(x.reshape(-1, num_microbatches, *x.shape[1:]), 0, 1)
 
-    return {name: one(x) for name, x in batch.items()}
+    return {name: split_array(x) for name, x in batch.items()}
 
 
 def columns(batch: Batch, num_microbatches: int) -> Batch:
-    """[B, ...] -> [B / M, M, ...]: `split` without a copy of the batch; `column` takes a microbatch out."""
+    """Reshape [B, ...] to [B / M, M, ...], without a copy; `column` selects a microbatch."""
     return {name: x.reshape(-1, num_microbatches, *x.shape[1:]) for name, x in batch.items()}
 
 
 def column(batch: Batch, microbatch: jax.Array) -> Batch:
-    """Microbatch `microbatch` of what `columns` made, [B / M, ...]."""
+    """Select a microbatch of the result of `columns`, [B / M, M, ...] -> [B / M, ...]."""
     return {
         name: jax.lax.dynamic_index_in_dim(x, microbatch, axis=1, keepdims=False)
         for name, x in batch.items()
@@ -50,12 +55,12 @@ def column(batch: Batch, microbatch: jax.Array) -> Batch:
 
 
 def side_inputs(batch: Batch) -> SideInputs:
-    """Return what every layer reads of a prepared batch, or of its microbatches, besides activations."""
+    """Return what layers read besides activations, of a prepared batch or of its microbatches."""
     return SideInputs(batch["positions"], batch["segment_ids"], batch["sequence_index"])
 
 
 def pad_rows(batch: Batch, multiple: int) -> Batch:
-    """Appends rows of weight 0 until `multiple` divides the number of rows."""
+    """Append rows of weight 0 until `multiple` divides the number of rows."""
     missing = -batch["tokens"].shape[0] % multiple
     if not missing:
         return batch
@@ -63,5 +68,5 @@ def pad_rows(batch: Batch, multiple: int) -> Batch:
 
 
 def weight_sum(batch: Batch) -> jax.Array:
-    """Sum of the token weights of the global batch, at least a tiny positive number; float32 scalar."""
+    """Sum the token weights of a batch, float32 scalar; at least 1e-6, to divide by."""
     return jnp.maximum(jnp.sum(batch["weights"]), 1e-6)

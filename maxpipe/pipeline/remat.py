@@ -1,8 +1,8 @@
-"""Rematerialisation: what the backward pass finds saved instead of computing again.
+"""Rematerialise: decide what the forward saves for the backward, which computes the rest again.
 
-A policy is data, see `maxpipe.config.catalog.RematPolicy`: names of tensors that the model gives by
-`checkpoint_name`, and where they are saved. Weights are never among them, gathered or not: the
-backward has them anyway, and a pipeline would save a copy for every iteration.
+A policy is data, see `maxpipe.config.catalog.RematPolicy`: names that the model gives tensors with
+`checkpoint_name`, and where these tensors are saved. Weights are never saved, gathered or not: the
+backward has them anyway, and a pipeline would save a copy in every iteration.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,21 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 
 from maxpipe.config.catalog import MATMULS, REMAT_POLICIES, RematPolicy
 from maxpipe.config.sections import PipelineConfig
+from maxpipe.model.layers import SideInputs
+from maxpipe.model.parameters import Params
+from maxpipe.pipeline.chunk import LayerFn
 
 Function = Callable[..., Any]
+SavePolicy = Callable[..., bool]  # of `jax.checkpoint`
 
 LAYER_INPUT = "layer_input"
 
-# Everything that happens to a weight between its place at rest and a matrix product. For
-# activations these cost next to nothing, so computing them again is no loss there.
+# What a weight passes through between rest and a matrix product. For activations these operations
+# cost next to nothing, so recomputing them is no loss there.
 _COPIES = frozenset(
     {
         "gather",
@@ -38,7 +43,7 @@ _COPIES = frozenset(
 
 
 def remat_policy(config: PipelineConfig) -> RematPolicy:
-    """Return the policy of `pipeline.remat_policy`, that of `pipeline.remat_tensors` filled in."""
+    """Return `pipeline.remat_policy`; `custom` is made of `pipeline.remat_tensors`."""
     policy = REMAT_POLICIES[config.remat_policy]
     if not policy.by_tensor:
         return policy
@@ -50,19 +55,22 @@ def remat_policy(config: PipelineConfig) -> RematPolicy:
 
 
 def checkpoint(f: Function, policy: RematPolicy) -> Function:
-    """`f`, with a backward pass that finds the arguments and what the policy saves, and computes the rest again."""
+    """Return `f` with a backward that computes again what the policy does not save."""
     return jax.checkpoint(f, policy=_everything_but_copies if policy.everything else _names(policy))
 
 
 class Remat:
-    """What is recomputed in the backward of a pipeline's iteration, and of each layer within it.
+    """Rematerialisation of a pipeline's iteration, and of each layer within it.
 
-    With `remat_iterations` the policy says what an iteration keeps of all its layers. The backward
-    computes the rest again for all layers at once; where there are several, only results of matrix
-    products are held between them, and what is cheap is computed once more layer by layer. With
-    `remat_layers` they come back one layer at a time, from that layer's input: kept if iterations
-    are not rematerialised, and recomputed (a second time through the layer) if they are. With
-    neither, an iteration keeps every intermediate value.
+    With `remat_iterations` an iteration saves what the policy names, of all its layers. The
+    backward computes the rest again for all layers at once. If there are several, it holds only
+    results of matrix products between them, and computes what is cheap once more layer by layer.
+
+    With `remat_layers` the backward computes one layer at a time again, from that layer's input.
+    The inputs are saved if iterations are not rematerialised; if they are, the backward computes
+    them again too, which makes two passes through each layer.
+
+    With neither, an iteration saves every intermediate value.
     """
 
     def __init__(self, config: PipelineConfig):
@@ -70,31 +78,33 @@ class Remat:
         self._iterations, self._layers = config.remat_iterations, config.remat_layers
 
     def iteration(self, f: Function) -> Function:
-        """Wraps one iteration of one stage, from choosing its weights on."""
+        """Wrap one iteration of one stage, from the selection of its weights on."""
         if self._iterations or self._policy.everything:
             return checkpoint(f, self._policy)
         if not self._layers:
             return checkpoint(f, RematPolicy(everything=True))
         return checkpoint(f, RematPolicy((*self._policy.device, LAYER_INPUT), self._policy.host))
 
-    def layer(self, f: Function, *, is_only: bool) -> Function:
-        """Wraps one layer, called as f(parameters, index, x, side inputs, key).
+    def layer(self, f: LayerFn, *, is_only: bool) -> LayerFn:
+        """Wrap one layer, called as f(parameters, index, x, side inputs, key).
 
         Args:
           f: the layer.
-          is_only: whether an iteration has a single layer.
+          is_only: whether an iteration has no other layer.
         """
         if not self._layers:
             return f if is_only or self._policy.everything else checkpoint(f, RematPolicy(MATMULS))
         inner = checkpoint(f, self._policy)
 
-        def named(layer: Any, index: Any, x: Any, side: Any, key: Any) -> Any:
+        def with_named_input(
+            layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
+        ) -> tuple[jax.Array, jax.Array]:
             return inner(layer, index, checkpoint_name(x, LAYER_INPUT), side, key)
 
-        return named
+        return with_named_input
 
 
-def _names(policy: RematPolicy) -> Any:
+def _names(policy: RematPolicy) -> SavePolicy:
     if not policy.host:
         return jax.checkpoint_policies.save_only_these_names(*policy.device)
     return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -105,5 +115,5 @@ def _names(policy: RematPolicy) -> Any:
     )
 
 
-def _everything_but_copies(primitive: Any, *_: Any, **params: Any) -> bool:
+def _everything_but_copies(primitive: Primitive, *_: object, **params: object) -> bool:
     return primitive.name not in _COPIES

@@ -1,23 +1,7 @@
-"""Times of units from FLOPs in closed form: what a stage with some number of layers takes.
+"""Choose how many layers each stage gets under a memory limit, and predict what a choice costs."""
 
-Counted are products with weights and the two products of attention, of which a causal query does
-half; the backward of a product is one for its input and one for its weight, and attention's belongs
-to the input gradient.
-
-Left out are norms, softmax, rotations and activation functions, a per cent or two of the FLOPs at
-real widths, and the embedding: a lookup forward, and backward a sum that moves bytes and multiplies
-nothing. A chunk that is computed again as a whole does without its very last product, which is
-counted here; the kernel that runs without accelerators computes attention's masked half too.
-
-Dealing layers out to stages by dynamic programming. Layers are alike, so their number on a stage
-says everything.
-
-Choosing how many layers each stage gets under a memory limit, and predicting what a choice
-costs."""
-
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf
 
 import numpy as np
@@ -28,149 +12,21 @@ from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
-from maxpipe.pipeline.remat import remat_policy
+from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
-from maxpipe.planning.flops import layer_products
-from maxpipe.planning.simulate import Costs, Simulation, simulate
+from maxpipe.planning.simulate import Simulation, simulate
+from maxpipe.planning.stage_cut import chunk_sizes, least_worst
 from maxpipe.planning.stage_memory import StageMemory
+from maxpipe.planning.stage_work import Work, work
 
-
-@dataclass(frozen=True)
-class Work:
-    """Times for one microbatch, in units of the forward of one layer.
-
-    Attributes:
-      input_gradient: of a layer, with what it computes again.
-      weight_gradient: of a layer.
-      head: loss and its gradient.
-    """
-
-    input_gradient: float
-    weight_gradient: float
-    head: float
-
-    @property
-    def layer(self) -> float:
-        """Forward and backward of one layer."""
-        return 1.0 + self.input_gradient + self.weight_gradient
-
-    def costs(self, sizes: Sequence[int], table: Table) -> Costs:
-        """Costs of a table whose global chunks have so many layers."""
-        layers = np.asarray(sizes, float)
-        assert layers.shape == (table.num_chunks,)
-        return Costs(
-            forward=layers.tolist(),
-            backward=((self.input_gradient + self.weight_gradient) * layers).tolist(),
-            input_gradient=(self.input_gradient * layers).tolist(),
-            weight_gradient=(self.weight_gradient * layers).tolist(),
-            head=self.head,
-        )
-
-
-def work(config: Config) -> Work:
-    """What a resolved configuration's layers and head take."""
-    model = config.model
-    products: dict[str, float] = dict(layer_products(model))
-    weights = sum(products.values())
-    # Scores and values of a query, which sees half of the sequence on average.
-    products["context"] = attention = (
-        model.num_query_heads * model.head_dim * config.data.sequence_length
-    )
-    forward = weights + attention
-    return Work(
-        input_gradient=(weights + 2 * attention + _computed_again(config, products)) / forward,
-        weight_gradient=weights / forward,
-        head=3 * model.vocab_size * model.embed_dim / forward,
-    )
-
-
-def _computed_again(config: Config, products: Mapping[str, float]) -> float:
-    """What the backward of a layer computes a second or third time, see `remat._apply.Remat`."""
-    pipeline = config.pipeline
-    kept = remat_policy(pipeline)
-    if kept.everything:
-        return 0.0
-    passes = pipeline.remat_iterations + pipeline.remat_layers
-    return passes * sum(
-        time for name, time in products.items() if name not in (*kept.device, *kept.host)
-    )
-
-
-def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
-    """Layers of each stage such that the most costly stage costs least, and the others differ little.
-
-    Of choices that are equal in that, the one with more layers in front: its pipeline is full a
-    little earlier.
-
-    Args:
-      costs: for each stage, the cost of holding 0, 1, ..., `total` layers; infinite where it
-        cannot.
-      total: layers to deal out.
-
-    Returns:
-      Numbers that add up to `total`, or None if every choice has a stage that cannot hold its
-      layers.
-    """
-    num_stages = len(costs)
-
-    @cache
-    def worst(stage: int, left: int) -> float:
-        """Cost of the most costly stage from `stage` on, which hold `left` layers."""
-        if stage == num_stages - 1:
-            return costs[stage][left]
-        return min(max(costs[stage][n], worst(stage + 1, left - n)) for n in range(left + 1))
-
-    limit = worst(0, total) * (1 + 1e-9)
-    if limit == inf:
-        return None
-
-    @cache
-    def spread(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squared costs, minus layers) of the stages from `stage` on; infinite where one exceeds the limit."""
-        if stage == num_stages - 1:
-            return square(costs[stage][left]), (-left,)
-        choices = []
-        for n in range(left + 1):
-            mine = square(costs[stage][n])
-            rest, layers = spread(stage + 1, left - n) if mine < inf else (inf, ())
-            choices.append((mine + rest, (-n, *layers)))
-        return min(choices)
-
-    def square(cost: float) -> float:
-        if cost > limit:
-            return inf
-        # Whole, so that sums do not depend on the order of their terms.
-        return round(1e9 * (cost / limit) ** 2) if limit else 0
-
-    return [-n for n in spread(0, total)[1]]
-
-
-def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0) -> list[int]:
-    """Deals a stage's layers out to its chunks, at least one each and otherwise evenly; the first ones get more.
-
-    Args:
-      layers: no fewer than chunks.
-      num_chunks: of the stage.
-      last: what its last chunk does beside its layers, in layers.
-    """
-    assert layers >= num_chunks
-    sizes = [1] * num_chunks
-    beside = [0.0] * (num_chunks - 1) + [last]
-    for _ in range(layers - num_chunks):
-        least = min(range(num_chunks), key=lambda c: sizes[c] + beside[c])
-        sizes[least] += 1
-    return sizes
-
-
-GIB = 2**30
 KEY = "pipeline.layers_per_stage"
 LIMIT_KEY = "pipeline.memory_limit_gib"
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What stages with given numbers of layers cost.
+    """The predicted cost of stages with given numbers of layers.
 
     Attributes:
       sizes: layers of each chunk, in model order.
@@ -197,7 +53,9 @@ class Prediction:
 
 
 def run_table(config: Config) -> Table:
-    """The schedule's table; on the MPMD engine, where no stage waits for a tick, as the order of units on each.
+    """Build the table that is simulated: a lockstep one on the MPMD engine loses its ticks.
+
+    There no stage waits for a tick, only the order of units on each stage stays.
 
     Raises:
       ScheduleError: the schedule cannot be built.
@@ -218,10 +76,10 @@ def run_table(config: Config) -> Table:
 
 
 def predict(config: Config, sizes: Sequence[int]) -> Prediction:
-    """Simulates chunks of so many layers.
+    """Simulate chunks of so many layers.
 
     Args:
-      config: resolved; what it says about the numbers of layers is not looked at.
+      config: resolved; its own numbers of layers are ignored.
       sizes: layers of each chunk, in model order.
 
     Raises:
@@ -238,14 +96,16 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
 
 
 def uniform_sizes(config: Config) -> list[int] | None:
-    """Chunks of one size, or None where the layers do not divide."""
+    """Return chunks of one size, or None if the layers do not divide."""
     chunks = run_table(config).num_chunks
-    size, rest = divmod(config.pipeline.parallel_layers, chunks)
-    return None if rest else [size] * chunks
+    size, remainder = divmod(config.pipeline.parallel_layers, chunks)
+    return None if remainder else [size] * chunks
 
 
 def plan_stages(config: Config, limit: float) -> Prediction:
-    """The stages of which the slowest takes least; uniform ones where the simulator finds those no slower.
+    """Plan stages such that the slowest takes least.
+
+    Uniform stages are taken if the simulator finds them no slower.
 
     Args:
       config: resolved, `pipeline.layers_per_stage` still auto.
@@ -267,23 +127,21 @@ def plan_stages(config: Config, limit: float) -> Prediction:
     )
     if sizes is None:
         raise _does_not_fit(config, limit)
-    found = [predict(config, sizes)]
+    predictions = [predict(config, sizes)]
     if uniform := uniform_sizes(config):
-        found.insert(0, predict(config, uniform))
-    # Chunks of a stage take turns with those of others, which balanced stages alone do not make
-    # fast.
-    return min(
-        (f for f in found if (f.memory <= limit).all()), key=lambda f: round(f.run.makespan, 9)
-    )
+        predictions.insert(0, predict(config, uniform))
+    # With several chunks a stage, balanced stages alone need not be the fastest.
+    fitting = [p for p in predictions if (p.memory <= limit).all()]
+    return min(fitting, key=lambda p: round(p.run.makespan, 9))
 
 
 def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str], None]) -> Config:
-    """The configuration with `pipeline.layers_per_stage` decided if it is auto.
+    """Return the configuration with `pipeline.layers_per_stage` decided if it is auto.
 
     Args:
       config: resolved.
       chip_bytes: memory of a device; None if unknown.
-      say: told of the decision and its reason.
+      say: called with the decision and its reason, a line each.
 
     Raises:
       ConfigError: nothing fits, or the schedule cannot be built.
@@ -301,7 +159,7 @@ def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str],
 
 
 def memory_limit(config: Config, chip_bytes: float | None) -> float:
-    """Bytes that `pipeline.memory_limit_gib` allows on a device, infinite if neither it nor the chip's are known."""
+    """Return the bytes that a device may use: the key's, else the chip's, else infinity."""
     return GIB * config.pipeline.memory_limit_gib or chip_bytes or inf
 
 
@@ -312,7 +170,7 @@ def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
 def _deal(
     config: Config, table: Table, cost: Callable[[int, list[int]], float]
 ) -> list[int] | None:
-    """Sizes of all chunks by `least_worst`; `cost` is of a stage and the sizes of its chunks."""
+    """Deal all layers out by `least_worst`; `cost` is of a stage and the sizes of its chunks."""
     total, times = config.pipeline.parallel_layers, work(config)
     head_stage = table.stage_of_chunk[-1]
 
@@ -336,7 +194,7 @@ def _deal(
 
 
 def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> Iterator[str]:
-    """What was chosen and why, two lines."""
+    """Yield two lines: what was chosen and why."""
     run, times = chosen.run, chosen.work
     against = ""
     if uniform and uniform.sizes == chosen.sizes:
@@ -347,12 +205,18 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
         if (uniform.memory > limit).any():
             against += " that does not fit"
     sizes = str(chosen.sizes).replace(" ", "")
-    yield f"{KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer a microbatch{against}"
-    of = "" if limit == inf else f" of {limit / GIB:.3g}"
-    backward = [f"{(times.layer - 1) * n:.4g}" for n in chosen.layers]
     yield (
-        f"predicted by stage: F {' '.join(map(str, chosen.layers))}, B {' '.join(backward)}, head {times.head:.3g}; "
-        f"bubble {run.bubble_fraction:.1%}; {' '.join(f'{b / GIB:.3g}' for b in chosen.memory)}{of} GiB a device"
+        f"{KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
+        f"a microbatch{against}"
+    )
+    forward = " ".join(map(str, chosen.layers))
+    backward = " ".join(f"{(times.layer - 1) * n:.4g}" for n in chosen.layers)
+    memory = " ".join(f"{count / GIB:.3g}" for count in chosen.memory)
+    if limit != inf:
+        memory += f" of {limit / GIB:.3g}"
+    yield (
+        f"predicted by stage: F {forward}, B {backward}, head {times.head:.3g}; "
+        f"bubble {run.bubble_fraction:.1%}; {memory} GiB a device"
     )
 
 
@@ -364,21 +228,23 @@ def _does_not_fit(config: Config, limit: float) -> ConfigError:
     needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
     worst = int(np.argmax(needed))
     source = LIMIT_KEY if config.pipeline.memory_limit_gib else "the chip's memory"
+    excess = (needed[worst] - limit) / GIB
     message = (
-        f"no choice of stages fits {limit / GIB:.3g} GiB a device ({source}): with {str(sizes).replace(' ', '')} stage "
-        f"{worst} needs {needed[worst] / GIB:.3g} GiB by estimate, {(needed[worst] - limit) / GIB:.3g} GiB too much"
+        f"no choice of stages fits {limit / GIB:.3g} GiB a device ({source}): "
+        f"with {str(sizes).replace(' ', '')} stage {worst} needs {needed[worst] / GIB:.3g} GiB "
+        f"by estimate, {excess:.3g} GiB too much"
     )
-    found = [
+    remedies = [
         _words(changes)
         for changes in _alternatives(config)
         if _fits(update(config, changes), limit)
     ]
-    more = "more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage"
-    return ConfigError(Problem(KEY, f"{message}; what would help: {'; '.join([*found, more])}"))
+    remedies.append("more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage")
+    return ConfigError(Problem(KEY, f"{message}; what would help: {'; '.join(remedies)}"))
 
 
 def _words(changes: Updates) -> str:
-    """As on a command line."""
+    """Return changes as words of a command line."""
     return " ".join(f"{key}={str(value).lower()}" for key, value in changes.items())
 
 
@@ -395,7 +261,7 @@ def _fits(config: Config, limit: float) -> bool:
 
 
 def _alternatives(c: Config) -> Iterator[Updates]:
-    """Legal changes that may save memory."""
+    """Yield legal changes that may save memory."""
     if c.pipeline.remat_policy not in ("full", "custom"):
         yield {"pipeline.remat_policy": "full"}
     elif not c.pipeline.remat_layers:

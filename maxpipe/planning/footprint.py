@@ -1,103 +1,168 @@
-"""Sizes of a decoder's tensors on one device, from shapes and the default sharding rules alone."""
+"""Sizes on one device: parameters, and the tensors of a layer that its backward finds or makes.
+
+Widths are values of `model.dtype` per token of a microbatch.
+"""
 
 import math
+from collections.abc import Collection
+from functools import cache
+from typing import cast
 
+import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from maxpipe.config.catalog import MATMULS, OPTIMIZERS, QKV
+from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.config.rules.batches import data_shards
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
+from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.remat import remat_policy
+from maxpipe.pipeline.weights import STORAGE_AXES
+from maxpipe.planning.layer_tensors import Layer, read_layer
+from maxpipe.planning.layer_trace import model_program, trace_model
+from maxpipe.sharding.rules import AxisRules, without
 
-_NORMS_AND_ADDITIONS = (
-    6  # arrays of width `embed_dim` that a layer makes beside its matrix products
-)
-
-
-def axis_size(config: Config, axis: str) -> int:
-    """Size of a mesh axis over all slices."""
-    return config.mesh.size(axis)
+Rules = tuple[tuple[str, tuple[str, ...]], ...]
+Sizes = tuple[tuple[str, int], ...]
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
+    """Return the bytes of an element."""
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def optimizer_bytes(config: Config) -> float:
-    """Optimizer state per parameter."""
+    """Return the bytes of optimizer state per parameter."""
     return 4.0 * OPTIMIZERS[config.optimizer.name].moments
 
 
 def microbatch_tokens(config: Config) -> float:
-    """Tokens of a microbatch on one device."""
+    """Return the tokens of a microbatch on one device."""
     rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
-    return rows * config.data.sequence_length / axis_size(config, "context")
-
-
-def layer_widths(config: Config) -> dict[str, float]:
-    """Width on one device of each tensor of a layer that a rematerialisation policy can name."""
-    model, tensor = config.model, axis_size(config, "tensor")
-    query, key = (
-        model.num_query_heads * model.head_dim / tensor,
-        model.num_kv_heads * model.head_dim / tensor,
-    )
-    widths = {
-        "query_proj": query,
-        "key_proj": key,
-        "value_proj": key,
-        "context": query,
-        "out_proj": model.embed_dim,
-    }
-    return widths | {
-        "mlp_gate": model.mlp_dim / tensor,
-        "mlp_up": model.mlp_dim / tensor,
-        "mlp_down": model.embed_dim,
-    }
-
-
-def kept_width(config: Config) -> float:
-    """Width on one device of what a layer keeps from forward to backward, beside the input of its chunk.
-
-    Probabilities of attention are not counted: kernels for accelerators never have them all.
-    """
-    widths, pipeline = layer_widths(config), config.pipeline
-    kept = remat_policy(pipeline)
-    by_layer = not pipeline.remat_iterations and pipeline.engine != "sequential"
-    if kept.everything or (by_layer and not pipeline.remat_layers):
-        # Norms are float32. As wide as the gate are its activation function, two parts of that
-        # one's derivative and the product with `mlp_up`.
-        norms = _NORMS_AND_ADDITIONS * config.model.embed_dim * 4 / itemsize(config.model.dtype)
-        return sum(widths[name] for name in MATMULS) + 4 * widths["mlp_gate"] + norms
-    layer_input = config.model.embed_dim if by_layer else 0
-    return layer_input + sum(widths.get(name, 0.0) for name in kept.device)
-
-
-def stash_width(config: Config) -> float:
-    """Width on one device of what a layer's I leaves to its W on the scheduled engine.
-
-    That is the gradients of results of products and norms, those of a gate and what it multiplies
-    being made of one, and the inputs of products as far as they are results of products that are
-    computed again.
-    """
-    widths, pipeline = layer_widths(config), config.pipeline
-    kept = remat_policy(pipeline)
-    everything = kept.everything or not (pipeline.remat_iterations or pipeline.remat_layers)
-    found = (*QKV, *(MATMULS if everything else kept.device))
-    gradients = (
-        sum(widths.values()) - widths["context"] - widths["mlp_up"] + 2 * config.model.embed_dim
-    )
-    return gradients + sum(width for name, width in widths.items() if name not in found)
-
-
-def working_width(config: Config) -> float:
-    """Width on one device of all tensors of a layer and their gradients, keys and values those of whole sequences."""
-    widths = layer_widths(config)
-    others = (axis_size(config, "context") - 1) * (widths["key_proj"] + widths["value_proj"])
-    return 2 * (sum(widths.values()) + others + _NORMS_AND_ADDITIONS * config.model.embed_dim)
+    return rows * config.data.sequence_length / config.mesh.size("context")
 
 
 def logits_bytes(config: Config, tokens: float) -> float:
-    """Logits and their gradient, float32, of the tokens that a device takes through the head at a time."""
+    """Return the bytes of a device's logits and their gradient, float32, for so many tokens."""
     tile = math.ceil(tokens / config.model.logit_tiles)
-    return 2 * 4.0 * tile * config.model.vocab_size / axis_size(config, "tensor")
+    return 2 * 4.0 * tile * config.model.vocab_size / config.mesh.size("tensor")
+
+
+def device_parameters(
+    config: Config, part: str, *, whole_over: Collection[str] = (), without_stages: bool = False
+) -> float:
+    """Return the parameters of a part of the model that a device holds.
+
+    Args:
+      config: resolved.
+      part: "embed", "head", or "layers" for one layer, which lies on one stage.
+      whole_over: mesh axes over which the parameters are gathered.
+      without_stages: whether the part lies on the devices of one stage, as on the MPMD engine.
+    """
+    sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
+    if without_stages or part == "layers":
+        sizes["stage"] = 1
+    mesh = tuple(sizes.items())
+    gathered = tuple(sorted(whole_over))
+    return _device_parameters(config.model, part, _rules(config), mesh, gathered)
+
+
+def layer_of(config: Config) -> Layer:
+    """Return the tensors and products of a layer of a resolved configuration."""
+    sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
+    return _layer(config.model, config.data.sequence_length, _rules(config), tuple(sizes.items()))
+
+
+def kept_width(config: Config) -> float:
+    """Return the width of what a layer keeps until its backward, besides the input of its chunk.
+
+    Probabilities of attention are not counted: kernels for accelerators never hold them all.
+    """
+    layer, pipeline = layer_of(config), config.pipeline
+    policy = remat_policy(pipeline)
+    by_layer = not pipeline.remat_iterations and pipeline.engine != "sequential"
+    if policy.everything or (by_layer and not pipeline.remat_layers):
+        return layer.residual_bytes() / itemsize(config.model.dtype)
+    layer_input = config.model.embed_dim if by_layer else 0
+    return layer_input + layer.saved_width(policy.device)
+
+
+def stash_width(config: Config) -> float:
+    """Return the width of what a layer's I leaves to its W on the scheduled engine.
+
+    These are the gradients of results of products and norms, where a gate and what it multiplies
+    share one, and the results that W makes operands of, as far as they are computed again.
+    """
+    layer, pipeline = layer_of(config), config.pipeline
+    policy = remat_policy(pipeline)
+    if policy.everything or not (pipeline.remat_iterations or pipeline.remat_layers):
+        return layer.gradient_width
+    return layer.gradient_width + layer.recomputed_operand_width(policy.device)
+
+
+def handed_over_width(config: Config) -> float:
+    """Return the width of what a layer's I leaves to its W on the MPMD engine.
+
+    These are the operands of products and the gradients of their results. Besides these there is
+    what the slicing does not take apart further: norms in float32, and the activation function of
+    a gate.
+    """
+    layer = layer_of(config)
+    norms = sum(scale.bytes for scale in layer.scales) / itemsize(config.model.dtype)
+    return layer.operand_width + layer.weight_result_width + norms + layer.shared_width
+
+
+def working_width(config: Config) -> float:
+    """Return the width of all tensors of a layer and their gradients.
+
+    Keys and values are those of whole sequences.
+    """
+    layer = layer_of(config)
+    others = (config.mesh.size("context") - 1) * layer.key_value_width
+    return 2 * (layer.result_width + others + layer.elementwise_width)
+
+
+def _rules(config: Config) -> Rules:
+    return tuple((name, tuple(axes)) for name, axes in config.sharding.logical_axis_rules)
+
+
+@cache
+def _layer(model: ModelConfig, sequence_length: int, rules: Rules, sizes: Sizes) -> Layer:
+    axis_rules = _axis_rules(rules, sizes)
+
+    def dimension_shards(spec: ParamSpec) -> list[int]:
+        computing = without(axis_rules.spec(spec.axes, spec.shape), STORAGE_AXES)
+        entries = [*computing, *[None] * (len(spec.shape) - len(computing))]
+        return [_shards(PartitionSpec(entry), sizes) for entry in entries]
+
+    return read_layer(trace_model(model, sequence_length), dimension_shards)
+
+
+@cache
+def _device_parameters(
+    model: ModelConfig, part: str, rules: Rules, sizes: Sizes, whole_over: tuple[str, ...]
+) -> float:
+    axis_rules = _axis_rules(rules, sizes)
+    specs: list[ParamSpec] = jax.tree.leaves(
+        model_program(model).specs[part], is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+    )
+    return sum(
+        math.prod(spec.shape)
+        / _shards(without(axis_rules.spec(spec.axes, spec.shape), whole_over), sizes)
+        for spec in specs
+    )
+
+
+def _axis_rules(rules: Rules, sizes: Sizes) -> AxisRules:
+    names, counts = zip(*sizes, strict=True)
+    # Rules read names and sizes of axes, which an abstract mesh has too.
+    return AxisRules(rules, cast(Mesh, AbstractMesh(counts, names)))
+
+
+def _shards(spec: PartitionSpec, sizes: Sizes) -> int:
+    """Return the devices over which an array with this spec is split."""
+    size_of = dict(sizes)
+    names = (
+        n for entry in spec if entry for n in (entry if isinstance(entry, tuple) else (entry,))
+    )
+    return math.prod(size_of[name] for name in names)

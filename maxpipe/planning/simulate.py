@@ -1,10 +1,10 @@
-"""What a schedule costs: time, idle time, memory and traffic, from its table and the cost of its units.
+"""Simulate a schedule: time, idle time, memory and traffic, from its table and units' costs.
 
-Lockstep tables run as one SPMD program does: from the first unit of a kind to the last every tick
-computes that slot on every stage, masked where it is idle, and takes as long as the slowest stage;
-a tick ends with its transfers, unless the forwarding delay lets them run beside the next tick.
-Free-running tables keep only the order of each stage: a unit starts when its stage is free and its
-input is there, and transfers delay the receiver only.
+Lockstep tables run as one SPMD program does. From the first unit of a kind to the last, every tick
+computes that slot on every stage, masked where it is idle, and takes as long as the slowest stage.
+A tick ends with its transfers, unless the forwarding delay lets them run during the next tick.
+Free-running tables keep only the order of units on each stage: a unit starts when its stage is free
+and its input has arrived, and transfers delay the receiver only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Costs:
       forward, backward, input_gradient, weight_gradient: time of an F, B, I, W.
       communication: time of one transfer between neighbouring stages.
       head: time of loss and its gradient for one microbatch on one stage. Lockstep spreads it over
-        all stages, inside the tick; free-running runs it on the last stage, behind the last chunk's
+        all stages, inside the tick; free-running runs it on the last stage, after the last chunk's
         F.
       collectives: fraction of the time of F and B (or I) that is collectives within a stage. With
         `slack`, one slot's collectives run during the other's computation.
@@ -47,7 +47,7 @@ class Costs:
     activation_bytes: float = 1.0
 
     def of(self, kind: str, num_stages: int) -> np.ndarray:
-        """Time of a unit of a kind on each stage, float [S].
+        """Return the time of a unit of a kind on each stage, float [S].
 
         Raises:
           ValueError: there are not as many numbers as stages, or one is negative.
@@ -63,7 +63,7 @@ class Costs:
         return np.broadcast_to(cost, num_stages)
 
     def of_chunks(self, kind: str, table: Table) -> np.ndarray:
-        """Time of a unit of a kind of each global chunk, float [G].
+        """Return the time of a unit of a kind of each global chunk, float [G].
 
         Raises:
           ValueError: there are neither as many numbers as stages nor as chunks, or one is negative.
@@ -75,7 +75,7 @@ class Costs:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `simulate` found; S stages, M microbatches, G global chunks.
+    """A simulated step; S stages, M microbatches, G global chunks.
 
     Attributes:
       table: the schedule.
@@ -110,7 +110,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Time lost: the longest span less the work of the busiest stage.
+        """Time lost: the longest span minus the work of the busiest stage.
 
         Spans, since steps that follow each other without a barrier overlap where stages start and
         end at different times; zero-bubble schedules count on it.
@@ -124,19 +124,19 @@ class Simulation:
         return self.bubble / float(self.span.max()) if self.span.max() > 0 else 0.0
 
     def in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
-        """Times at which the number of chunks in flight on a stage changes, and the number from then on."""
+        """Return when the number of chunks in flight on a stage changes, and its new value."""
         ends = [self.end[kind] for kind in "BW" if kind in self.end]
         return self._alive(stage, self.start["F"], np.fmax.reduce(ends) if ends else None)
 
     def stash(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
-        """The same for the chunks that are between their I and their W."""
+        """Return the same for the chunks that are between their I and their W."""
         return self._alive(stage, self.start.get("I"), self.end.get("W"))
 
     def _alive(
         self, stage: int, start: np.ndarray | None, end: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        mine = self.table.stage_of_chunk == stage
-        begin, finish = (np.empty(0) if t is None else t[:, mine].ravel() for t in (start, end))
+        on_stage = self.table.stage_of_chunk == stage
+        begin, finish = (np.empty(0) if t is None else t[:, on_stage].ravel() for t in (start, end))
         begin, finish = (t[~np.isnan(t)] for t in (begin, finish))
         times = np.concatenate([finish, begin])
         change = np.concatenate([np.full(len(finish), -1), np.ones(len(begin), int)])
@@ -146,7 +146,7 @@ class Simulation:
 
 
 def simulate(table: Table, costs: Costs | None = None) -> Simulation:
-    """Runs a valid table against costs; by default F = 1, B = 2, I = W = 1 and all else is free.
+    """Run a valid table against costs; by default F = 1, B = 2, I = W = 1 and all else is free.
 
     Raises:
       ValueError: costs that are negative or not for this number of stages.
@@ -170,8 +170,8 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
         work[table.stage_of_chunk[-1]] += costs.head * table.num_microbatches
     stages = [table.stage_of_chunk == s for s in range(table.num_stages)]
     # A stage may be without units of some kind.
-    first = np.array([np.nanmin([t[:, mine] for t in start.values()]) for mine in stages])
-    last = np.array([np.nanmax([t[:, mine] for t in end.values()]) for mine in stages])
+    first = np.array([np.nanmin([t[:, chunks] for t in start.values()]) for chunks in stages])
+    last = np.array([np.nanmax([t[:, chunks] for t in end.values()]) for chunks in stages])
     last[table.stage_of_chunk[-1]] = max(last[table.stage_of_chunk[-1]], head_end.max())
     span = np.full(table.num_stages, makespan) if table.lockstep else last - first
     bytes_sent = _transfers(table) * costs.activation_bytes
@@ -179,7 +179,7 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
 
 
 def _transfers(table: Table) -> np.ndarray:
-    """int [S]: activations and gradients that each stage sends to another one."""
+    """Count the activations and gradients that each stage sends to another one, int [S]."""
     stage = table.stage_of_chunk
     moves = stage[1:] != stage[:-1]
     count = np.bincount(stage[:-1][moves], minlength=table.num_stages)
@@ -193,7 +193,7 @@ Times = tuple[dict[str, np.ndarray], dict[str, np.ndarray], np.ndarray, np.ndarr
 
 
 def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs) -> Times:
-    """Slots of a tick one after the other, every stage waiting for the slowest."""
+    """Run the slots of a tick one after the other, every stage waiting for the slowest."""
     slot = {kind: np.zeros(table.num_ticks) for kind in table.kinds}
     sends = np.zeros(table.num_ticks, bool)
     for kind in table.kinds:
@@ -216,8 +216,7 @@ def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs
     offset = begin.copy()
     for kind in table.kinds:
         if kind == backward:
-            # Where slots overlap, B is the last thing in its tick but W and starts before F has
-            # ended.
+            # Where slots overlap, only W comes after B in a tick, and B starts before F has ended.
             offset = np.minimum(offset, begin + total - after - slot[kind])
         start[kind] = _at(table.ticks[kind], offset)
         end[kind] = start[kind] + duration[kind]
@@ -225,18 +224,18 @@ def _run_lockstep(table: Table, duration: Mapping[str, np.ndarray], costs: Costs
         if kind == "F":
             head_start = offset[head_tick]
             offset = offset + head
-    # Idle slots are computed too, and nobody waits for the transfer of the last tick.
+    # Idle slots are computed too; the transfer of the last tick delays no unit.
     makespan = float(begin[-1] + total[-1])
     return start, end, head_start, head_start + costs.head / table.num_stages, makespan
 
 
 def _at(ticks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Looks up `values` [N] at the ticks [M, G]; NaN where there is no unit."""
+    """Look up `values` [N] at the ticks [M, G]; NaN where there is no unit."""
     return np.where(ticks >= 0, values[ticks], np.nan)
 
 
 def _run_free(table: Table, duration: Mapping[str, np.ndarray], costs: Costs) -> Times:
-    """Units in each stage's order, as early as stage and input allow.
+    """Run the units in each stage's order, as early as stage and input allow.
 
     Ticks order the units so that whatever one depends on was timed before it.
     """
@@ -261,11 +260,11 @@ def _run_free(table: Table, duration: Mapping[str, np.ndarray], costs: Costs) ->
             source = chunk
         else:
             source = np.minimum(chunk + 1, last)
-            whole = table.merged_ticks("B")[microbatch, source] >= 0
-            gradient = np.where(whole, offset["B"], offset["I"]) + at + 1
+            is_unsplit = table.merged_ticks("B")[microbatch, source] >= 0
+            gradient = np.where(is_unsplit, offset["B"], offset["I"]) + at + 1
             needs[tick, stage] = np.where(chunk < last, gradient, at)
         delay[tick, stage] = np.where(stage_of[source] != stage, costs.communication, 0.0)
-    # The entry past the end is the input that is always there.
+    # The entry past the end is an input that is always available.
     end = np.full(4 * num_units + 1, np.nan)
     end[-1] = 0.0
     free = np.zeros(table.num_stages)

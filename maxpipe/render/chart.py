@@ -1,4 +1,4 @@
-"""One schedule as SVG: a Gantt chart, and under it the chunks in flight on every stage."""
+"""Draw one schedule as SVG: a Gantt chart, and below it the chunks in flight on every stage."""
 
 import json
 import math
@@ -17,8 +17,7 @@ CURVES = 120
 MIN_WIDTH, MAX_WIDTH = 720, 12_000
 MAX_NAMED_STAGES = 10
 
-# The page and a picture of its own share these; `light-dark` is not yet understood by all SVG
-# viewers.
+# Pages and single pictures share these; not all SVG viewers understand `light-dark`.
 LIGHT = (
     "--ground:#ffffff;--ink:#1b2430;--muted:#66717f;--line:#dfe4ea;--idle:#f1f3f6;--head:#2b3440"
 )
@@ -40,7 +39,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Frame:
-    """Where things go: `scale` is pixels per unit of time, `horizon` the time at the right edge."""
+    """Place things: `scale` is pixels per unit of time, `horizon` the time at the right edge."""
 
     scale: float
     horizon: float
@@ -70,7 +69,7 @@ class Frame:
 
 
 def frame(runs: list[Simulation]) -> Frame:
-    """A frame with one time scale for all runs, wide enough to number their cells if that is possible."""
+    """Return a frame with one time scale for all runs, wide enough to number cells if possible."""
     horizon = max(run.makespan for run in runs) or 1.0
     lengths = [float(np.nanmin(run.end[k] - run.start[k])) for run in runs for k in run.table.kinds]
     shortest = min((length for length in lengths if length > 0), default=horizon)
@@ -80,14 +79,13 @@ def frame(runs: list[Simulation]) -> Frame:
 
 
 def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = True) -> str:
-    """Draws a run.
+    """Draw a run.
 
     Args:
       run: the simulated schedule.
       at: a frame shared with other charts; None for one that fits.
-      standalone: a file of its own, with its styles, its ground and a `<title>` per unit; else part
-        of a page, whose script reads `data-unit` (stage, start, end as `data-at`) and
-        `data-curves`.
+      standalone: for a file of its own, with styles, background and a `<title>` per unit; else for
+        a page, whose script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
     """
     at = at or frame([run])
     table = run.table
@@ -96,13 +94,15 @@ def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = Tr
         f"{table.num_repeats} {'repeats' if table.num_repeats > 1 else 'repeat'}"
     )
     parts = [
-        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" '
-        f'viewBox="0 0 {_n(at.width)} {_n(at.height)}" width="{_n(at.width)}" height="{_n(at.height)}" '
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" '
+        f'aria-label="{escape(title)}" viewBox="0 0 {_n(at.width)} {_n(at.height)}" '
+        f'width="{_n(at.width)}" height="{_n(at.height)}" '
         f'data-stages="{table.num_stages}" data-left="{LEFT}" data-scale="{at.scale:.6g}">'
     ]
     if standalone:
         parts.append(
-            f"<style>.chart{{{LIGHT}}}@media(prefers-color-scheme:dark){{.chart{{{DARK}}}}}{STYLE}</style>"
+            f"<style>.chart{{{LIGHT}}}@media(prefers-color-scheme:dark)"
+            f"{{.chart{{{DARK}}}}}{STYLE}</style>"
             f'<rect width="100%" height="100%" fill="var(--ground)"/>'
         )
     parts += [
@@ -116,7 +116,7 @@ def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = Tr
 
 
 def _heading(run: Simulation, at: Frame) -> list[str]:
-    """Name and figures, and beside them the legend."""
+    """Draw name and figures, and the legend next to them."""
     table = run.table
     facts = (
         f"bubble {run.bubble_fraction:.1%} · makespan {run.makespan:g} · peak in flight "
@@ -145,7 +145,7 @@ def _heading(run: Simulation, at: Frame) -> list[str]:
 
 
 def _rows(run: Simulation, at: Frame) -> list[str]:
-    """Stage labels, idle ground, and the axis of time."""
+    """Draw stage labels, the background of idle time, and the axis of time."""
     parts = [f'<text class="end muted" x="{LEFT - 10}" y="{_n(at.rows_end + 14)}">time</text>']
     for stage in range(run.table.num_stages):
         y = at.y(stage)
@@ -163,7 +163,7 @@ def _rows(run: Simulation, at: Frame) -> list[str]:
 
 
 def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
-    """A group of boxes and a group of numbers for every kind and chunk, so that each is styled once."""
+    """Draw boxes and numbers, a group for every kind and chunk, so that each is styled once."""
     table, parts = run.table, []
     overlapping = _overlapping(run)
     for kind in table.kinds:
@@ -188,16 +188,15 @@ def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
                         _box(unit, stage, chunk, (start, end), (x, y, width, height), titles)
                     )
                     if width >= _number_width(microbatch) - 1:
-                        numbers.append(
-                            f'<text x="{_n(x + width / 2)}" y="{_n(y + height / 2)}">{microbatch}</text>'
-                        )
+                        at_middle = f'x="{_n(x + width / 2)}" y="{_n(y + height / 2)}"'
+                        numbers.append(f"<text {at_middle}>{microbatch}</text>")
             parts.append(f'<g fill="{fill.hex}">{"".join(boxes)}</g>')
             parts.append(f'<g class="n" style="--ink:{ink(fill).hex}">{"".join(numbers)}</g>')
     return parts
 
 
 def _overlapping(run: Simulation) -> bool:
-    """Whether F and B (or I) of a tick run side by side, so that a stage needs two lanes."""
+    """Return whether F and B (or I) of a tick overlap, so that a stage needs two lanes."""
     table = run.table
     backward = "I" if "I" in table.kinds else "B"
     if not (table.lockstep and backward in table.kinds):
@@ -217,22 +216,23 @@ def _box(
     title: bool,
 ) -> str:
     x, y, width, height = place
-    # A hairline of ground between neighbours, unless they are too narrow to afford one.
+    # A hairline between neighbours, unless they are too narrow.
     inset = 0.5 if width > 4 else 0.0
-    shape = f'x="{_n(x + inset)}" y="{_n(y)}" width="{_n(max(width - 2 * inset, 0))}" height="{_n(height)}"'
+    inner_width = max(width - 2 * inset, 0)
+    shape = f'x="{_n(x + inset)}" y="{_n(y)}" width="{_n(inner_width)}" height="{_n(height)}"'
     if inset:
         shape += ' rx="2.5"'
     if not title:
         return f'<rect data-unit="{unit}" data-at="{stage} {_n(times[0])} {_n(times[1])}" {shape}/>'
     text = (
-        f"{unit}: {NAMES[unit.kind]} of microbatch {unit.microbatch}, chunk {chunk} of stage {stage}, "
-        f"{_n(times[0])} to {_n(times[1])}"
+        f"{unit}: {NAMES[unit.kind]} of microbatch {unit.microbatch}, "
+        f"chunk {chunk} of stage {stage}, {_n(times[0])} to {_n(times[1])}"
     )
     return f"<rect {shape}><title>{text}</title></rect>"
 
 
 def _head(run: Simulation, at: Frame, titles: bool) -> list[str]:
-    """The loss: on every stage in lockstep, on the last chunk's stage otherwise."""
+    """Draw the loss: on every stage in lockstep, else on the stage of the last chunk."""
     table = run.table
     stages = range(table.num_stages) if table.lockstep else [int(table.stage_of_chunk[-1])]
     parts = []
@@ -244,16 +244,17 @@ def _head(run: Simulation, at: Frame, titles: bool) -> list[str]:
                 f'class="head" x="{_n(at.x(start))}" y="{_n(at.y(stage))}" '
                 f'width="{_n(at.scale * (end - start))}" height="{ROW}"'
             )
-            parts.append(
-                f"<rect {shape}><title>head of microbatch {microbatch}</title></rect>"
-                if titles
-                else f'<rect {shape} data-unit="H{microbatch}" data-at="{stage} {_n(start)} {_n(end)}"/>'
-            )
+            if titles:
+                title = f"<title>head of microbatch {microbatch}</title>"
+                parts.append(f"<rect {shape}>{title}</rect>")
+            else:
+                times = f"{stage} {_n(start)} {_n(end)}"
+                parts.append(f'<rect {shape} data-unit="H{microbatch}" data-at="{times}"/>')
     return parts
 
 
 def _curves(run: Simulation, at: Frame) -> list[str]:
-    """Chunks in flight over time, a step line for each stage."""
+    """Draw the chunks in flight over time, a step line for each stage."""
     table, top = run.table, at.curves_top
     peak = int(run.peak_in_flight.max())
     bottom = top + CURVES
@@ -283,25 +284,25 @@ def _curves(run: Simulation, at: Frame) -> list[str]:
         parts.append(f'<path class="curve" stroke="{colour}" d="M{LEFT} {_n(bottom)}{path}"/>')
         if stage in named:
             label = f"stage {stage}: {int(run.peak_in_flight[stage])}"
-            parts.append(
-                f'<rect x="{_n(x)}" y="{_n(top - 21)}" width="12" height="4" rx="2" fill="{colour}"/>'
-            )
+            corner = f'x="{_n(x)}" y="{_n(top - 21)}"'
+            parts.append(f'<rect {corner} width="12" height="4" rx="2" fill="{colour}"/>')
             parts.append(f'<text x="{_n(x + 16)}" y="{_n(top - 16)}">{label}</text>')
             x += 34 + 5.8 * len(label)
     parts.append(
-        f'<rect class="hover" x="{LEFT}" y="{_n(top)}" width="{_n(at.scale * at.horizon)}" height="{CURVES}" '
+        f'<rect class="hover" x="{LEFT}" y="{_n(top)}" '
+        f'width="{_n(at.scale * at.horizon)}" height="{CURVES}" '
         f"fill=\"transparent\" data-curves='{json.dumps(steps, separators=(',', ':'))}'/>"
     )
     return parts
 
 
 def _number_width(microbatch: int) -> int:
-    """Pixels that a cell needs to show a microbatch."""
+    """Return the pixels that a cell needs to show a microbatch."""
     return 7 * len(str(microbatch)) + 6
 
 
 def _nice(limit: float, count: float) -> list[float]:
-    """Round values from 0 to a limit, about `count` of them."""
+    """Return about `count` round values from 0 to a limit."""
     rough = limit / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
@@ -311,5 +312,5 @@ def _nice(limit: float, count: float) -> list[float]:
 
 
 def _n(value: float) -> str:
-    """A number with as few digits as a picture needs."""
+    """Format a number with as few digits as a picture needs."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,24 +1,30 @@
-"""Several schedules on one HTML page that needs nothing but itself."""
+"""Show several schedules on one HTML page that loads nothing else."""
 
 from collections.abc import Sequence
 from html import escape
 
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import DARK, LIGHT, STYLE, chart_svg, frame
-from maxpipe.render.comparison import FOOTNOTE, HEADER, comparison_rows
+from maxpipe.render.terminal import FOOTNOTE, HEADER, comparison_rows
 
 PAGE_STYLE = """
 *{box-sizing:border-box}
 body{margin:0;padding:28px 32px 48px;background:var(--ground);color:var(--ink);
   font:14px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-h1{font-size:20px;margin:0 0 2px} p{margin:0 0 22px;color:var(--muted)}
-table{border-collapse:collapse;margin:0 0 10px;font-variant-numeric:tabular-nums} th,td{padding:5px
-14px 5px 0;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
+h1{font-size:20px;margin:0 0 2px}
+p{margin:0 0 22px;color:var(--muted)}
+table{border-collapse:collapse;margin:0 0 10px;font-variant-numeric:tabular-nums}
+th,td{padding:5px 14px 5px 0;text-align:right;border-bottom:1px solid var(--line);
+  white-space:nowrap}
 th{font-weight:500;color:var(--muted)}
-th:first-child,td:first-child{text-align:left;font-weight:600} .charts{display:grid;gap:26px}
-.charts figure{margin:0;overflow-x:auto;border:1px solid var(--line);border-radius:10px;padding:14px
-8px 6px} .chart{display:block;width:100%;height:auto} .chart [data-unit]{cursor:default}
-.chart.tracing [data-unit]{opacity:.22} .chart.tracing [data-unit].traced{opacity:1}
+th:first-child,td:first-child{text-align:left;font-weight:600}
+.charts{display:grid;gap:26px}
+.charts figure{margin:0;overflow-x:auto;border:1px solid var(--line);border-radius:10px;
+  padding:14px 8px 6px}
+.chart{display:block;width:100%;height:auto}
+.chart [data-unit]{cursor:default}
+.chart.tracing [data-unit]{opacity:.22}
+.chart.tracing [data-unit].traced{opacity:1}
 .cursor{stroke:var(--muted);stroke-dasharray:3 3;pointer-events:none}
 #tip{position:fixed;display:none;pointer-events:none;z-index:1;max-width:340px;padding:7px 10px;
   border-radius:7px;
@@ -86,21 +92,25 @@ for (const chart of document.querySelectorAll("svg.chart")) {
     chart.append(cursor);
     const counts = inFlight(steps, time).map((count, stage) => `stage ${stage}: ${count}`);
     show(event, `in flight at time ${time.toFixed(1)}\\n` + counts.join("\\n"));
-  }); chart.addEventListener("pointerleave", () => { trace(null); cursor.remove(); tip.style.display
-  = "none"; });
+  });
+  chart.addEventListener("pointerleave", () => {
+    trace(null);
+    cursor.remove();
+    tip.style.display = "none";
+  });
 }
 """
 
 
 def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
-    """A page with a table of figures and a chart of every run, all on one scale of time.
+    """Return a page with a table of figures and a chart of every run, on one scale of time.
 
     Args:
       runs: one or more simulated schedules.
       subtitle: sizes and costs, in words.
     """
     at = frame(list(runs))
-    # Charts stand side by side where that shrinks them little; below that they scroll.
+    # Charts stand side by side if that shrinks them little; on narrower screens they scroll.
     least, most = round(0.7 * at.width), round(1.1 * at.width)
     columns = f"grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))"
     charts = "\n".join(f"<figure>{chart_svg(run, at, standalone=False)}</figure>" for run in runs)
@@ -112,7 +122,12 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
 <meta name="viewport" content="width=device-width">
 <meta name="color-scheme" content="light dark">
 <title>{escape(names)}</title>
-<style>.chart{{min-width:{least}px;max-width:{most}px}}.charts{{{columns}}}:root{{{LIGHT}}}@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}{STYLE}{PAGE_STYLE}</style>
+<style>
+.chart{{min-width:{least}px;max-width:{most}px}}
+.charts{{{columns}}}
+:root{{{LIGHT}}}
+@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}
+{STYLE}{PAGE_STYLE}</style>
 </head>
 <body>
 <h1>{"Pipeline schedules" if len(runs) > 1 else "Pipeline schedule"}</h1>

@@ -1,6 +1,4 @@
-"""What the stages of a configured model hold and take, as text.
-
-The schedule of a configuration as it would run, with what its stages hold and take."""
+"""Draw the schedule of a configuration as it would run, with what its stages hold and take."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +7,8 @@ from math import inf
 
 from maxpipe.config import Config, ConfigError, Problem, load, resolve
 from maxpipe.config.values import AUTO
-from maxpipe.devices.chips import chip_of
+from maxpipe.devices.chips import GIB, chip_of
 from maxpipe.planning.auto_stages import (
-    GIB,
     Prediction,
     memory_limit,
     plan_stages,
@@ -21,8 +18,59 @@ from maxpipe.planning.auto_stages import (
 from maxpipe.planning.simulate import Simulation
 
 
+@dataclass(frozen=True)
+class Drawing:
+    """What there is to draw.
+
+    Attributes:
+      runs: of the configured stages, and of uniform ones if they differ; tables are named after
+        their chunks.
+      text: stages and figures, in lines.
+      subtitle: the model and the unit of time.
+    """
+
+    runs: Sequence[Simulation]
+    text: str
+    subtitle: str
+
+
+def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
+    """Simulate the schedule of a YAML file with `key=value` words.
+
+    Devices are those of `compile.topology`, whose chips limit memory, else as many as the mesh
+    names, where -1 is 1.
+
+    Raises:
+      ConfigError: the configuration is wrong, has one stage, or no stages that fit.
+      ScheduleError: its schedule cannot be built.
+    """
+    loaded = load(path, overrides)
+    config = resolve(loaded, *_devices(loaded.config))
+    if config.pipeline.engine == "sequential":
+        message = "one stage has no schedule to draw; 2 or more make a pipeline"
+        raise ConfigError(Problem("mesh.ici.stage", message))
+    chip, even = chip_of(config.compile.topology), uniform_sizes(config)
+    limit = memory_limit(config, chip.hbm_bytes if chip else None)
+    uniform = predict(config, even) if even else None
+    if config.pipeline.layers_per_stage == AUTO:
+        chosen = plan_stages(config, limit)
+    else:
+        sizes = config.pipeline.layers_per_stage or even
+        assert sizes, "resolved layers have sizes of their own or are even"
+        chosen = predict(config, sizes)
+    predictions = [chosen]
+    if uniform and uniform.sizes != chosen.sizes:
+        predictions.append(uniform)
+    memory_is_known = config.pipeline.engine == "mpmd"
+    return Drawing(
+        [_named_after_chunks(prediction) for prediction in predictions],
+        stages_text(chosen, uniform, limit if memory_is_known else None),
+        f"{path}, {config.pipeline.parallel_layers} layers; the forward of a layer takes 1",
+    )
+
+
 def stages_text(chosen: Prediction, uniform: Prediction | None, limit: float | None) -> str:
-    """A line for each stage, then the slowest one, and uniform stages if those are others.
+    """Return a line for each stage, then the slowest one, and uniform stages if they differ.
 
     Args:
       chosen: what was drawn.
@@ -35,15 +83,13 @@ def stages_text(chosen: Prediction, uniform: Prediction | None, limit: float | N
         memory = "" if limit is None else f", {chosen.memory[stage] / GIB:.3g} GiB"
         lines.append(f"  {f'stage {stage}':<14}{_stage(chosen, stage)}{memory}")
     lines.append(f"slowest stage   {chosen.slowest:.4g}")
-    if limit not in (None, inf):
+    if limit is not None and limit != inf:
         lines.append(f"limit           {limit / GIB:.3g} GiB a device")
     if uniform is None:
-        chunks = chosen.run.table.num_chunks
-        lines.append(
-            f"uniform stages  none: {sum(chosen.sizes)} layers do not divide into {chunks} chunks"
-        )
+        chunks, layers = chosen.run.table.num_chunks, sum(chosen.sizes)
+        lines.append(f"uniform stages  none: {layers} layers do not divide into {chunks} chunks")
     elif uniform.sizes != chosen.sizes:
-        lines.append(f"uniform stages  {_against(uniform, chosen, limit)}")
+        lines.append(f"uniform stages  {_uniform_against(uniform, chosen, limit)}")
     return "\n".join(lines) + "\n"
 
 
@@ -59,72 +105,21 @@ def _stage(prediction: Prediction, stage: int) -> str:
     return f"{text}, head {times.head:.4g}" if stage == table.stage_of_chunk[-1] else text
 
 
-def _against(uniform: Prediction, chosen: Prediction, limit: float | None) -> str:
+def _uniform_against(uniform: Prediction, chosen: Prediction, limit: float | None) -> str:
     run = uniform.run
     text = (
         f"{uniform.layers[0]} layers each: makespan {run.makespan:.6g} "
-        f"({run.makespan / chosen.run.makespan - 1:+.1%}), bubble {run.bubble:.4g} ({run.bubble_fraction:.1%}), "
-        f"slowest stage {uniform.slowest:.4g}"
+        f"({run.makespan / chosen.run.makespan - 1:+.1%}), "
+        f"bubble {run.bubble:.4g} ({run.bubble_fraction:.1%}), slowest stage {uniform.slowest:.4g}"
     )
     if limit is None:
         return text
-    most = uniform.memory.max()
-    return f"{text}, {most / GIB:.3g} GiB{', which is too much' if most > limit else ''}"
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """What there is to draw.
-
-    Attributes:
-      runs: of the configured stages, and of uniform ones if those are others; tables are named
-        after their chunks.
-      text: stages and figures, in lines.
-      subtitle: the model and the unit of time.
-    """
-
-    runs: Sequence[Simulation]
-    text: str
-    subtitle: str
-
-
-def draw(path: str, overrides: Sequence[str]) -> Drawing:
-    """Simulates a YAML file with `key=value` words.
-
-    Devices are those of `compile.topology`, whose chips limit memory, else as many as the mesh
-    names, where -1 is 1.
-
-    Raises:
-      ConfigError: the configuration is wrong, has one stage, or no stages that fit.
-      ScheduleError: its schedule cannot be built.
-    """
-    loaded = load(path, overrides)
-    config = resolve(loaded, *_devices(loaded.config))
-    if config.pipeline.engine == "sequential":
-        raise ConfigError(
-            Problem(
-                "mesh.ici.stage", "one stage has no schedule to draw; 2 or more make a pipeline"
-            )
-        )
-    chip, even = chip_of(config.compile.topology), uniform_sizes(config)
-    limit = memory_limit(config, chip.hbm_bytes if chip else None)
-    uniform = predict(config, even) if even else None
-    if config.pipeline.layers_per_stage == AUTO:
-        chosen = plan_stages(config, limit)
-    else:
-        sizes = config.pipeline.layers_per_stage or even
-        assert sizes, "resolved layers have sizes of their own or are even"
-        chosen = predict(config, sizes)
-    others = [uniform] if uniform and uniform.sizes != chosen.sizes else []
-    known = limit if config.pipeline.engine == "mpmd" else None
-    subtitle = f"{path}, {config.pipeline.parallel_layers} layers; the forward of a layer takes 1"
-    return Drawing(
-        [_named(p) for p in (chosen, *others)], stages_text(chosen, uniform, known), subtitle
-    )
+    peak = uniform.memory.max()
+    return f"{text}, {peak / GIB:.3g} GiB{', which is too much' if peak > limit else ''}"
 
 
 def _devices(config: Config) -> tuple[int, int]:
-    """Number of devices and of slices."""
+    """Return the number of devices and of slices."""
     grid, slices = config.compile.topology.partition(":")[2], config.compile.num_slices
     if grid:
         return math.prod(map(int, grid.split("x"))) * slices, slices
@@ -135,7 +130,7 @@ def _devices(config: Config) -> tuple[int, int]:
     return ici * dcn, dcn
 
 
-def _named(prediction: Prediction) -> Simulation:
+def _named_after_chunks(prediction: Prediction) -> Simulation:
     table = prediction.run.table
     sizes = str(prediction.sizes).replace(" ", "")
     return replace(prediction.run, table=replace(table, name=f"{table.name} {sizes}"))

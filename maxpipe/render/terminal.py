@@ -1,11 +1,12 @@
-"""A table as text: ticks across, stages down."""
+"""Print schedules as text: a table with ticks across and stages down, and figures of several."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 import numpy as np
 
+from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
@@ -13,14 +14,26 @@ from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
 MAX_BLOCKS = 6
 RESET = "\x1b[0m"
 
+HEADER = (
+    "schedule",
+    "repeats",
+    "makespan",
+    "bubble",
+    "of time",
+    "peak in flight",
+    "bytes sent",
+    "runs on",
+)
+FOOTNOTE = "peak in flight: one microbatch's activations of a whole stage count as one"
+
 
 def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a stream is a terminal that shows colours; https://no-color.org turns them off."""
+    """Return whether a stream is a terminal that shows colours; see https://no-color.org."""
     return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
 
 
 def render_terminal(run: Simulation, *, colour: bool, width: int) -> str:
-    """The table in blocks of ticks that fit the width, then what it costs.
+    """Return the table in blocks of ticks that fit the width, then what it costs.
 
     A lockstep stage has a line for each kind, a free-running one a single line. With colour a cell
     shows the microbatch, without it the whole unit.
@@ -57,7 +70,8 @@ def render_terminal(run: Simulation, *, colour: bool, width: int) -> str:
         text.append("")
     if len(starts) > MAX_BLOCKS:
         text += [
-            f"... {table.num_ticks - MAX_BLOCKS * per_block} more ticks; --html FILE shows them all",
+            f"... {table.num_ticks - MAX_BLOCKS * per_block} more ticks; "
+            "--html FILE shows them all",
             "",
         ]
     return "\n".join([*text, *_costs(run)]) + "\n"
@@ -85,7 +99,7 @@ def _painted(text: str, fill: Rgb) -> str:
 
 
 def _palette(colour: Rgb) -> int:
-    """Nearest entry of the 6 x 6 x 6 cube of the 256-colour palette."""
+    """Return the nearest entry of the 6 x 6 x 6 cube of the 256-colour palette."""
     red, green, blue = (0 if c < 48 else 1 if c < 115 else (c - 35) // 40 for c in colour)
     return 16 + 36 * red + 6 * green + blue
 
@@ -117,7 +131,7 @@ def _legend(table: Table, colour: bool) -> list[str]:
 
 
 def _costs(run: Simulation) -> list[str]:
-    """What the table costs, a line each; without colour, so that it can be searched."""
+    """Return what the table costs, a line each; without colour, so that it can be searched."""
     table = run.table
     chunks = "chunks" if table.num_repeats > 1 else "microbatches"
 
@@ -143,3 +157,37 @@ def _costs(run: Simulation) -> list[str]:
         )
         text.append(f"ticks           {runs}")
     return text
+
+
+def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
+    """Return a row under `HEADER` for every run, the shortest first."""
+    rows: list[tuple[str, ...]] = []
+    for run in sorted(runs, key=lambda run: run.makespan):
+        table = run.table
+        # A configured schedule's name is followed by its numbers of layers.
+        engines = () if table.source else SCHEDULES[table.name.partition(" ")[0]].engines
+        rows.append(
+            (
+                table.name,
+                str(table.num_repeats),
+                f"{run.makespan:.5g}",
+                f"{run.bubble:.4g}",
+                f"{run.bubble_fraction:.1%}",
+                f"{run.peak_in_flight.max() / table.num_repeats:.4g}",
+                f"{run.bytes_sent.sum():g}",
+                ", ".join(engines) or "-",
+            )
+        )
+    return rows
+
+
+def comparison_text(runs: Sequence[Simulation]) -> str:
+    """Return the rows as aligned text; numbers to the right."""
+    rows = [HEADER, *comparison_rows(runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0], cells[-1] = row[0].ljust(widths[0]), row[-1]
+        lines.append("  ".join(cells))
+    return "\n".join([*lines, "", FOOTNOTE]) + "\n"

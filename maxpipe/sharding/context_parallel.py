@@ -1,9 +1,11 @@
-"""Context parallelism: the parts of a sequence on the devices along mesh axis `context`, and attention between them.
+"""Split sequences over the devices along mesh axis `context`, and attend across them.
 
 A sequence is cut into 2C chunks, of which device i holds chunks i and 2C - 1 - i, so that all have
-the same work behind a causal mask; each gathers the keys and values of all for its own queries
-(Llama 3 herd of models, 2024, section 3.3.2). The places are those of the tokens laid end to end,
-device by device.
+the same work under a causal mask. Each device gathers all keys and values for its own queries
+(Llama 3 herd of models, 2024, section 3.3.2). The place of a token is its position when the
+devices' parts are laid end to end.
+
+Example: T=8, C=2. Device 0 holds tokens 0 1 6 7, device 1 holds tokens 2 3 4 5.
 
 Letters: B sequences, T tokens of a sequence, C devices along the axis, P = T / C tokens on each; H
 query heads, K key/value heads, D head_dim.
@@ -25,25 +27,27 @@ PartAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def parts(length: int, count: int) -> np.ndarray:
-    """int32 [C, P]: the tokens on each of `count` devices; 2C divides `length`."""
-    chunks = np.arange(length, dtype=np.int32).reshape(2 * count, -1)
+    """Return the tokens on each of C = `count` devices, int32 [C, P]; 2C divides `length`."""
+    chunks = np.arange(length, dtype=np.int32).reshape(2 * count, -1)  # [2C, P/2]
     return np.concatenate([chunks[:count], chunks[: count - 1 : -1]], axis=1)
 
 
 def in_places(x: jax.Array, count: int) -> jax.Array:
-    """[B, T] in the order of tokens -> in that of their places on `count` devices."""
-    chunks = parts(2 * count, count).reshape(-1)
+    """Reorder [B, T] from the order of tokens to that of their places on `count` devices."""
+    chunks = parts(2 * count, count).reshape(-1)  # the chunk at each place, [2C]
+    # [B, T] -> [B, 2C, P/2] -> [B, T]
     return x.reshape(x.shape[0], 2 * count, -1)[:, chunks].reshape(x.shape)
 
 
 def in_order(x: jax.Array, count: int) -> jax.Array:
-    """[B, T, ...] in the order of places -> in that of the tokens, without a gather of single tokens."""
-    pairs = x.reshape(x.shape[0], count, 2, -1, *x.shape[2:])
+    """Reorder [B, T, ...] from the order of places to that of tokens, in slices of chunks."""
+    pairs = x.reshape(x.shape[0], count, 2, -1, *x.shape[2:])  # [B, C, 2, P/2, ...]
+    # First chunks ascend from device 0, second chunks descend: [B, 2C, P/2, ...] -> [B, T, ...]
     return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(x.shape)
 
 
 def over_context(attention: PartAttention) -> Attention:
-    """Attention of a device's own queries [B,P,H,D] to all keys, from its part of everything.
+    """Return attention of a device's own queries [B,P,H,D] to all keys, from parts of both.
 
     For use in a program that is manual over the axis.
     """
@@ -51,7 +55,7 @@ def over_context(attention: PartAttention) -> Attention:
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         count = lax.axis_size(AXIS)
         k, v = (in_order(gathered(x), count) for x in (k, v))
-        segment_ids = in_order(_all(segment_ids), count)
+        segment_ids = in_order(_gather(segment_ids), count)
         return attention(q, k, v, segment_ids, lax.axis_index(AXIS))
 
     return run
@@ -59,11 +63,11 @@ def over_context(attention: PartAttention) -> Attention:
 
 @jax.custom_vjp
 def gathered(x: jax.Array) -> jax.Array:
-    """[B, P, ...] -> [B, T, ...] by places; gradients of all devices are added up in float32."""
-    return _all(x)
+    """Gather [B, P, ...] to [B, T, ...] in places; gradients are summed in float32."""
+    return _gather(x)
 
 
-def _all(x: jax.Array) -> jax.Array:
+def _gather(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, AXIS, axis=1, tiled=True)
 
 
@@ -74,4 +78,4 @@ def _scattered(_: None, gradient: jax.Array) -> tuple[jax.Array]:
     return (total.astype(gradient.dtype),)
 
 
-gathered.defvjp(lambda x: (_all(x), None), _scattered)
+gathered.defvjp(lambda x: (_gather(x), None), _scattered)

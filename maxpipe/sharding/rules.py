@@ -1,7 +1,7 @@
-"""Logical axis rules: which dimension of which array lies on which mesh axes."""
+"""Turn logical axes of arrays into shardings over the mesh."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -13,18 +13,19 @@ KEY = "sharding.logical_axis_rules"
 
 
 class AxisRules:
-    """Turns logical axes into shardings over one mesh.
+    """Logical axis rules, bound to one mesh.
 
     Args:
-      rules: `sharding.logical_axis_rules`, a list of [logical axis, [mesh axes]].
+      rules: `sharding.logical_axis_rules`, pairs of a logical axis and its mesh axes.
       mesh: the device mesh.
-      say: called once for every dimension that stays whole because a mesh axis does not divide it.
+      say: called once for every dimension that is not split over a mesh axis that does not divide
+        it.
       show: called once for every constraint that is applied, while a program is traced.
     """
 
     def __init__(
         self,
-        rules: Sequence[Any],
+        rules: Sequence[tuple[str, Sequence[str]]],
         mesh: Mesh,
         say: Callable[[str], None] = lambda text: None,
         show: Callable[[str], None] = lambda text: None,
@@ -32,16 +33,15 @@ class AxisRules:
         self.mesh = mesh
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
         self._say = say
-        self._said: set[str] = set()
         self._show = show
+        self._reported: set[str] = set()
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:
-        """PartitionSpec of an array whose dimensions have these logical axes.
+        """Return the PartitionSpec of an array whose dimensions have these logical axes.
 
         Args:
-          axes: logical axis of each dimension; None is whole.
-          shape: if given, a dimension that its mesh axes do not divide stays whole over the axes
-            that do not fit.
+          axes: logical axis of each dimension; None is not split.
+          shape: if given, a dimension is not split over mesh axes that do not divide it.
 
         Raises:
           ConfigError: a logical axis has no rule, or two dimensions claim the same mesh axis.
@@ -49,103 +49,111 @@ class AxisRules:
         return self._spec(axes, shape, ())
 
     def spec_here(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
-        """`spec` over the mesh axes that are not manual where this is called; `shape` is a device's part over those."""
+        """Return `spec` over the mesh axes that are not manual where this is called.
+
+        `shape` is that of a device's part over the manual axes.
+        """
         return self._spec(axes, shape, jax.sharding.get_abstract_mesh().manual_axes)
 
     def _spec(
         self, axes: Sequence[str | None], shape: Sequence[int] | None, manual: Collection[str]
     ) -> PartitionSpec:
         taken: dict[str, str] = {}
-        entries: list[Any] = []
+        entries: list[MeshAxes] = []
         for i, name in enumerate(axes):
             mesh_axes = tuple(axis for axis in self._mesh_axes(name) if axis not in manual)
             if shape is not None:
                 mesh_axes = self._dividing(mesh_axes, shape[i], name or "")
             for axis in mesh_axes:
                 if axis in taken:
-                    text = f"an array has axes {taken[axis]!r} and {name!r}, and both are laid over mesh axis {axis!r}"
-                    raise ConfigError(Problem(KEY, text))
+                    message = (
+                        f"an array has axes {taken[axis]!r} and {name!r}, and both are laid over "
+                        f"mesh axis {axis!r}"
+                    )
+                    raise ConfigError(Problem(KEY, message))
                 taken[axis] = name or ""
-            entries.append(
-                mesh_axes if len(mesh_axes) > 1 else (mesh_axes[0] if mesh_axes else None)
-            )
-        return PartitionSpec(*entries)
+            entries.append(mesh_axes)
+        return _partition_spec(entries)
 
     def sharding(
         self, axes: Sequence[str | None], shape: Sequence[int] | None = None
     ) -> NamedSharding:
-        """`spec` bound to the mesh."""
+        """Return `spec`, bound to the mesh."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def constrain(self, x: jax.Array, axes: Sequence[str | None]) -> jax.Array:
-        """Asks the partitioner to lay `x` out by its logical axes.
+        """Tell XLA's partitioner to lay `x` out by its logical axes.
 
         Inside a `jax.shard_map` that is manual over some mesh axes, `x` is a device's part over
-        those, and the others are asked for.
+        those, and the constraint is over the others.
         """
         return self.lay_out(x, self.spec_here(axes, x.shape), axes)
 
     def lay_out(self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]) -> jax.Array:
-        """Asks the partitioner to lay `x` out by `spec`; its logical axes are for those who watch."""
+        """Tell XLA's partitioner to lay `x` out by `spec`; its logical axes are for `show`."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         dims = ", ".join(f"{name or '-'}={size}" for name, size in zip(axes, x.shape, strict=True))
         within = f", inside a program manual over {', '.join(map(str, manual))}" if manual else ""
         text = f"constraint: {x.dtype} [{dims}] over {tuple(spec)}{within}"
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._reported:
+            self._reported.add(text)
             self._show(text)
         return jax.lax.with_sharding_constraint(
             x, spec if manual else NamedSharding(self.mesh, spec)
         )
 
     def size(self, axis: str) -> int:
-        """Number of shards of a dimension with this logical axis."""
-        size = 1
-        for mesh_axis in self._mesh_axes(axis):
-            size *= self.mesh.shape[mesh_axis]
-        return size
+        """Return the number of shards of a dimension with this logical axis."""
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
 
     def _mesh_axes(self, name: str | None) -> MeshAxes:
         if name is None:
             return ()
         if name not in self._rules:
-            raise ConfigError(
-                Problem(
-                    KEY, f"no rule for logical axis {name!r}; add [{name}, []] to leave it whole"
-                )
-            )
+            message = f"no rule for logical axis {name!r}; add [{name}, []] to leave it whole"
+            raise ConfigError(Problem(KEY, message))
         return tuple(a for a in self._rules[name] if self.mesh.shape[a] > 1)
 
     def _dividing(self, mesh_axes: MeshAxes, size: int, name: str) -> MeshAxes:
-        kept: list[str] = []
-        parts = 1
+        """Return the mesh axes, from the first on, that split `size` evenly; report the others."""
+        dividing: list[str] = []
+        num_shards = 1
         for axis in mesh_axes:
-            if size % (parts * self.mesh.shape[axis]) == 0:
-                kept.append(axis)
-                parts *= self.mesh.shape[axis]
-            else:
-                axis_size = self.mesh.shape[axis]
-                text = f"axis {name!r} of size {size} stays whole over mesh axis {axis!r} of size {axis_size}"
-                if text not in self._said:
-                    self._said.add(text)
-                    self._say(text + ", which does not divide it")
-        return tuple(kept)
+            axis_size = self.mesh.shape[axis]
+            if size % (num_shards * axis_size) == 0:
+                dividing.append(axis)
+                num_shards *= axis_size
+                continue
+            text = (
+                f"axis {name!r} of size {size} stays whole over mesh axis {axis!r} of size "
+                f"{axis_size}"
+            )
+            if text not in self._reported:
+                self._reported.add(text)
+                self._say(text + ", which does not divide it")
+        return tuple(dividing)
 
 
 def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """`spec` with the given mesh axes removed: the layout after a gather over them."""
+    """Return `spec` without the given mesh axes: the layout after a gather over them."""
     return _filtered(spec, lambda axis: axis not in axes)
 
 
 def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """`spec` reduced to the given mesh axes."""
+    """Return `spec` reduced to the given mesh axes."""
     return _filtered(spec, lambda axis: axis in axes)
 
 
 def _filtered(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
-    entries: list[Any] = []
+    entries: list[MeshAxes] = []
     for entry in spec:
         names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        kept = tuple(n for n in names if keep(n))
-        entries.append(kept if len(kept) > 1 else (kept[0] if kept else None))
-    return PartitionSpec(*entries)
+        entries.append(tuple(name for name in names if keep(name)))
+    return _partition_spec(entries)
+
+
+def _partition_spec(entries: Sequence[MeshAxes]) -> PartitionSpec:
+    """Return the PartitionSpec of mesh axes per dimension: None for no axis, a name for one."""
+    return PartitionSpec(
+        *(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in entries)
+    )

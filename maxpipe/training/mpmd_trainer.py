@@ -1,8 +1,12 @@
-"""The engine whose state lies in parts on the stages' own devices, each part updated by a program of its own."""
+"""The trainer of the mpmd engine: each stage holds and updates its part of the state.
 
-import re
+On disk the state is the same as that of other trainers. Its subtrees that mirror the parameters
+(the parameters themselves, an optimizer's moments) are joined from and split into the stages'
+parts; see `_join` and `_split`.
+"""
+
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,21 +14,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.model import parameters
+from maxpipe.devices.host_memory import to_host
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
-from maxpipe.pipeline.engines.mpmd.staged import ArraysByPath
-from maxpipe.pipeline.engines.mpmd.stages import named
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.spikes import History
-from maxpipe.training.step import TrainState, judge_step, map_by_parameter, new_state, step_key
-from maxpipe.training.trainer import canonical_sharding, like_parameter, to_host
-
-_CHUNK = re.compile(r"\['chunks'\]\[(\d+)\]")
+from maxpipe.training.state import (
+    TrainState,
+    canonical_sharding,
+    initial_params,
+    layer_flags,
+    like_parameter,
+    map_by_parameter,
+    mirrors,
+    new_state,
+    pick_value,
+    step_key,
+    with_sharding,
+)
+from maxpipe.training.step import judge_step
+from maxpipe.training.trainer import Trainer
 
 
 @jax.tree_util.register_dataclass
@@ -35,14 +48,14 @@ class StageState:
     Attributes:
       step: int32 scalar, finished steps.
       key: uint32 key data of the run.
-      params: {"chunks": {global chunk: layers}} and, where it is the stage's, "embed" and "head".
+      params: {"chunks": {global chunk: layers}} and, where the stage owns them, "embed" and "head".
       opt_state: the optimizer's state of `params`.
     """
 
     step: jax.Array
     key: jax.Array
     params: Params
-    opt_state: Any
+    opt_state: optax.OptState
 
 
 @jax.tree_util.register_dataclass
@@ -52,54 +65,59 @@ class MpmdState:
 
     Attributes:
       stages: what each stage owns.
-      copies: for each stage, parameters that it reads and another one owns.
       skips, history: as in `TrainState`, on the stage of the loss.
     """
 
     stages: tuple[StageState, ...]
-    copies: tuple[ArraysByPath, ...]
     skips: jax.Array
     history: History | None
 
+    @property
+    def params(self) -> StageParams:
+        """Return the live parameters as the engine takes them."""
+        return tuple(stage.params for stage in self.stages)
 
-class MpmdTrainer:
-    """See `trainer.Trainer`.
+
+class MpmdTrainer(Trainer[MpmdState]):
+    """Train with the mpmd engine.
 
     Args:
       program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
-      pipeline: losses and gradients.
-      meshes: sub-mesh of each stage.
+      engine: computes losses and gradients.
       rules: logical axis rules on the mesh of all stages.
-      make_optimizer: the update rule for a tree of `ParamSpec`s.
+      make_optimizer: returns the update rule for a tree of `ParamSpec`s.
+      adds_batch_digest: see `Trainer`.
     """
 
     def __init__(
         self,
-        program_specs: Any,
-        pipeline: MpmdEngine,
-        meshes: Sequence[Mesh],
+        program_specs: Params,
+        engine: MpmdEngine,
         rules: AxisRules,
-        make_optimizer: Callable[[Any], Optimizer],
+        make_optimizer: Callable[[Params], Optimizer],
+        *,
+        adds_batch_digest: bool = False,
     ):
         self._specs = program_specs
         self._rules = rules
-        self.pipeline = pipeline
-        self.batch_spec = pipeline.batch_spec
-        self._whole = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]
+        self.engine = engine
+        self.batch_spec = engine.batch_spec
+        self.adds_batch_digest = adds_batch_digest
+        stages = range(len(engine.meshes))
+        self._replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in engine.meshes]
         self._optimizer = make_optimizer(program_specs)
-        self._optimizers = [make_optimizer(pipeline.model.specs(s)) for s in range(len(meshes))]
-        key = jax.random.key(0)
-        self._abstract = [
-            jax.eval_shape(partial(self._new_stage, s), key) for s in range(len(meshes))
-        ]
+        self._optimizers = [make_optimizer(engine.model.specs(stage)) for stage in stages]
         self._shardings = [
-            map_by_parameter(partial(like_parameter, whole), abstract, params, None)
-            for abstract, params, whole in zip(
-                self._abstract, pipeline.abstract, self._whole, strict=True
+            map_by_parameter(
+                partial(like_parameter, self._replicated[stage]),
+                jax.eval_shape(partial(self._new_stage, stage), jax.random.key(0)),
+                engine.abstract[stage],
+                None,
             )
+            for stage in stages
         ]
         self._step_key = jax.jit(step_key)
-        self._squares = jax.jit(partial(optax.tree.norm, squared=True))
+        self._squared_norm = jax.jit(partial(optax.tree.norm, squared=True))
         self._judge = jax.jit(partial(judge_step, self._optimizer))
         self._update = [
             jax.jit(partial(_update, optimizer), out_shardings=shardings, donate_argnums=0)
@@ -107,127 +125,141 @@ class MpmdTrainer:
         ]
 
     def init(self, key: jax.Array) -> MpmdState:
-        """State before the first step, each stage's part initialised on its devices."""
         stages = []
-        for s, whole in enumerate(self._whole):
-            make = jax.jit(partial(self._new_stage, s), out_shardings=self._shardings[s])
-            stages.append(make(jax.device_put(key, whole)))
+        for stage, replicated in enumerate(self._replicated):
+            new_stage = partial(self._new_stage, stage)
+            make = jax.jit(new_stage, out_shardings=self._shardings[stage])
+            stages.append(make(jax.device_put(key, replicated)))
         return self._state(stages, jnp.zeros((), jnp.int32), self._optimizer.spike_filter.init())
 
-    def step(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
-        keys = [
-            self._step_key(stage.key, stage.step) if self.pipeline.needs_key else None
-            for stage in state.stages
-        ]
-        params = [stage.params for stage in state.stages]
-        loss, gradients = self.pipeline.loss_and_gradients(params, state.copies, batch, keys)
-        end = self.pipeline.loss_stage
-        squares = jax.device_put([self._squares(g) for g in gradients], self._whole[end])
-        accept, skips, history, metrics = self._judge(
-            loss,
-            jnp.sqrt(sum(squares[1:], squares[0])),
-            state.stages[end].step,
-            state.skips,
-            state.history,
+    def update(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
+        end = self.engine.loss_stage
+        # 1. Loss and gradients.
+        key = self._step_key(state.stages[end].key, state.stages[end].step)
+        metrics, gradients = self.engine.loss_and_gradients(state.params, batch, key)
+        # 2. The norm of all gradients, and the verdict, on the stage of the loss.
+        squares = jax.device_put([self._squared_norm(g) for g in gradients], self._replicated[end])
+        norm = jnp.sqrt(sum(squares[1:], squares[0]))
+        verdict = self._judge(
+            metrics["loss"], norm, state.stages[end].step, state.skips, state.history
         )
+        # 3. The update, on each stage.
         stages = []
-        for s, update in enumerate(self._update):
-            norm, accepted = jax.device_put((metrics["grad_norm"], accept), self._whole[s])
-            stages.append(update(state.stages[s], gradients[s], norm, accepted))
-        copies = self.pipeline.copies([stage.params for stage in stages])
-        return MpmdState(tuple(stages), tuple(copies), skips, history), metrics
+        for stage, update in enumerate(self._update):
+            norm, accept = jax.device_put(
+                (verdict.metrics["grad_norm"], verdict.accept), self._replicated[stage]
+            )
+            stages.append(update(state.stages[stage], gradients[stage], norm, accept))
+        after = MpmdState(tuple(stages), verdict.skips, verdict.history)
+        return after, metrics | verdict.metrics
 
     def forward(self, state: MpmdState, batch: Batch) -> Metrics:
-        return self.pipeline.evaluate([stage.params for stage in state.stages], state.copies, batch)
+        return self.engine.evaluate(state.params, batch)
 
     def to_canonical(self, state: MpmdState) -> TrainState:
-        """The state as on disk, moved to the host leaf by leaf."""
-        live = [named(part) for part in (*state.stages, replace(state, stages=(), copies=()))]
-
-        def convert(path: Any, leaf: Any) -> Any:
-            name = jax.tree_util.keystr(path)
-            if "['layers']" not in name:
-                return to_host(next(stage[name] for stage in live if name in stage))
-            chunks = (
-                self._chunk_leaf(live, name, c) for c in range(len(self.pipeline.model.layers))
-            )
-            return np.concatenate([np.asarray(chunk) for chunk in chunks])
-
-        return jax.tree_util.tree_map_with_path(convert, self.abstract_canonical())
+        opt_states = [stage.opt_state for stage in state.stages]
+        is_mirror = partial(mirrors, jax.tree.structure(state.stages[0].params))
+        step, key, skips, history = jax.tree.map(
+            to_host, (state.stages[0].step, state.stages[0].key, state.skips, state.history)
+        )
+        params = self._join(*state.params)
+        opt_state = jax.tree.map(self._join, *opt_states, is_leaf=is_mirror)
+        return TrainState(step, key, params, opt_state, skips, history)
 
     def from_canonical(self, state: TrainState) -> MpmdState:
-        """The live state from what a checkpoint held."""
-        leaves = named(state)
-
-        def convert(path: Any, sharding: NamedSharding) -> jax.Array:
-            name = jax.tree_util.keystr(path)
-            chunk = _CHUNK.search(name)
-            if chunk is None:
-                return jax.device_put(leaves[name], sharding)
-            rows = self.pipeline.model.layers[int(chunk[1])]
-            leaf = leaves[_CHUNK.sub("['layers']", name)]
-            return jax.device_put(leaf[int(rows[0]) : int(rows[-1]) + 1], sharding)
-
-        stages = [
-            jax.tree_util.tree_map_with_path(convert, shardings) for shardings in self._shardings
-        ]
+        is_mirror = partial(mirrors, jax.tree.structure(state.params))
+        stages = []
+        for live in self._shardings:
+            opt_state = jax.tree.map(
+                self._split, state.opt_state, live.opt_state, is_leaf=is_mirror
+            )
+            step, key = jax.device_put((state.step, state.key), (live.step, live.key))
+            stages.append(StageState(step, key, self._split(state.params, live.params), opt_state))
         return self._state(stages, state.skips, state.history)
 
-    def abstract_canonical(self) -> TrainState:
-        """Shapes and dtypes of `to_canonical`'s result, and shardings over the devices of all stages."""
-        num_layers = sum(map(len, self.pipeline.model.layers))
-        mesh = self._rules.mesh
+    def _join(self, *parts: Any) -> Any:
+        """Join the stages' parts of a subtree that mirrors the parameters, on the host.
 
-        def param(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(mesh, self._rules.spec(spec.axes, spec.shape))
+        Leaves are moved one by one. What belongs to no parameter is the same on all stages.
+        """
+        if not mirrors(jax.tree.structure(self.engine.abstract[0]), parts[0]):
+            return to_host(parts[0])
+        chunks = {chunk: layers for part in parts for chunk, layers in part["chunks"].items()}
+        in_order = [chunks[chunk] for chunk in sorted(chunks)]
+        joined = {"layers": jax.tree.map(lambda *leaf: self.engine.to_canonical(leaf), *in_order)}
+        for part in parts:
+            for name in part.keys() - {"chunks"}:
+                joined[name] = jax.tree.map(to_host, part[name])
+        return joined
+
+    def _split(self, node: Params, shardings: Params) -> Params:
+        """Take a stage's part from a subtree on disk that mirrors the parameters.
+
+        What belongs to no parameter is copied to all stages.
+
+        Args:
+          node: like {"embed", "layers", "head"}, or an array.
+          shardings: of the stage's part, which also say what it owns.
+        """
+        if isinstance(shardings, NamedSharding):
+            return jax.device_put(node, shardings)
+
+        def layers_of(chunk: int) -> Params:
+            def take(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+                return jax.device_put(self.engine.layers_of(chunk, leaf), sharding)
+
+            return jax.tree.map(take, node["layers"], shardings["chunks"][chunk])
+
+        part: Params = {"chunks": {chunk: layers_of(chunk) for chunk in shardings["chunks"]}}
+        for name in shardings.keys() - {"chunks"}:
+            part[name] = jax.tree.map(jax.device_put, node[name], shardings[name])
+        return part
+
+    def abstract_canonical(self) -> TrainState:
+        """Return `to_canonical`'s shapes and dtypes, sharded over the devices of all stages."""
+        mesh, rules = self._rules.mesh, self._rules
+        num_layers = sum(map(len, self.engine.layer_index()))
+
+        def outer(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(mesh, rules.spec(spec.axes, spec.shape))
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
 
         def layers(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(
-                mesh, PartitionSpec("stage", *self._rules.spec(spec.axes, spec.shape))
-            )
+            pspec = PartitionSpec("stage", *rules.spec(spec.axes, spec.shape))
+            sharding = NamedSharding(mesh, pspec)
             return jax.ShapeDtypeStruct((num_layers, *spec.shape), spec.dtype, sharding=sharding)
 
-        live = {
-            n: map_specs(layers if n == "layers" else param, specs)
-            for n, specs in self._specs.items()
-        }
-        whole = NamedSharding(mesh, PartitionSpec())
-        abstract = jax.eval_shape(partial(self._new_canonical, num_layers), jax.random.key(0))
-        is_layer = {n: jax.tree.map(lambda _, n=n: n == "layers", tree) for n, tree in live.items()}
-        shardings = map_by_parameter(partial(like_parameter, whole), abstract, live, None)
-        in_layers = map_by_parameter(lambda leaf, layer: layer, abstract, is_layer, False)
-
-        def one(
-            leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, layer: bool
+        def convert(
+            leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, is_layer: bool
         ) -> jax.ShapeDtypeStruct:
-            sharding = canonical_sharding(sharding, 1, leaf.shape) if layer else sharding
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            sharding = canonical_sharding(sharding, 1, leaf.shape) if is_layer else sharding
+            return with_sharding(leaf, sharding)
 
-        return jax.tree.map(one, abstract, shardings, in_layers)
+        params = {
+            name: map_specs(layers if name == "layers" else outer, specs)
+            for name, specs in self._specs.items()
+        }
+        replicated = NamedSharding(mesh, PartitionSpec())
+        abstract = jax.eval_shape(partial(self._new_canonical, num_layers), jax.random.key(0))
+        shardings = map_by_parameter(partial(like_parameter, replicated), abstract, params, None)
+        is_layer = map_by_parameter(pick_value, abstract, layer_flags(params), False)
+        return jax.tree.map(convert, abstract, shardings, is_layer)
 
-    def _state(self, stages: Sequence[StageState], skips: Any, history: Any) -> MpmdState:
-        copies = self.pipeline.copies([stage.params for stage in stages])
-        skips, history = jax.device_put((skips, history), self._whole[self.pipeline.loss_stage])
-        return MpmdState(tuple(stages), tuple(copies), skips, history)
+    def _state(
+        self, stages: Sequence[StageState], skips: jax.Array, history: History | None
+    ) -> MpmdState:
+        replicated = self._replicated[self.engine.loss_stage]
+        return MpmdState(tuple(stages), *jax.device_put((skips, history), replicated))
 
     def _new_stage(self, stage: int, key: jax.Array) -> StageState:
-        params = self.pipeline.model.init(stage, key)
+        params = self.engine.model.init(stage, key)
         opt_state = self._optimizers[stage].init(params)
         return StageState(jnp.zeros((), jnp.int32), jax.random.key_data(key), params, opt_state)
 
     def _new_canonical(self, num_layers: int, key: jax.Array) -> TrainState:
-        params = parameters.init_params({n: self._specs[n] for n in ("embed", "head")}, key)
-        params["layers"] = parameters.init_layers(
-            self._specs["layers"], key, jnp.arange(num_layers)
-        )
-        return new_state(
-            params, self._optimizer.init(params), key, self._optimizer.spike_filter.init()
-        )
-
-    def _chunk_leaf(self, live: Sequence[dict[str, Any]], name: str, chunk: int) -> jax.Array:
-        name = name.replace("['layers']", f"['chunks'][{chunk}]", 1)
-        return next(stage[name] for stage in live if name in stage)
+        params = initial_params(self._specs, key, np.arange(num_layers))
+        history = self._optimizer.spike_filter.init()
+        return new_state(params, self._optimizer.init(params), key, history)
 
 
 def _update(

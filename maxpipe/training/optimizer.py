@@ -1,6 +1,4 @@
-"""The update of parameters: clipping, the optimizer's direction, decay, learning rate, and skipping bad steps."""
-
-from typing import Any
+"""The update of parameters: clipping, the optimizer's direction, decay and learning rate."""
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +15,38 @@ DECAYING_AXES = {"embed", "outer_embed"}
 
 
 class Optimizer:
-    """A pure function of one parameter tree, its gradients and its state.
+    """Update one parameter tree, as a pure function of it, its gradients and its state.
 
     Args:
       config: `optimizer.*`, resolved.
-      specs: tree of `ParamSpec`s: what one layer's parameters are, and by logical axes which decay.
+      specs: tree of `ParamSpec`s, those of layers for one layer; logical axes say which decay.
+
+    Attributes:
+      spike_filter: decides which steps are spikes.
     """
 
-    def __init__(self, config: OptimizerConfig, specs: Any):
+    def __init__(self, config: OptimizerConfig, specs: Params):
         self._config = config
         self.spike_filter = SpikeFilter(config)
         self._transform = implementation(OPTIMIZERS[config.name])(config, specs)
         self._rate = implementation(LR_SCHEDULES[config.schedule])
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
-    def init(self, params: Params) -> Any:
-        """State of the optimizer before the first step; statistics are float32 whatever the parameters are."""
+    def init(self, params: Params) -> optax.OptState:
+        """Return the optimizer's state before the first step; statistics are float32."""
         return self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
-        """Rate of the update that follows `step` finished steps, float32 scalar.
+        """Return the rate of the update after `step` finished steps, float32 scalar.
 
         Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to
         `decay_steps`.
         """
-        config, done = self._config, step.astype(jnp.float32)
-        warmup = jnp.minimum(1.0, (done + 1) / max(config.warmup_steps, 1))
-        progress = (done - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1)
+        config = self._config
+        finished = step.astype(jnp.float32)
+        warmup = jnp.minimum(1.0, (finished + 1) / max(config.warmup_steps, 1))
+        decay_steps = max(config.decay_steps - config.warmup_steps, 1)
+        progress = (finished - config.warmup_steps) / decay_steps
         share = self._rate(jnp.clip(progress, 0.0, 1.0), config)
         return config.learning_rate * warmup * share
 
@@ -51,15 +54,15 @@ class Optimizer:
         self,
         params: Params,
         gradients: Params,
-        state: Any,
+        state: optax.OptState,
         step: jax.Array,
         norm: jax.Array,
         accept: jax.Array,
-    ) -> tuple[Params, Any]:
-        """One step.
+    ) -> tuple[Params, optax.OptState]:
+        """Apply one update.
 
         Args:
-          params, gradients, state: of the same tree; part of a model is enough.
+          params, gradients, state: of the same tree, which may be part of a model.
           step: int32 scalar, finished steps.
           norm: float32 scalar, norm of the gradients of the whole model.
           accept: bool scalar; False leaves parameters and state as they are, bit for bit.
@@ -67,8 +70,8 @@ class Optimizer:
         Returns:
           (parameters, state).
         """
-        # Choosing between results, leaf by leaf, keeps old values beside new ones: on CPUs twice
-        # the update's time.
+        # A conditional, because selecting leaf by leaf would keep old values next to new ones: on
+        # CPUs that doubles the update's time.
         return jax.lax.cond(
             accept,
             self._accepted,
@@ -81,14 +84,17 @@ class Optimizer:
         )
 
     def _accepted(
-        self, params: Params, state: Any, gradients: Params, step: jax.Array, norm: jax.Array
-    ) -> tuple[Params, Any]:
+        self,
+        params: Params,
+        state: optax.OptState,
+        gradients: Params,
+        step: jax.Array,
+        norm: jax.Array,
+    ) -> tuple[Params, optax.OptState]:
         config = self._config
-        clip = (
-            jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
-            if config.grad_clip_norm
-            else 1.0
-        )
+        clip: jax.Array | float = 1.0
+        if config.grad_clip_norm:
+            clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, gradients)
         directions, state = self._transform.update(gradients, state, params)
         rate = self.learning_rate(step)
@@ -102,5 +108,5 @@ class Optimizer:
 
 
 def global_norm(tree: Params) -> jax.Array:
-    """Root of the sum of squares of all leaves, float32 scalar."""
+    """Return the root of the sum of squares of all leaves, float32 scalar."""
     return optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), tree))

@@ -1,15 +1,15 @@
-"""Optimizers, chosen by `optimizer.name`; the facts about them are in `maxpipe.config.catalog.OPTIMIZERS`.
+"""The optimizers that `optimizer.name` can name; `maxpipe.config.catalog.OPTIMIZERS` lists them.
 
 Each maps `optimizer.*` and the tree of `ParamSpec`s to an `optax.GradientTransformation` whose
-updates are descent directions: they are multiplied by minus the learning rate, after weight decay
-was added. Gradients, and the parameters given to `init`, are float32. Layer parameters have leading
-layer dimensions that their specs do not have, one to three of them, as the engine likes: what is no
-elementwise function must go through `per_layer`.
+updates are descent directions: `Optimizer` adds weight decay and multiplies by minus the learning
+rate. Gradients, and the parameters passed to `init`, are float32. Layer parameters have one to
+three leading layer dimensions, depending on the engine, that their specs do not have: a function
+that is not elementwise must go through `per_layer`.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,29 +17,34 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from maxpipe.config.sections import OptimizerConfig
-from maxpipe.model.parameters import Params, ParamSpec
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 LEAST_FACTORED = 128  # adafactor keeps all second moments of smaller matrices
 RMS_OF_ADAMW = 0.2
 MUON_MOMENTUM = 0.95
 
 
-def adamw(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019)."""
     return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
 
 
-def lion(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023): the sign of a momentum; takes a third to a tenth of AdamW's learning rate."""
+def lion(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023): the sign of a momentum.
+
+    Its learning rate is a third to a tenth of AdamW's.
+    """
     return optax.scale_by_lion(config.beta1, config.beta2)
 
 
-def sgd(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
+def sgd(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
     """Stochastic gradient descent with momentum beta1; beta1 = 0 keeps no state."""
     return optax.trace(config.beta1) if config.beta1 else optax.identity()
 
 
-def adafactor(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
+def adafactor(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
     """Adafactor (Shazeer & Stern 2018): second moments of a matrix as one row and one column.
 
     Updates are clipped to a root mean square of 1 and scaled by that of the parameter, so that
@@ -57,11 +62,12 @@ def adafactor(config: OptimizerConfig, specs: Any) -> optax.GradientTransformati
     return per_layer(make, specs)
 
 
-def muon(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
-    """Muon (Jordan 2024): the momentum of each matrix made orthogonal; AdamW for embeddings, head, norms and biases.
+def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
+    """Muon (Jordan 2024): the momentum of each matrix made orthogonal.
 
-    Updates of matrices have the root mean square of AdamW's, so that both share learning rate and
-    weight decay (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    Embeddings, head, norms and biases get AdamW. Updates of matrices have the root mean square of
+    AdamW's, so that both share learning rate and weight decay (Liu et al. 2025, "Muon is Scalable
+    for LLM Training").
     """
 
     def make(spec: ParamSpec) -> optax.GradientTransformation:
@@ -81,10 +87,10 @@ def muon(config: OptimizerConfig, specs: Any) -> optax.GradientTransformation:
 
 
 def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Dimensions of a layer's parameter over which it sums and which it gives out; None if it is no matrix.
+    """Return (input dimensions, output dimensions) of a parameter, or None if it is no matrix.
 
-    A matrix leads from the residual stream or back to it: `embed` is one side, the other dimensions
-    are the other. Experts are matrices by themselves.
+    A matrix leads from the residual stream or back to it: the dimension `embed` is one side, all
+    other dimensions are the other. Each expert is a matrix of its own.
     """
     sides = [i for i, axis in enumerate(spec.axes) if axis != "expert"]
     if "embed" not in spec.axes or len(sides) < 2:
@@ -95,43 +101,45 @@ def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def per_layer(
-    make: Callable[[ParamSpec], optax.GradientTransformation], specs: Any
+    make: Callable[[ParamSpec], optax.GradientTransformation], specs: Params
 ) -> optax.GradientTransformation:
-    """A transformation of the whole tree in which one layer knows nothing of the others.
+    """Return a transformation of the parameter tree that treats each layer separately.
 
     Args:
-      make: the transformation of one parameter of one layer, an array of its spec's shape.
+      make: returns the transformation of one parameter of one layer, an array of its spec's shape.
       specs: tree of `ParamSpec`s.
 
     Returns:
-      A transformation whose state is a tree like the parameters that has for each leaf the state of
-      its transformation. Every array in there has the leading layer dimensions of the parameter,
-      counters as well, so that it follows the parameter into the layout on disk.
+      A transformation whose state is a tree like the parameters with the state of one
+      transformation in the place of each. All arrays of that state, counters as well, have the
+      leading layer dimensions of the parameter, so that they follow it into the layout on disk.
     """
-    treedef: Any = jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    all_specs = treedef.flatten_up_to(specs)
-    transforms = [make(spec) for spec in all_specs]
 
-    def over_layers(f: Callable[..., Any], spec: ParamSpec, p: jax.Array) -> Callable[..., Any]:
-        # One by one: merged into a single dimension, they would have to be gathered from the other
-        # stages first.
+    def over_layers(f: FunctionT, spec: ParamSpec, p: jax.Array) -> FunctionT:
+        # One vmap per layer dimension: merged into a single dimension, the layers would have to be
+        # gathered from the other stages first.
         for _ in range(p.ndim - len(spec.shape)):
             f = jax.vmap(f)
         return f
 
-    def init(params: Params) -> Any:
-        leaves = zip(transforms, all_specs, treedef.flatten_up_to(params), strict=True)
-        return jax.tree.unflatten(
-            treedef, [over_layers(t.init, spec, p)(p) for t, spec, p in leaves]
-        )
+    def init(params: Params) -> optax.OptState:
+        def init_one(spec: ParamSpec, p: jax.Array) -> optax.OptState:
+            return over_layers(make(spec).init, spec, p)(p)
 
-    def update(gradients: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
-        trees = (treedef.flatten_up_to(tree) for tree in (gradients, state, params))
-        results = [
-            over_layers(t.update, spec, p)(g, s, p.astype(jnp.float32))
-            for t, spec, g, s, p in zip(transforms, all_specs, *trees, strict=True)
-        ]
-        directions, states = zip(*results, strict=True)
-        return jax.tree.unflatten(treedef, directions), jax.tree.unflatten(treedef, states)
+        return map_specs(init_one, specs, params)
+
+    def update(
+        gradients: Params, state: optax.OptState, params: Params | None = None
+    ) -> tuple[Params, optax.OptState]:
+        def update_one(
+            spec: ParamSpec, g: jax.Array, s: optax.OptState, p: jax.Array
+        ) -> tuple[jax.Array, optax.OptState]:
+            return over_layers(make(spec).update, spec, p)(g, s, p.astype(jnp.float32))
+
+        assert params is not None, "the transformation of a layer may need its parameters"
+        results = map_specs(update_one, specs, gradients, state, params)
+        directions = map_specs(lambda spec, result: result[0], specs, results)
+        states = map_specs(lambda spec, result: result[1], specs, results)
+        return directions, states
 
     return optax.GradientTransformation(init, update)

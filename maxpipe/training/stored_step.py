@@ -1,9 +1,8 @@
-"""A compiled train step in a file, and an engine that runs it instead of compiling its own.
+"""A compiled train step in a file, and a step that runs it instead of compiling its own.
 
 The file holds the executable as the runtime writes it and, as JSON, what it was compiled from.
-Nothing is unpickled:
-the structure of arguments and results follows from the configuration. An executable is machine code
-all the same, so load only files whose origin you trust.
+Nothing is unpickled: the structure of arguments and results follows from the configuration. An
+executable is machine code all the same, so load only files whose origin you trust.
 """
 
 import hashlib
@@ -15,18 +14,18 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib.xla_client import DeviceList
+from jaxlib.xla_client import DeviceList, LoadedExecutable
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
-from maxpipe.training.trainer import SpmdTrainer
+from maxpipe.training.state import TrainState
 
 SAVE, LOAD = "compile.save", "compile.load"
 MAGIC = b"maxpipe train step 1\n"
@@ -41,8 +40,12 @@ PROGRAM = (
     "data.global_batch_size",
     "data.sequence_length",
 )
-# Distributions that hold compiler and runtime, beside jaxlib.
+# Distributions that hold compiler and runtime, besides jaxlib.
 RUNTIMES = {"tpu": ("libtpu",), "gpu": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
+
+
+JsonValue: TypeAlias = "str | int | float | bool | list[JsonValue] | dict[str, JsonValue] | None"
+Origin = dict[str, JsonValue]  # flat, keys as in `origin`
 
 
 @dataclass(frozen=True)
@@ -50,24 +53,25 @@ class Stored:
     """What a file holds.
 
     Attributes:
-      origin: what the executable was compiled from, flat, keys as in `origin`.
+      origin: what the executable was compiled from.
       metrics: names of the step's metrics, sorted.
       executable: the runtime's bytes.
     """
 
-    origin: dict[str, Any]
+    origin: Origin
     metrics: list[str]
     executable: bytes
 
 
 def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) -> int:
-    """Stores a compiled step, whole or not at all; returns the bytes written.
+    """Store a compiled step, all of it or nothing; return the number of bytes written.
 
     Raises:
       ConfigError: the file cannot be written.
     """
-    runtime: Any = compiled.runtime_executable()
-    payload = runtime.serialize()
+    executable = compiled.runtime_executable()
+    assert executable is not None
+    payload = executable.serialize()
     header = {
         "origin": origin(config, mesh),
         "metrics": sorted(compiled.out_info[1]),
@@ -84,7 +88,7 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
 
 
 def read(file: str) -> Stored:
-    """Reads what `write` wrote.
+    """Read what `write` wrote.
 
     Raises:
       ConfigError: there is no such file, or it is something else or damaged.
@@ -99,17 +103,17 @@ def read(file: str) -> Stored:
         )
     header, _, payload = content.removeprefix(MAGIC).partition(b"\n")
     try:
-        found = json.loads(header)
-        intact = found["sha256"] == hashlib.sha256(payload).hexdigest()
+        fields = json.loads(header)
+        intact = fields["sha256"] == hashlib.sha256(payload).hexdigest()
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise ConfigError(Problem(LOAD, f"{file} is damaged; {_again(file)}"))
-    return Stored(found["origin"], found["metrics"], payload)
+    return Stored(fields["origin"], fields["metrics"], payload)
 
 
-def origin(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """All that decides what a step compiles to, JSON values by name.
+def origin(config: Config, mesh: Mesh) -> Origin:
+    """Return all that decides what a step compiles to, JSON values by name.
 
     Args:
       config: resolved.
@@ -129,55 +133,52 @@ def origin(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 class StoredStep:
-    """An engine whose steps run a stored executable.
+    """A training step that runs a stored executable; see `SpmdTrainer`'s `load_step`.
 
     Args:
-      engine: does everything else.
       config: resolved; `compile.load` names the file.
-      mesh: the engine's.
+      mesh: all devices.
+      state: the abstract live state.
+      batch_sharding: of the arrays of a batch.
 
     Raises:
       ConfigError: the file cannot be read, or was compiled from something else (a problem for each
         difference), or no program from a file is safe on these devices.
     """
 
-    def __init__(self, engine: SpmdTrainer, config: Config, mesh: Mesh):
+    def __init__(
+        self, config: Config, mesh: Mesh, state: TrainState, batch_sharding: NamedSharding
+    ):
         file = config.compile.load
         stored = read(file)
         if problems := _differences(file, stored.origin, origin(config, mesh)):
             raise ConfigError(*problems)
         if reason := hindrance():
             raise ConfigError(Problem(LOAD, f"{reason}; or leave out {LOAD}"))
-        self._engine = engine
         self._executable = _load(file, stored.executable, mesh.devices.reshape(-1).tolist())
-        self._state = engine.abstract_state()
-        self._batch_sharding = NamedSharding(mesh, engine.batch_spec)
-        whole = NamedSharding(mesh, PartitionSpec())
-        scalars = dict.fromkeys(
-            stored.metrics, jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
-        )
-        self._results, self._tree = jax.tree.flatten((self._state, scalars))
+        self._state_shardings = [leaf.sharding for leaf in jax.tree.leaves(state)]
+        self._batch_sharding = batch_sharding
+        replicated = NamedSharding(mesh, PartitionSpec())
+        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
+        metrics = dict.fromkeys(stored.metrics, scalar)
+        self._results, self._tree = jax.tree.flatten((state, metrics))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def step(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         # The executable takes its arguments as they lie; JAX, which would check them, is not asked.
-        assert all(
-            jax.tree.leaves(jax.tree.map(lambda a, s: a.sharding == s.sharding, state, self._state))
-        )
-        assert all(a.sharding == self._batch_sharding for a in batch.values())
-        results = self._executable.execute_sharded(jax.tree.leaves((state, batch)))
+        state_leaves = jax.tree.leaves(state)
+        assert [leaf.sharding for leaf in state_leaves] == self._state_shardings
+        assert all(x.sharding == self._batch_sharding for x in batch.values())
+        results = self._executable.execute_sharded([*state_leaves, *jax.tree.leaves(batch)])
         arrays = [
-            jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
-            for like, shards in zip(
+            jax.make_array_from_single_device_arrays(result.shape, result.sharding, shards)
+            for result, shards in zip(
                 self._results, results.disassemble_into_single_device_arrays(), strict=True
             )
         ]
         return jax.tree.unflatten(self._tree, arrays)
 
 
-def _load(file: str, executable: bytes, devices: Sequence[Any]) -> Any:
+def _load(file: str, executable: bytes, devices: Sequence[jax.Device]) -> LoadedExecutable:
     try:
         return devices[0].client.deserialize_executable(
             executable, executable_devices=DeviceList(tuple(devices))
@@ -189,15 +190,17 @@ def _load(file: str, executable: bytes, devices: Sequence[Any]) -> Any:
         ) from None
 
 
-def _differences(file: str, theirs: dict[str, Any], ours: dict[str, Any]) -> list[Problem]:
-    """A problem for each name with another value; its key if it is one of the configuration, else `compile.load`."""
+def _differences(file: str, theirs: Origin, ours: Origin) -> list[Problem]:
+    """Return a problem for each name with another value; those that are no keys go to LOAD."""
     problems = []
     for name in sorted(theirs.keys() | ours.keys()):
         then, now = theirs.get(name, "missing"), ours.get(name, "missing")
         if then != now:
             message = f"{file} was compiled with {then!r}, this run has {now!r}"
-            key, what = (name, message) if name in OPTIONS else (LOAD, f"{name}: {message}")
-            problems.append(Problem(key, f"{what}; {_again(file)}"))
+            if name not in OPTIONS:
+                message = f"{name}: {message}"
+            key = name if name in OPTIONS else LOAD
+            problems.append(Problem(key, f"{message}; {_again(file)}"))
     return problems
 
 
@@ -214,7 +217,7 @@ def _version(distribution: str) -> str:
 
 @cache
 def _sources() -> str:
-    """Digest of the package's code: any line of it may change the program."""
+    """Return a digest of the package's code: any line of it may change the program."""
     package = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):

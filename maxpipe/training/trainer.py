@@ -1,209 +1,200 @@
-"""The engine contract, and the engine whose state is one sharded tree in one jitted step."""
+"""The contract of trainers, which own the live state, and the trainer of SPMD engines.
 
-import itertools
-import math
+What the training loop sees: a state that `step` replaces, and its form on disk, which is the same
+for all engines.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.devices.host_memory import move
-from maxpipe.model import parameters
+from maxpipe.devices.host_memory import to_host
+from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.engines.base import Batch, Engine, Metrics
+from maxpipe.pipeline.engines.base import Batch, Metrics, SpmdEngine
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
+from maxpipe.training.batches import batch_digest
 from maxpipe.training.optimizer import Optimizer
-from maxpipe.training.step import TrainState, map_by_parameter, new_state, train_step
+from maxpipe.training.state import (
+    HostArray,
+    TrainState,
+    canonical_sharding,
+    initial_params,
+    layer_flags,
+    like_parameter,
+    map_by_parameter,
+    new_state,
+    pick_value,
+    with_sharding,
+)
+from maxpipe.training.step import train_step
+
+StateT = TypeVar("StateT")
+StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-class Trainer(Protocol):
-    """All that the training loop knows of an engine, which owns the live state."""
+class Trainer(ABC, Generic[StateT]):
+    """Own the live state of a run, of type `StateT`, and apply the update.
+
+    Attributes:
+      batch_spec: layout of batches over the mesh of all devices.
+      adds_batch_digest: whether steps have the further metric "batch_digest", uint32: proof that no
+        batch is repeated or left out over restarts. It depends on the global batch only, neither on
+        mesh nor on processes.
+    """
 
     batch_spec: PartitionSpec
+    adds_batch_digest: bool
 
-    def init(self, key: jax.Array) -> Any:
-        """State before the first step."""
+    @abstractmethod
+    def init(self, key: jax.Array) -> StateT:
+        """Return the state before the first step, initialised in its layout on the devices."""
 
-    def step(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
-        """One step; `state` is donated."""
+    @abstractmethod
+    def update(self, state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
+        """Run one training step without the batch digest; `state` is donated."""
 
-    def forward(self, state: Any, batch: Batch) -> Metrics:
-        """Sums over an evaluation batch."""
+    def step(self, state: StateT, batch: Batch) -> tuple[StateT, Metrics]:
+        """Run one training step; `state` is donated."""
+        digest = {"batch_digest": batch_digest(batch)} if self.adds_batch_digest else {}
+        state, metrics = self.update(state, batch)
+        return state, metrics | digest
 
-    def to_canonical(self, state: Any) -> Any:
-        """The state as it is on disk, layers in model order, leaf by leaf."""
+    @abstractmethod
+    def forward(self, state: StateT, batch: Batch) -> Metrics:
+        """Return the sums over an evaluation batch, as `Engine.evaluate` does."""
 
-    def from_canonical(self, state: Any) -> Any:
-        """The live state; the inverse of `to_canonical`."""
+    @abstractmethod
+    def to_canonical(self, state: StateT) -> TrainState:
+        """Return the state as on disk, layers in model order, copied to the host leaf by leaf."""
 
-    def abstract_canonical(self) -> Any:
-        """Shapes, dtypes and shardings of `to_canonical`'s result."""
+    @abstractmethod
+    def from_canonical(self, state: TrainState) -> StateT:
+        """Return the live state from what a checkpoint holds; the inverse of `to_canonical`."""
+
+    @abstractmethod
+    def abstract_canonical(self) -> TrainState:
+        """Return shapes, dtypes and shardings of `to_canonical`'s result."""
 
 
-class SpmdTrainer:
-    """One program on all devices around an `Engine`.
+class SpmdTrainer(Trainer[TrainState]):
+    """Train with an `SpmdEngine`: the state is one sharded tree, the step one jitted program.
 
     Args:
       program_specs: {"embed", "layers", "head"} of `ModelProgram.specs`.
-      pipeline: losses and gradients.
+      engine: computes losses and gradients.
       rules: logical axis rules.
       optimizer: the update rule.
+      load_step: returns a step to run instead of the one compiled here, such as
+        `stored_step.StoredStep`, given the abstract live state and the sharding of batches.
+      adds_batch_digest: see `Trainer`.
+
+    Attributes:
+      jitted_step: the step as compiled here.
     """
 
     def __init__(
-        self, program_specs: Any, pipeline: Engine, rules: AxisRules, optimizer: Optimizer
+        self,
+        program_specs: Params,
+        engine: SpmdEngine,
+        rules: AxisRules,
+        optimizer: Optimizer,
+        *,
+        load_step: Callable[[TrainState, NamedSharding], StepFunction] | None = None,
+        adds_batch_digest: bool = False,
     ):
         self._specs = program_specs
-        self._pipeline = pipeline
-        self._rules = rules
+        self._engine = engine
         self._optimizer = optimizer
+        self.adds_batch_digest = adds_batch_digest
         self.batch_spec = rules.spec(("activation_batch", "activation_length"))
-        index = pipeline.layer_index()
-        params = Weights(rules, program_specs, pipeline.layer_axes, index.shape).abstract()
+        layer_shape = engine.layer_index().shape
+        params = Weights(rules, program_specs, engine.layer_axes, layer_shape).abstract()
         self._param_shardings = jax.tree.map(lambda p: p.sharding, params)
-        self._whole = NamedSharding(rules.mesh, PartitionSpec())
+        self._replicated = NamedSharding(rules.mesh, PartitionSpec())
         self._abstract = jax.eval_shape(self._new_state, jax.random.key(0))
         self._shardings = map_by_parameter(
-            partial(like_parameter, self._whole), self._abstract, params, None
+            partial(like_parameter, self._replicated), self._abstract, params, None
         )
-        batch = dict.fromkeys(microbatches.ARRAYS, NamedSharding(rules.mesh, self.batch_spec))
+        batch_sharding = NamedSharding(rules.mesh, self.batch_spec)
+        batch = dict.fromkeys(microbatches.ARRAYS, batch_sharding)
         self.jitted_step = jax.jit(
-            partial(train_step, pipeline.loss_and_gradients, optimizer),
+            partial(train_step, engine.loss_and_gradients, optimizer),
             in_shardings=(self._shardings, batch),
-            out_shardings=(self._shardings, self._whole),
+            out_shardings=(self._shardings, self._replicated),
             donate_argnums=0,
             keep_unused=True,  # the arguments of a stored executable are all leaves
         )
-        self._forward = jax.jit(pipeline.evaluate, in_shardings=(self._param_shardings, batch))
-        self._conversions: dict[Any, Any] = {}
+        self._step: StepFunction = (
+            load_step(self.abstract_state(), batch_sharding) if load_step else self.jitted_step
+        )
+        self._forward = jax.jit(engine.evaluate, in_shardings=(self._param_shardings, batch))
+        self._to_canonical = _JitByOutput(engine.to_canonical)
+        self._from_canonical = _JitByOutput(engine.from_canonical)
 
     def init(self, key: jax.Array) -> TrainState:
-        """State before the first step, initialised sharded by one compiled program."""
         return jax.jit(self._new_state, out_shardings=self._shardings)(key)
 
-    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return self.jitted_step(state, batch)
+    def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        return self._step(state, batch)
 
     def forward(self, state: TrainState, batch: Batch) -> Metrics:
         return self._forward(state.params, batch)
 
     def to_canonical(self, state: TrainState) -> TrainState:
-        """The state as on disk; each leaf is moved to the host before the next is converted."""
-
-        def convert(leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> Any:
-            return to_host(
-                self._jit(self._pipeline.to_canonical, target.sharding)(leaf) if is_layer else leaf
-            )
+        # Each leaf is moved to the host before the next is converted.
+        def convert(leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> HostArray:
+            return to_host(self._to_canonical(leaf, target.sharding) if is_layer else leaf)
 
         return jax.tree.map(convert, state, self._is_layer(state), self.abstract_canonical())
 
     def from_canonical(self, state: TrainState) -> TrainState:
-        """The live state from what a checkpoint held."""
-
-        def convert(leaf: Any, is_layer: bool, target: jax.ShapeDtypeStruct) -> jax.Array:
-            return (
-                self._jit(self._pipeline.from_canonical, target.sharding)(leaf)
-                if is_layer
-                else leaf
-            )
+        def convert(leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> jax.Array:
+            return self._from_canonical(leaf, target.sharding) if is_layer else leaf
 
         return jax.tree.map(convert, state, self._is_layer(state), self.abstract_state())
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the live state."""
-        return jax.tree.map(_with_sharding, self._abstract, self._shardings)
+        """Return shapes, dtypes and shardings of the live state."""
+        return jax.tree.map(with_sharding, self._abstract, self._shardings)
 
     def abstract_canonical(self) -> TrainState:
-        """As `abstract_state`, for the layout on disk."""
+        num_layer_axes = len(self._engine.layer_axes)
 
-        def one(
+        def convert(
             leaf: jax.ShapeDtypeStruct, sharding: NamedSharding, is_layer: bool
         ) -> jax.ShapeDtypeStruct:
             if not is_layer:
-                return _with_sharding(leaf, sharding)
-            canonical = jax.eval_shape(self._pipeline.to_canonical, leaf)
-            leading = len(self._pipeline.layer_axes)
-            return _with_sharding(canonical, canonical_sharding(sharding, leading, canonical.shape))
+                return with_sharding(leaf, sharding)
+            leaf = jax.eval_shape(self._engine.to_canonical, leaf)
+            return with_sharding(leaf, canonical_sharding(sharding, num_layer_axes, leaf.shape))
 
-        return jax.tree.map(one, self._abstract, self._shardings, self._is_layer(self._abstract))
+        is_layer = self._is_layer(self._abstract)
+        return jax.tree.map(convert, self._abstract, self._shardings, is_layer)
 
-    def _is_layer(self, state: TrainState) -> Any:
-        by_path = {
-            n: jax.tree.map(lambda _, n=n: n == "layers", s)
-            for n, s in self._param_shardings.items()
-        }
-        return map_by_parameter(lambda leaf, is_layer: is_layer, state, by_path, False)
-
-    def _jit(self, convert: Any, sharding: Any) -> Any:
-        if (convert, sharding) not in self._conversions:
-            self._conversions[convert, sharding] = jax.jit(convert, out_shardings=sharding)
-        return self._conversions[convert, sharding]
+    def _is_layer(self, state: TrainState) -> TrainState:
+        """Return a tree like `state` of bools: whether a leaf has leading layer dimensions."""
+        return map_by_parameter(pick_value, state, layer_flags(self._param_shardings), False)
 
     def _new_state(self, key: jax.Array) -> TrainState:
-        params = parameters.init_params({n: self._specs[n] for n in ("embed", "head")}, key)
-        params["layers"] = parameters.init_layers(
-            self._specs["layers"], key, jnp.asarray(self._pipeline.layer_index())
-        )
-        return new_state(
-            params, self._optimizer.init(params), key, self._optimizer.spike_filter.init()
-        )
+        params = initial_params(self._specs, key, self._engine.layer_index())
+        history = self._optimizer.spike_filter.init()
+        return new_state(params, self._optimizer.init(params), key, history)
 
 
-def like_parameter(
-    whole: NamedSharding, leaf: Any, param: jax.ShapeDtypeStruct | None
-) -> NamedSharding:
-    """Leaves are laid out like their parameter as far as their dimensions are the same, the layers' always.
+class _JitByOutput:
+    """Jit a function of one array once per sharding of its result."""
 
-    Args:
-      whole: for leaves that belong to no parameter.
-      leaf: of the state.
-      param: its parameter, or None.
-    """
-    if param is None:
-        return whole
-    dims = zip(param.sharding.spec, param.shape, leaf.shape, strict=False)
-    same = [entry for entry, *_ in itertools.takewhile(lambda dim: dim[1] == dim[2], dims)]
-    return NamedSharding(whole.mesh, PartitionSpec(*same, *[None] * (leaf.ndim - len(same))))
+    def __init__(self, f: Callable[[jax.Array], jax.Array]):
+        self._f = f
+        self._jitted: dict[jax.sharding.Sharding | None, jax.stages.Wrapped] = {}
 
-
-def canonical_sharding(live: NamedSharding, leading: int, shape: tuple[int, ...]) -> NamedSharding:
-    """How a layer leaf lies on the devices when its layers are in model order.
-
-    What lay over `stage` lies over the first other dimension that it divides. Laid over the layers
-    instead, every device would have to hold all of them for a moment, since the layers of a stage
-    are not neighbours in model order.
-
-    Args:
-      live: of the live leaf.
-      leading: number of its layer dimensions.
-      shape: in model order, one layer dimension.
-    """
-    entries = [
-        e if isinstance(e, tuple) else (e,) if e else () for e in (None, *live.spec[leading:])
-    ]
-    if "stage" in live.spec[:leading]:
-        for i in range(1, len(shape)):
-            parts = live.mesh.shape["stage"] * math.prod(live.mesh.shape[a] for a in entries[i])
-            if shape[i] % parts == 0:
-                entries[i] = (*entries[i], "stage")
-                break
-    return NamedSharding(live.mesh, PartitionSpec(*entries))
-
-
-def _with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def to_host(leaf: jax.Array) -> Any:
-    """A copy that later steps cannot overwrite: NumPy, or with several processes an array in host memory."""
-    if leaf.is_fully_addressable:
-        return np.array(leaf)
-    device: Any = next(iter(leaf.sharding.device_set))
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" in kinds:
-        return move(leaf, "pinned_host")
-    return jnp.copy(leaf)
+    def __call__(self, x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+        if sharding not in self._jitted:
+            self._jitted[sharding] = jax.jit(self._f, out_shardings=sharding)
+        return self._jitted[sharding](x)

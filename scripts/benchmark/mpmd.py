@@ -90,7 +90,7 @@ class Step:
         identity = jnp.eye(SIZE)
         w, x = [identity] * table.num_chunks, identity
         program = slice_program(
-            jax.make_jaxpr(jax.value_and_grad(loss))(w, x), split_backward="W" in table.kinds
+            jax.make_jaxpr(jax.value_and_grad(loss))(w, x), split_backwards="W" in table.kinds
         )
         meshes = [Mesh(np.array([d]), ("stage",)) for d in jax.devices()[: table.num_stages]]
         replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in meshes]

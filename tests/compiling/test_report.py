@@ -7,8 +7,7 @@ from maxpipe.compiling.knobs import Knob, knobs
 from maxpipe.compiling.report import CompilerMemory, Report, size
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
-from maxpipe.planning.bounds import bounds
-from maxpipe.planning.estimate import Memory, estimate
+from maxpipe.planning.estimate import Memory, bounds, estimate
 
 MEMORY = Memory(1e9, 2e9, 1e9, 4e9)
 WRITTEN = replace(

@@ -1,4 +1,4 @@
-"""The command line, seen from outside: exit codes, what goes to stdout and stderr, and how soon."""
+"""Command lines: exit codes, output to stdout and stderr, and the time until an error is shown."""
 
 import subprocess
 import sys
@@ -29,12 +29,12 @@ def parse(*words):
     return parse_args(words, prog="prog", description="Does it.")
 
 
-def test_a_good_command(base):
+def test_command_valid_runs(base):
     done = command(base, "steps=7")
     assert (done.returncode, done.stdout, done.stderr) == (0, "steps 7\n", "")
 
 
-def test_a_bad_command_prints_every_problem_and_exits_with_2(base):
+def test_command_with_problems_prints_all_and_exits_with_2(base):
     started = time.monotonic()
     done = command(base, "stepz=7", "model.num_layers=9", "--print-confg")
     seconds = time.monotonic() - started
@@ -52,7 +52,7 @@ def test_a_bad_command_prints_every_problem_and_exits_with_2(base):
     )  # 0.15 s on an idle machine; the bound only catches an import of JAX on a slow one
 
 
-def test_problems_found_after_the_start_look_the_same(base):
+def test_command_with_problems_in_resolve_prints_them_alike(base):
     done = command(base, "mesh.ici.fsdp=4")
     assert done.returncode == 2
     assert done.stderr.startswith(
@@ -60,12 +60,12 @@ def test_problems_found_after_the_start_look_the_same(base):
     )
 
 
-def test_the_context_manager_leaves_other_errors_alone():
+def test_exit_on_config_error_passes_other_errors():
     with pytest.raises(ValueError, match="mine"), exit_on_config_error():
         raise ValueError("mine")
 
 
-def test_it_decorates_a_main(capsys):
+def test_exit_on_config_error_decorates_main(capsys):
     @exit_on_config_error()
     def main():
         raise ConfigError(Problem("steps", "too many"))
@@ -76,14 +76,14 @@ def test_it_decorates_a_main(capsys):
     assert capsys.readouterr().err == "config error: steps: too many\n1 problem found\n"
 
 
-def test_print_config(base, capsys):
+def test_parse_args_print_config_prints_and_exits(base, capsys):
     with pytest.raises(SystemExit) as caught:
         parse(base, "--print-config", "steps=9")
     assert caught.value.code == 0
     assert "steps: 9                                      # command line" in capsys.readouterr().out
 
 
-def test_flags_of_the_command_may_stand_anywhere(base):
+def test_parse_args_accepts_flags_anywhere(base):
     def add_flags(parser):
         parser.add_argument("--svg", metavar="FILE")
 
@@ -110,7 +110,7 @@ def test_flags_of_the_command_may_stand_anywhere(base):
         ),
     ],
 )
-def test_command_lines_that_are_refused(words, message):
+def test_parse_args_refuses(words, message):
     with pytest.raises(ConfigError) as caught:
         parse(*words)
     assert message in str(caught.value)
@@ -136,7 +136,7 @@ def test_command_lines_that_are_refused(words, message):
         (("--help", "mesh.ici"), ["mesh.ici.stage", "pipeline stages"]),
     ],
 )
-def test_help(words, parts, capsys):
+def test_parse_args_help_prints_and_exits(words, parts, capsys):
     with pytest.raises(SystemExit) as caught:
         parse(*words)
     assert caught.value.code == 0
@@ -145,13 +145,13 @@ def test_help(words, parts, capsys):
         assert part in printed
 
 
-def test_every_key_and_section_has_help():
+def test_describe_knows_every_key_and_section():
     for key in OPTIONS:
         assert describe(key).startswith(f"{key}: {OPTIONS[key].bounds.help}")
     for section in SECTIONS:
         assert f"{section}." in describe(section)
 
 
-def test_help_on_an_unknown_key():
+def test_describe_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match=r"did you mean pipeline.schedule\?"):
         describe("pipeline.schedul")

@@ -3,7 +3,7 @@ import pickle
 from maxpipe.config import ConfigError, Problem
 
 
-def test_a_config_error_survives_the_way_between_processes():
+def test_config_error_survives_pickling():
     error = ConfigError(Problem("seed", "must be 0", "a.yml:3"), Problem("", "no file"))
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is ConfigError

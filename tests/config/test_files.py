@@ -1,4 +1,4 @@
-"""YAML that is broken, unsafe or missing; words that are no overrides."""
+"""YAML files that are broken, unsafe or missing; malformed overrides."""
 
 import pytest
 
@@ -31,36 +31,36 @@ def message(path, *words):
         ("base: [a.yml]\n", "the path of one YAML file"),
     ],
 )
-def test_bad_yaml(write, text, expected):
+def test_file_with_bad_yaml_is_refused(write, text, expected):
     with pytest.raises(ConfigError, match=expected):
         load(write("run.yml", text))
 
 
-def test_deeply_nested_yaml_is_an_error_like_any_other(write):
+def test_file_nested_deeply_is_refused(write):
     assert "not valid YAML" in message(write("run.yml", "steps: " + "[" * 5000))
 
 
-def test_a_file_that_is_not_text(tmp_path):
+def test_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "run.yml"
     path.write_bytes(b"\xff\xfe\x00steps")
     assert "cannot read" in message(str(path))
 
 
-def test_an_empty_file_and_an_empty_section_are_fine(write):
+def test_file_or_section_that_is_empty_is_accepted(write):
     assert load(write("empty.yml", "")).config.steps == 200
     assert load(write("section.yml", "model:\nsteps: 3\n")).config.steps == 3
 
 
-def test_a_missing_file_names_its_nearest_neighbours(base, tmp_path):
+def test_file_missing_names_the_nearest(base, tmp_path):
     assert f"the nearest are {base}" in message(str(tmp_path / "bse.yml"))
 
 
-def test_a_missing_base_names_the_line_that_wants_it(write):
+def test_base_missing_names_the_line(write):
     path = write("run.yml", "steps: 3\nbase: bases.yml\n")
     assert message(path).startswith(f"{path}:2: there is no file")
 
 
-def test_inheritance_in_a_circle(write):
+def test_base_in_a_circle_is_refused(write):
     write("a.yml", "base: b.yml\n")
     assert "inherit in a circle" in message(write("b.yml", "base: a.yml\n"))
 
@@ -78,11 +78,11 @@ def test_inheritance_in_a_circle(write):
         ("steps={a: 1}", "takes a value"),
     ],
 )
-def test_bad_words(base, word, expected):
+def test_override_malformed_is_refused(base, word, expected):
     assert expected in message(base, word)
 
 
-def test_words_keep_what_yaml_would_change(base):
+def test_override_of_a_string_stays_as_written(base):
     words = [
         "run_name=007",
         "data.source=text",
@@ -97,6 +97,6 @@ def test_words_keep_what_yaml_would_change(base):
     assert config.data.tokenizer == "a=b.json"
 
 
-def test_an_empty_word_empties_a_string(write):
+def test_override_empty_empties_a_string(write):
     path = write("run.yml", "data: {path: somewhere}\n")
     assert load(path, ["data.path="]).config.data.path == ""

@@ -1,4 +1,4 @@
-"""What is said of a library that is not there, and of one that is broken."""
+"""Errors of an optional library that is missing, or that is installed and broken."""
 
 import sys
 
@@ -9,12 +9,12 @@ from maxpipe.config.imports import optional
 
 
 def message_of(library: str) -> str:
-    with pytest.raises(ConfigError) as found, optional(library, "data", "data.source"):
+    with pytest.raises(ConfigError) as error, optional(library, "data", "data.source"):
         __import__(library)
-    return str(found.value)
+    return str(error.value)
 
 
-def test_a_library_that_is_not_installed(monkeypatch):
+def test_optional_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "absent_library", None)
     expected = (
         "data.source: needs absent_library, which is not installed: pip install 'maxpipe[data]'"
@@ -29,7 +29,7 @@ def test_a_library_that_is_not_installed(monkeypatch):
         ("raise ImportError('libstdc++.so.6: no such version')", "libstdc++.so.6: no such version"),
     ],
 )
-def test_an_installed_library_that_is_broken_says_why(tmp_path, monkeypatch, content, cause):
+def test_optional_broken_library_gives_the_reason(tmp_path, monkeypatch, content, cause):
     (tmp_path / "broken_library.py").write_text(content)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert f"needs broken_library, which cannot be imported ({cause})" in message_of(

@@ -28,26 +28,26 @@ PIPELINE_KEYS = {
 }
 
 
-def test_the_page_has_the_table():
+def test_page_has_the_table():
     text = PAGE.read_text()
     assert with_table(text) == text, "run: python scripts/generate_docs.py"
 
 
-def test_the_command_prints_the_table():
+def test_command_prints_the_table():
     command = [sys.executable, "-m", "maxpipe.config.maxtext"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True)
     assert printed.stdout == table() + "\n"
 
 
-def test_every_key_of_maxtexts_pipeline_has_a_counterpart():
+def test_keys_of_maxtexts_pipeline_have_counterparts():
     assert {key for key in PIPELINE_KEYS if not KEYS.get(key, ("",))[0]} == set()
 
 
-def test_a_text_without_marks_is_refused():
+def test_with_table_without_marks_is_refused():
     with pytest.raises(ValueError, match="marks"):
         with_table("# A text\n")
 
 
-def test_the_text_around_the_table_stays():
+def test_with_table_keeps_the_text_around_it():
     before, after = "above\n<!-- MaxText keys: start -->\n", "<!-- MaxText keys: end -->\nbelow\n"
     assert with_table(f"{before}old\n{after}") == f"{before}{table()}\n{after}"

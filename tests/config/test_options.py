@@ -1,4 +1,4 @@
-"""Unknown keys are answered by the key that was meant, at whatever level it lives."""
+"""Unknown keys: the error names the nearest key at any level, or what MaxText's key is called."""
 
 import pytest
 
@@ -26,18 +26,18 @@ from maxpipe.config.options import OPTIONS, unknown_key
         ("batch_size", "data.global_batch_size or eval.global_batch_size"),
     ],
 )
-def test_nearest_key_at_any_level(key, meant):
+def test_unknown_key_names_the_nearest_at_any_level(key, meant):
     assert unknown_key(key) == f"unknown key; did you mean {meant}?"
 
 
-def test_a_mistyped_section_is_answered_once(write):
+def test_unknown_section_is_one_problem(write):
     path = write("run.yml", "optimzer:\n  name: adamw\n  learning_rate: 1e-3\n")
     with pytest.raises(ConfigError, match=r"optimzer .*did you mean optimizer\?") as caught:
         load(path)
     assert len(caught.value.problems) == 1
 
 
-def test_a_key_like_none():
+def test_unknown_key_like_none_proposes_nothing():
     assert "did you mean" not in unknown_key("zzzzqqqq")
 
 
@@ -52,7 +52,7 @@ def test_a_key_like_none():
         ("max_target_length", "data.sequence_length"),
     ],
 )
-def test_maxtext_names_are_translated(base, key, ours):
+def test_unknown_key_of_maxtext_is_translated(base, key, ours):
     with pytest.raises(ConfigError, match=f"MaxText's {key} is called {ours} here"):
         load(base, [f"{key}=2"])
 
@@ -64,17 +64,17 @@ def test_maxtext_names_are_translated(base, key, ours):
         ("ici_pipeline_paralelism", "ici_pipeline_parallelism", "mesh.ici.stage"),
     ],
 )
-def test_mistyped_maxtext_names_are_translated(key, theirs, ours):
+def test_unknown_key_misspelt_maxtext_is_translated(key, theirs, ours):
     assert unknown_key(key).startswith(f"unknown key; MaxText's {theirs} is called {ours} here")
 
 
-def test_a_maxtext_key_without_counterpart_says_why():
+def test_unknown_key_of_maxtext_without_counterpart_gives_the_reason():
     assert unknown_key("param_scan_axis").startswith(
         "MaxText's param_scan_axis has no counterpart: checkpoints"
     )
 
 
-def test_the_maxtext_table_names_our_keys_and_shadows_none():
+def test_maxtext_keys_name_ours_and_shadow_none():
     for theirs, (ours, differs) in KEYS.items():
         assert theirs not in OPTIONS
         assert ours in OPTIONS or (not ours and differs), theirs

@@ -19,12 +19,12 @@ ODD = [
 ]
 
 
-def test_yaml_reads_back_to_the_same_config(base, write):
+def test_to_yaml_reads_back_to_an_equal_config(base, write):
     for config in (Config(), load(base, ODD).config, resolve(load(base, ODD), 4)):
         assert load(write("again.yml", to_yaml(config))).config == config
 
 
-def test_printed_config_is_yaml_with_sources(base):
+def test_print_config_is_yaml_with_sources(base):
     loaded = load(base, ["seed=3"])
     text = print_config(loaded)
     lines = {line.partition(":")[0].strip(): line for line in text.splitlines()}
@@ -36,13 +36,13 @@ def test_printed_config_is_yaml_with_sources(base):
     assert yaml.safe_load(text)["mesh"]["ici"]["stage"] == 2
 
 
-def test_printed_config_marks_what_only_the_devices_will_tell(base):
+def test_print_config_marks_values_that_depend_on_devices(base):
     text = print_config(load(base, ["mesh.ici.fsdp=-1"]))
     assert "fsdp: -1" in text
     assert "# command line; derived at start" in text
 
 
-def test_notes_give_reasons(base):
+def test_notes_give_reasons_of_derived_values(base):
     loaded = load(base, ["mesh.ici.fsdp=-1", "pipeline.num_repeats=2"])
     lines = notes(resolve(loaded, 4), loaded)
     assert "mesh.ici.fsdp=2: the devices that the other axes leave" in lines
@@ -53,7 +53,7 @@ def test_notes_give_reasons(base):
     assert not any(line.startswith("pipeline.num_repeats") for line in lines)
 
 
-def test_notes_say_what_has_no_effect(base):
+def test_notes_name_keys_without_effect(base):
     words = ["mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=2", "stop_after=100"]
     lines = notes(resolve(load(base, words), 4))
     assert any(
@@ -63,7 +63,7 @@ def test_notes_say_what_has_no_effect(base):
     assert "stop_after=100 has no effect: the run ends at steps=100" in lines
 
 
-def test_notes_name_the_numbers_that_an_optimizer_has_no_use_for(base):
+def test_notes_name_keys_that_the_optimizer_does_not_use(base):
     words = ["optimizer.beta1=0.8", "optimizer.beta2=0.9", "optimizer.eps=1e-6"]
 
     def named(optimizer):
@@ -86,7 +86,7 @@ def test_notes_name_the_numbers_that_an_optimizer_has_no_use_for(base):
         ("checkpoint.every=0", "checkpoint.keep", 5),
     ],
 )
-def test_notes_name_what_another_key_switches_off(base, switch, key, value):
+def test_notes_name_keys_that_another_key_switches_off(base, switch, key, value):
     line = f"{key} has no effect with {switch}"
     assert line in notes(resolve(load(base, [switch, f"{key}={value}"]), 4))
     assert line not in notes(resolve(load(base, [switch]), 4))
@@ -94,12 +94,12 @@ def test_notes_name_what_another_key_switches_off(base, switch, key, value):
     assert notes(resolve(load(base, [*on, f"{key}={value}"]), 4)) == []
 
 
-def test_checkpoints_by_the_clock_are_kept_as_many(base):
+def test_notes_checkpoints_by_the_clock_use_keep(base):
     words = ["checkpoint.every=0", "checkpoint.every_minutes=5", "checkpoint.keep=5"]
     assert notes(resolve(load(base, words), 4)) == []
 
 
-def test_a_topology_is_said_to_be_for_another_command(base):
+def test_notes_topology_is_for_compile_only(base):
     words = ["compile.topology=v5p:2x2x1", "compile.num_slices=2"]
     (line,) = notes(resolve(load(base, words), 4))
     assert line.startswith(
@@ -107,5 +107,5 @@ def test_a_topology_is_said_to_be_for_another_command(base):
     )
 
 
-def test_a_plain_run_has_nothing_to_say_about_given_values(base):
+def test_notes_plain_run_has_none(base):
     assert notes(resolve(load(base), 4)) == []

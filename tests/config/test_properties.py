@@ -1,4 +1,4 @@
-"""Whatever is written, the answer is a Config or a ConfigError."""
+"""Any file and any override gives a Config or a ConfigError."""
 
 import string
 
@@ -56,7 +56,7 @@ fast = settings(
 
 @fast
 @given(words, st.sampled_from([1, 2, 3, 4, 6, 8, 64, 720]), st.sampled_from([1, 2]))
-def test_overrides(base, overrides, devices, slices):
+def test_any_overrides_give_a_config_or_a_config_error(base, overrides, devices, slices):
     try:
         config = resolve(load(base, overrides), devices * slices, slices)
     except ConfigError as error:
@@ -80,7 +80,7 @@ def test_overrides(base, overrides, devices, slices):
 
 @fast
 @given(st.text(max_size=40))
-def test_any_text_as_a_file(write, text):
+def test_any_text_as_a_file_gives_a_config_or_a_config_error(write, text):
     path = write("run.yml", text)
     try:
         loaded = load(path)
@@ -104,7 +104,7 @@ trees = st.recursive(
         st.one_of(st.sampled_from(list(OPTIONS)), st.sampled_from(["model", "mesh"])), trees
     )
 )
-def test_any_tree_as_a_file(write, tree):
+def test_any_tree_as_a_file_gives_a_config_or_a_config_error(write, tree):
     try:
         loaded = load(write("run.yml", yaml.safe_dump(tree)))
     except ConfigError:

@@ -1,11 +1,11 @@
-"""`${other.key}`: followed through the layers; the environment is out of reach."""
+"""`${other.key}` is followed; references to the environment are refused."""
 
 import pytest
 
 from maxpipe.config import ConfigError, load
 
 
-def test_references_see_the_final_value(base):
+def test_reference_gets_the_final_value(base):
     config = load(
         base, ["eval.every=${steps}", "run_name=run-${seed}-${model.dtype}", "seed=3"]
     ).config
@@ -13,7 +13,7 @@ def test_references_see_the_final_value(base):
     assert config.run_name == "run-3-float32"
 
 
-def test_references_to_references_and_defaults(base):
+def test_reference_follows_references_and_defaults(base):
     config = load(
         base, ["eval.every=${checkpoint.every}", "checkpoint.every=${steps}", "steps=1e3"]
     ).config
@@ -21,7 +21,7 @@ def test_references_to_references_and_defaults(base):
     assert load(base, ["model.norm_eps=${optimizer.eps}"]).config.model.norm_eps == 1e-8
 
 
-def test_references_inside_lists(base):
+def test_reference_inside_a_list_is_followed(base):
     assert load(
         base, ["telemetry.profile_steps=[10, '${steps}']"]
     ).config.telemetry.profile_steps == [
@@ -40,14 +40,14 @@ def test_references_inside_lists(base):
         "${env:X}",
     ],
 )
-def test_the_environment_is_refused(base, value, monkeypatch):
+def test_reference_to_the_environment_is_refused(base, value, monkeypatch):
     monkeypatch.setenv("SECRET", "hunter2")
     with pytest.raises(ConfigError, match=r"refused|nothing else is understood") as caught:
         load(base, [f"output_dir={value}"])
     assert "hunter2" not in str(caught.value)
 
 
-def test_the_environment_is_refused_in_files_and_lists(write):
+def test_reference_to_the_environment_is_refused_in_files_and_lists(write):
     path = write(
         "run.yml", "pipeline: {layers_per_stage: ['${oc.env:HOME}']}\nbase: ${oc.env:HOME}\n"
     )
@@ -58,11 +58,11 @@ def test_the_environment_is_refused_in_files_and_lists(write):
 @pytest.mark.parametrize(
     "value", ["${nothing}", "${steps.x}", "${steps", "${optimizer.decay_steps}"]
 )
-def test_references_that_lead_nowhere(base, value):
+def test_reference_that_leads_nowhere_is_refused(base, value):
     with pytest.raises(ConfigError, match="steps"):
         load(base, [f"steps={value}", "optimizer.decay_steps=${steps}"])
 
 
-def test_a_reference_to_a_section_is_no_value(base):
+def test_reference_to_a_section_is_refused(base):
     with pytest.raises(ConfigError, match="takes a value, not a section"):
         load(base, ["seed=${model.rope_scaling}"])

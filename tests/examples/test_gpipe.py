@@ -1,4 +1,4 @@
-"""The example learns."""
+"""Test that the example learns."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "examples" / "gpipe.py"
 
 
-def test_the_loss_falls():
+def test_gpipe_example_halves_its_loss():
     command = [sys.executable, SCRIPT, "--stages", "2", "--microbatches", "4", "--steps", "40"]
     printed = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=300

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from golden.recording import NAMES, load, run_and_read, tolerance
 from golden.runner import ROOT
-from golden.values import differences
+from golden.values import above, differences
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_run_gives_recorded_values(results, name):
     actual = results[name]
     assert not isinstance(actual, str), actual
     found = differences(load(name)["values"], actual)
-    assert {key: size for key, size in found.items() if not size <= tolerance(name)} == {}
+    assert above(found, tolerance(name)) == {}
 
 
 @pytest.mark.parametrize("name", NAMES)

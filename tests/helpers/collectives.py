@@ -1,4 +1,4 @@
-"""Counts the collectives that a compiled program executes: loop bodies times their trip counts."""
+"""Count the collectives that a compiled program executes: loop bodies times their trip counts."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
 class Collective(NamedTuple):
-    """One collective instruction: its kind, and the shape and bytes of one of its results on one device."""
+    """The kind of a collective, and the shape and bytes of one of its results on one device."""
 
     kind: str
     shape: tuple[int, ...]
@@ -26,10 +26,9 @@ class Collective(NamedTuple):
 
 
 def executed(hlo: str) -> Counter[Collective]:
-    """How often a device executes each collective.
+    """Count how often a device executes each collective of a compiled program's text.
 
-    Args:
-      hlo: text of a compiled program, without conditionals around collectives.
+    The program must have no conditionals around collectives.
 
     Raises:
       ValueError: a loop around a collective has no known trip count.
@@ -40,7 +39,8 @@ def executed(hlo: str) -> Counter[Collective]:
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
     bodies: dict[str, list[str]] = {}
-    entry, lines = "", []
+    entry = ""
+    lines: list[str] = []
     for line in hlo.splitlines():
         start = _COMPUTATION.match(line)
         if start:
@@ -55,12 +55,12 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 def _count(bodies: dict[str, list[str]], name: str) -> Counter[Collective]:
     total: Counter[Collective] = Counter()
     for line in bodies[name]:
-        found = _COLLECTIVE.search(line)
-        if found:
-            # An instruction with several results is as many collectives in one.
-            for dtype, sizes in _SHAPE.findall(found[1]):
+        instruction = _COLLECTIVE.search(line)
+        if instruction:
+            # An instruction with several results counts as several collectives.
+            for dtype, sizes in _SHAPE.findall(instruction[1]):
                 shape = tuple(int(n) for n in sizes.split(",") if n)
-                total[Collective(found[2], shape, math.prod(shape) * _BYTES[dtype])] += 1
+                total[Collective(instruction[2], shape, math.prod(shape) * _BYTES[dtype])] += 1
             continue
         for inner in (_count(bodies, called) for called in _CALLS.findall(line)):
             if not inner:

@@ -1,11 +1,13 @@
-"""`python -m maxpipe.compile` as tests run it."""
+"""Run `python -m maxpipe.compile` as a process."""
 
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,22 +22,30 @@ tpu_aot = [
 ]
 
 
-def run(*words, environment=()):
+def run(
+    *words: str | Path, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command from the repository root, with `environment` added to this process's."""
     command = [sys.executable, "-m", "maxpipe.compile", *map(str, words)]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ | dict(environment)
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(environment or {})},
     )
 
 
-def report_of(tmp_path, *words, code=0):
+def report_of(tmp_path: Path, *words: str | Path, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Run the command to the exit code `code`; return its JSON report and what it printed."""
     file = tmp_path / "report.json"
-    done = run(*words, "--json", file)
-    assert done.returncode == code, done.stdout + done.stderr
-    return json.loads(file.read_text()), done.stdout
+    process = run(*words, "--json", file)
+    assert process.returncode == code, process.stdout + process.stderr
+    return json.loads(file.read_text()), process.stdout
 
 
-# The compiler's time grows with widths, lengths and depth; axes, stages, heads of 128 and options
-# stay the preset's.
+# Sizes that keep the compile time short, which grows with widths, lengths and depth. Mesh axes,
+# stages, heads of 128 and options remain the preset's.
 NARROW = (
     "model.embed_dim=768",
     "model.mlp_dim=512",

@@ -1,18 +1,20 @@
-"""Compiles the training steps of configurations, reduced in size, for simulated devices; run by `test_partitioner`.
+"""Compile the training steps of configurations, reduced in size, for simulated devices.
 
-The partitioner writes its warnings to standard error. Arguments: configuration files, each with
-overrides after it.
+`test_partitioner` runs it as a program, because the partitioner writes its warnings to standard
+error. Each argument is a configuration file, followed by overrides.
 """
 
 import math
 import sys
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from maxpipe.builder import build_trainer
-from maxpipe.config import MESH_AXES, load, resolve
+from maxpipe.config import MESH_AXES, Config, load, resolve
 from maxpipe.devices.mesh import build_mesh
+from maxpipe.training.trainer import SpmdTrainer
 
 SMALL = {
     "model.num_layers": 4,
@@ -33,10 +35,10 @@ SMALL = {
 }
 
 
-def reduced(path, overrides):
-    """The configuration with two devices on each of its mesh axes that have several."""
+def reduced(path: str, overrides: Sequence[str]) -> Config:
+    """Load a configuration with two devices on each mesh axis that has several."""
     mesh = load(path).config.mesh
-    sizes = {}
+    sizes: dict[str, int] = {}
     for axis in MESH_AXES:
         several = getattr(mesh.ici, axis) != 1 or getattr(mesh.dcn, axis) != 1
         sizes |= {f"mesh.ici.{axis}": 2 if several else 1, f"mesh.dcn.{axis}": 1}
@@ -45,16 +47,18 @@ def reduced(path, overrides):
     return resolve(loaded, math.prod(getattr(loaded.config.mesh.ici, axis) for axis in MESH_AXES))
 
 
-def compile_step(config):
+def compile_step(config: Config) -> None:
+    """Compile the training step of a resolved configuration."""
     devices = math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES)
-    engine = build_trainer(config, build_mesh(config, jax.devices()[:devices]))
+    trainer = build_trainer(config, build_mesh(config, jax.devices()[:devices]))
     shape = (config.data.global_batch_size, config.data.sequence_length)
     batch = {
-        n: jax.ShapeDtypeStruct(shape, np.int32)
-        for n in ("tokens", "targets", "positions", "segment_ids")
+        name: jax.ShapeDtypeStruct(shape, np.int32)
+        for name in ("tokens", "targets", "positions", "segment_ids")
     }
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
-    engine.jitted_step.lower(engine.abstract_state(), batch).compile()
+    assert isinstance(trainer, SpmdTrainer)
+    trainer.jitted_step.lower(trainer.abstract_state(), batch).compile()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cases of the grids in which pipelined engines are compared with the sequential one."""
+"""Cases of the grids that compare pipelined engines with the sequential engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,13 +7,13 @@ from typing import Any
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from maxpipe.config import Config, catalog
 
-# The tests' own block, which has an auxiliary loss, is one more variant.
+# A block with an auxiliary loss, for tests only.
 catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
 
-ROWS = 96  # every number of microbatches in the grids, times data x fsdp, divides it
+ROWS = 96  # a multiple of each grid's microbatches x data x fsdp
 
-# Factors of every engine; others that `config_of` knows are microbatches (times stages), mesh
-# (these axes have two devices), gather, remat, and remat_of ("iterations", "layers", both or "").
+# Factors of every engine. `config_of` also reads: microbatches (per stage), mesh (names of the axes
+# with two devices), gather, remat, and remat_of ("iterations", "layers", both or "").
 COMMON: Mapping[str, tuple[Any, ...]] = {
     "stages": (1, 2, 4),
     "repeats": (1, 2, 4),
@@ -32,14 +32,14 @@ Case = Mapping[str, Any]
 
 
 def chunk_sizes(case: Case) -> list[int]:
-    """Layers of each chunk in model order; uneven ones alternate between one and two."""
+    """Return the layers of each chunk in model order; uneven chunks mix sizes one and two."""
     other = 3 - case["layers"]
     chunks = range(case["stages"] * case["repeats"])
     return [other if case["uneven"] and i % 3 == 1 else case["layers"] for i in chunks]
 
 
 def config_of(case: Case, **values: Any) -> Config:
-    """The configuration of a case; `values` are those of its engine."""
+    """Return the configuration of a case, with the engine's own `values`."""
     chunks = chunk_sizes(case)
     common = {
         "pipeline.num_repeats": case["repeats"],
@@ -55,7 +55,7 @@ def config_of(case: Case, **values: Any) -> Config:
         "model.num_layers": sum(chunks),
         "model.tie_embeddings": case["tied"],
         "model.dropout": case["dropout"],
-        # Other parameters for half of the cases, not a factor of its own.
+        # Tied with `tied` so that half of the cases have these parameters.
         "model.qk_norm": case["tied"],
         "model.attention_bias": case["tied"],
         "model.z_loss": 1e-2,
@@ -68,7 +68,7 @@ def config_of(case: Case, **values: Any) -> Config:
 
 
 def name_of(case: Case) -> str:
-    """The case as a test id: sizes, options that are on, chosen variants."""
+    """Return a test id: sizes, options that are on, chosen variants."""
     words = ["S{stages}-V{repeats}-L{layers}-M{microbatches}S".format(**case)]
     for name, value in case.items():
         if isinstance(value, str):
@@ -79,7 +79,7 @@ def name_of(case: Case) -> str:
 
 
 def assert_equals_sequential(config: Config, case: Case, **options: Any) -> None:
-    """Loss and every gradient of the pipeline, built with `options`, are those of the sequential engine."""
+    """Assert that the pipeline's loss and gradients equal those of the sequential engine."""
     actual = EngineUnderTest(config, **options).train(make_batch(ROWS, packed=case["packed"]))
     model = replace(config.model, logit_tiles=1)
     assert_same(actual, reference(model, ROWS, packed=case["packed"]))

@@ -1,26 +1,35 @@
-"""Starts one training as several processes on this machine, and always ends them all."""
+"""Start one training run as several processes on this machine, and always end them all."""
 
 import contextlib
 import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from helpers.training_process import TrainingProcess
 
 
-def free_port():
+def free_port() -> int:
+    """Return a TCP port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
-def members(directory, count, arguments, name="start", program=None):
-    """The processes of one run, each with its own log; what is left of them at the end is killed.
+def members(
+    directory: Path,
+    count: int,
+    arguments: Sequence[str],
+    name: str = "start",
+    program: str | None = None,
+) -> Iterator[list[TrainingProcess]]:
+    """Start the processes of one run; kill those that are still running at the end.
 
     Args:
-      directory: where the logs go, `<name>-<index>.log`.
+      directory: of the logs, `<name>-<index>.log`.
       count: number of processes.
       arguments: from `training_process.command`, the same for all.
-      name: of this start.
+      name: of this start, for the logs.
       program: as in `TrainingProcess`.
     """
     address = f"localhost:{free_port()}"
@@ -39,7 +48,7 @@ def members(directory, count, arguments, name="start", program=None):
         yield processes
 
 
-def ends(processes):
-    """All exit codes and all output."""
+def ends(processes: Sequence[TrainingProcess]) -> tuple[list[int], str]:
+    """Wait for all processes; return their exit codes and their joined output."""
     codes = [process.wait() for process in processes]
     return codes, "\n".join(f"--- {process.log.name}\n{process.output}" for process in processes)

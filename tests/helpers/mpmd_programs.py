@@ -1,62 +1,72 @@
-"""Small hand-written programs, and evaluating a sliced one without any devices."""
+"""Small programs with stage marks, and the evaluation of a sliced program on one device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
-from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 
 WIDTH = 4
 
 
-def weights(count=3):
+def weights(count: int = 3) -> list[jax.Array]:
+    """Return random [WIDTH, WIDTH] matrices."""
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.standard_normal((WIDTH, WIDTH)) / 2, jnp.float32) for _ in range(count)]
 
 
-def inputs():
+def inputs() -> jax.Array:
+    """Return random activations [2, WIDTH]."""
     return jnp.asarray(np.random.default_rng(1).standard_normal((2, WIDTH)), jnp.float32)
 
 
-def chain(w, x):
-    """Three chunks of one matrix product each."""
-    for one in w:
-        x = mark(jnp.sin(x @ one))
+def chain(matrices: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    """Compute a loss in chunks of one matrix product each."""
+    for matrix in matrices:
+        x = mark(jnp.sin(x @ matrix))
     return jnp.sum(x * x)
 
 
-def sliced(loss, *args, split_backward=False):
+def sliced(
+    loss: Callable[..., jax.Array], *args: Any, split_backwards: bool = False
+) -> SlicedProgram:
+    """Slice the gradient of `loss` for its first argument."""
     return slice_program(
-        jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backward=split_backward
+        jax.make_jaxpr(jax.value_and_grad(loss))(*args), split_backwards=split_backwards
     )
 
 
-def computation(program, text):
-    """By name: `F1`."""
+def computation(program: SlicedProgram, text: str) -> Computation:
+    """Return the computation of a name such as `F1`."""
     return program.computations[UnitName(text[0], int(text[1:]))]
 
 
-def operations(program, text):
+def operations(program: SlicedProgram, text: str) -> list[str]:
+    """Return the names of a computation's primitives, in order."""
     return [eqn.primitive.name for eqn in computation(program, text).equations]
 
 
-def evaluate(program, *args):
-    """Outputs of the program: computations in order, parts of outputs added up."""
-    env = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
-    outputs = [0.0] * program.num_outputs
+def evaluate(program: SlicedProgram, *args: Any) -> list[Any]:
+    """Return the program's outputs: run computations in order and add up the parts of outputs."""
+    values: dict[Var, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
+    outputs: list[Any] = [0.0] * program.num_outputs
     for c in program.computations.values():
         names = [*c.reads, *c.arguments]
-        written, parts = program.function(c, names)(*(env[v] for v in names))
-        env.update(zip(c.writes, written, strict=True))
-        for i, found in parts.items():
-            outputs[i] = sum(found, outputs[i])
+        written, parts = program.function(c, names)(*(values[v] for v in names))
+        values.update(zip(c.writes, written, strict=True))
+        for i, addends in parts.items():
+            outputs[i] = sum(addends, outputs[i])
     return outputs
 
 
-def assert_computes(program, loss, *args):
-    """The sliced program gives the loss and the gradient for the first argument."""
+def assert_computes(program: SlicedProgram, loss: Callable[..., jax.Array], *args: Any) -> None:
+    """Assert that the program computes the loss and its gradient for the first argument."""
     expected = jax.tree.leaves(jax.value_and_grad(loss)(*args))
     for a, b in zip(evaluate(program, *args), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

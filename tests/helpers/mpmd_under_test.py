@@ -1,7 +1,6 @@
-"""The MPMD engine on the same fixed parameters and batches as `engines.EngineUnderTest`."""
+"""The mpmd engine on the same fixed parameters and batches as `engines.EngineUnderTest`."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
@@ -10,39 +9,42 @@ from helpers.engines import Result, canonical_params, make_mesh
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config
 from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.engines.base import Batch
+from maxpipe.pipeline.engines.mpmd.runner import Observer
 from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.mpmd_trainer import MpmdTrainer
 
 
 class MpmdUnderTest:
-    """An engine with a live state whose parameters are `canonical_params`."""
+    """A trainer with a live state whose parameters are `canonical_params`."""
 
     def __init__(self, config: Config):
         self.mesh = make_mesh(config)
-        self.engine: Any = build_trainer(config, self.mesh)
-        self.pipeline = self.engine.pipeline
-        shapes = self.engine.abstract_canonical()
-        params = canonical_params(ModelProgram(config.model))
+        trainer = build_trainer(config, self.mesh)
+        assert isinstance(trainer, MpmdTrainer)
+        self.trainer, self.engine = trainer, trainer.engine
+        shapes = trainer.abstract_canonical()
         state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        state = dataclasses.replace(state, params=params)
+        state = dataclasses.replace(state, params=canonical_params(ModelProgram(config.model)))
         placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), state, shapes)
-        self.state = self.engine.from_canonical(placed)
+        self.state = trainer.from_canonical(placed)
 
-    def train(self, batch: dict[str, np.ndarray], key: int = 0, observe: Any = None) -> Result:
-        drawn = jax.random.key(key) if self.pipeline.needs_key else None
-        keys = [jax.device_put(drawn, stage.step.sharding) for stage in self.state.stages]
-        params = [stage.params for stage in self.state.stages]
-        loss, gradients = self.pipeline.loss_and_gradients(
-            params, self.state.copies, self.place(batch), keys, observe
+    def train(
+        self, batch: dict[str, np.ndarray], key: int = 0, observe: Observer | None = None
+    ) -> Result:
+        self.engine.observer = observe
+        metrics, gradients = self.engine.loss_and_gradients(
+            self.state.params, self.place(batch), jax.random.key(key)
         )
-        whole = {
-            name: tree for stage in gradients for name, tree in stage.items() if name != "chunks"
-        }
+        outer = {n: tree for stage in gradients for n, tree in stage.items() if n != "chunks"}
         chunks = {c: tree for stage in gradients for c, tree in stage["chunks"].items()}
-        ordered = [chunks[c] for c in sorted(chunks)]
-        whole["layers"] = jax.tree.map(
-            lambda *leaves: np.concatenate([np.asarray(leaf) for leaf in leaves]), *ordered
-        )
-        return Result(float(loss), jax.tree.map(np.asarray, whole))
+        in_order = [chunks[c] for c in sorted(chunks)]
+        layers = jax.tree.map(lambda *leaf: self.engine.to_canonical(leaf), *in_order)
+        return Result(float(metrics["loss"]), jax.tree.map(np.asarray, outer | {"layers": layers}))
 
-    def place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
+        sums = self.engine.evaluate(self.state.params, self.place(batch))
+        return {name: float(value) for name, value in sums.items()}
+
+    def place(self, batch: dict[str, np.ndarray]) -> Batch:
         return BatchPlacer(self.mesh, self.engine.batch_spec, len(batch["tokens"]))(batch)

@@ -14,10 +14,12 @@ _TRIES = 200
 
 
 def pairs_of(case: Case) -> set[Pair]:
+    """Return the pairs of values of a case."""
     return {(a, case[a], b, case[b]) for a, b in combinations(case, 2)}
 
 
 def all_cases(factors: Factors) -> Iterator[Case]:
+    """Yield the full product."""
     for values in product(*factors.values()):
         yield dict(zip(factors, values, strict=True))
 
@@ -25,9 +27,9 @@ def all_cases(factors: Factors) -> Iterator[Case]:
 def sampled_product(
     factors: Factors, core: Sequence[str], is_legal: Callable[[Case], bool]
 ) -> Iterator[Case]:
-    """The full product of the factors in `core`; the others have random values, always the same.
+    """Yield the full product of the factors in `core`; give the others random, fixed-seed values.
 
-    Combinations of the core that are illegal with all others are left out.
+    Core combinations without any legal case are left out.
     """
     rng = random.Random(0)
     for fixed in all_cases({name: factors[name] for name in core}):
@@ -44,27 +46,27 @@ def sampled_product(
 def legal_pairs(
     factors: Factors, is_legal: Callable[[Case], bool], looks_at: Sequence[str] = ()
 ) -> set[Pair]:
-    """The pairs of values that occur together in at least one legal case of the full product.
+    """Return the pairs of values that occur in at least one legal case of the full product.
 
-    `looks_at` names the factors that `is_legal` depends on, so that not all others need to be
-    tried; () = all.
+    `looks_at` names the factors that `is_legal` depends on; () means all. The other factors are not
+    varied.
     """
-    found = set()
+    legal = set()
     tried = {
         n: values if not looks_at or n in looks_at else values[:1] for n, values in factors.items()
     }
     for a, b in combinations(factors, 2):
         for x, y in product(factors[a], factors[b]):
-            fixed = tried | {a: (x,), b: (y,)}
-            if any(is_legal(case) for case in all_cases(fixed)):
-                found.add((a, x, b, y))
-    return found
+            varied = tried | {a: (x,), b: (y,)}
+            if any(is_legal(case) for case in all_cases(varied)):
+                legal.add((a, x, b, y))
+    return legal
 
 
 def covering_array(
     factors: Factors, is_legal: Callable[[Case], bool], looks_at: Sequence[str] = ()
 ) -> list[Case]:
-    """Legal cases in which every legal pair occurs; greedy (AETG, Cohen et al. 1997), always the same."""
+    """Return legal cases that cover every legal pair, by AETG (Cohen et al. 1997), seed fixed."""
     rng = random.Random(0)
     missing = legal_pairs(factors, is_legal, looks_at)
     cases = []
@@ -73,7 +75,7 @@ def covering_array(
         in_order = sorted(missing, key=repr)
         illegal = 0
         while len(candidates) < _CANDIDATES:
-            # Where the best values are illegal together, any other ones must get their turn.
+            # If the best values are illegal together, try random values.
             case = _candidate(factors, in_order, missing, rng, greedy=illegal < _CANDIDATES)
             if is_legal(case):
                 candidates.append(case)
@@ -92,7 +94,7 @@ def _candidate(
     *,
     greedy: bool,
 ) -> Case:
-    """A case around one missing pair; each further value meets as many missing pairs as it can, or is any."""
+    """Build a case around a missing pair; other values cover most missing pairs, or are random."""
     a, x, b, y = rng.choice(in_order)
     case = {a: x, b: y}
     for name in rng.sample(list(factors), len(factors)):
@@ -100,13 +102,13 @@ def _candidate(
             continue
 
         def gain(value: Any, name: str = name) -> int:
-            met = [
+            pairs = [
                 (other, case[other], name, value) for other in case if _before(factors, other, name)
             ]
-            met += [
+            pairs += [
                 (name, value, other, case[other]) for other in case if _before(factors, name, other)
             ]
-            return sum(pair in missing for pair in met)
+            return sum(pair in missing for pair in pairs)
 
         case[name] = max(
             rng.sample(list(factors[name]), len(factors[name])), key=gain if greedy else lambda _: 0

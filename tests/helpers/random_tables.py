@@ -1,9 +1,11 @@
-"""Strategies for random tables."""
+"""Hypothesis strategies for schedule tables."""
+
+from collections.abc import Mapping
 
 import numpy as np
 from hypothesis import strategies as st
 
-from maxpipe.pipeline.schedules.order import dependency
+from maxpipe.pipeline.schedules.order import RawUnit, dependency
 from maxpipe.pipeline.schedules.table import Table, from_ticks, stages_of_chunks
 
 
@@ -11,14 +13,17 @@ from maxpipe.pipeline.schedules.table import Table, from_ticks, stages_of_chunks
 def tables(
     draw: st.DrawFn, placements: tuple[str, ...] = ("loop", "v"), lockstep: bool = True
 ) -> Table:
-    """Valid tables in which every stage picks any unit that is ready, or idles."""
-    S, M, V = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    """Draw a valid table: in each tick every stage runs any unit that is ready, or idles."""
+    S = draw(st.integers(1, 4))
+    M = draw(st.integers(1, 5))
+    V = draw(st.integers(1, 3))
     placement = draw(st.sampled_from(placements))
     is_lockstep = draw(st.booleans()) if lockstep else False
     delay = draw(st.integers(1, 2)) if is_lockstep else 1
     kinds = draw(st.sampled_from(["FIW", "FB"]))
     random = draw(st.randoms(use_true_random=False))
-    stage_of, last = stages_of_chunks(S, V, placement), S * V - 1
+    stage_of = stages_of_chunks(S, V, placement)
+    last = S * V - 1
     todo = {(kind, m, g) for kind in kinds for m in range(M) for g in range(last + 1)}
     units = frozenset(todo)
     done: dict[tuple[str, int, int], int] = {}
@@ -47,8 +52,16 @@ def tables(
     )
 
 
-def is_ready(unit, units, done, tick, last, delay, lockstep):
-    """Whether whatever a unit waits for is there."""
+def is_ready(
+    unit: RawUnit,
+    units: frozenset[RawUnit],
+    done: Mapping[RawUnit, int],
+    tick: int,
+    last: int,
+    delay: int,
+    lockstep: bool,
+) -> bool:
+    """Return whether the results that a unit needs have arrived by `tick`."""
     kind, microbatch, chunk = unit
     needs = dependency(unit, last, units)
     local = 0 if lockstep else 1

@@ -1,9 +1,10 @@
-"""Runs of the train command as real processes, on a model of 62 thousand parameters."""
+"""Run the train command as a process, on a model of 62 thousand parameters."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ data: {{sequence_length: 32, global_batch_size: 8}}
 
 
 def write_config(directory: Path, **values: object) -> list[str]:
-    """The words of a command: a configuration file in `directory`, and its runs in `directory`/runs."""
+    """Write `directory`/tiny.yml, which runs in `directory`/runs; return a command's words."""
     file = directory / "tiny.yml"
     values = {"eval": "{every: 0}", "telemetry": "{log_every: 1}"} | values
     file.write_text(CONFIG + "".join(f"{key}: {value}\n" for key, value in values.items()))
@@ -30,52 +31,55 @@ def write_config(directory: Path, **values: object) -> list[str]:
 
 
 def output_dir(words: list[str]) -> Path:
-    """Where the command of `write_config` puts its runs."""
+    """Return the directory in which the command of `write_config` puts its runs."""
     return Path(words[-1].partition("=")[2])
 
 
-def run(words: list[str]) -> subprocess.CompletedProcess:
-    """Runs the command to its end."""
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end."""
     command = [sys.executable, "-m", "maxpipe.train", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def train(words: list[str], expected_code: int = 0) -> str:
-    """Runs the command, checks its exit code and returns what it printed."""
+    """Run the command, check its exit code and return what it printed."""
     process = run(words)
     assert process.returncode == expected_code, process.stdout + process.stderr
     return process.stdout + process.stderr
 
 
-def rows(root: Path) -> list[dict]:
-    """The lines of metrics.jsonl."""
+def rows(root: Path) -> list[dict[str, Any]]:
+    """Read the rows of metrics.jsonl."""
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(root: Path) -> dict[int, tuple[float, float, float]]:
-    """Step -> loss, gradient norm and learning rate; every step occurs once."""
+    """Return step -> (loss, gradient norm, learning rate); check that no step occurs twice."""
     steps = [row for row in rows(root) if "loss" in row]
-    found = {row["step"]: (row["loss"], row["grad_norm"], row["learning_rate"]) for row in steps}
-    assert len(found) == len(steps)
-    return found
+    by_step = {row["step"]: (row["loss"], row["grad_norm"], row["learning_rate"]) for row in steps}
+    assert len(by_step) == len(steps)
+    return by_step
 
 
 def checkpoints(root: Path) -> list[int]:
+    """Return the committed steps of a run."""
     return committed_steps(root / "checkpoints")
 
 
 def saved(root: Path, step: int) -> dict[str, np.ndarray]:
-    """Every array of a checkpoint by name: parameters, moments, counters, key and data position."""
+    """Load the arrays of a checkpoint by name, data position and random key included."""
     directory = step_path(root / "checkpoints", step)
     leaves = read_record(directory).leaves
-    return dict(load(directory, leaves, dict.fromkeys(leaves)))
+    loaded = load(directory, leaves, dict.fromkeys(leaves))
+    return {name: np.asarray(array) for name, array in loaded}
 
 
 def assert_same_run(root: Path, other: Path, step: int) -> None:
-    """Both runs saved the same bits after `step` and have the same losses up to it."""
-    ours, theirs = saved(root, step), saved(other, step)
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if ours[name].tobytes() != theirs[name].tobytes()]
+    """Assert that both runs saved the same bits after `step` and logged the same losses."""
+    arrays = saved(root, step)
+    others = saved(other, step)
+    assert arrays.keys() == others.keys()
+    different = [name for name in arrays if arrays[name].tobytes() != others[name].tobytes()]
     assert not different
     assert losses(root) == losses(other)
     assert sorted(losses(root)) == list(range(1, step + 1))

@@ -1,6 +1,7 @@
 """Resolved configurations with automatic stages."""
 
 from pathlib import Path
+from typing import Any
 
 from maxpipe.config import Config, load, replace, resolve
 
@@ -8,9 +9,9 @@ PRESETS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.yml"
 AUTO = {"pipeline.layers_per_stage": [-1]}
 
 
-def config_of(stages=4, **values):
-    """Sixteen small layers on the MPMD engine, one device a stage."""
-    small = {
+def config_of(stages: int = 4, **values: Any) -> Config:
+    """Return sixteen small layers on the mpmd engine, with one device per stage."""
+    small: dict[str, Any] = {
         "model.num_layers": 16,
         "model.embed_dim": 64,
         "model.mlp_dim": 192,
@@ -28,8 +29,8 @@ def config_of(stages=4, **values):
     return resolve(replace(Config(), **(small | AUTO | values)), stages)
 
 
-def preset(path, schedule, stages, repeats=1):
-    """A model's own sizes, with so many stages of 8 devices and two microbatches a stage."""
+def preset(path: Path, schedule: str, stages: int, repeats: int = 1) -> Config:
+    """Return a preset's model on stages of 8 devices, with two microbatches per stage."""
     words = [
         f"mesh.ici.stage={stages}",
         "mesh.ici.fsdp=8",

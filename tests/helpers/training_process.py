@@ -1,4 +1,4 @@
-"""Starts `python -m maxpipe.train` on a tiny model as a process, watches its output, and always ends it."""
+"""Start `python -m maxpipe.train` on a tiny model as a process, and always end it."""
 
 import contextlib
 import os
@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 from helpers.runs import rows
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"
-DEADLINE_SECONDS = 240  # of anything a test waits for; a busy machine takes long to import JAX
+DEADLINE_SECONDS = 240  # of every wait: importing JAX is slow on a busy machine
 
 TINY = (
     "model.embed_dim=16",
@@ -26,27 +28,32 @@ TINY = (
 )
 
 
-def command(output_dir, *words):
-    """Arguments of a tiny run after the interpreter's."""
+def command(output_dir: str | Path, *words: str) -> list[str]:
+    """Return the arguments of `maxpipe.train` for a tiny run."""
     return [str(BASE), *TINY, f"output_dir={output_dir}", *words]
 
 
 class TrainingProcess:
-    """A running command whose output goes to a file; a context manager that kills what is left of it.
+    """Run a command with its output in a file; as a context manager, kill it at the end.
 
     Args:
-      log: the file.
+      log: file of the output.
       arguments: from `command`.
       environment: added to this process's.
-      program: Python code to run instead of `-m maxpipe.train`; finds the arguments in sys.argv.
+      program: Python code to run instead of `-m maxpipe.train`; reads `arguments` in sys.argv.
     """
 
-    def __init__(self, log, arguments, environment=None, program=None):
+    def __init__(
+        self,
+        log: str | Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        program: str | None = None,
+    ):
         self.log = Path(log)
         start = ["-m", "maxpipe.train"] if program is None else ["-c", program]
         with self.log.open("w") as output:
-            # A session of its own, so that a signal to the group reaches worker processes, but not
-            # this one.
+            # A new session: a signal to its group reaches worker processes, but not this process.
             self._process = subprocess.Popen(
                 [sys.executable, *start, *arguments],
                 stdout=output,
@@ -55,43 +62,51 @@ class TrainingProcess:
                 start_new_session=True,
             )
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     @property
-    def output(self):
+    def output(self) -> str:
+        """What the process has printed so far."""
         return self.log.read_text(errors="replace")
 
-    def wait_for(self, text):
-        """Returns when `text` is in the output."""
+    def wait_for(self, text: str) -> None:
+        """Wait until the output contains `text`."""
         until = time.monotonic() + DEADLINE_SECONDS
         while text not in self.output:
             assert self._process.poll() is None, f"ended before {text!r}:\n{self.output}"
             assert time.monotonic() < until, f"no {text!r}:\n{self.output}"
             time.sleep(0.02)
 
-    def send(self, number):
+    def send(self, number: int) -> None:
+        """Send a signal to the process."""
         self._process.send_signal(number)
 
-    def send_to_group(self, number):
+    def send_to_group(self, number: int) -> None:
+        """Send a signal to the process and its children."""
         os.killpg(self._process.pid, number)
 
-    def wait(self):
-        """The exit code, negative for a signal."""
+    def wait(self) -> int:
+        """Wait for the end; return the exit code, negative for a signal."""
         return self._process.wait(DEADLINE_SECONDS)
 
 
-def run(log, arguments, **options):
-    """Runs a command to its end: (exit code, output)."""
-    with TrainingProcess(log, arguments, **options) as process:
+def run(
+    log: str | Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    program: str | None = None,
+) -> tuple[int, str]:
+    """Run a command to its end; return its exit code and its output."""
+    with TrainingProcess(log, arguments, environment, program) as process:
         return process.wait(), process.output
 
 
-def steps_of(output_dir, key="loss"):
-    """{step: value} of the rows of metrics.jsonl that have the key."""
+def steps_of(output_dir: str | Path, key: str = "loss") -> dict[int, Any]:
+    """Return step -> value of the rows of metrics.jsonl that have `key`."""
     return {row["step"]: row[key] for row in rows(Path(output_dir) / "base") if key in row}

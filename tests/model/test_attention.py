@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from helpers.engines import tiny
 
-from maxpipe.model.attention import Attention, dot_product_attention
+from maxpipe.model.attention import Attention
+from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.parameters import init_params, split_module
 
 B, T, H, K, C = 2, 7, 4, 2, 4

@@ -17,8 +17,8 @@ from maxpipe.pipeline.remat import checkpoint, remat_policy
 
 NAMED = {
     "minimal": RematPolicy(device=MATMULS),
-    "minimal_offloaded": RematPolicy(host=MATMULS),
-    "qkv_proj_offloaded": RematPolicy(host=QKV),
+    "minimal_offloaded": RematPolicy(host=MATMULS, on_device="minimal"),
+    "qkv_proj_offloaded": RematPolicy(host=QKV, on_device="save_qkv_proj"),
     "save_dot_except_mlp": RematPolicy(device=(*QKV, "out_proj")),
     "save_out_proj": RematPolicy(device=("out_proj",)),
     "save_qkv_proj": RematPolicy(device=QKV),

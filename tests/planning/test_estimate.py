@@ -2,9 +2,9 @@
 
 import jax
 import pytest
+from helpers.shard_bytes import shard_bytes
 
 from maxpipe.builder import build_trainer
-from maxpipe.compiling.step import shard_bytes
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import estimate
@@ -75,6 +75,8 @@ def test_weights_gathered_once_are_whole_over_fsdp():
         )
         for gather in ("per_iteration", "once")
     )
-    assert once.gradients == 2 * apart.gradients
+    # Norms, of two layers a stage and of the head, are on every device anyway.
+    norms = 4.0 * (2 * 2 + 1) * Config().model.embed_dim
+    assert once.gradients - norms == 2 * (apart.gradients - norms)
     assert once.parameters > apart.parameters
     assert once.optimizer == apart.optimizer

@@ -10,7 +10,7 @@ TINY = ModelConfig(
     embed_dim=8,
     num_query_heads=4,
     num_kv_heads=2,
-    head_dim=5,
+    head_dim=6,
     mlp_dim=16,
     vocab_size=32,
 )
@@ -40,8 +40,8 @@ def test_parameters_of_a_plain_decoder():
     ("change", "difference"),
     [
         ({"tie_embeddings": True}, -32 * 8),
-        ({"qk_norm": True}, 3 * 2 * 5),
-        ({"attention_bias": True}, 3 * (4 + 2 + 2) * 5),
+        ({"qk_norm": True}, 3 * 2 * 6),
+        ({"attention_bias": True}, 3 * (4 + 2 + 2) * 6),
     ],
 )
 def test_options_change_the_parameters(change, difference):
@@ -52,7 +52,7 @@ def test_options_change_the_parameters(change, difference):
 
 def test_flops_are_six_per_weight_and_causal_attention():
     weights = 3 * count_by_hand(TINY) + 32 * 8
-    scores_and_values = 2 * 2 * 4 * 5 * (64 / 2)
+    scores_and_values = 2 * 2 * 4 * 6 * (64 / 2)
     assert model_flops_per_token(TINY, 64) == 6 * weights + 3 * 3 * scores_and_values
 
 

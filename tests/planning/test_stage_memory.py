@@ -2,17 +2,22 @@
 
 import pytest
 from helpers.engines import make_mesh
+from helpers.shard_bytes import shard_bytes
 
 from maxpipe.builder import build_trainer
-from maxpipe.compiling.step import shard_bytes
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.planning.flops import layer_parameter_count
-from maxpipe.planning.footprint import kept_width, logits_bytes, microbatch_tokens
+from maxpipe.planning.footprint import (
+    handed_over_width,
+    kept_width,
+    logits_bytes,
+    microbatch_tokens,
+)
 from maxpipe.planning.simulate import simulate
-from maxpipe.planning.stage_memory import StageMemory, handed_over_width, units_in_flight
+from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
 FREE_RUNNING = [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
 
@@ -27,7 +32,7 @@ def test_as_many_units_are_in_flight_as_the_simulator_says(name, S, M, V):
     assert any(stage[:, table.num_repeats :].any() for stage in counts) == ("W" in table.kinds)
 
 
-def engine_of(**values):
+def trainer_of(**values):
     small = {
         "model.embed_dim": 64,
         "model.mlp_dim": 192,
@@ -46,7 +51,7 @@ def engine_of(**values):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
-    config, engine = engine_of(
+    config, trainer = trainer_of(
         **{
             "model.num_layers": 5,
             "model.tie_embeddings": tied,
@@ -58,13 +63,13 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
         }
     )
     memory = StageMemory(config, build_table(config))
-    for stage, owned in enumerate(engine.pipeline.abstract):
+    for stage, owned in enumerate(trainer.engine.abstract):
         state = (
             shard_bytes(owned) * 4
         )  # parameters, their gradients and two moments, all of them float32
         if tied and stage == 1:
             state += 2 * shard_bytes(
-                engine.pipeline.abstract[0]["embed"]
+                trainer.engine.abstract[0]["embed"]
             )  # a copy, and its gradient
         # Norms are on every device.
         assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
@@ -74,7 +79,7 @@ def test_the_ends_are_whole_while_units_compute_with_them():
     """Twice the vocabulary: cast tables, and at the head the float32 gradient, that no fsdp device shares."""
 
     def bytes_of(stage, vocabulary):
-        config, _ = engine_of(
+        config, _ = trainer_of(
             **{
                 "model.num_layers": 2,
                 "model.tie_embeddings": False,
@@ -96,7 +101,7 @@ def test_the_ends_are_whole_while_units_compute_with_them():
 
 def test_a_chunk_is_whole_where_it_is_gathered():
     def working(fsdp):
-        config, _ = engine_of(
+        config, _ = trainer_of(
             **{
                 "model.num_layers": 4,
                 "pipeline.schedule": "1f1b",
@@ -116,7 +121,7 @@ def test_a_chunk_is_whole_where_it_is_gathered():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     """Two layers more in a chunk are so much more; what the norms of bfloat16 models keep is known less exactly."""
-    config, engine = engine_of(
+    config, trainer = trainer_of(
         **{
             "model.num_layers": 6,
             "model.dtype": dtype,
@@ -127,7 +132,7 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
             "pipeline.remat_policy": policy,
         }
     )
-    computations = engine.pipeline.training.program.computations
+    computations = trainer.engine.training.program.computations
     column = (
         4 * 16 * (4 if dtype == "float32" else 2)
     )  # bytes of a microbatch, over both devices of a stage

@@ -12,9 +12,14 @@ from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.colours import Rgb, ink, unit_colour
-from maxpipe.render.comparison import HEADER, comparison_rows, comparison_text
 from maxpipe.render.page import page_html
-from maxpipe.render.terminal import render_terminal, wants_colour
+from maxpipe.render.terminal import (
+    HEADER,
+    comparison_rows,
+    comparison_text,
+    render_terminal,
+    wants_colour,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 CHROMIUM = next(
@@ -177,8 +182,9 @@ def test_the_page_opens_and_a_unit_can_be_hovered(tmp_path):
       const at = {bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
       target.dispatchEvent(new PointerEvent("pointermove", at));
       return tip.textContent;
-    }; const traced = () => document.querySelectorAll(".traced").length; document.title =
-    JSON.stringify([hover('[data-unit="5B3"]'), traced(), hover("[data-curves]"), traced()]);
+    };
+    const traced = () => document.querySelectorAll(".traced").length;
+    document.title = JSON.stringify([hover('[data-unit="5B3"]'), traced(), hover("[data-curves]"), traced()]);
     </script></body>"""
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", hover))

@@ -1,4 +1,4 @@
-"""The benchmark at sizes that say nothing about speed: what is run, and what is reported."""
+"""Test what the benchmark runs and reports, at sizes too small to measure speed."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmark"
 def load_script(name):
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
+    # dataclasses looks the module up by name.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -30,19 +30,19 @@ benchmark_overhead = load_script("overhead")
 
 
 @pytest.mark.parametrize("name", benchmark.CASES)
-def test_every_case_is_a_legal_configuration(name):
+def test_benchmark_case_is_a_legal_configuration(name):
     config = resolve(replace(Config(), **benchmark.CASES[name]), benchmark.NUM_DEVICES)
     assert config.model.head_dim * config.model.num_query_heads == config.model.embed_dim
 
 
-def test_the_engines_see_the_same_model_and_batch():
+def test_benchmark_engine_cases_have_the_same_model_and_batch():
     cases = benchmark.GROUPS["engines"].values()
     configs = [resolve(replace(Config(), **values), benchmark.NUM_DEVICES) for values in cases]
     assert {config.pipeline.engine for config in configs} == {"sequential", "circular", "scheduled"}
     assert len({(str(config.model), str(config.data)) for config in configs}) == 1
 
 
-def test_measures_cases_in_turns_and_writes_json(tmp_path):
+def test_benchmark_of_a_group_measures_every_round_and_writes_json(tmp_path):
     file = tmp_path / "out.json"
     command = [
         sys.executable,
@@ -63,20 +63,22 @@ def test_measures_cases_in_turns_and_writes_json(tmp_path):
         assert case["compile_seconds"] > 0
         assert case["temp_bytes"] > 0
         assert f"| {case['name']} |" in done.stdout
-    # One model, one batch, one seed: whatever the engine, the loss after four steps is the same.
+    # All engines have the same loss after four steps from one model, batch and seed.
     losses = [case["loss"] for case in cases]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
 
 
-def test_ratios_are_medians_within_rounds():
+def test_benchmark_ratio_is_the_median_within_rounds():
     def result(cpu):
         return benchmark.Result("x", {}, 0.0, 0.0, 0, 0, wall=cpu, cpu=cpu)
 
-    slow_machine_in_the_middle = result([1.0, 10.0, 2.0]), result([2.0, 20.0, 2.0])
-    assert benchmark.ratio(*slow_machine_in_the_middle) == 0.5
+    # The machine is slow in the second round.
+    first = result([1.0, 10.0, 2.0])
+    second = result([2.0, 20.0, 2.0])
+    assert benchmark.ratio(first, second) == 0.5
 
 
-def test_the_overhead_of_each_part_is_set_against_the_step(monkeypatch):
+def test_benchmark_overhead_reports_each_part_relative_to_the_step(monkeypatch):
     monkeypatch.setattr(benchmark_overhead, "SIZE", benchmark_overhead.SIZE | benchmark.TINY)
     monkeypatch.setattr(benchmark_overhead, "TURNS_PER_ROUND", 2)
     rows = benchmark_overhead.run(benchmark.Case, 1, lambda text: None)
@@ -88,7 +90,7 @@ def test_the_overhead_of_each_part_is_set_against_the_step(monkeypatch):
     assert lines[5].startswith("| watchdog")
 
 
-def test_an_update_without_a_guard_takes_what_one_with_it_refuses(monkeypatch):
+def test_benchmark_update_applies_a_non_finite_gradient_only_without_guard(monkeypatch):
     monkeypatch.setattr(benchmark_overhead, "SIZE", benchmark_overhead.SIZE | benchmark.TINY)
     for guard in (True, False):
         update = benchmark_overhead.Update(guard=guard)
@@ -98,12 +100,12 @@ def test_an_update_without_a_guard_takes_what_one_with_it_refuses(monkeypatch):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params)) == guard
 
 
-def test_an_unknown_case_is_refused(capsys):
+def test_benchmark_with_an_unknown_case_exits_with_2(capsys):
     assert benchmark.main(["--case", "enginse"]) == 2
     assert "enginse" in capsys.readouterr().err
 
 
-def test_list_shows_every_case(capsys):
+def test_benchmark_list_shows_every_case(capsys):
     assert benchmark.main(["--list"]) == 0
     text = capsys.readouterr().out
     assert all(
@@ -112,12 +114,12 @@ def test_list_shows_every_case(capsys):
     )
 
 
-def test_gpu_cases_need_a_gpu(capsys):
+def test_benchmark_gpu_without_a_gpu_exits_with_2(capsys):
     assert benchmark.main(["--gpu", "--rounds", "1"]) == 2
     assert "GPU" in capsys.readouterr().err
 
 
-def test_gpu_cases_run_on_any_device_when_asked_to(monkeypatch):
+def test_benchmark_gpu_without_need_of_a_gpu_runs_on_cpu(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(benchmark_gpu, "POLICIES", ("full",))
     monkeypatch.setattr(benchmark_gpu, "STEPS", 3)
@@ -126,7 +128,7 @@ def test_gpu_cases_run_on_any_device_when_asked_to(monkeypatch):
     assert "| tiny | maxpipe, remat full |" in benchmark_gpu.table(rows)
 
 
-def test_the_pytorch_yardstick_starts_at_the_loss_of_chance():
+def test_benchmark_torch_llama_starts_at_the_loss_of_uniform_predictions():
     pytest.importorskip("torch", reason="PyTorch is not installed")
     shape = json.dumps(benchmark_gpu.TINY | {"steps": 3, "need_gpu": False})
     command = [sys.executable, SCRIPTS / "torch_llama.py", shape, "--eager"]

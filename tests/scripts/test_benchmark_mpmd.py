@@ -1,4 +1,4 @@
-"""scripts/benchmark/mpmd.py prints a line for every schedule."""
+"""Test scripts/benchmark/mpmd.py."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "mpmd.py"
 
 
 @pytest.mark.grid
-def test_a_line_for_every_schedule():
+def test_benchmark_mpmd_prints_a_line_for_every_schedule():
     words = ("--microbatches", "2", "--seconds", "0.001", "--schedules", "1f1b", "zb_v")
     run = subprocess.run(
         [sys.executable, SCRIPT, *words], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""The comparison with MaxText, on processes that print what the trainers print."""
+"""Test the comparison with MaxText on processes that print the trainers' lines."""
 
 import importlib.util
 import sys
@@ -20,6 +20,7 @@ def script():
 
 
 def printing(line, times=3, code=0):
+    """Return a command that prints `line` for each step and exits with `code`."""
     return [
         sys.executable,
         "-u",
@@ -32,7 +33,7 @@ def printing(line, times=3, code=0):
     ("trainer", "line"),
     [("maxtext", "I1121 completed step: %d, seconds: 0.1"), ("maxpipe", "step %d/3  loss 5.6")],
 )
-def test_steps_are_told_by_the_lines_of_each_trainer(script, trainer, line):
+def test_train_measures_steps_by_the_lines_of_each_trainer(script, trainer, line):
     run = script.train(trainer, printing(line), steps=3)
     assert len(run.cpu) == len(run.wall) == 2
     assert run.first_step > 0
@@ -40,12 +41,12 @@ def test_steps_are_told_by_the_lines_of_each_trainer(script, trainer, line):
 
 
 @pytest.mark.parametrize(("times", "code"), [(2, 0), (3, 1)])
-def test_a_run_that_ends_early_or_fails_shows_its_command_and_output(script, times, code):
+def test_train_that_ends_early_or_fails_shows_command_and_output(script, times, code):
     with pytest.raises(script.Failed, match=rf"ended with {code}:\nstep 0/3"):
         script.train("maxpipe", printing("step %d/3", times, code), steps=3)
 
 
-def test_a_python_without_maxtext_is_refused_with_the_command_that_installs_it(script, capsys):
+def test_compare_with_a_python_without_maxtext_names_the_install_command(script, capsys):
     assert script.main([sys.executable]) == 1
     assert (
         f"uv pip install --python {sys.executable} 'maxtext[tpu]==0.2.5'" in capsys.readouterr().err
@@ -54,12 +55,11 @@ def test_a_python_without_maxtext_is_refused_with_the_command_that_installs_it(s
     assert "cannot run /nowhere/python: No such file" in capsys.readouterr().err
 
 
-def test_ratios_are_maxtext_over_maxpipe(script):
-    theirs, ours = (
-        script.Run(30.0, [4.0, 6.0, 5.0], [2.0], 300 * 2**20),
-        script.Run(10.0, [4.0], [4.0], 200 * 2**20),
-    )
-    row = script.training_table({"fsdp": {"maxtext": [theirs], "maxpipe": [ours]}}).splitlines()[-1]
+def test_tables_divide_maxtext_by_maxpipe(script):
+    maxtext = script.Run(30.0, [4.0, 6.0, 5.0], [2.0], 300 * 2**20)
+    maxpipe = script.Run(10.0, [4.0], [4.0], 200 * 2**20)
+    table = script.training_table({"fsdp": {"maxtext": [maxtext], "maxpipe": [maxpipe]}})
+    row = table.splitlines()[-1]
     assert row == "| fsdp | 30 | 10 | 3.00 | 5 | 4 | 1.25 | 2 | 4 | 0.50 | 300 | 200 | 1.50 |"
     sizes = {
         "maxtext circular": {"argument": 2**20, "temp": 8 * 2**20},

@@ -1,4 +1,4 @@
-"""The launch scripts, with commands on the PATH that only take notes."""
+"""Test the launch scripts with fake commands on the PATH that record their calls."""
 
 import json
 import os
@@ -29,7 +29,7 @@ for pattern, answer in answers.items():
 
 
 class Fakes:
-    """Commands that write down how they are called, and answer what they are told to."""
+    """Fake commands that record their calls and print set answers."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -44,7 +44,7 @@ class Fakes:
         program.chmod(0o755)
 
     def answer(self, answers):
-        """{part of the words: answers in turn, of which the last stays}."""
+        """Set {part of a call: answers in turn}; the last answer repeats."""
         self.answers.write_text(json.dumps(answers))
 
     @property
@@ -75,13 +75,13 @@ def fakes(tmp_path):
 
 
 def ended(code):
-    """A command that ends with a code."""
+    """Return a command that prints "attempt" and exits with `code`."""
     return ["bash", "-c", f"echo attempt; exit {code}"]
 
 
 class TestRestart:
     @pytest.mark.parametrize("code", [75, 124, 134])
-    def test_restarts_with_growing_pauses_and_gives_up(self, fakes, code):
+    def test_restart_with_a_retryable_code_restarts_and_gives_up(self, fakes, code):
         done = fakes.run(
             SCRIPTS / "restart.sh", *ended(code), MAX_RESTARTS="2", RESTART_SECONDS="0"
         )
@@ -90,11 +90,11 @@ class TestRestart:
         assert "after 2 restarts: giving up" in done.stderr
 
     @pytest.mark.parametrize("code", [0, 1, 2, 42, 130])
-    def test_other_codes_are_final(self, fakes, code):
+    def test_restart_with_a_final_code_does_not_restart(self, fakes, code):
         done = fakes.run(SCRIPTS / "restart.sh", *ended(code))
         assert (done.returncode, done.stdout) == (code, "attempt\n")
 
-    def test_pauses_double(self, fakes):
+    def test_restart_doubles_pauses_up_to_600_seconds(self, fakes):
         fakes.add("sleep")
         done = fakes.run(SCRIPTS / "restart.sh", *ended(75), MAX_RESTARTS="8")
         assert done.returncode == 75
@@ -109,14 +109,14 @@ class TestRestart:
             "600",
         ]
 
-    def test_a_dry_run_only_shows_the_command(self, fakes):
+    def test_restart_dry_run_shows_the_command_only(self, fakes):
         done = fakes.run(SCRIPTS / "restart.sh", "--dry-run", "touch", AWKWARD)
         assert done.returncode == 0
         assert not list(fakes.directory.glob("run_name*"))
         assert words_of(done.stderr.splitlines()[0]) == ["touch", AWKWARD]
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_is_handed_on_once_and_nothing_is_restarted(self, fakes, number):
+    def test_restart_with_a_signal_forwards_it_once_and_ends(self, fakes, number):
         program = (
             "import signal, sys, time\n"
             "def end(number, frame):\n"
@@ -138,7 +138,7 @@ class TestRestart:
 
 
 def words_of(line):
-    """The words of a command as the scripts show it."""
+    """Split a command as the scripts print it into its words."""
     shown = line.removeprefix("+ ")
     printed = subprocess.run(
         ["bash", "-c", f"printf '%s\\0' {shown}"], capture_output=True, text=True, check=True
@@ -147,7 +147,7 @@ def words_of(line):
 
 
 class TestLocal:
-    def test_a_dry_run_shows_every_process(self, fakes):
+    def test_local_dry_run_shows_every_process(self, fakes):
         done = fakes.run(SCRIPTS / "local.sh", "--dry-run", "3", "a.yml", AWKWARD, PYTHON="python")
         lines = done.stderr.splitlines()
         assert len(lines) == 3
@@ -169,7 +169,7 @@ class TestLocal:
             ("0 137", 137),
         ],
     )
-    def test_the_code_that_matters(self, fakes, codes, verdict):
+    def test_local_with_several_codes_exits_with_the_most_important(self, fakes, codes, verdict):
         program = fakes.directory / "python"
         program.write_text(
             '#!/bin/bash\n[ "$1" = -c ] && echo 1 && exit\nc=($CODES); exit ${c[JAX_PROCESS_ID]}\n'
@@ -181,7 +181,7 @@ class TestLocal:
         assert done.returncode == verdict, done.stderr
 
     @pytest.mark.parametrize("words", [[], ["2"], ["0", "a.yml"], ["two", "a.yml"]])
-    def test_a_bad_command_line_is_refused(self, fakes, words):
+    def test_local_with_a_bad_command_line_exits_with_2(self, fakes, words):
         done = fakes.run(SCRIPTS / "local.sh", *words)
         assert done.returncode == 2
         assert "usage: local.sh" in done.stderr
@@ -193,18 +193,18 @@ class TestTpuVm:
 
     @pytest.fixture
     def tpu_vm(self, fakes):
-        """tpu_vm(words) -> the finished process; gcloud takes notes."""
+        """Return a function that runs tpu_vm.sh with a fake gcloud."""
         fakes.add("gcloud")
         return lambda *words: fakes.run(SCRIPTS / "tpu_vm.sh", "--zone", "z1", *words)
 
     def commands(self, fakes):
-        """gcloud's calls that change something, without `gcloud compute tpus`."""
+        """Return gcloud's calls besides `describe`, without `gcloud compute tpus`."""
         assert all(
             call[:3] == ["gcloud", "compute", "tpus"] and "--zone" in call for call in fakes.calls
         )
         return [call[3:] for call in fakes.calls if "describe" not in call]
 
-    def test_create_asks_once_and_waits_until_it_is_active(self, fakes, tpu_vm):
+    def test_create_requests_once_and_waits_until_active(self, fakes, tpu_vm):
         fakes.answer({self.STATE: ["", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "ACTIVE"]})
         done = tpu_vm("create", "pod", "--type", "v5p-16", "--spot", "--project", "p")
         assert done.returncode == 0, done.stderr
@@ -212,12 +212,12 @@ class TestTpuVm:
         assert call[:5] == ["queued-resources", "create", "pod", "--node-id", "pod"]
         assert {"v5p-16", "v2-alpha-tpuv5", "--spot", "--project"} <= set(call)
 
-    def test_create_does_nothing_if_it_is_there(self, fakes, tpu_vm):
+    def test_create_of_an_active_resource_does_nothing(self, fakes, tpu_vm):
         fakes.answer({self.STATE: ["ACTIVE"]})
         assert tpu_vm("create", "pod", "--type", "v5p-16").returncode == 0
         assert self.commands(fakes) == []
 
-    def test_create_says_so_when_it_failed(self, fakes, tpu_vm):
+    def test_create_of_a_failed_resource_exits_with_2(self, fakes, tpu_vm):
         fakes.answer({self.STATE: ["FAILED"]})
         done = tpu_vm("create", "pod", "--type", "v5p-16")
         assert done.returncode == 2
@@ -242,7 +242,7 @@ class TestTpuVm:
         ]
         assert all("--worker=all" in call for call in calls)
 
-    def test_run_starts_exactly_the_words_given_and_only_once(self, fakes, tpu_vm, tmp_path):
+    def test_run_called_twice_starts_the_given_words_once(self, fakes, tpu_vm, tmp_path):
         assert tpu_vm("run", "pod", "--", "a.yml", AWKWARD).returncode == 0
         (call,) = self.commands(fakes)
         remote = call[call.index("--command") + 1]
@@ -270,24 +270,24 @@ class TestTpuVm:
         assert words == [".venv/bin/python", "-m", "maxpipe.train", "a.yml", AWKWARD]
         assert not list(tmp_path.rglob("pwned"))
 
-    def test_resume_makes_a_preempted_resource_anew(self, fakes, tpu_vm):
+    def test_resume_of_a_preempted_resource_recreates_it_and_runs(self, fakes, tpu_vm):
         fakes.add("git")
         fakes.answer({self.STATE: ["SUSPENDED", "SUSPENDED", "", "ACTIVE"]})
         done = tpu_vm("resume", "pod", "--type", "v5p-16", "--", "a.yml")
         assert done.returncode == 0, done.stderr
-        done_in_turn = [
+        actions = [
             call[4] for call in fakes.calls if call[0] == "gcloud" and "describe" not in call
         ]
-        assert done_in_turn == ["delete", "create", "scp", "ssh", "ssh"]
+        assert actions == ["delete", "create", "scp", "ssh", "ssh"]
 
-    def test_delete_of_what_is_gone_does_nothing(self, fakes, tpu_vm):
+    def test_delete_of_a_missing_resource_does_nothing(self, fakes, tpu_vm):
         assert tpu_vm("delete", "pod").returncode == 0
         assert self.commands(fakes) == []
 
     @pytest.mark.parametrize(
         "action", ["create", "setup", "run", "status", "logs", "resume", "delete"]
     )
-    def test_a_dry_run_calls_nothing(self, fakes, tpu_vm, action):
+    def test_tpu_vm_dry_run_calls_nothing(self, fakes, tpu_vm, action):
         done = tpu_vm(
             action, "pod", "--dry-run", "--type", "v5p-16", "--slices", "2", "--", "a.yml"
         )
@@ -307,7 +307,7 @@ class TestTpuVm:
             (["create"], "usage"),
         ],
     )
-    def test_a_bad_command_line_is_refused(self, fakes, tpu_vm, words, message):
+    def test_tpu_vm_with_a_bad_command_line_exits_with_2(self, fakes, tpu_vm, words, message):
         done = tpu_vm(*words)
         assert done.returncode == 2
         assert message in done.stderr
@@ -317,7 +317,7 @@ class TestTpuVm:
 class TestSlurm:
     @pytest.fixture
     def slurm(self, fakes):
-        """slurm(codes, words) -> the finished job whose tasks end with these codes."""
+        """Return a function that runs a job whose tasks exit with given codes."""
         fakes.add("scontrol")
         (fakes.directory / "srun").write_text(
             "#!/bin/bash\nshift\nfor code in $CODES; do\n"
@@ -339,7 +339,7 @@ class TestSlurm:
         ("codes", "code", "again"),
         [("0 0", 0, 0), ("75 75", 75, 1), ("137 134", 134, 1), ("134 42", 42, 0), ("1 134", 1, 0)],
     )
-    def test_the_job_goes_back_to_the_queue_when_it_may(self, fakes, slurm, codes, code, again):
+    def test_slurm_job_with_a_retryable_code_is_requeued(self, fakes, slurm, codes, code, again):
         done = slurm(codes, "a.yml", AWKWARD)
         assert done.returncode == code, done.stderr
         assert fakes.calls == [["scontrol", "requeue", "9"]] * again
@@ -350,11 +350,11 @@ class TestSlurm:
             AWKWARD,
         ]
 
-    def test_not_for_ever(self, fakes, slurm):
+    def test_slurm_job_after_20_restarts_is_not_requeued(self, fakes, slurm):
         assert slurm("75", "a.yml", SLURM_RESTART_COUNT="20").returncode == 75
         assert fakes.calls == []
 
-    def test_a_dry_run_only_shows_the_command(self, fakes, slurm):
+    def test_slurm_dry_run_shows_the_command_only(self, fakes, slurm):
         done = slurm("0", "--dry-run", "a.yml")
         assert done.returncode == 0
         assert "+ srun" in done.stderr
@@ -377,7 +377,7 @@ class TestJobSet:
     def jobset(self, fakes, *words):
         return fakes.run(sys.executable, SCRIPTS / "gke" / "jobset.py", *words)
 
-    def test_one_job_per_slice_and_one_pod_per_host(self, fakes):
+    def test_jobset_has_one_job_per_slice_and_one_pod_per_host(self, fakes):
         done = self.jobset(fakes, *self.WORDS, "--claim", "disk", "--", "a.yml", AWKWARD)
         spec = yaml.safe_load(done.stdout)["spec"]
         (slices,) = spec["replicatedJobs"]
@@ -387,7 +387,7 @@ class TestJobSet:
         assert container["args"] == ["a.yml", AWKWARD]
         assert container["resources"]["limits"] == {"google.com/tpu": 4}
 
-    def test_codes_that_are_final_fail_the_set_and_others_restart_it(self, fakes):
+    def test_jobset_fails_on_final_codes_and_restarts_on_others(self, fakes):
         spec = yaml.safe_load(self.jobset(fakes, *self.WORDS, "--", "a.yml").stdout)["spec"]
         job = spec["replicatedJobs"][0]["template"]["spec"]
         (rule,) = job["podFailurePolicy"]["rules"]
@@ -401,11 +401,11 @@ class TestJobSet:
         "words",
         [WORDS, ("A_b", *WORDS[1:], "--", "a.yml"), (*WORDS, "--topology", "4", "--", "a.yml")],
     )
-    def test_a_bad_command_line_is_refused(self, fakes, words):
+    def test_jobset_with_a_bad_command_line_exits_with_2(self, fakes, words):
         assert self.jobset(fakes, *words).returncode == 2
 
 
-def test_shell_scripts_are_clean():
+def test_shell_scripts_pass_shellcheck():
     shellcheck = shutil.which(
         "shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     )

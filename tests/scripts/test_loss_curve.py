@@ -1,3 +1,5 @@
+"""Test scripts/loss_curve.py."""
+
 import importlib.util
 import json
 import xml.etree.ElementTree as ElementTree
@@ -19,7 +21,7 @@ def write_metrics(path, rows):
     return path
 
 
-def test_draws_a_line_per_run_and_a_dot_per_evaluation(tmp_path):
+def test_loss_curve_has_a_line_per_run_and_a_dot_per_evaluation(tmp_path):
     rows = [{"step": step, "loss": 6.0 / step} for step in range(1, 9)] + [
         {"step": 8, "eval_loss": 1.0}
     ]
@@ -37,7 +39,7 @@ def test_draws_a_line_per_run_and_a_dot_per_evaluation(tmp_path):
     assert any("a<b" in (text.text or "") for text in root.iter(f"{SVG}text"))
 
 
-def test_null_losses_and_a_torn_line_are_left_out(tmp_path):
+def test_read_run_skips_null_losses_and_a_torn_line(tmp_path):
     rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
     path = write_metrics(tmp_path / "run" / "metrics.jsonl", rows)
     path.write_text(path.read_text() + '{"step": 3, "lo')
@@ -46,7 +48,7 @@ def test_null_losses_and_a_torn_line_are_left_out(tmp_path):
     assert "<polyline" in loss_curve.draw([run])
 
 
-def test_a_file_without_losses_is_refused_without_a_traceback(tmp_path, capsys):
+def test_loss_curve_of_a_file_without_losses_exits_with_2(tmp_path, capsys):
     path = write_metrics(tmp_path / "run" / "metrics.jsonl", [{"step": 1, "eval_loss": 2.0}])
     assert loss_curve.main([str(path), str(tmp_path / "loss.svg")]) == 2
     assert str(path) in capsys.readouterr().err

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
-from maxpipe.model.attention import dot_product_attention
+from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.sharding.context_parallel import gathered, in_order, in_places, over_context, parts
 
 
@@ -83,7 +83,7 @@ def check_parts(kernel, config, length, count, **options):
         return x[:, parts(length, count).reshape(-1)]
 
     attention = over_context(
-        implementation(KERNELS[kernel]).build_engine_inputs(config, parts(length, count), **options)
+        implementation(KERNELS[kernel]).build_for_parts(config, parts(length, count), **options)
     )
     over = P(None, "context")
     run = manual(partial(loss_and_gradients, attention), count, (over,) * 5, (over,) * 4)

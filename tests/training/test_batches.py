@@ -12,7 +12,7 @@ AXES = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 @pytest.mark.parametrize(
     "spec", [P(("data", "fsdp"), None), P("fsdp", None), P(None, None)], ids=str
 )
-def test_rows_come_back_in_their_order_over_any_sharding(spec):
+def test_placed_rows_keep_their_order_over_any_sharding(spec):
     batch = make_batch(8)
     place = BatchPlacer(make_mesh(tiny(**AXES)), spec, 8)
     assert place.rows == list(range(8))
@@ -21,25 +21,25 @@ def test_rows_come_back_in_their_order_over_any_sharding(spec):
         np.testing.assert_array_equal(x, batch[name])
 
 
-def test_sequences_may_be_split_too():
+def test_placed_sequences_may_be_split():
     batch = make_batch(8)
     placed = BatchPlacer(make_mesh(tiny(**AXES)), P("data", "stage"), 8)(batch)["tokens"]
     assert {shard.data.shape for shard in placed.addressable_shards} == {(4, 4)}
     np.testing.assert_array_equal(placed, batch["tokens"])
 
 
-def test_placing_is_the_one_transfer_a_guarded_loop_allows():
+def test_placing_is_allowed_under_a_transfer_guard():
     place = BatchPlacer(make_mesh(tiny(**AXES)), P("data", None), 8)
     with jax.transfer_guard("disallow"):
         place(make_batch(8))
 
 
-def test_one_process_knows_the_position_of_all_rows():
+def test_all_rows_of_one_process_is_its_own_state():
     state = np.arange(24, dtype=np.int64).reshape(8, 3) + 2**40
     assert all_rows(state, range(8), 8) is state
 
 
-def test_positions_of_two_processes_are_joined_by_row(monkeypatch):
+def test_all_rows_of_two_processes_are_joined_by_row(monkeypatch):
     """This process has the rows 0, 1; the other one 2, 3, and both also row 4."""
     from jax.experimental import multihost_utils
 

@@ -1,4 +1,4 @@
-"""The order of the loop, with parts that only take notes."""
+"""Test the order of the loop with fakes that record their calls."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from maxpipe.training.loop import DIVERGED, DONE, Run, train
 
 
 class Trainer:
-    """The state is the number of steps; the steps in `bad` are not finite."""
+    """Fake trainer: its state is the number of steps; the steps in `bad` are not finite."""
 
     def __init__(self, notes, bad):
         self.notes, self.bad = notes, bad
@@ -28,7 +28,7 @@ class Trainer:
 
 
 class Loader:
-    """Batches 0, 1, ...; its position is the number of the next one."""
+    """Fake loader of batches 0, 1, ...; its position is the number of the next batch."""
 
     def __init__(self, at=0):
         self.at = at
@@ -95,7 +95,7 @@ def notes(monkeypatch):
 
 @pytest.fixture
 def run(notes):
-    """run(start=0, bad=(), late=(), **config) -> exit code; `run.losses` are those given to saves."""
+    """Return run(start, bad, late, **config) -> exit code; `run.losses` holds the saved losses."""
 
     def _run(start=0, bad=(), late=(), **values):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
@@ -120,10 +120,11 @@ def run(notes):
 
 
 def of(notes, *words):
+    """Return the notes that start with one of `words`."""
     return [note for note in notes if note.startswith(words)]
 
 
-def test_a_checkpoint_holds_the_state_after_its_step_and_the_position_after_its_batch(run, notes):
+def test_loop_with_saves_stores_state_and_data_position_after_the_step(run, notes):
     assert run(**{"checkpoint.every": 2}) == DONE
     assert of(notes, "save") == [
         "save 2: state 2, batch 2",
@@ -132,13 +133,13 @@ def test_a_checkpoint_holds_the_state_after_its_step_and_the_position_after_its_
     ]
 
 
-def test_every_step_is_logged_once_in_order_and_one_step_late(run, notes):
+def test_loop_logs_every_step_once_with_a_delay_of_one_step(run, notes):
     run()
     assert of(notes, "log") == [f"log {i}: {i}" for i in range(1, 7)]
     assert notes[:4] == ["step 1", "step 2", "log 1: 1", "step 3"]
 
 
-def test_a_step_is_logged_before_what_follows_from_it(run, notes):
+def test_loop_logs_a_step_before_its_evaluation_and_save(run, notes):
     run(**{"checkpoint.every": 3, "eval.every": 3})
     assert notes[-5:] == [
         "step 6",
@@ -150,51 +151,51 @@ def test_a_step_is_logged_before_what_follows_from_it(run, notes):
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 6"]
 
 
-def test_the_last_step_is_evaluated_and_saved_whenever_it_comes(run, notes):
+def test_loop_at_the_last_step_evaluates_and_saves(run, notes):
     run(**{"steps": 5, "checkpoint.every": 2, "eval.every": 3})
     assert of(notes, "evaluate") == ["evaluate 3", "evaluate 5"]
     assert of(notes, "save")[-1] == "save 5: state 5, batch 5"
 
 
-def test_a_save_that_is_due_by_time_is_one_like_any_other(run, notes):
+def test_loop_with_a_save_due_by_time_skips_bad_steps(run, notes):
     assert run(late={2, 5}, bad={2}, **{"checkpoint.every_minutes": 1}) == DONE
     assert of(notes, "save") == ["save 5: state 5, batch 5", "save 6: state 6, batch 6"]
 
 
-def test_a_checkpoint_knows_the_evaluation_loss_of_its_own_state_only(run):
+def test_loop_stores_the_evaluation_loss_of_the_saved_step_only(run):
     run(**{"steps": 7, "checkpoint.every": 2, "eval.every": 3})
     assert run.losses == {2: None, 4: None, 6: 0.6, 7: 0.7}
 
 
-def test_never_means_never(run, notes):
+def test_loop_with_every_0_never_saves_or_evaluates(run, notes):
     run(**{"checkpoint.every": 0, "eval.every": 0})
     assert of(notes, "save", "evaluate") == []
 
 
-def test_stop_after_ends_like_an_interruption(run, notes):
+def test_loop_with_stop_after_saves_without_evaluation(run, notes):
     assert run(**{"stop_after": 4, "checkpoint.every": 3, "eval.every": 3}) == DONE
     assert of(notes, "step") == ["step 1", "step 2", "step 3", "step 4"]
     assert of(notes, "save") == ["save 3: state 3, batch 3", "save 4: state 4, batch 4"]
     assert of(notes, "evaluate") == ["evaluate 3"]
 
 
-def test_a_resumed_run_goes_on_with_its_batch(run, notes):
+def test_loop_when_resumed_starts_with_the_next_step(run, notes):
     run(start=4)
     assert of(notes, "step") == ["step 5", "step 6"]
 
 
-def test_nothing_is_left_to_do_and_nothing_is_saved(run, notes):
+def test_loop_without_steps_left_does_nothing(run, notes):
     assert run(start=4, **{"stop_after": 3, "checkpoint.every": 2}) == DONE
     assert notes == []
 
 
-def test_a_bad_step_is_said_and_never_saved(run, notes):
+def test_loop_with_a_bad_step_logs_it_and_does_not_save_it(run, notes):
     assert run(bad={2, 6}, **{"checkpoint.every": 2}) == DONE
     assert of(notes, "save") == ["save 4: state 4, batch 4"]
     assert [note.partition(":")[0] for note in notes if "skipped" in note] == ["step 2", "step 6"]
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_unsaved(run, notes):
+def test_loop_with_too_many_bad_steps_ends_diverged_without_a_save(run, notes):
     assert (
         run(bad={2, 3, 4}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 1})
         == DIVERGED
@@ -203,10 +204,10 @@ def test_too_many_bad_steps_in_a_row_end_the_run_unsaved(run, notes):
     assert "optimizer.max_consecutive_skips" in notes[-1]
 
 
-def test_the_last_steps_may_be_the_bad_ones(run):
+def test_loop_with_bad_last_steps_ends_diverged(run):
     assert run(bad={5, 6}, **{"optimizer.max_consecutive_skips": 2}) == DIVERGED
 
 
-def test_bad_steps_that_are_not_in_a_row_do_not(run):
+def test_loop_with_bad_steps_below_the_limit_ends_done(run):
     assert run(bad={1, 3, 5}, **{"optimizer.max_consecutive_skips": 2}) == DONE
     assert run(bad={1, 2, 3, 4, 5, 6}, **{"optimizer.max_consecutive_skips": 0}) == DONE

@@ -1,3 +1,5 @@
+"""Test the learning-rate schedules against their closed forms."""
+
 import dataclasses
 
 import jax
@@ -8,7 +10,7 @@ from maxpipe.config import OptimizerConfig
 from maxpipe.config.catalog import LR_SCHEDULES
 from maxpipe.training.optimizer import Optimizer
 
-# Ten steps of warm-up, then a hundred to decay from 2 to a tenth of it.
+# Ten steps of warm-up, then a hundred steps of decay from 2 to 0.2.
 CONFIG = OptimizerConfig(learning_rate=2.0, warmup_steps=10, decay_steps=110, final_fraction=0.1)
 
 
@@ -17,12 +19,12 @@ def rate(name, step, **values):
     return float(optimizer.learning_rate(jnp.int32(step)))
 
 
-def test_all_are_tested():
+def test_catalog_has_the_tested_lr_schedules():
     assert [*LR_SCHEDULES] == ["constant", "cosine", "inverse_sqrt", "linear", "wsd"]
 
 
 @pytest.mark.parametrize("name", LR_SCHEDULES)
-def test_warm_up_is_linear_from_the_first_update(name):
+def test_lr_schedule_in_warm_up_rises_linearly_from_the_first_update(name):
     assert [rate(name, step) for step in range(10)] == pytest.approx(
         [0.2 * (i + 1) for i in range(10)]
     )
@@ -48,32 +50,32 @@ def test_warm_up_is_linear_from_the_first_update(name):
         ("wsd", {10: 2, 60: 2, 90: 2, 95: 1.55, 100: 1.1, 105: 0.65, 110: 0.2, 500: 0.2}),
     ],
 )
-def test_values_after_the_warm_up(name, values):
+def test_lr_schedule_after_warm_up_has_the_closed_form_values(name, values):
     assert {step: rate(name, step) for step in values} == pytest.approx(values, rel=1e-5)
 
 
-def test_wsd_fractions():
+def test_wsd_with_fractions_decays_over_the_rest():
     assert rate("wsd", 60, stable_fraction=0.5) == pytest.approx(2)
     assert rate("wsd", 85, stable_fraction=0.5, final_fraction=0.0) == pytest.approx(1)
-    # All stable, or none.
+    # Only a stable phase, then none.
     assert rate("wsd", 109, stable_fraction=1.0) == pytest.approx(2)
     assert rate("wsd", 60, stable_fraction=0.0) == pytest.approx(1.1)
 
 
-def test_inverse_sqrt_ends_at_the_final_fraction():
+def test_inverse_sqrt_never_falls_below_the_final_fraction():
     assert rate("inverse_sqrt", 90, final_fraction=0.5) == pytest.approx(1)
     assert rate("inverse_sqrt", 3, warmup_steps=0) == pytest.approx(1)
 
 
-def test_no_warm_up_starts_at_the_peak():
+def test_linear_without_warm_up_starts_at_the_peak():
     assert rate("linear", 0, warmup_steps=0) == pytest.approx(2)
 
 
-def test_warm_up_as_long_as_the_decay_stays_finite():
+def test_linear_with_warm_up_as_long_as_the_decay_is_finite():
     assert rate("linear", 110, warmup_steps=110) == pytest.approx(2)
     assert rate("linear", 111, warmup_steps=110) == pytest.approx(0.2)
 
 
-def test_the_step_may_be_traced():
+def test_learning_rate_of_a_traced_step_equals_the_concrete_one():
     optimizer = Optimizer(CONFIG, {})
     assert float(jax.jit(optimizer.learning_rate)(jnp.int32(60))) == pytest.approx(1.1, rel=1e-5)

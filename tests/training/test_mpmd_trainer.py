@@ -1,4 +1,4 @@
-"""The MPMD engine holds the state of other engines in another form: initial values, steps, the layout on disk."""
+"""The mpmd trainer: initial values, steps and checkpoints as those of other trainers."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ MPMD = {
 }
 
 
-def make_engine(**values):
+def make_trainer(**values):
     defaults = {
         "optimizer.learning_rate": 1e-2,
         "data.global_batch_size": ROWS,
@@ -28,18 +28,18 @@ def make_engine(**values):
     }
     config = tiny(**(defaults | values))
     mesh = make_mesh(config)
-    engine = build_trainer(config, mesh)
-    return engine, BatchPlacer(mesh, engine.batch_spec, ROWS)
+    trainer = build_trainer(config, mesh)
+    return trainer, BatchPlacer(mesh, trainer.batch_spec, ROWS)
 
 
 @pytest.fixture(scope="module")
 def mpmd():
-    return make_engine(**MPMD)
+    return make_trainer(**MPMD)
 
 
 @pytest.fixture(scope="module")
 def sequential():
-    return make_engine(**{"pipeline.engine": "sequential"})
+    return make_trainer(**{"pipeline.engine": "sequential"})
 
 
 def assert_same_bits(actual, expected):
@@ -53,49 +53,49 @@ def assert_same_bits(actual, expected):
         )
 
 
-def restored(engine, canonical):
-    """What a checkpoint of `canonical` holds, laid out as the engine asks for."""
+def restored(trainer, canonical):
+    """Return what a checkpoint of `canonical` holds, laid out as the trainer asks for."""
     return jax.tree.map(
-        lambda x, to: jax.device_put(x, to.sharding), canonical, engine.abstract_canonical()
+        lambda x, to: jax.device_put(x, to.sharding), canonical, trainer.abstract_canonical()
     )
 
 
-def run(engine, place, state, steps):
+def run(trainer, place, state, steps):
     metrics = []
     for i in steps:
-        state, found = engine.step(state, place(make_batch(ROWS, seed=i)))
-        metrics.append({name: float(value) for name, value in found.items()})
+        state, step_metrics = trainer.step(state, place(make_batch(ROWS, seed=i)))
+        metrics.append({name: float(value) for name, value in step_metrics.items()})
     return state, metrics
 
 
-def test_initial_values_are_those_of_the_sequential_engine(mpmd, sequential):
+def test_initial_values_equal_those_of_the_sequential_engine(mpmd, sequential):
     states = [
-        engine.to_canonical(engine.init(jax.random.key(7))) for engine, _ in (mpmd, sequential)
+        trainer.to_canonical(trainer.init(jax.random.key(7))) for trainer, _ in (mpmd, sequential)
     ]
     assert_same_bits(*states)
 
 
-def test_the_layout_on_disk_is_described_as_it_is(mpmd):
-    engine, _ = mpmd
-    canonical = engine.to_canonical(engine.init(jax.random.key(0)))
+def test_canonical_state_is_as_described(mpmd):
+    trainer, _ = mpmd
+    canonical = trainer.to_canonical(trainer.init(jax.random.key(0)))
     for leaf, described in zip(
-        jax.tree.leaves(canonical), jax.tree.leaves(engine.abstract_canonical()), strict=True
+        jax.tree.leaves(canonical), jax.tree.leaves(trainer.abstract_canonical()), strict=True
     ):
         assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
         described.sharding.shard_shape(described.shape)  # raises if it does not divide
 
 
-def test_layouts_round_trip_to_the_bit(mpmd):
-    engine, _ = mpmd
-    shapes = engine.abstract_canonical()
+def test_canonical_state_round_trips_to_the_bit(mpmd):
+    trainer, _ = mpmd
+    shapes = trainer.abstract_canonical()
     rng = np.random.default_rng(0)
     canonical = jax.tree.map(lambda leaf: (rng.random(leaf.shape) * 100).astype(leaf.dtype), shapes)
     assert_same_bits(
-        engine.to_canonical(engine.from_canonical(restored(engine, canonical))), canonical
+        trainer.to_canonical(trainer.from_canonical(restored(trainer, canonical))), canonical
     )
 
 
-def test_a_checkpoint_of_one_engine_continues_on_the_other(mpmd, sequential):
+def test_checkpoint_of_one_engine_continues_on_the_other(mpmd, sequential):
     """Two steps on one and two on the other are four on either."""
     ends = []
     for first, second in ((mpmd, sequential), (sequential, mpmd)):
@@ -114,14 +114,14 @@ def test_a_checkpoint_of_one_engine_continues_on_the_other(mpmd, sequential):
     assert int(ends[0][1].step) == int(ends[1][1].step) == 4
 
 
-def test_a_step_that_is_not_finite_changes_counters_only(mpmd):
-    engine, place = mpmd
-    state, _ = run(engine, place, engine.init(jax.random.key(0)), range(1))
-    before = engine.to_canonical(state)
+def test_step_that_is_not_finite_changes_counters_only(mpmd):
+    trainer, place = mpmd
+    state, _ = run(trainer, place, trainer.init(jax.random.key(0)), range(1))
+    before = trainer.to_canonical(state)
     poisoned = make_batch(ROWS)
     poisoned["weights"][3, 2] = np.nan
-    state, metrics = engine.step(state, place(poisoned))
-    after = engine.to_canonical(state)
+    state, metrics = trainer.step(state, place(poisoned))
+    after = trainer.to_canonical(state)
     assert not metrics["finite"]
     assert int(after.skips) == 1
     assert int(after.step) == 2
@@ -130,21 +130,11 @@ def test_a_step_that_is_not_finite_changes_counters_only(mpmd):
     )
 
 
-def test_copies_of_tied_embeddings_follow_their_owner(mpmd):
-    engine, place = mpmd
-    state, _ = run(engine, place, engine.init(jax.random.key(0)), range(1))
-    (name,) = state.copies[1]
-    assert name == "['params']['embed']['embedding']"
-    np.testing.assert_array_equal(
-        state.copies[1][name], state.stages[0].params["embed"]["embedding"]
-    )
-
-
-def test_parameters_are_given_away_and_nothing_moves_unasked(mpmd):
-    engine, place = mpmd
-    state, batch = engine.init(jax.random.key(0)), place(make_batch(ROWS))
+def test_step_donates_parameters_and_makes_no_implicit_transfer(mpmd):
+    trainer, place = mpmd
+    state, batch = trainer.init(jax.random.key(0)), place(make_batch(ROWS))
     with jax.transfer_guard("disallow"):
-        engine.step(state, batch)
+        trainer.step(state, batch)
     assert all(
         leaf.is_deleted() for leaf in jax.tree.leaves([stage.params for stage in state.stages])
     )

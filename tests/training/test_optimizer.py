@@ -1,4 +1,4 @@
-"""Updates against NumPy in float64."""
+"""Updates of all optimizers against NumPy in float64."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from maxpipe.config import OptimizerConfig
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.model.program import ModelProgram
+from maxpipe.training import optimizers
 from maxpipe.training.optimizer import Optimizer, global_norm
-from maxpipe.training.optimizers import adafactor
 
 CONFIG = OptimizerConfig(
     learning_rate=0.01,
@@ -43,7 +43,7 @@ def values(seed):
 
 
 def run(config, num_steps, *, finite=True, gradients=values):
-    """(parameters, optimizer state) after updates with gradients(1), gradients(2), ..."""
+    """Return (parameters, optimizer state) after updates with gradients(1), gradients(2), ..."""
     optimizer = Optimizer(config, SPECS)
     params = jax.tree.map(jnp.asarray, values(0))
     state = optimizer.init(params)
@@ -75,11 +75,11 @@ def adamw_by_hand(num_steps, scale=lambda gradients: 1.0):
     return p
 
 
-def test_all_are_tested():
+def test_optimizers_of_the_catalogue_are_those_tested_here():
     assert [*OPTIMIZERS] == ["adafactor", "adamw", "lion", "muon", "sgd"]
 
 
-def test_adamw():
+def test_adamw_equals_numpy():
     assert_close(run(CONFIG, 4)[0], adamw_by_hand(4))
 
 
@@ -93,13 +93,13 @@ def test_clipping_scales_all_gradients_to_the_global_norm():
     assert_close(run(clipped, 3)[0], adamw_by_hand(3, scale))
 
 
-def test_small_gradients_are_not_clipped():
+def test_clipping_leaves_small_gradients_alone():
     clipped = dataclasses.replace(CONFIG, grad_clip_norm=1e3)
     assert_close(run(clipped, 2)[0], adamw_by_hand(2))
 
 
-def test_clipping_counts_the_norm_of_the_whole_model_not_of_the_part():
-    """An engine that updates stage by stage hands over the global norm."""
+def test_clipping_of_a_part_goes_by_the_norm_of_the_model():
+    """A trainer that updates stage by stage passes the global norm."""
     plain = dataclasses.replace(CONFIG, name="sgd", beta1=0.0, weight_decay=0.0, grad_clip_norm=1.0)
     optimizer = Optimizer(plain, SPECS)
     params, gradients = values(0), values(1)
@@ -112,7 +112,7 @@ def test_clipping_counts_the_norm_of_the_whole_model_not_of_the_part():
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.8])
-def test_sgd(beta1):
+def test_sgd_equals_numpy(beta1):
     p = {name: v.astype(np.float64) for name, v in values(0).items()}
     trace = dict.fromkeys(p, 0.0)
     for t in (1, 2, 3):
@@ -125,7 +125,7 @@ def test_sgd(beta1):
     assert bool(jax.tree.leaves(state)) == (beta1 > 0)
 
 
-def test_lion():
+def test_lion_equals_numpy():
     p = {name: v.astype(np.float64) for name, v in values(0).items()}
     m = dict.fromkeys(p, 0.0)
     for t in (1, 2, 3):
@@ -137,9 +137,9 @@ def test_lion():
     assert_close(run(dataclasses.replace(CONFIG, name="lion"), 3)[0], p)
 
 
-def test_adafactor(monkeypatch):
+def test_adafactor_equals_numpy(monkeypatch):
     """The matrix keeps means of rows and of columns, the others all their second moments."""
-    monkeypatch.setattr(adafactor, "LEAST_FACTORED", 3)
+    monkeypatch.setattr(optimizers, "LEAST_FACTORED", 3)
     p = {name: v.astype(np.float64) for name, v in values(0).items()}
     v = {name: np.zeros_like(x) for name, x in p.items()}
     rows, columns = np.zeros(3), np.zeros(4)
@@ -164,7 +164,7 @@ class TestMuon:
     CONFIG = dataclasses.replace(CONFIG, name="muon", weight_decay=0.0)
 
     def direction(self, spec, gradient):
-        """What one update of a parameter of ones takes away, over the learning rate."""
+        """Return what one update takes from a parameter of ones, over the learning rate."""
         optimizer = Optimizer(self.CONFIG, {"w": spec})
         params = {"w": jnp.ones(gradient.shape)}
         args = jnp.int32(0), jnp.float32(1), jnp.bool_(True)
@@ -182,7 +182,7 @@ class TestMuon:
             ((4, 3, 8), ("heads", "head_dim", "embed"), (12, 8)),
         ],
     )
-    def test_the_direction_of_a_matrix_has_its_singular_vectors_and_about_equal_singular_values(
+    def test_direction_has_the_singular_vectors_and_about_equal_singular_values(
         self, shape, axes, matrix
     ):
         gradient = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -195,7 +195,7 @@ class TestMuon:
         assert ((np.diag(inside) > 0.6) & (np.diag(inside) < 1.3)).all()
         assert np.sqrt((found**2).mean()) == pytest.approx(0.2, abs=0.05)
 
-    def test_every_expert_is_a_matrix_by_itself(self):
+    def test_each_expert_is_a_matrix_of_its_own(self):
         gradient = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
         spec = ParamSpec((2, 8, 16), jnp.dtype("float32"), ("expert", "embed", "mlp"), 1.0)
         one = ParamSpec((8, 16), jnp.dtype("float32"), ("embed", "mlp"), 1.0)
@@ -205,7 +205,7 @@ class TestMuon:
     @pytest.mark.parametrize(
         "axes", [("vocab", "outer_embed"), ("heads", "head_dim"), ("norm",), ("embed", "expert")]
     )
-    def test_embeddings_head_biases_norms_and_routers_get_those_of_adamw(self, axes):
+    def test_parameters_that_are_no_matrices_get_adamw(self, axes):
         spec = ParamSpec((4, 3)[: len(axes)], jnp.dtype("float32"), axes, 1.0)
         gradient = np.random.default_rng(0).standard_normal(spec.shape).astype(np.float32)
         # AdamW's first step goes by the sign alone.
@@ -213,8 +213,8 @@ class TestMuon:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stacked_layers_know_nothing_of_each_other(name):
-    """Gradients of very different sizes: whatever mixes layers gives the small one another direction."""
+def test_update_of_stacked_layers_equals_separate_updates(name):
+    """Gradients differ in size: an optimizer that mixes layers changes the small ones."""
     optimizer = Optimizer(dataclasses.replace(CONFIG, name=name), SPECS)
     layers = [jax.tree.map(jnp.asarray, values(seed)) for seed in range(4)]
     gradients = [jax.tree.map(lambda g, i=i: 100.0**i * g, values(9 - i)) for i in range(4)]
@@ -223,16 +223,17 @@ def test_stacked_layers_know_nothing_of_each_other(name):
         optimizer.update(p, g, optimizer.init(p), *args)[0]
         for p, g in zip(layers, gradients, strict=True)
     ]
-    stack = lambda trees: jax.tree.map(
-        lambda *x: jnp.stack(x).reshape(2, 1, 2, *x[0].shape), *trees
-    )  # noqa: E731
+
+    def stack(trees):
+        return jax.tree.map(lambda *x: jnp.stack(x).reshape(2, 1, 2, *x[0].shape), *trees)
+
     stacked = stack(layers)
     together, _ = optimizer.update(stacked, stack(gradients), optimizer.init(stacked), *args)
     for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(stack(alone)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_norms_and_biases_do_not_decay_in_a_real_model():
+def test_norms_and_biases_of_a_model_do_not_decay():
     """Also biases with two dimensions, which a rule by rank would take for matrices."""
     model = {"model.qk_norm": True, "model.attention_bias": True}
     specs = ModelProgram(tiny(**model).model).specs
@@ -244,9 +245,9 @@ def test_norms_and_biases_do_not_decay_in_a_real_model():
     update = jax.jit(optimizer.update)
     state = jax.jit(optimizer.init)(ones)
     updated, _ = update(ones, zeros, state, jnp.int32(0), jnp.float32(0), jnp.bool_(True))
-    decayed, kept = set(), set()
+    decayed, unchanged = set(), set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(updated):
-        (kept if (leaf == 1).all() else decayed).add(
+        (unchanged if (leaf == 1).all() else decayed).add(
             jax.tree_util.keystr(path, simple=True, separator=".")
         )
     attention, mlp = "layers.attention.", "layers.mlp."
@@ -256,12 +257,16 @@ def test_norms_and_biases_do_not_decay_in_a_real_model():
         *(attention + name for name in ("query", "key", "value", "out")),
         *(mlp + name for name in ("gate", "up", "down")),
     }
-    assert {attention + "query_bias", attention + "query_norm.scale", "head.norm.scale"} <= kept
+    assert {
+        attention + "query_bias",
+        attention + "query_norm.scale",
+        "head.norm.scale",
+    } <= unchanged
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_changes_no_bit(name, bad):
+def test_update_that_is_not_accepted_changes_no_bit(name, bad):
     config = dataclasses.replace(CONFIG, name=name, grad_clip_norm=1.0)
     optimizer = Optimizer(config, SPECS)
     params, state = run(config, 2)
@@ -273,7 +278,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(name, bad):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_is_float32_for_bfloat16_parameters_before_and_after_an_update(name):
+def test_state_of_bfloat16_parameters_is_float32(name):
     optimizer = Optimizer(dataclasses.replace(CONFIG, name=name), {"kernel": SPECS["kernel"]})
     params = {"kernel": jnp.ones((3, 4), jnp.bfloat16)}
     gradients = {"kernel": jnp.full((3, 4), 1e-3, jnp.bfloat16)}
@@ -288,7 +293,7 @@ def test_state_is_float32_for_bfloat16_parameters_before_and_after_an_update(nam
         }
 
 
-def test_global_norm():
+def test_global_norm_sums_squares_of_all_leaves():
     assert (
         float(global_norm({"a": jnp.array([3.0]), "b": {"c": jnp.array([[4.0]], jnp.bfloat16)}}))
         == 5

@@ -1,4 +1,4 @@
-"""No optimizer may see how layers are stacked: [4] without stages, [2, 2, 1] on two stages with two repeats."""
+"""Optimizers do not depend on how layers are stacked: [4], or [2, 2, 1] on two stages."""
 
 import dataclasses
 from functools import cache
@@ -14,9 +14,9 @@ from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.arrays import named_leaves
 from maxpipe.config.catalog import OPTIMIZERS
 from maxpipe.model.program import ModelProgram
+from maxpipe.training import optimizers
 from maxpipe.training.optimizer import Optimizer, global_norm
-from maxpipe.training.optimizers import adafactor
-from maxpipe.training.step import map_by_parameter
+from maxpipe.training.state import map_by_parameter
 
 LAYOUTS = {
     "one stage": {"pipeline.engine": "sequential"},
@@ -32,7 +32,7 @@ STEPS = 20
 
 @cache
 def compiled(layout):
-    """(pipeline with parameters, its jitted loss and gradients): the same for all optimizers."""
+    """Return (engine with parameters, its jitted loss and gradients), shared by all optimizers."""
     tested = EngineUnderTest(tiny(**LAYOUTS[layout], **{"data.global_batch_size": ROWS}))
     return tested, jax.jit(tested.pipeline.loss_and_gradients)
 
@@ -54,7 +54,7 @@ class Training:
         return {"params": self.tested.params, "opt_state": self._init(self.tested.params)}
 
     def run(self, state, steps):
-        """(losses, state after the steps)"""
+        """Return (losses, state after the steps)."""
         params, opt_state = state["params"], state["opt_state"]
         losses = []
         for step in steps:
@@ -68,7 +68,7 @@ class Training:
         return losses, {"params": params, "opt_state": opt_state}
 
     def convert(self, state, name):
-        """The state in the layout on disk (`to_canonical`), or back (`from_canonical`)."""
+        """Convert the state to the layout on disk (`to_canonical`) or back (`from_canonical`)."""
         is_layer = {
             n: jax.tree.map(lambda _, n=n: n == "layers", p) for n, p in state["params"].items()
         }
@@ -81,7 +81,7 @@ class Training:
 @pytest.fixture(autouse=True, scope="module")
 def _factor_small_matrices():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adafactor, "LEAST_FACTORED", 8)
+        patch.setattr(optimizers, "LEAST_FACTORED", 8)
         yield
 
 
@@ -107,7 +107,7 @@ def test_losses_and_state_do_not_depend_on_the_layout(name):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_half_of_the_steps_the_layout_on_disk_and_the_other_half_equal_all_of_them(name):
+def test_steps_interrupted_by_the_layout_on_disk_equal_uninterrupted_ones(name):
     training = training_of("two stages", name)
     _, expected = training.run(training.begin(), range(STEPS))
     _, half = training.run(training.begin(), range(STEPS // 2))
@@ -127,7 +127,7 @@ def test_half_of_the_steps_the_layout_on_disk_and_the_other_half_equal_all_of_th
     ] == []
 
 
-def test_statistics_of_rows_and_columns_lie_with_their_layers_and_come_back_from_disk():
+def test_statistics_of_rows_and_columns_lie_with_their_layers_and_round_trip():
     values = {
         "mesh.ici.stage": 2,
         "mesh.ici.fsdp": 2,

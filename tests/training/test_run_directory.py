@@ -1,3 +1,5 @@
+"""Test the claim of a run directory: the same run may continue, another may not."""
+
 import json
 import subprocess
 import sys
@@ -22,13 +24,13 @@ def claim(config):
 
 
 def commit(config, step=10):
-    """A committed step as far as names go."""
+    """Make a directory named like a committed step."""
     path = RunDirectory(config).checkpoints / str(step)
     path.mkdir(parents=True)
     return path
 
 
-def test_paths(config, tmp_path):
+def test_run_directory_has_the_documented_paths(config, tmp_path):
     run = RunDirectory(config)
     assert run.root == tmp_path / "a"
     assert run.checkpoints == tmp_path / "a" / "checkpoints"
@@ -37,7 +39,7 @@ def test_paths(config, tmp_path):
     assert run.config_file == tmp_path / "a" / "config.yml"
 
 
-def test_claim_writes_a_config_that_loads_back_and_nothing_else(config):
+def test_claim_of_a_new_directory_writes_only_a_config_that_loads_back(config):
     claim(config)
     run = RunDirectory(config)
     assert [path.name for path in run.root.iterdir()] == ["config.yml"]
@@ -73,7 +75,7 @@ def test_claim_with_checkpoints_accepts_the_same_config_and_records_changes(conf
         ("data.global_batch_size", 8),
     ],
 )
-def test_claim_refuses_another_configs_checkpoints_and_writes_nothing(config, key, value):
+def test_claim_with_checkpoints_of_another_config_is_refused_and_writes_nothing(config, key, value):
     claim(config)
     commit(config)
     before = RunDirectory(config).config_file.read_text()
@@ -86,7 +88,7 @@ def test_claim_refuses_another_configs_checkpoints_and_writes_nothing(config, ke
 
 
 @pytest.mark.parametrize("key", ["model.dtype", "model.param_dtype"])
-def test_another_dtype_needs_the_flag_that_the_message_names(config, key):
+def test_claim_with_another_dtype_needs_convert_dtype(config, key):
     claim(config)
     commit(config)
     changed = replace(config, **{key: "bfloat16"})
@@ -98,7 +100,7 @@ def test_another_dtype_needs_the_flag_that_the_message_names(config, key):
     claim(changed)
 
 
-def test_claim_shows_all_differences_at_once(config):
+def test_claim_with_several_differences_reports_all(config):
     claim(config)
     commit(config)
     with pytest.raises(ConfigError) as caught:
@@ -110,14 +112,14 @@ def test_claim_shows_all_differences_at_once(config):
     ]
 
 
-def test_without_a_committed_step_the_directory_belongs_to_nobody(config):
+def test_claim_without_a_committed_step_accepts_another_config(config):
     claim(config)
     commit(config).rename(RunDirectory(config).checkpoints / "10.orbax-checkpoint-tmp")
     claim(replace(config, seed=5))
 
 
 @pytest.mark.parametrize("loss", ["deleted", "torn", "binary"])
-def test_a_lost_config_file_is_replaced_by_what_the_checkpoints_know(config, loss, samples):
+def test_claim_without_a_config_file_compares_with_the_checkpoints(config, loss, samples):
     claim(config)
     run = RunDirectory(config)
     checkpointer = Checkpointer(run.checkpoints, CheckpointConfig())
@@ -136,7 +138,7 @@ def test_a_lost_config_file_is_replaced_by_what_the_checkpoints_know(config, los
         claim(replace(config, **{"model.num_layers": 99}))
 
 
-def test_a_key_unknown_to_an_older_version_counts_as_default(config):
+def test_claim_with_a_key_missing_from_the_config_file_assumes_the_default(config):
     claim(config)
     commit(config)
     run = RunDirectory(config)
@@ -147,24 +149,24 @@ def test_a_key_unknown_to_an_older_version_counts_as_default(config):
         claim(replace(config, **{"model.z_loss": 0.5}))
 
 
-def test_checking_only_writes_nothing(config):
+def test_claim_without_write_creates_nothing(config):
     RunDirectory(config).claim(config, write=False)
     assert not RunDirectory(config).root.exists()
 
 
-def test_an_output_dir_that_cannot_be_written_is_a_config_error(config, tmp_path):
+def test_claim_in_an_unwritable_output_dir_is_a_config_error(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="output_dir: cannot write to"):
         claim(replace(config, output_dir=str(tmp_path / "file")))
 
 
-def test_record_is_plain_json_at_a_known_place(checkpointer, directory, samples):
+def test_record_of_a_checkpoint_is_json_with_its_meta(checkpointer, directory, samples):
     samples.save(checkpointer, 10)
     checkpointer.wait()
     assert json.loads(record_file(directory / "10").read_text())["meta"] == samples.meta(10)
 
 
-def test_importing_does_not_import_jax():
+def test_run_directory_import_does_not_import_jax():
     modules = "maxpipe.training.run_directory, maxpipe.checkpoint.mirror"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,3 +1,5 @@
+"""Test the lines of the start report."""
+
 import dataclasses
 
 import pytest
@@ -31,7 +33,7 @@ RUN = RunSummary(
 )
 
 
-def test_the_whole_report():
+def test_start_summary_of_a_pipeline_has_these_lines():
     assert start_summary(RUN) == [
         "run         runs/base, 200 steps, fresh",
         "devices     4 x cpu simulated on one machine, 1 process",
@@ -45,7 +47,7 @@ def test_the_whole_report():
     ]
 
 
-def test_without_a_pipeline_there_are_no_stages_and_no_bubble():
+def test_start_summary_without_a_pipeline_has_no_stages_and_no_bubble():
     sequential = dataclasses.replace(
         RUN, stage_layers=[], schedule="sequential", num_microbatches=1
     )
@@ -55,7 +57,7 @@ def test_without_a_pipeline_there_are_no_stages_and_no_bubble():
     assert "resumed after step 100" in report
 
 
-def test_many_stages_and_decisions_stay_within_the_limit_and_say_what_is_missing():
+def test_start_summary_with_many_decisions_is_cut_and_counts_the_missing():
     decisions = [f"key{i}={i}: because" for i in range(40)]
     run = dataclasses.replace(RUN, stage_layers=[[i] for i in range(64)], decisions=decisions)
     lines = start_summary(run)
@@ -69,7 +71,7 @@ def test_many_stages_and_decisions_stay_within_the_limit_and_say_what_is_missing
     ("count", "text"),
     [(8_030_261_248, "29.9 GiB"), (405_853_388_800, "1.48 TiB"), (1000, "0.00381 MiB")],
 )
-def test_parameter_bytes_have_a_fitting_unit(count, text):
+def test_start_summary_shows_parameter_bytes_in_a_fitting_unit(count, text):
     run = dataclasses.replace(RUN, num_parameters=count, parameter_bytes=4 * count)
     assert f"({text})" in "\n".join(start_summary(run))
 
@@ -78,11 +80,11 @@ def test_parameter_bytes_have_a_fitting_unit(count, text):
     ("indices", "text"),
     [([], ""), ([3], "3"), ([0, 1, 2, 8, 9, 12], "0-2, 8-9, 12"), (range(5), "0-4")],
 )
-def test_indices_become_ranges(indices, text):
+def test_compress_of_indices_returns_ranges(indices, text):
     assert compress(indices) == text
 
 
-def test_decisions_taken_by_the_report_are_not_logged_and_later_ones_are():
+def test_decisions_are_logged_only_after_the_report_has_taken_them():
     logged = []
     decisions = Decisions(logged.append)
     decisions.add("model.attention=splash: the kernel for tpu")

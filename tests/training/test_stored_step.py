@@ -1,4 +1,4 @@
-"""Train steps in files: the same results as compiled here, and a refusal with the reason where they do not fit."""
+"""Train steps in files: the same results as compiled here, and refusals with a reason."""
 
 import errno
 from pathlib import Path
@@ -18,7 +18,7 @@ from maxpipe.training.stored_step import origin, read, write
 
 @pytest.fixture(autouse=True)
 def _enough_threads(monkeypatch):
-    """In name: of 64, which the process has, the tests here need those of four devices."""
+    """Claim 128 threads: of its 64 the process needs those of four devices here."""
     monkeypatch.setenv("NPROC", "128")
 
 
@@ -44,16 +44,16 @@ def loading(config, file, **values):
     return replace(config, **values, **{"compile.load": str(file)})
 
 
-def test_a_loaded_step_does_what_the_compiled_one_does(config, mesh, file):
+def test_loaded_step_gives_the_results_of_the_compiled_step(config, mesh, file):
     config = replace(config, **{"telemetry.batch_digest": True})
-    engines = [build_trainer(config, mesh), build_trainer(loading(config, file), mesh)]
+    trainers = [build_trainer(config, mesh), build_trainer(loading(config, file), mesh)]
     results = []
-    for engine in engines:
-        place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
-        state = engine.init(jax.random.key(3))
+    for trainer in trainers:
+        place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
+        state = trainer.init(jax.random.key(3))
         for seed in range(2):
             before = state.params["embed"]["embedding"]
-            state, metrics = engine.step(
+            state, metrics = trainer.step(
                 state, place(make_batch(config.data.global_batch_size, seed=seed))
             )
             assert before.is_deleted()
@@ -78,7 +78,7 @@ def test_a_loaded_step_does_what_the_compiled_one_does(config, mesh, file):
         ({"data.sequence_length": 16}, "data.sequence_length", "compiled with 8, this run has 16"),
     ],
 )
-def test_another_configuration_is_refused_by_key(config, mesh, file, values, key, words):
+def test_file_of_another_configuration_is_refused_by_key(config, mesh, file, values, key, words):
     with pytest.raises(ConfigError) as error:
         build_trainer(loading(config, file, **values), mesh)
     (problem,) = error.value.problems
@@ -87,7 +87,7 @@ def test_another_configuration_is_refused_by_key(config, mesh, file, values, key
     assert "compile.save=" in str(problem)
 
 
-def test_what_is_not_in_the_program_may_differ(config, mesh):
+def test_origin_leaves_out_what_is_not_in_the_program(config, mesh):
     other = replace(
         config,
         **{"steps": 7, "checkpoint.every": 3, "data.source": "synthetic", "run_name": "other"},
@@ -96,14 +96,14 @@ def test_what_is_not_in_the_program_may_differ(config, mesh):
 
 
 @pytest.mark.parametrize("what", ["jax", "devices", "order of devices", "sources of maxpipe"])
-def test_another_machine_or_version_is_refused(config, mesh, file, monkeypatch, what):
+def test_file_of_another_machine_or_version_is_refused(config, mesh, file, monkeypatch, what):
     ours = origin(config, mesh)
     monkeypatch.setattr(stored_step, "origin", lambda config, mesh: ours | {what: "another"})
     with pytest.raises(ConfigError, match=f"compile.load: {what}: .*this run has 'another'"):
         build_trainer(loading(config, file), mesh)
 
 
-def test_files_that_cannot_be_used(config, file, tmp_path):
+def test_missing_foreign_and_damaged_files_are_refused(config, file, tmp_path):
     whole = file.read_bytes()
     missing, foreign, cut = tmp_path / "missing", tmp_path / "foreign", tmp_path / "cut"
     foreign.write_bytes(b"\x80\x04\x95pickle")
@@ -120,9 +120,7 @@ def test_files_that_cannot_be_used(config, file, tmp_path):
         write(str(tmp_path / "no" / "directory"), _Compiled, config, make_mesh(config))
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    config, mesh, tmp_path, monkeypatch
-):
+def test_failed_write_leaves_the_old_file_and_nothing_else(config, mesh, tmp_path, monkeypatch):
     file = tmp_path / "step.bin"
     file.write_bytes(b"old")
 
@@ -148,20 +146,20 @@ class _Compiled:
         return b""
 
 
-def test_several_cpu_devices_run_one(tmp_path):
+def test_loaded_step_runs_on_several_cpu_devices(tmp_path):
     config = tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 2})
     mesh, file = make_mesh(config), tmp_path / "step.bin"
-    engine = build_trainer(config, mesh)
-    write(str(file), compile_step(config, mesh, engine).executable, config, mesh)
-    place = BatchPlacer(mesh, engine.batch_spec, config.data.global_batch_size)
+    trainer = build_trainer(config, mesh)
+    write(str(file), compile_step(config, mesh, trainer).executable, config, mesh)
+    place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
     results = [
         e.step(e.init(jax.random.key(3)), place(make_batch(config.data.global_batch_size)))
-        for e in (engine, build_trainer(loading(config, file), mesh))
+        for e in (trainer, build_trainer(loading(config, file), mesh))
     ]
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_with_few_threads_several_cpu_devices_are_refused(config, mesh, file, monkeypatch):
+def test_several_cpu_devices_with_few_threads_are_refused(config, mesh, file, monkeypatch):
     monkeypatch.setenv("NPROC", "16")
     with pytest.raises(
         ConfigError, match=r"compile\.load: .*need NPROC=128 threads .*, not 16; or leave out"

@@ -1,4 +1,4 @@
-"""The SPMD engine: initial values, its two layouts, steps, and what becomes of non-finite ones."""
+"""The SPMD trainer: initial values, layouts, steps, and steps that are not finite."""
 
 import jax
 import numpy as np
@@ -7,8 +7,8 @@ from helpers.engines import make_batch, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
+from maxpipe.devices.host_memory import to_host
 from maxpipe.training.batches import BatchPlacer
-from maxpipe.training.trainer import to_host
 
 ROWS = 16
 LAYOUTS = {
@@ -24,8 +24,8 @@ LAYOUTS = {
 }
 
 
-def make_engine(layout, **values):
-    """(engine, place) of a model with eight layers."""
+def make_trainer(layout, **values):
+    """Return (trainer, place) of a model with eight layers."""
     defaults = {
         "model.num_layers": 8,
         "optimizer.learning_rate": 1e-2,
@@ -33,8 +33,8 @@ def make_engine(layout, **values):
     }
     config = tiny(**(defaults | LAYOUTS[layout] | values))
     mesh = make_mesh(config)
-    engine = build_trainer(config, mesh)
-    return engine, BatchPlacer(mesh, engine.batch_spec, ROWS)
+    trainer = build_trainer(config, mesh)
+    return trainer, BatchPlacer(mesh, trainer.batch_spec, ROWS)
 
 
 def assert_same_bits(actual, expected):
@@ -49,7 +49,7 @@ def assert_same_bits(actual, expected):
 
 
 def numbers(state):
-    """The state with every leaf filled by different numbers, so that a lost or swapped layer shows."""
+    """Return the state with different numbers in every leaf: a lost or swapped layer shows."""
     leaves, tree = jax.tree.flatten(state)
     filled = []
     for i, leaf in enumerate(leaves):
@@ -58,35 +58,35 @@ def numbers(state):
     return jax.tree.unflatten(tree, filled)
 
 
-def restored(engine, canonical):
-    """What a checkpoint of `canonical` holds, laid out as the engine asks for."""
+def restored(trainer, canonical):
+    """Return what a checkpoint of `canonical` holds, laid out as the trainer asks for."""
     return jax.tree.map(
-        lambda x, to: jax.device_put(x, to.sharding), canonical, engine.abstract_canonical()
+        lambda x, to: jax.device_put(x, to.sharding), canonical, trainer.abstract_canonical()
     )
 
 
 @pytest.fixture(scope="module")
 def initial():
     """The canonical initial state of the seed 7, from the sequential engine."""
-    engine, _ = make_engine("sequential")
-    return engine.to_canonical(engine.init(jax.random.key(7)))
+    trainer, _ = make_trainer("sequential")
+    return trainer.to_canonical(trainer.init(jax.random.key(7)))
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "sequential"])
 def test_initial_values_depend_on_the_seed_and_not_on_the_layout(layout, initial):
-    engine, _ = make_engine(layout)
-    assert_same_bits(engine.to_canonical(engine.init(jax.random.key(7))), initial)
+    trainer, _ = make_trainer(layout)
+    assert_same_bits(trainer.to_canonical(trainer.init(jax.random.key(7))), initial)
 
 
-def test_another_seed_gives_other_values(initial):
-    engine, _ = make_engine("sequential")
-    other = engine.to_canonical(engine.init(jax.random.key(8)))
+def test_initial_values_of_another_seed_differ(initial):
+    trainer, _ = make_trainer("sequential")
+    other = trainer.to_canonical(trainer.init(jax.random.key(8)))
     assert (
         other.params["layers"]["mlp"]["up"] != initial.params["layers"]["mlp"]["up"]
     ).mean() > 0.99
 
 
-def test_every_layer_has_initial_values_of_its_own(initial):
+def test_initial_values_differ_between_layers(initial):
     for leaf in (
         initial.params["layers"]["mlp"]["up"],
         initial.params["layers"]["attention"]["out"],
@@ -95,32 +95,32 @@ def test_every_layer_has_initial_values_of_its_own(initial):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_round_trip_to_the_bit(layout):
-    engine, _ = make_engine(layout)
-    canonical = engine.to_canonical(numbers(engine.init(jax.random.key(0))))
-    live = engine.from_canonical(restored(engine, canonical))
-    assert_same_bits(engine.to_canonical(live), canonical)
+def test_canonical_state_round_trips_to_the_bit(layout):
+    trainer, _ = make_trainer(layout)
+    canonical = trainer.to_canonical(numbers(trainer.init(jax.random.key(0))))
+    live = trainer.from_canonical(restored(trainer, canonical))
+    assert_same_bits(trainer.to_canonical(live), canonical)
     for leaf, described in zip(
-        jax.tree.leaves(live), jax.tree.leaves(engine.abstract_state()), strict=True
+        jax.tree.leaves(live), jax.tree.leaves(trainer.abstract_state()), strict=True
     ):
         assert leaf.sharding.is_equivalent_to(described.sharding, leaf.ndim)
 
 
-def test_what_one_layout_saves_another_restores():
-    source, _ = make_engine("circular uneven")
+def test_state_saved_in_one_layout_is_restored_in_another():
+    source, _ = make_trainer("circular uneven")
     canonical = source.to_canonical(numbers(source.init(jax.random.key(0))))
     for layout in LAYOUTS:
-        target, _ = make_engine(layout)
+        target, _ = make_trainer(layout)
         live = target.from_canonical(restored(target, canonical))
         assert_same_bits(target.to_canonical(live), canonical)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_disk_layers_are_in_model_order_and_described_as_they_are(layout):
-    engine, _ = make_engine(layout)
+def test_canonical_layers_are_in_model_order_and_as_described(layout):
+    trainer, _ = make_trainer(layout)
     canonical, abstract = (
-        engine.to_canonical(engine.init(jax.random.key(0))),
-        engine.abstract_canonical(),
+        trainer.to_canonical(trainer.init(jax.random.key(0))),
+        trainer.abstract_canonical(),
     )
     for leaf, described in zip(jax.tree.leaves(canonical), jax.tree.leaves(abstract), strict=True):
         assert (leaf.shape, leaf.dtype) == (described.shape, described.dtype)
@@ -129,15 +129,15 @@ def test_on_disk_layers_are_in_model_order_and_described_as_they_are(layout):
     assert canonical.opt_state.mu["layers"]["mlp"]["up"].shape == (8, 16, 32)
 
 
-def test_on_disk_the_stage_axis_lies_over_another_dimension():
+def test_canonical_leaves_have_the_stage_axis_over_another_dimension():
     """Over the layers, every device would hold all of them for a moment."""
-    engine, _ = make_engine("circular 2x2x2")
-    spec = engine.abstract_canonical().params["layers"]["mlp"]["up"].sharding.spec
+    trainer, _ = make_trainer("circular 2x2x2")
+    spec = trainer.abstract_canonical().params["layers"]["mlp"]["up"].sharding.spec
     assert spec == P(None, ("fsdp", "stage"), None)
 
 
-def test_moments_lie_where_their_parameters_lie():
-    state = make_engine("circular 2x2x2")[0].abstract_state()
+def test_moments_have_the_shardings_of_their_parameters():
+    state = make_trainer("circular 2x2x2")[0].abstract_state()
     sharding = {"params": state.params, "mu": state.opt_state.mu, "nu": state.opt_state.nu}
     specs = {
         name: jax.tree.map(lambda leaf: leaf.sharding, tree) for name, tree in sharding.items()
@@ -149,66 +149,66 @@ def test_moments_lie_where_their_parameters_lie():
 class TestSteps:
     @pytest.fixture(scope="class")
     def circular(self):
-        return make_engine("circular 2x2x2", **{"optimizer.max_consecutive_skips": 5})
+        return make_trainer("circular 2x2x2", **{"optimizer.max_consecutive_skips": 5})
 
     def test_three_steps_equal_those_of_the_sequential_engine(self, circular):
         ends = []
-        for engine, place in (circular, make_engine("sequential")):
-            state = engine.init(jax.random.key(0))
+        for trainer, place in (circular, make_trainer("sequential")):
+            state = trainer.init(jax.random.key(0))
             losses = []
             for i in range(3):
-                state, metrics = engine.step(state, place(make_batch(ROWS, seed=i)))
+                state, metrics = trainer.step(state, place(make_batch(ROWS, seed=i)))
                 losses.append(
                     [float(metrics[name]) for name in ("loss", "grad_norm", "learning_rate")]
                 )
-            ends.append((losses, engine.to_canonical(state).opt_state.mu["layers"]["mlp"]["up"]))
+            ends.append((losses, trainer.to_canonical(state).opt_state.mu["layers"]["mlp"]["up"]))
         np.testing.assert_allclose(ends[0][0], ends[1][0], rtol=1e-5)
         assert np.max(np.abs(ends[0][1] - ends[1][1])) <= 1e-4 * np.max(np.abs(ends[1][1]))
 
-    def test_the_state_is_donated_and_what_was_moved_to_the_host_stays(self, circular):
-        engine, place = circular
-        state = engine.init(jax.random.key(0))
-        on_host = engine.to_canonical(state)
+    def test_step_donates_the_state_and_leaves_host_copies_alone(self, circular):
+        trainer, place = circular
+        state = trainer.init(jax.random.key(0))
+        on_host = trainer.to_canonical(state)
         before = jax.tree.map(np.copy, on_host)
-        after, _ = engine.step(state, place(make_batch(ROWS)))
+        after, _ = trainer.step(state, place(make_batch(ROWS)))
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-        engine.step(after, place(make_batch(ROWS)))
+        trainer.step(after, place(make_batch(ROWS)))
         assert_same_bits(on_host, before)
 
-    def test_a_step_that_is_not_finite_changes_counters_only(self, circular):
-        engine, place = circular
-        state, _ = engine.step(engine.init(jax.random.key(0)), place(make_batch(ROWS)))
-        before = engine.to_canonical(state)
+    def test_step_that_is_not_finite_changes_counters_only(self, circular):
+        trainer, place = circular
+        state, _ = trainer.step(trainer.init(jax.random.key(0)), place(make_batch(ROWS)))
+        before = trainer.to_canonical(state)
         poisoned = make_batch(ROWS)
         poisoned["weights"][3, 2] = np.nan
         for skips in (1, 2):
-            state, metrics = engine.step(state, place(poisoned))
+            state, metrics = trainer.step(state, place(poisoned))
             assert not metrics["finite"]
             assert int(state.skips) == skips
-        after = engine.to_canonical(state)
+        after = trainer.to_canonical(state)
         assert_same_bits(
             (after.params, after.opt_state, after.key),
             (before.params, before.opt_state, before.key),
         )
         assert int(after.step) == 3
-        state, metrics = engine.step(state, place(make_batch(ROWS)))
+        state, metrics = trainer.step(state, place(make_batch(ROWS)))
         assert metrics["finite"]
         assert int(state.skips) == 0
 
-    def test_the_loss_falls(self, circular):
-        engine, place = circular
-        state, batch = engine.init(jax.random.key(0)), place(make_batch(ROWS))
+    def test_loss_falls_in_thirty_steps(self, circular):
+        trainer, place = circular
+        state, batch = trainer.init(jax.random.key(0)), place(make_batch(ROWS))
         losses = []
         for _ in range(30):
-            state, metrics = engine.step(state, batch)
+            state, metrics = trainer.step(state, batch)
             losses.append(float(metrics["loss"]))
         assert losses[-1] < 0.9 * losses[0]
 
-    def test_metrics_are_scalars_of_the_whole_batch(self, circular):
-        engine, place = circular
-        state, batch = engine.init(jax.random.key(0)), make_batch(ROWS)
-        sums = engine.forward(state, place(batch))
-        _, metrics = engine.step(state, place(batch))
+    def test_metrics_are_scalars_of_the_global_batch(self, circular):
+        trainer, place = circular
+        state, batch = trainer.init(jax.random.key(0)), make_batch(ROWS)
+        sums = trainer.forward(state, place(batch))
+        _, metrics = trainer.step(state, place(batch))
         assert {name: value.shape for name, value in metrics.items()} == dict.fromkeys(metrics, ())
         assert float(sums["weight"]) == batch["weights"].sum()
         assert float(sums["cross_entropy"] / sums["weight"]) == pytest.approx(
@@ -216,6 +216,6 @@ class TestSteps:
         )
 
 
-def test_the_host_copy_owns_its_memory():
+def test_host_copy_owns_its_memory():
     leaf = jax.numpy.arange(1000.0)
     assert to_host(leaf).flags.owndata

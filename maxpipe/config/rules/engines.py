@@ -10,7 +10,7 @@ _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_
 
 
 def refusals_of(engine: str, key: str) -> list[Refusal]:
-    """Return the values of a key that an engine refuses: those of the catalogue, and offloading."""
+    """Return the values of a key that an engine refuses, offloading policies included."""
     facts = ENGINES[engine]
     refusals = [refusal for refusal in facts.refusals if refusal.key == key]
     if facts.no_offloading and key in _REMAT_TENSORS:

@@ -18,7 +18,7 @@ _MIXTURE_FIELDS = ("source", "path", "weight")
 
 @rule("run_name")
 def check_run_name(c: Config) -> None:
-    """Check that the run's name is that of a directory and no path."""
+    """Check that the run's name names a directory and is no path."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", c.run_name):
         message = (
             f"{c.run_name!r} is not a name without a path: letters, digits, '.', '_' and '-', "
@@ -167,7 +167,7 @@ def check_keep_best(c: Config) -> None:
     for key, interval in (("eval.every", evaluated), ("checkpoint.every", saved)):
         if not interval:
             message = (
-                "the best checkpoints are those of the lowest evaluation loss: "
+                "the best checkpoints have the lowest evaluation loss: "
                 f"give {key}, which is 0, or keep_best=0"
             )
             raise ConfigError(Problem("checkpoint.keep_best", message))

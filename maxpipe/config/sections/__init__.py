@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from maxpipe.config.sections.fields import Bounds, option
-from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
     MESH_AXES,
     AxesConfig,
@@ -17,7 +16,9 @@ from maxpipe.config.sections.training import (
     CompileConfig,
     DataConfig,
     EvalConfig,
+    ModelConfig,
     OptimizerConfig,
+    RopeScalingConfig,
     TelemetryConfig,
 )
 
@@ -26,7 +27,7 @@ from maxpipe.config.sections.training import (
 class Config:
     """The configuration of a run.
 
-    After `maxpipe.config.resolve` no key is -1 any more, except those of automatic stages.
+    After `maxpipe.config.resolve` no key is -1 any more, except with automatic stages.
     """
 
     run_name: str = option(

@@ -29,7 +29,7 @@ class Bounds:
     derived: bool = False
 
 
-def option(default: Any, help: str, **bounds: Any) -> Any:
+def option(default: object, help: str, **bounds: Any) -> Any:
     """Return a field with `Bounds(help, **bounds)` in its metadata; a default list is copied."""
     metadata = {"bounds": Bounds(help, **bounds)}
     if isinstance(default, list):

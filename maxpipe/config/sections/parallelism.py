@@ -1,4 +1,4 @@
-"""`mesh.*` and `sharding.*`: devices and axes; `pipeline.*`: stages, microbatches and engines."""
+"""How training is spread over devices: `mesh.*`, `sharding.*` and `pipeline.*`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ from maxpipe.config.sections.fields import option
 
 MESH_AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
 
-DEFAULT_RULES: list[Any] = [
+DEFAULT_RULES: list[object] = [
     ["activation_batch", ["data", "fsdp"]],
     ["activation_length", ["context"]],
     ["activation_stage", ["stage"]],

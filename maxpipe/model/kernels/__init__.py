@@ -1,7 +1,9 @@
-"""Attention kernels, chosen by `model.attention`; the facts about them are in `maxpipe.config.catalog.KERNELS`.
+"""Attention kernels, chosen by `model.attention`; `maxpipe.config.catalog.KERNELS` has their facts.
 
-A kernel is built for one configuration, as single-device code: `build(config, sequence_length)` ->
-`AttentionFn`, and `build_engine_inputs(config, parts)` -> `PartAttention`, for queries of the
-tokens parts[i], int32 [C, P]; see `maxpipe.sharding.context_parallel`. Its `unfit(config,
-sequence_length, num_parts)` returns why it cannot serve, or an empty string.
+A kernel is a class of three functions, single-device code for one configuration:
+
+    unfit(config, sequence_length, num_parts)  why it cannot serve, or an empty string
+    build(config, sequence_length)             `AttentionFn`, of all queries
+    build_for_parts(config, parts)             `PartAttention`, of the queries of tokens parts[i],
+                                               int32 [C, P]; see `maxpipe.sharding.context_parallel`
 """

@@ -1,46 +1,60 @@
-"""Choosing the attention kernel, and wrapping it for arrays that lie on several devices."""
+"""Choose the attention kernel, and run it on arrays that are split over several devices."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.model.attention import AttentionFn
-from maxpipe.sharding.context_parallel import AXIS, over_context, parts
+from maxpipe.sharding.context_parallel import AXIS, PartAttention, over_context, parts
 from maxpipe.sharding.rules import AxisRules
 
-EVERYWHERE = "dot_product"
+EVERYWHERE = "dot_product"  # the kernel that runs on every backend, with every size
+
+
+class Kernel(Protocol):
+    """What a kernel's class offers; see `maxpipe.model.kernels`."""
+
+    def unfit(self, config: ModelConfig, sequence_length: int, num_parts: int) -> str: ...
+
+    def build(self, config: ModelConfig, sequence_length: int) -> AttentionFn: ...
+
+    def build_for_parts(self, config: ModelConfig, parts: np.ndarray) -> PartAttention: ...
 
 
 def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> str:
-    """Name of the attention kernel; an automatic choice is said with its reason.
+    """Return the name of the attention kernel; an automatic choice is printed with its reason.
+
+    Args:
+      config: resolved.
+      platform: of the devices, as JAX names it.
+      say: prints a line.
 
     Raises:
-      ConfigError: the kernel asked for does not run on this backend or with these sizes.
+      ConfigError: the configured kernel does not run on this platform or with these sizes.
     """
-    asked, num_parts = config.model.attention, config.mesh.size("context")
-    sizes = config.model, config.data.sequence_length, num_parts
-    if asked != "auto":
-        facts = KERNELS[asked]
-        reason = implementation(facts).unfit(*sizes)
+    configured = config.model.attention
+    length = config.data.sequence_length
+    num_parts = config.mesh.size("context")
+    if configured != "auto":
+        facts = KERNELS[configured]
+        reason = _kernel(configured).unfit(config.model, length, num_parts)
         if platform not in facts.platforms:
             reason = f"it runs on {' and '.join(facts.platforms)}, not on {platform}"
         if reason:
-            raise ConfigError(
-                Problem(
-                    "model.attention", f"{asked} cannot be used: {reason}; use auto or {EVERYWHERE}"
-                )
-            )
-        return asked
+            message = f"{configured} cannot be used: {reason}; use auto or {EVERYWHERE}"
+            raise ConfigError(Problem("model.attention", message))
+        return configured
     preferred = [name for name, facts in KERNELS.items() if platform in facts.preferred_on]
     name = preferred[0] if preferred else EVERYWHERE
-    if reason := implementation(KERNELS[name]).unfit(*sizes):
+    if reason := _kernel(name).unfit(config.model, length, num_parts):
         say(f"model.attention={EVERYWHERE}: {name} cannot be used, {reason}")
         return EVERYWHERE
     say(f"model.attention={name}: the kernel for {platform}")
@@ -50,39 +64,46 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
 def build_attention(
     config: Config, rules: AxisRules, platform: str, say: Callable[[str], None]
 ) -> AttentionFn:
-    """The attention function of a resolved configuration on the mesh of `rules`, whose devices are of `platform`."""
+    """Build the attention function of a resolved configuration.
+
+    Args:
+      config: resolved.
+      rules: logical axis rules, bound to the mesh.
+      platform: of the mesh's devices, as JAX names it.
+      say: prints a line.
+
+    Raises:
+      ConfigError: as `choose_kernel`.
+    """
     name = choose_kernel(config, platform, say)
-    kernel, length, count = (
-        implementation(KERNELS[name]),
-        config.data.sequence_length,
-        rules.mesh.shape[AXIS],
-    )
-    if count > 1:
-        return per_device(
-            over_context(kernel.build_engine_inputs(config.model, parts(length, count))), rules
-        )
+    kernel, length = _kernel(name), config.data.sequence_length
+    num_parts = rules.mesh.shape[AXIS]
+    if num_parts > 1:
+        of_part = kernel.build_for_parts(config.model, parts(length, num_parts))
+        return per_device(over_context(of_part), rules)
     attention = kernel.build(config.model, length)
+    # XLA's partitioner splits matrix products by itself.
     return attention if name == EVERYWHERE else per_device(attention, rules)
 
 
 def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
-    """Runs `attention` on each device's own part: the partitioner can split neither a kernel nor a manual collective.
+    """Run `attention` on each device's own part.
 
-    Inside a program that is already manual over some axes only the others are left to split.
+    XLA's partitioner can split neither a kernel nor a collective that is written out. Inside a
+    program that is already manual over some axes only the other axes are left to split.
     """
     length = "activation_length" if rules.mesh.shape[AXIS] > 1 else None
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        here = jax.sharding.get_abstract_mesh()
-        manual = set(here.manual_axes)
-        mesh: Any = here if manual else rules.mesh
+        current = jax.sharding.get_abstract_mesh()
+        manual = set(current.manual_axes)
         query = rules.spec_here(("activation_batch", length, "heads", None), q.shape)
         if query != rules.spec_here(("activation_batch", length, "kv_heads", None), k.shape):
-            # More devices than key heads: a device needs those of its own query heads.
+            # There are more devices than key heads: each needs those of its own query heads.
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         split = jax.shard_map(
             attention,
-            mesh=mesh,
+            mesh=current if manual else rules.mesh,
             axis_names={axis for axis in rules.mesh.axis_names if axis not in manual},
             check_vma=False,
             in_specs=(query, query, query, PartitionSpec(*query[:2])),
@@ -91,3 +112,7 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
         return split(q, k, v, segment_ids)
 
     return run
+
+
+def _kernel(name: str) -> Kernel:
+    return implementation(KERNELS[name])

@@ -1,11 +1,12 @@
-"""Splash attention, JAX's block-sparse flash attention for TPUs: no [T, T] matrix, masked blocks skipped.
+"""Splash attention, JAX's block-sparse flash attention for TPUs.
+
+No [T, T] matrix exists, and blocks that are masked entirely are skipped.
 
 Letters: B sequences, T sequence, P queries of a part, H query heads, K key/value heads, C head_dim.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,25 +34,32 @@ class Splash:
 
     @staticmethod
     def build(config: ModelConfig, sequence_length: int, *, interpret: bool = False) -> AttentionFn:
-        """`interpret` runs the kernel on any backend, slowly."""
-        whole = np.arange(sequence_length, dtype=np.int32)[None]
-        attention = _build(config, whole, sequence_length, interpret)
+        """Build attention of all queries; `interpret` runs the kernel on any backend, slowly."""
+        all_tokens = np.arange(sequence_length, dtype=np.int32)[None]  # [1, T]
+        attention = _build(config, all_tokens, sequence_length, interpret)
         return lambda q, k, v, segment_ids: attention(q, k, v, segment_ids, None)
 
     @staticmethod
-    def build_engine_inputs(
+    def build_for_parts(
         config: ModelConfig, parts: np.ndarray, *, interpret: bool = False
     ) -> PartAttention:
-        """`interpret` as in `build`."""
-        # A block of queries must not reach from one chunk of a part into the other: fewer would be
-        # masked whole.
+        """Build attention of the queries of one part; `interpret` as in `build`."""
+        # A block of queries must not reach from one chunk of a part into the other: fewer blocks
+        # would be masked entirely.
         return _build(config, parts, parts.shape[1] // 2, interpret)
 
 
 def _build(
     config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool
 ) -> Callable[..., jax.Array]:
-    """A `PartAttention`, or with None as the last argument one of all queries; blocks of queries divide `chunk`."""
+    """Build a `PartAttention` that with None as its last argument takes all queries.
+
+    Args:
+      config: the model.
+      parts: int32 [C, P], the tokens of each part.
+      chunk: blocks of queries divide it.
+      interpret: run the kernel on any backend.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -81,28 +89,40 @@ def _build(
             residual_checkpoint_name="context",
             interpret=interpret,
         )
-        of_queries = segment_ids
+        query_segments = segment_ids  # [B, T], or [B, P] of a part
         if part is not None:
-            # Arrays of the mask: [heads, blocks of queries, blocks of keys] and [queries].
+            # The mask's arrays are [heads, blocks of queries, blocks of keys] and [queries]: take
+            # the part's queries out of each.
             kernel = jax.tree.map(lambda a: _part(a, min(1, a.ndim - 1), part, count), kernel)
-            of_queries = segment_ids[:, jnp.asarray(parts)[part]]
+            query_segments = segment_ids[:, jnp.asarray(parts)[part]]
 
-        def one(q_PHC: Any, k_TKC: Any, v_TKC: Any, segments_P: Any, segments_T: Any) -> jax.Array:
+        def attend_row(
+            q_PHC: jax.Array,
+            k_TKC: jax.Array,
+            v_TKC: jax.Array,
+            segments_P: jax.Array,
+            segments_T: jax.Array,
+        ) -> jax.Array:
+            # [P, H, C] -> [H, P, C], and back
             heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
-            return kernel(
-                *heads_first, segment_ids=splash.SegmentIds(segments_P, segments_T)
-            ).swapaxes(0, 1)
+            segments = splash.SegmentIds(segments_P, segments_T)
+            return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)
 
-        return jax.vmap(one)(q / math.sqrt(q.shape[3]), k, v, of_queries, segment_ids)
+        scaled = q / math.sqrt(q.shape[3])
+        return jax.vmap(attend_row)(scaled, k, v, query_segments, segment_ids)
 
     return attention
 
 
 def _part(a: jax.Array, axis: int, part: jax.Array, count: int) -> jax.Array:
+    """Return part `part` of `count` equal parts along an axis."""
     size = a.shape[axis] // count
     return jax.lax.dynamic_slice_in_dim(a, part * size, size, axis)
 
 
 def largest_block(length: int, limit: int) -> int:
-    """Largest multiple of `LANES` that divides `length` and is at most `limit` (at least one lane block)."""
+    """Return the largest multiple of `LANES` that divides `length` and is at most `limit`.
+
+    A limit below `LANES` counts as `LANES`.
+    """
     return max(b for b in range(LANES, max(limit, LANES) + 1, LANES) if length % b == 0)

@@ -1,10 +1,15 @@
-"""What an engine's pipeline is: pure functions from parameters and a batch to losses and gradients."""
+"""The contract of the four engines: from parameters and a batch to losses and gradients.
 
-from collections.abc import Callable
+An engine computes; a trainer (`maxpipe.training.trainer`) owns the live state and applies the
+update. Letters: N layers in model order, B sequences of the global batch, T tokens of a sequence.
+"""
+
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Generic, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.config.sections import PipelineConfig
@@ -17,63 +22,82 @@ from maxpipe.sharding.rules import AxisRules
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+ParamsT = TypeVar("ParamsT")
+LayerT = TypeVar("LayerT")
 
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What every pipeline is built from.
+    """What every engine is built from.
 
     Attributes:
       program: the model.
-      rules: logical axis rules, bound to the mesh.
+      rules: logical axis rules. They are bound to `mesh`, for the mpmd engine to the abstract mesh
+        of one stage.
       config: `pipeline.*`, resolved.
-      layout: where the layers live.
-      table: the schedule, or None without a pipeline.
+      layout: the assignment of layers to stages.
+      mesh: all devices.
+      batch_shape: (B, T) of training batches.
+      table: the schedule; None without a pipeline.
     """
 
     program: ModelProgram
     rules: AxisRules
     config: PipelineConfig
     layout: StageLayout
+    mesh: Mesh
+    batch_shape: tuple[int, int]
     table: Table | None = None
 
     @property
-    def mesh(self) -> Mesh:
-        return self.rules.mesh
-
-    @property
     def context(self) -> int:
-        """Devices over which sequences are split."""
+        """Return the number of devices over which a sequence is split."""
         return self.mesh.shape[context_parallel.AXIS]
 
 
-class Engine(Protocol):
-    """Runs the model over its stages. Parameters: {"embed", "layers", "head"}, layer leaves as `layer_axes` says."""
+class Engine(ABC, Generic[ParamsT, LayerT]):
+    """Compute losses and gradients of a model over its stages.
 
-    @property
-    def layer_axes(self) -> tuple[str, ...]:
-        """Logical axes of the leading dimensions of live layer parameters."""
+    `ParamsT` is the type of live parameters, a pytree: {"embed", "layers", "head"} where one
+    program runs on all devices (`SpmdEngine`), a tuple with one tree per stage in the mpmd engine.
+    `LayerT` is the type of one live layer parameter: an array with leading layer dimensions, or in
+    the mpmd engine one such array per chunk. Embedding and head have no layer dimensions.
 
-    @property
-    def to_canonical(self) -> Callable[[jax.Array], jax.Array]:
-        """One layer leaf, live layout -> [num_layers, ...] in model order."""
+    Attributes:
+      layer_axes: logical axes of the leading dimensions of live layer arrays.
+    """
 
-    @property
-    def from_canonical(self) -> Callable[[jax.Array], jax.Array]:
-        """The inverse of `to_canonical`."""
+    layer_axes: tuple[str, ...]
 
-    def layer_index(self) -> Any:
-        """int32 array over the leading dimensions: each layer's index in model order, num_layers for padding."""
+    @abstractmethod
+    def __init__(self, inputs: EngineInputs):
+        """Build the engine.
 
+        Raises:
+          ConfigError: the engine cannot run this configuration.
+        """
+
+    @abstractmethod
+    def layer_index(self) -> np.ndarray | tuple[np.ndarray, ...]:
+        """Return int32 over the dimensions of `layer_axes`: index in model order, N for padding."""
+
+    @abstractmethod
+    def to_canonical(self, leaf: LayerT) -> jax.Array | np.ndarray:
+        """Convert one layer parameter from the live layout to [N, ...] in model order."""
+
+    @abstractmethod
+    def from_canonical(self, leaf: jax.Array) -> LayerT:
+        """Convert one layer parameter from [N, ...] in model order to the live layout."""
+
+    @abstractmethod
     def loss_and_gradients(
-        self, params: Params, batch: Batch, key: jax.Array
-    ) -> tuple[Metrics, Params]:
-        """Training loss and its gradient.
+        self, params: ParamsT, batch: Batch, key: jax.Array
+    ) -> tuple[Metrics, ParamsT]:
+        """Compute the training loss and its gradient.
 
         Args:
           params: live parameters in `param_dtype`.
-          batch: tokens, targets, positions, segment_ids int32 [B, T], weights float32 [B, T]; B is
-            the global batch.
+          batch: tokens, targets, positions, segment_ids int32 [B, T], weights float32 [B, T].
           key: PRNG key of the step.
 
         Returns:
@@ -81,5 +105,18 @@ class Engine(Protocol):
           batch divided once by the global weight sum, plus the auxiliary loss per sequence.
         """
 
-    def evaluate(self, params: Params, batch: Batch) -> Metrics:
-        """Forward only: {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""
+    @abstractmethod
+    def evaluate(self, params: ParamsT, batch: Batch) -> Metrics:
+        """Return {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""
+
+
+class SpmdEngine(Engine[Params, jax.Array]):
+    """An engine whose methods are traced into one program that runs on all devices."""
+
+    @abstractmethod
+    def layer_index(self) -> np.ndarray:
+        """Return int32 over the dimensions of `layer_axes`: index in model order, N for padding."""
+
+    @abstractmethod
+    def to_canonical(self, leaf: jax.Array) -> jax.Array:
+        """Convert one layer parameter from the live layout to [N, ...] in model order."""

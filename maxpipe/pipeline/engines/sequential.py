@@ -1,7 +1,6 @@
-"""The sequential engine: no pipeline. A scan over layers; microbatches are gradient accumulation.
+"""The sequential engine: no pipeline, a scan over layers, microbatches as gradient accumulation.
 
-The reference for every other engine. Letters: M microbatches, B sequences of a microbatch, T
-sequence, D embed.
+It is the reference that every other engine is compared with. Letters: see `maxpipe.pipeline`.
 """
 
 import jax
@@ -12,29 +11,29 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.remat import checkpoint, remat_policy
 from maxpipe.pipeline.weights import Weights
 
 
-class SequentialEngine:
-    """All layers in model order on every device; see `contract.Pipeline`."""
+class SequentialEngine(SpmdEngine):
+    """All layers in model order on every device; see `engines.base.Engine`."""
 
     layer_axes = ("layers_per_stage",)
 
-    def __init__(self, parts: EngineInputs):
-        self._program = parts.program
-        self._rules = parts.rules
-        self._num_microbatches = parts.config.num_microbatches
-        self._context = parts.context
+    def __init__(self, inputs: EngineInputs):
+        self._program = inputs.program
+        self._rules = inputs.rules
+        self._num_microbatches = inputs.config.num_microbatches
+        self._context = inputs.context
+        self._num_layers = inputs.layout.num_layers
         self.weights = Weights(
-            parts.rules, parts.program.specs, self.layer_axes, (parts.layout.num_layers,)
+            inputs.rules, inputs.program.specs, self.layer_axes, (self._num_layers,)
         )
-        layer_fn = layer_function(parts.program, self._prepare, padded=False)
-        self._layer_fn = checkpoint(layer_fn, remat_policy(parts.config))
-        self._num_layers = parts.layout.num_layers
+        layer_fn = layer_function(inputs.program, self._prepare_layer, padded=False)
+        self._layer_fn = checkpoint(layer_fn, remat_policy(inputs.config))
 
-    def _prepare(self, layer: Params) -> Params:
+    def _prepare_layer(self, layer: Params) -> Params:
         return self.weights.gather_layer(self._program.cast(layer))
 
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
@@ -49,6 +48,7 @@ class SequentialEngine:
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, Params]:
+        # 1. The divisors of the loss are known before any microbatch is computed.
         batch = microbatches.prepared(batch, self._context)
         weight = microbatches.weight_sum(batch)
         num_sequences = batch["tokens"].shape[0]
@@ -60,9 +60,11 @@ class SequentialEngine:
         def accumulate(
             total: tuple[jax.Array, Params], micro: Batch
         ) -> tuple[tuple[jax.Array, Params], None]:
-            found = jax.value_and_grad(loss)(params, micro)
-            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, found), None
+            loss_and_gradients = jax.value_and_grad(loss)(params, micro)
+            total = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, loss_and_gradients)
+            return total, None
 
+        # 2. Sum loss and gradients over microbatches [M, B, ...], in float32.
         if self._num_microbatches == 1:
             value, gradients = jax.value_and_grad(loss)(params, batch)
         else:
@@ -81,14 +83,14 @@ class SequentialEngine:
         def accumulate(total: jax.Array, micro: Batch) -> tuple[jax.Array, None]:
             return total + self._forward(params, micro, None)[1], None
 
-        parts = microbatches.split(batch, self._num_microbatches)
-        cross_entropy, _ = jax.lax.scan(accumulate, jnp.zeros(()), parts)
+        micro = microbatches.split(batch, self._num_microbatches)  # [M, B, ...]
+        cross_entropy, _ = jax.lax.scan(accumulate, jnp.zeros(()), micro)
         return {"cross_entropy": cross_entropy, "weight": jnp.sum(batch["weights"])}
 
     def _forward(
         self, params: Params, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(loss sum, cross-entropy sum, auxiliary loss sum) of one microbatch."""
+        """Return (loss sum, cross-entropy sum, auxiliary loss sum) of one microbatch [B, T]."""
         outer = self.weights.gather_outer(
             self._program.cast({n: params[n] for n in ("embed", "head")})
         )

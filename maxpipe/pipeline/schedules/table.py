@@ -10,7 +10,7 @@ Units of work, in the order of the slots within a lockstep tick:
     I  the input gradient only            I and W together replace one B
     W  the weight gradient only
 
-Chunks are numbered per stage (`chunk`, 0..V-1, the repeat) or over the whole model (`global chunk`,
+Chunks are numbered per stage (`chunk`, 0..V-1, the repeat) or over the model (`global chunk`,
 0..G-1). In `loop` placement chunk c of stage s is global chunk c*S + s. In `v` placement odd chunks
 run back through the stages: c*S + (S-1-s), so that for V = 2 the second chunk of stage s is global
 chunk 2S-1-s.

@@ -34,10 +34,12 @@ def validate(table: Table) -> None:
     for kind in table.kinds:
         _check_once(table, kind)
     _check_complete(table)
-    _check_after(table, "F", "F", -1, table.forwarding_delay)
-    _check_after(table, "BI", "BI", 1, table.forwarding_delay)
-    _check_after(table, "BI", "F", 0, max(table.slack, 0 if table.lockstep else 1))
-    _check_after(table, "W", "I", 0, 0 if table.lockstep else 1)
+    # A lockstep tick runs F, then B or I, then W, so these may follow each other in one tick.
+    same_stage_gap = 0 if table.lockstep else 1
+    _check_after(table, "F", "F", offset=-1, gap=table.forwarding_delay)
+    _check_after(table, "BI", "BI", offset=1, gap=table.forwarding_delay)
+    _check_after(table, "BI", "F", offset=0, gap=max(table.slack, same_stage_gap))
+    _check_after(table, "W", "I", offset=0, gap=same_stage_gap)
 
 
 def describe(table: Table, kind: str, tick: int, stage: int) -> str:

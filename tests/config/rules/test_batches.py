@@ -1,4 +1,4 @@
-"""Microbatches and the batches they divide."""
+"""Number of microbatches, and batches that microbatches and devices divide."""
 
 import pytest
 
@@ -22,7 +22,7 @@ import pytest
         ),
     ],
 )
-def test_number_of_microbatches(resolved, words, count):
+def test_num_microbatches_is_derived(resolved, words, count):
     assert resolved(*words).pipeline.num_microbatches == count
 
 
@@ -40,15 +40,17 @@ def test_number_of_microbatches(resolved, words, count):
         ),
     ],
 )
-def test_the_circular_engine_needs_multiples_of_the_stages(problems, words, message):
+def test_num_microbatches_no_multiple_of_the_stages_is_refused_by_circular(
+    problems, words, message
+):
     assert message in problems(*words)["pipeline.num_microbatches"]
 
 
-def test_a_batch_that_does_not_divide_gets_the_nearest_sizes_and_counts(problems):
-    found = problems("pipeline.num_microbatches=6")
-    assert found == {
-        "data.global_batch_size": "16 is not divisible by num_microbatches x data x fsdp = 6 x 1 x 2 = 12; "
-        "nearest legal: 12 or 24, or pipeline.num_microbatches=4 or 8"
+def test_train_batch_indivisible_proposes_sizes_and_counts(problems):
+    refusals = problems("pipeline.num_microbatches=6")
+    assert refusals == {
+        "data.global_batch_size": "16 is not divisible by num_microbatches x data x fsdp = "
+        "6 x 1 x 2 = 12; nearest legal: 12 or 24, or pipeline.num_microbatches=4 or 8"
     }
     for word in ("data.global_batch_size=12", "data.global_batch_size=24"):
         assert problems("pipeline.num_microbatches=6", word) == {}
@@ -56,22 +58,22 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_sizes_and_counts(problems
         assert problems(f"pipeline.num_microbatches={count}") == {}
 
 
-def test_no_count_helps_if_the_devices_do_not_divide_the_batch(problems):
+def test_train_batch_indivisible_by_devices_proposes_no_count(problems):
     message = problems("data.global_batch_size=15")["data.global_batch_size"]
     assert message.endswith("= 4; nearest legal: 12 or 16")
 
 
-def test_slices_count_as_shards(problems):
+def test_train_batch_divides_over_slices(problems):
     words = ("mesh.dcn.data=2", "data.global_batch_size=12")
     assert "2 x 2 x 2 = 8" in problems(*words, devices=8, slices=2)["data.global_batch_size"]
 
 
-def test_evaluation_batches_divide_over_the_devices_only(problems):
+def test_eval_batch_divides_over_devices_only(problems):
     assert problems("eval.global_batch_size=6", "pipeline.num_microbatches=4") == {}
     assert "nearest legal: 2 or 4" in problems("eval.global_batch_size=3")["eval.global_batch_size"]
     assert problems("eval.global_batch_size=3", "eval.every=0") == {}
 
 
-def test_evaluation_batch_defaults_to_the_training_batch(resolved):
+def test_eval_batch_defaults_to_the_train_batch(resolved):
     assert resolved().eval.global_batch_size == 16
     assert resolved("eval.global_batch_size=4").eval.global_batch_size == 4

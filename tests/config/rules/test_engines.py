@@ -1,4 +1,4 @@
-"""Options that an engine does not have are refused, with the reason and what to use instead."""
+"""Options that an engine does not have are refused with the reason and a remedy."""
 
 import pytest
 from helpers.engines import tiny
@@ -23,7 +23,7 @@ def refusal(**values):
 
 
 @pytest.mark.parametrize(
-    ("values", "key", "says"),
+    ("values", "key", "expected"),
     [
         (CIRCULAR | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
         (CIRCULAR | {"pipeline.skip_idle": "true"}, "pipeline.skip_idle", "lockstep_1f1b"),
@@ -131,10 +131,10 @@ def refusal(**values):
     ],
     ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
 )
-def test_refused(values, key, says):
+def test_option_without_meaning_is_refused(values, key, expected):
     problems = refusal(**values)
     assert list(problems) == [key]
-    assert says in problems[key]
+    assert expected in problems[key]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_refused(values, key, says):
     ],
     ids=["save_qkv_proj", "custom", "no remat", "mpmd"],
 )
-def test_split_backwards_go_with(values):
+def test_split_backward_with_saved_products_is_accepted(values):
     assert tiny(**values).pipeline.engine in ("scheduled", "mpmd")
 
 
-def test_gathers_of_the_mpmd_engine_are_refused_beside_wrong_repeats():
+def test_fsdp_gather_on_mpmd_is_refused_next_to_wrong_repeats():
     wrong = MPMD | {"pipeline.fsdp_gather": "once", "pipeline.num_repeats": 3}
     assert list(refusal(**wrong)) == ["pipeline.num_repeats", "pipeline.fsdp_gather"]
 
@@ -159,40 +159,40 @@ def test_gathers_of_the_mpmd_engine_are_refused_beside_wrong_repeats():
 # What MaxText 0.2.5 accepts and then builds another model from, or fails on while tracing.
 
 
-@pytest.mark.parametrize("asked", [12, 9])
-def test_more_layers_in_the_pipeline_than_in_the_model_are_refused(asked):
+@pytest.mark.parametrize("layers", [12, 9])
+def test_parallel_layers_more_than_the_model_are_refused(layers):
     assert (
         "nearest legal: 8"
-        in refusal(**CIRCULAR | {"pipeline.parallel_layers": asked})["pipeline.parallel_layers"]
+        in refusal(**CIRCULAR | {"pipeline.parallel_layers": layers})["pipeline.parallel_layers"]
     )
 
 
-@pytest.mark.parametrize("asked", [0, -2])
-def test_a_pipeline_without_layers_is_refused(asked):
-    message = refusal(**CIRCULAR | {"pipeline.parallel_layers": asked})["pipeline.parallel_layers"]
+@pytest.mark.parametrize("layers", [0, -2])
+def test_parallel_layers_below_one_are_refused(layers):
+    message = refusal(**CIRCULAR | {"pipeline.parallel_layers": layers})["pipeline.parallel_layers"]
     assert "at least 1, or -1" in message
 
 
-def test_layers_that_do_not_divide_are_refused_with_how_many_could_run_outside():
+def test_layers_indivisible_propose_layers_outside():
     message = refusal(**CIRCULAR | {"model.num_layers": 7})["model.num_layers"]
     assert "model.num_layers=6 or 8" in message
     assert "pipeline.parallel_layers=6 (the others run outside the pipeline)" in message
 
 
-def test_layers_in_the_pipeline_must_divide_too():
+def test_parallel_layers_indivisible_are_refused():
     message = refusal(**CIRCULAR | {"pipeline.parallel_layers": 5})["pipeline.parallel_layers"]
     assert "pipeline.parallel_layers=5 does not divide" in message
     assert "pipeline.parallel_layers=4 or 6" in message
 
 
-def test_two_gather_modes_at_once_are_refused():
+def test_fsdp_gather_two_modes_are_refused():
     message = refusal(**CIRCULAR | {"pipeline.fsdp_gather": "once,per_repeat"})[
         "pipeline.fsdp_gather"
     ]
     assert "is not one of per_iteration, per_repeat, once" in message
 
 
-def test_an_eval_batch_that_does_not_divide_is_refused():
+def test_eval_batch_indivisible_is_refused():
     values = {
         "mesh.ici.fsdp": 4,
         "eval.every": 1,
@@ -202,14 +202,14 @@ def test_an_eval_batch_that_does_not_divide_is_refused():
     assert "nearest legal: 4 or 8" in refusal(**CIRCULAR | values)["eval.global_batch_size"]
 
 
-def test_expert_parallelism_without_experts_is_refused():
+def test_expert_axis_is_refused():
     assert "must be 1" in refusal(**CIRCULAR | {"mesh.ici.expert": 2})["mesh.ici.expert"]
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "delayed", "said"), [(2, False, True), (4, False, False), (4, True, True)]
+    ("microbatches", "delayed", "expected"), [(2, False, True), (4, False, False), (4, True, True)]
 )
-def test_a_third_gathered_repeat_is_said(microbatches, delayed, said):
+def test_notes_name_a_third_gathered_repeat(microbatches, delayed, expected):
     config = tiny(
         **CIRCULAR
         | {
@@ -218,10 +218,10 @@ def test_a_third_gathered_repeat_is_said(microbatches, delayed, said):
             "pipeline.delay_activation_forwarding": delayed,
         }
     )
-    assert any("three gathered repeats" in line for line in notes(config)) == said
+    assert any("three gathered repeats" in line for line in notes(config)) == expected
 
 
-@pytest.mark.parametrize(("asked", "said"), [(4, True), (-1, False)])
-def test_layers_outside_the_pipeline_are_said(asked, said):
-    lines = notes(tiny(**CIRCULAR | {"pipeline.parallel_layers": asked}))
-    assert any("4 of 8 layers run after the pipeline" in line for line in lines) == said
+@pytest.mark.parametrize(("layers", "expected"), [(4, True), (-1, False)])
+def test_notes_name_layers_outside_the_pipeline(layers, expected):
+    lines = notes(tiny(**CIRCULAR | {"pipeline.parallel_layers": layers}))
+    assert any("4 of 8 layers run after the pipeline" in line for line in lines) == expected

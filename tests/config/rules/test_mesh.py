@@ -1,4 +1,4 @@
-"""Meshes against devices; the proposals in the errors must themselves be legal."""
+"""Meshes are fitted to the devices; the meshes that errors propose are legal."""
 
 import re
 
@@ -16,12 +16,12 @@ from maxpipe.config import ConfigError, load, replace, resolve
         (("mesh.ici.data=-1",), 4, {"data": 1}),
     ],
 )
-def test_one_axis_takes_the_devices_that_are_left(resolved, words, devices, axes):
+def test_unknown_axis_takes_the_devices_left(resolved, words, devices, axes):
     config = resolved(*words, devices=devices)
     assert {axis: getattr(config.mesh.ici, axis) for axis in axes} == axes
 
 
-def test_slices_fill_the_dcn_axes(resolved):
+def test_unknown_dcn_axis_takes_the_slices(resolved):
     config = resolved("mesh.dcn.data=-1", devices=8, slices=2)
     assert (config.mesh.dcn.data, config.mesh.ici.stage, config.mesh.ici.fsdp) == (2, 2, 2)
     assert resolved("mesh.dcn.data=-1").mesh.dcn.data == 1
@@ -44,12 +44,10 @@ def test_slices_fill_the_dcn_axes(resolved):
         (("mesh.dcn.data=2",), 16, 2, "mesh.ici", "makes 4, but there are 8 devices per slice;"),
     ],
 )
-def test_a_mesh_that_does_not_fit_prints_both_numbers(
-    problems, words, devices, slices, key, numbers
-):
-    found = problems(*words, devices=devices, slices=slices)
-    assert list(found) == [key]
-    assert numbers in found[key]
+def test_mesh_that_does_not_fit_gives_both_numbers(problems, words, devices, slices, key, numbers):
+    refusals = problems(*words, devices=devices, slices=slices)
+    assert list(refusals) == [key]
+    assert numbers in refusals[key]
 
 
 @pytest.mark.parametrize(
@@ -67,39 +65,39 @@ def test_a_mesh_that_does_not_fit_prints_both_numbers(
         ((), 16, 4),
     ],
 )
-def test_the_meshes_proposed_fit(problems, words, devices, slices):
+def test_proposed_meshes_fit(problems, words, devices, slices):
     words = (*words, "model.num_layers=24", "data.global_batch_size=192")
-    found = problems(*words, devices=devices, slices=slices)
-    proposals = re.sub(r"\(.*\)", "", found[next(iter(found))].partition("these fit: ")[2]).split(
-        ";"
-    )
+    refusals = problems(*words, devices=devices, slices=slices)
+    proposals = re.sub(
+        r"\(.*\)", "", refusals[next(iter(refusals))].partition("these fit: ")[2]
+    ).split(";")
     assert 1 <= len(proposals) <= 3
     assert len(proposals) == 3 or devices < 3
     for proposal in proposals:
         assert problems(*words, *proposal.split(), devices=devices, slices=slices) == {}, proposal
 
 
-def test_the_nearest_mesh_comes_first(problems):
+def test_proposed_meshes_start_with_the_nearest(problems):
     message = problems(devices=8)["mesh.ici"]
     assert (
-        "these fit: mesh.ici.stage=2 mesh.ici.fsdp=4; mesh.ici.data=2 mesh.ici.stage=2 mesh.ici.fsdp=2"
-        in message
+        "these fit: mesh.ici.stage=2 mesh.ici.fsdp=4; "
+        "mesh.ici.data=2 mesh.ici.stage=2 mesh.ici.fsdp=2" in message
     )
 
 
-def test_axes_that_are_not_proposed_keep_what_they_were_given(problems):
+def test_proposed_meshes_keep_other_axes(problems):
     message = problems("mesh.ici.context=2", "mesh.ici.fsdp=4", devices=8)["mesh.ici"]
     proposals = message.partition("these fit: ")[2].split(";")
     assert len(proposals) == 3
     assert all("mesh.ici.context=2" in proposal for proposal in proposals)
 
 
-def test_two_unknown_axes(problems):
-    found = problems("mesh.ici.stage=-1", "mesh.ici.fsdp=-1")
-    assert found == {"mesh.ici.fsdp": "only one axis may be -1, not stage and fsdp"}
+def test_two_unknown_axes_are_refused(problems):
+    refusals = problems("mesh.ici.stage=-1", "mesh.ici.fsdp=-1")
+    assert refusals == {"mesh.ici.fsdp": "only one axis may be -1, not stage and fsdp"}
 
 
-def test_mesh_and_other_problems_come_together(base):
+def test_mesh_and_other_problems_are_raised_together(base):
     config = replace(load(base).config, **{"optimizer.warmup_steps": 200})
     with pytest.raises(ConfigError) as caught:
         resolve(config, 3)

@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.shard_bytes import shard_bytes
 
 from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
-from maxpipe.compiling.step import shard_bytes
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 ROWS = 16

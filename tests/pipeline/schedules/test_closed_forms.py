@@ -73,18 +73,18 @@ def test_lockstep_zb_has_its_published_time_and_memory(S, V, groups, delay, slac
     assert run.peak_in_flight.tolist() == slots.residuals.peak.tolist() == expected
     stash = [min(M * V, delay * s + 1) for s in range(S)]
     assert run.peak_stash.tolist() == slots.stash.peak.tolist() == stash
-    whole = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
-    assert slots.residuals.size == activation_slots(whole).residuals.size
+    full = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
+    assert slots.residuals.size == activation_slots(full).residuals.size
 
 
 @pytest.mark.parametrize(("S", "V"), grid((2, 3, 4, 8), (1, 2, 3)))
 def test_lockstep_zb_with_any_number_of_microbatches_saves_time(S, V):
     for M, delay in grid(range(1, 3 * S), (1, 2)):
-        split, whole = (
+        split, full = (
             simulate(load_schedule(name, S, M, V, forwarding_delay=delay), Costs(1, 2, 1, 1))
             for name in ("lockstep_zb", "lockstep_1f1b")
         )
-        assert split.makespan == pytest.approx(whole.makespan - delay * (S - 1))
+        assert split.makespan == pytest.approx(full.makespan - delay * (S - 1))
 
 
 @pytest.mark.parametrize(("S", "V", "M"), grid((2, 3, 4, 8), REPEATS, (9, 14, 17, 30)))
@@ -139,19 +139,19 @@ def test_interleaved_1f1b_has_its_published_time_and_memory(S, V, groups):
 SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1), (3, 1, 2)]
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid(STAGES, (0, 1, 7)))
 @pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
-def test_zb_h1_has_its_published_time_and_memory(S, rest, F, I, W):
-    M = S + rest
+def test_zb_h1_has_its_published_time_and_memory(S, extra, F, I, W):
+    M = S + extra
     run = simulate(load_schedule("zb_h1", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - W))
     assert run.peak_in_flight.tolist() == [S] * S
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid(STAGES, (0, 1, 7)))
 @pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
-def test_zb_h2_has_its_published_time_and_memory(S, rest, F, I, W):
-    M = 2 * S - 1 + rest
+def test_zb_h2_has_its_published_time_and_memory(S, extra, F, I, W):
+    M = 2 * S - 1 + extra
     run = simulate(load_schedule("zb_h2", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - 2 * W))
     assert run.peak_in_flight.tolist() == [2 * S - 1] * S
@@ -160,34 +160,34 @@ def test_zb_h2_has_its_published_time_and_memory(S, rest, F, I, W):
 V_STAGES = (1, 2, 3, 4, 5, 6, 8, 16)
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (-1, 0, 1, 7)))
-def test_zb_v_has_its_published_time_and_memory(S, rest):
-    run = simulate(load_schedule("zb_v", S, max(2 * S + rest, 2), 2), Costs(1, 2, 1, 1))
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (-1, 0, 1, 7)))
+def test_zb_v_has_its_published_time_and_memory(S, extra):
+    run = simulate(load_schedule("zb_v", S, max(2 * S + extra, 2), 2), Costs(1, 2, 1, 1))
     assert run.bubble == 0
     assert run.peak_in_flight.tolist() == [2 * S] * S
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (0, 1, 7)))
-def test_v_half_has_its_published_time_and_memory(S, rest):
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (0, 1, 7)))
+def test_v_half_has_its_published_time_and_memory(S, extra):
     """1F1B has 2S chunks in flight and a bubble of 6(S-1) chunk times: half of both, nearly."""
-    run = simulate(load_schedule("v_half", S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+    run = simulate(load_schedule("v_half", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
     assert run.bubble <= 3 * (S - 1)
     assert run.peak_in_flight.max() == S + (1 if S % 2 else 2)
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES[1:], (0, 1, 7)))
-def test_v_min_has_its_published_time_and_memory(S, rest):
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES[1:], (0, 1, 7)))
+def test_v_min_has_its_published_time_and_memory(S, extra):
     """1F1B has 2S chunks and a bubble of 6(S-1) chunk times: a third and two thirds, nearly."""
-    run = simulate(load_schedule("v_min", S, 2 * S + rest, 2), Costs(1, 2, 1, 1))
+    run = simulate(load_schedule("v_min", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
     assert run.bubble == 4 * (S - 1) + (1 if S % 3 == 0 else -1)
     assert run.peak_in_flight.max() == 2 * math.ceil((S + 2) / 3)
 
 
-@pytest.mark.parametrize(("S", "rest"), grid(V_STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (0, 1, 7)))
 @pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5)])
-def test_dualpipe_v_has_its_published_time_and_memory(S, rest, F, I, W):
+def test_dualpipe_v_has_its_published_time_and_memory(S, extra, F, I, W):
     B = I + W
-    run = simulate(load_schedule("dualpipe_v", S, 2 * S + rest, 2), Costs(F, B, I, W))
+    run = simulate(load_schedule("dualpipe_v", S, 2 * S + extra, 2), Costs(F, B, I, W))
     assert run.bubble <= (S - 1) * (F + 2 * B - 3 * W) + 1e-9
     assert run.peak_in_flight.tolist() == [2 * S + 1] * S
 

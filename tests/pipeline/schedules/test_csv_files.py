@@ -14,14 +14,17 @@ def sizes(table):
 
 
 def same_cells(a, b):
-    """Equal but for idle columns at the end: with few units a file may be read as either form."""
+    """Return whether the cells are equal, apart from idle columns at the end.
+
+    With few units a file may be read as lockstep or as free-running.
+    """
     rows = [[line.rstrip(",") for line in to_csv(table).splitlines()] for table in (a, b)]
     return rows[0] == rows[1]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return tmp_path_factory.mktemp("schedules") / "mine.csv"
+    return tmp_path_factory.mktemp("schedules") / "schedule.csv"
 
 
 def read(path, text, S, M, V=1, **options):

@@ -1,36 +1,52 @@
-"""The loop state of the circular pipeline: what stands between the stages, and the buffer that feeds and empties them.
+"""Hold the loop state of the circular pipeline: activations between the stages, and the conveyor.
 
-In iteration t stage s works on unit n = t - d * s, that is microbatch n % M of repeat n // M
-(breadth-first looping, Narayanan et al. 2021); M * V + d * (S - 1) iterations in all, d = 2 with
-delayed forwarding.
+In iteration t stage s works on unit n = t - d s, which is microbatch n % M in repeat n // M
+(breadth-first looping, Narayanan et al. 2021, section 2.2). There are M V + d (S-1) iterations; d
+is 2 with delayed forwarding and 1 without.
 
-Letters: S stages, V repeats, M microbatches, K = M / S, B sequences of a microbatch, T sequence, D
-embed. `x_SBTD` has one microbatch's activations for every stage.
+Inputs, activations between two repeats, and outputs share one buffer of exactly M microbatches, the
+conveyor, [S, K, B, T, D] with K = M / S slots per stage. Iteration t turns slot t % K: every cell
+of the slot moves one stage down, from stage s to s - 1, and from stage 0 to S - 1. So a cell
+reaches stage 0 once in S K = M iterations, and microbatch m owns the cell that stage 0 reads in the
+iterations t = m modulo M. An input is read from it in its turn; an output is stored in it before
+its next turn.
 
-Inputs, activations that wait for their next repeat, and outputs share one buffer `io_SKBTD` of
-exactly M microbatches. It is a conveyor: in iteration t slot t % K moves one stage towards stage 0,
-and what stage 0 held goes to the end. A cell is thus read by stage 0 once in M iterations, and
-microbatch m always owns the cell whose turn comes at t = m modulo M: an input is read in its turn,
-an output written ahead of its next turn.
+Example: S=2, V=2, M=4, d=1, so K=2, in 9 iterations. `m.c` is microbatch m after c of its S V = 4
+chunks. Shown are what the stages work on, and the conveyor before the iteration: for each slot the
+cells of stages 0 and 1, in [brackets] where the slot turns.
+
+    t  stage 0  stage 1    slot 0     slot 1
+    0    0.0       -     [0.0  2.0]  1.0  3.0
+    1    1.0      0.1     2.0  0.0  [1.0  3.0]
+    2    2.0      1.1    [2.0  0.2]  3.0  1.0
+    3    3.0      2.1     0.2  2.0  [3.0  1.2]
+    4    0.2      3.1    [0.2  2.2]  1.2  3.0
+    5    1.2      0.3     2.2  0.2  [1.2  3.2]
+    6    2.2      1.3    [2.2  0.4]  3.2  1.2
+    7    3.2      2.3     0.4  2.2  [3.2  1.4]
+    8     -       3.3    [0.4  2.4]  1.4  3.2
+    9     -        -      2.4  0.4  [1.4  3.4]
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Constrain = Callable[[jax.Array], jax.Array]
+Iteration: TypeAlias = jax.Array | int  # t; an array inside a loop
 
 
 class State(NamedTuple):
     """What an iteration hands to the next.
 
     Attributes:
-      io: the conveyor [S, K, B, T, D].
-      shift: what each stage's neighbour sent it [S, B, T, D].
-      pending: with delayed forwarding, outputs of the last iteration [S, B, T, D]; else None.
+      io: the conveyor, [S, K, B, T, D].
+      shift: what each stage has received from the previous one, [S, B, T, D].
+      pending: with delayed forwarding the outputs of the last iteration, [S, B, T, D]; else None.
       aux: auxiliary loss so far, float32 scalar.
     """
 
@@ -40,110 +56,153 @@ class State(NamedTuple):
     aux: jax.Array
 
 
+@dataclass(frozen=True)
 class Conveyor:
-    """Index arithmetic, and the parts of an iteration around the stages' work, which are linear in the activations.
+    """Index arithmetic, and all of an iteration except the stages' work. Linear in the activations.
 
-    Args:
-      S, V, M, d: stages, repeats, microbatches (a multiple of S, at least d * S), forwarding delay.
+    Attributes:
+      num_stages, num_repeats, num_microbatches: S, V, M; M is a multiple of S and at least d S.
+      delay: d, iterations from a stage's start on a unit to the next stage's.
       constrain: lays [S, B, T, D] out over the mesh.
-      bubble_fill: if given, what idle stages produce; tests fill bubbles with NaN to prove that
-        nothing reads them.
+      bubble_fill: replaces the output of idle stages; tests pass NaN to prove that nothing
+        reads it.
     """
 
-    def __init__(
-        self,
-        S: int,
-        V: int,
-        M: int,
-        d: int,
-        constrain: Constrain = lambda x: x,
-        bubble_fill: float | None = None,
-    ):
-        assert M % S == 0, (S, M)
-        assert d * S <= M, (S, M, d)
-        self.num_stages, self.num_repeats, self.num_microbatches, self.delay = S, V, M, d
-        self.num_iterations = M * V + d * (S - 1)
-        self.fill_iterations = d * (S - 1)
-        self._constrain = constrain
-        self._bubble_fill = bubble_fill
-        self._slots = M // S
-        self._first_output = d * (S - 1) + (
-            d - 1
-        )  # the advance that brings the last stage's first output
-        self._last_output = self._first_output + M * V - 1
-        # An output written in iteration t has its next turn in iteration t + wait.
-        self._wait = M - self._first_output
-        self._stage_written = (self._wait - 1) // self._slots
+    num_stages: int
+    num_repeats: int
+    num_microbatches: int
+    delay: int
+    constrain: Constrain = lambda x: x
+    bubble_fill: float | None = None
+
+    def __post_init__(self) -> None:
+        assert self.num_microbatches % self.num_stages == 0, self
+        assert self.delay * self.num_stages <= self.num_microbatches, self
+
+    @property
+    def num_slots(self) -> int:
+        """K."""
+        return self.num_microbatches // self.num_stages
+
+    @property
+    def num_units(self) -> int:
+        """Return M V, the units of each stage."""
+        return self.num_microbatches * self.num_repeats
+
+    @property
+    def fill_iterations(self) -> int:
+        """Return d (S-1), the iterations before the last stage starts."""
+        return self.delay * (self.num_stages - 1)
+
+    @property
+    def num_iterations(self) -> int:
+        return self.num_units + self.fill_iterations
 
     @property
     def start(self) -> np.ndarray:
-        """[S, K]: the microbatch in each cell before iteration 0."""
-        return np.arange(self.num_microbatches).reshape(self.num_stages, self._slots)
+        """Return the microbatch in each cell before iteration 0, int [S, K]."""
+        # The cell of stage s in slot k is read in iteration s K + k.
+        return np.arange(self.num_microbatches).reshape(self.num_stages, self.num_slots)
 
     @property
     def end(self) -> np.ndarray:
-        """[S, K]: the microbatch in each cell after the last advance."""
-        t = max(self.num_iterations, self._last_output + 1)
-        slot = np.arange(self._slots)
-        turn = t + (slot - t) % self._slots + np.arange(self.num_stages)[:, None] * self._slots
-        return turn % self.num_microbatches
+        """Return the microbatch in each cell after the last call of `advance`, int [S, K]."""
+        t = self._first_output + self.num_units  # the iteration that would come next
+        slots = np.arange(self.num_slots)  # [K]
+        stages = np.arange(self.num_stages)[:, None]  # [S, 1]
+        # Slot k turns next in iteration t + (k - t) % K, when stage 0 reads its own cell; the cell
+        # of stage s is read s more turns of the slot later, and one turn takes K iterations.
+        next_read = t + (slots - t) % self.num_slots + stages * self.num_slots
+        return next_read % self.num_microbatches
 
-    def units(self, t: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What each stage does in iteration t: (active bool, microbatch int32, repeat int32), each [S]."""
+    def units(self, t: Iteration) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return each stage's unit of iteration t, [S] each: (is active, microbatch, repeat)."""
         unit = t - self.delay * jnp.arange(self.num_stages)
-        active = (unit >= 0) & (unit < self.num_microbatches * self.num_repeats)
+        is_active = (unit >= 0) & (unit < self.num_units)
         repeat = jnp.clip(unit // self.num_microbatches, 0, self.num_repeats - 1)
-        return active, unit % self.num_microbatches, repeat
+        return is_active, unit % self.num_microbatches, repeat
 
     def first_state(self, io: jax.Array) -> State:
-        """The state before iteration 0."""
-        nothing = jnp.zeros_like(io[:, 0])
-        return State(io, nothing, nothing if self.delay == 2 else None, jnp.zeros(()))
+        """Return the state before iteration 0, with the inputs in `io` as `start` says."""
+        zeros = jnp.zeros_like(io[:, 0])  # [S, B, T, D]
+        return State(io, zeros, zeros if self.delay == 2 else None, jnp.zeros(()))
 
-    def take(self, state: State, t: Any) -> jax.Array:
-        """What the stages work on in iteration t, [S, B, T, D]."""
-        first = (jnp.arange(self.num_stages) == 0)[:, None, None, None]
-        x = jnp.where(first, self.read(state.io, t), state.shift)
-        # Idle stages work on zeros: whatever a bubble holds, 0 * NaN must not reach a gradient.
-        return self._constrain(jnp.where(self._active(t), x, 0))
+    def stage_inputs(self, state: State, t: Iteration) -> jax.Array:
+        """Return what the stages work on in iteration t, [S, B, T, D]."""
+        # 1. Stage 0 reads the conveyor, every other stage what the previous one has sent.
+        is_first = (jnp.arange(self.num_stages) == 0)[:, None, None, None]  # [S, 1, 1, 1]
+        x = jnp.where(is_first, self.read(state.io, t), state.shift)
+        # 2. Idle stages work on zeros: whatever a bubble holds, 0 * NaN must not reach a gradient.
+        return self.constrain(jnp.where(self._is_active(t), x, 0))
 
-    def give(self, state: State, y: jax.Array, aux: jax.Array, t: Any) -> State:
-        """The state after iteration t, from the stages' outputs [S, B, T, D] and auxiliary losses [S]."""
-        if self._bubble_fill is not None:
-            y = jnp.where(self._active(t), y, self._bubble_fill)
-        y = self._constrain(y)
+    def next_state(self, state: State, y: jax.Array, aux: jax.Array, t: Iteration) -> State:
+        """Return the state after iteration t.
+
+        Args:
+          state: before the iteration.
+          y: the stages' outputs, [S, B, T, D].
+          aux: their auxiliary losses, [S].
+          t: the iteration.
+        """
+        if self.bubble_fill is not None:
+            y = jnp.where(self._is_active(t), y, self.bubble_fill)
+        y = self.constrain(y)
+        # 1. Delayed forwarding sends what was computed an iteration ago, so that the transfer
+        # overlaps with this iteration's computation.
         leaving = y if state.pending is None else state.pending
+        # 2. The last stage's output returns to the conveyor, all others go to the next stage.
         io = self.advance(state.io, leaving, t)
-        shift = self._constrain(jnp.roll(leaving, 1, axis=0))
+        shift = self.constrain(jnp.roll(leaving, 1, axis=0))
+        # 3. Idle stages have no loss.
         total = state.aux + jnp.sum(jnp.where(self.units(t)[0], aux, 0))
         return State(io, shift, None if state.pending is None else y, total)
 
     def outputs(self, state: State) -> jax.Array:
-        """The conveyor after the last iteration; `end` says which microbatch is where."""
-        return (
-            state.io
-            if state.pending is None
-            else self.advance(state.io, state.pending, self.num_iterations)
+        """Return the conveyor after the last iteration; `end` says which microbatch is where."""
+        if state.pending is None:
+            return state.io
+        return self.advance(state.io, state.pending, self.num_iterations)
+
+    def read(self, io: jax.Array, t: Iteration) -> jax.Array:
+        """Return the slot of iteration t, [S, B, T, D]; stage 0's entry is its input."""
+        return jax.lax.dynamic_index_in_dim(io, t % self.num_slots, axis=1, keepdims=False)
+
+    def advance(self, io: jax.Array, y: jax.Array, t: Iteration) -> jax.Array:
+        """Turn the slot of iteration t and store the last stage's output.
+
+        Args:
+          io: the conveyor, [S, K, B, T, D].
+          y: what leaves the stages, [S, B, T, D]; y[S-1] is stored in its microbatch's cell.
+          t: the iteration.
+        """
+        # 1. Turn the slot: every cell moves one stage down.
+        turned = jnp.roll(self.read(io, t), -1, axis=0)  # [S, B, T, D]
+        io = jax.lax.dynamic_update_index_in_dim(io, turned, t % self.num_slots, axis=1)
+        # 2. Find the cell of the output: the one that stage 0 reads in iteration next_read. It is
+        # in slot next_read % K. Cells at stage 0 are read 1 ... K iterations from now, cells at
+        # stage 1 K + 1 ... 2K iterations from now, and so on: the wait says the stage.
+        next_read = t + self._output_wait
+        target = (self._output_wait - 1) // self.num_slots
+        # 3. Bring y[S-1] to that stage and store it there, while the last stage has outputs.
+        arrived = jnp.roll(y, target + 1 - self.num_stages, axis=0)  # [S, B, T, D]
+        last_output = self._first_output + self.num_units - 1
+        is_target = (  # [S]
+            (jnp.arange(self.num_stages) == target) & (t >= self._first_output) & (t <= last_output)
         )
+        cells = jnp.where(is_target[:, None, None, None], arrived, self.read(io, next_read))
+        return jax.lax.dynamic_update_index_in_dim(io, cells, next_read % self.num_slots, axis=1)
 
-    def read(self, io: jax.Array, t: Any) -> jax.Array:
-        """Slot of iteration t, [S, B, T, D]; stage 0's entry is its input."""
-        return jax.lax.dynamic_index_in_dim(io, t % self._slots, axis=1, keepdims=False)
+    @property
+    def _first_output(self) -> int:
+        """Iteration whose `advance` stores the last stage's first output."""
+        return self.fill_iterations + (self.delay - 1)
 
-    def advance(self, io: jax.Array, y: jax.Array, t: Any) -> jax.Array:
-        """Moves the slot of iteration t one stage on and stores the last stage's output y[S-1] in its cell."""
-        moved = jnp.roll(self.read(io, t), -1, axis=0)
-        io = jax.lax.dynamic_update_index_in_dim(io, moved, t % self._slots, axis=1)
-        turn = t + self._wait
-        target = self._stage_written
-        arrived = jnp.roll(y, target + 1 - self.num_stages, axis=0)
-        is_target = (
-            (jnp.arange(self.num_stages) == target)
-            & (t >= self._first_output)
-            & (t <= self._last_output)
-        )
-        cell = jnp.where(is_target[:, None, None, None], arrived, self.read(io, turn))
-        return jax.lax.dynamic_update_index_in_dim(io, cell, turn % self._slots, axis=1)
+    @property
+    def _output_wait(self) -> int:
+        """Iterations from storing an output to reading it; at least 1, since d S <= M."""
+        # Unit n is stored in iteration n + first_output; stage 0 reads that cell for unit n + M.
+        return self.num_microbatches - self._first_output
 
-    def _active(self, t: Any) -> jax.Array:
+    def _is_active(self, t: Iteration) -> jax.Array:
+        """Whether each stage works in iteration t, bool [S, 1, 1, 1]."""
         return self.units(t)[0][:, None, None, None]

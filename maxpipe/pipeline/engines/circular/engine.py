@@ -1,17 +1,18 @@
-"""The circular engine: one shift register (see `conveyor`), auto-sharded `vmap` over stages, a loop over iterations.
+"""The circular engine: a shift register over stages, as `vmap` in a loop over iterations.
 
-The design is MaxText's circular pipeline; with V = 1 it is GPipe. Autodiff of the loop does the
-backward, unless weights are gathered less often than in every iteration (see `repeat_gather`).
-
-Letters: S stages, V repeats, L layers per stage, M microbatches, K = M / S, B sequences of a
-microbatch, T sequence, D embed. `x_SBTD` has one microbatch's activations for every stage.
+In every iteration all stages compute, each on another microbatch, and hand their outputs to the
+next stage (see `conveyor`). The program is written for all stages at once, [S, ...], and XLA's
+partitioner splits it. The design is MaxText's circular pipeline; with V = 1 it is GPipe (Huang et
+al. 2019). Autodiff of the loop does the backward, unless weights are gathered less often than in
+every iteration (see `repeat_gather`). Letters: see `maxpipe.pipeline`.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import RematPolicy
@@ -19,73 +20,84 @@ from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
-from maxpipe.pipeline.engines.circular.conveyor import Conveyor, State
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
+from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, State
+from maxpipe.pipeline.engines.circular.iterations import BatchSpecs, Iterations, StageInputs
 from maxpipe.pipeline.engines.circular.outside import OutsideLayers
-from maxpipe.pipeline.engines.circular.repeat_gather import RepeatGather, Sharding
+from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
 from maxpipe.pipeline.remat import Remat, checkpoint
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import KEY, only, without
 
+# Logical axes of the conveyor [S, K, B, T, D] and of one slot of it [S, B, T, D].
 CELLS = ("activation_stage", None, "activation_batch", "activation_length", None)
 ACTIVATION = ("activation_stage", "activation_batch", "activation_length", None)
 
 
-class CircularEngine:
-    """See `contract.Pipeline`.
+class CircularEngine(SpmdEngine):
+    """Pipeline in breadth-first order with any number of stages; see `engines.base.Engine`.
 
     Args:
-      parts: program, rules, configuration, layout.
-      bubble_fill: if given, what idle stages produce; tests fill bubbles with NaN to prove that
-        nothing reads them.
+      inputs: program, rules, configuration and layout.
+      bubble_fill: replaces the output of idle stages; tests pass NaN to prove that nothing
+        reads it.
+
+    Raises:
+      ConfigError: weights are gathered per repeat or once, and the axis rules do not split rows
+        over all row axes.
     """
 
     layer_axes = ("repeat", "stage", "layers_per_stage")
 
-    def __init__(self, parts: EngineInputs, *, bubble_fill: float | None = None):
-        self._program = parts.program
-        self._rules = parts.rules
-        self._config = parts.config
-        self._layout = parts.layout
-        self._context = parts.context
-        self._bubble_fill = bubble_fill
-        self.to_canonical = parts.layout.to_canonical
-        self.from_canonical = parts.layout.from_canonical
-        self.weights = Weights(
-            parts.rules, parts.program.specs, self.layer_axes, parts.layout.shape
+    def __init__(self, inputs: EngineInputs, *, bubble_fill: float | None = None):
+        program, rules, config, layout = (
+            inputs.program,
+            inputs.rules,
+            inputs.config,
+            inputs.layout,
         )
-        self._gathers_in_iteration = parts.config.fsdp_gather == "per_iteration"
+        self._program = program
+        self._rules = rules
+        self._config = config
+        self._layout = layout
+        self._context = inputs.context
+        self._bubble_fill = bubble_fill
+        self.weights = Weights(rules, program.specs, self.layer_axes, layout.shape)
+        self._gathers_in_iteration = config.fsdp_gather == "per_iteration"
         if not self._gathers_in_iteration:
             self._check_rows()
-        self._remat = Remat(parts.config)
-        layer_fn = layer_function(parts.program, self._prepare, padded=not parts.layout.is_even)
-        self._layer_fn = self._remat.layer(layer_fn, is_only=parts.layout.layers_per_stage == 1)
-        self._outside = OutsideLayers(
-            parts.program, parts.rules, parts.config, parts.layout, self.weights
-        )
-        self._delay = 2 if parts.config.delay_activation_forwarding else 1
+        self._remat = Remat(config)
+        layer_fn = layer_function(program, self._prepare_layer, padded=not layout.is_even)
+        self._layer_fn = self._remat.layer(layer_fn, is_only=layout.layers_per_stage == 1)
+        self._outside = OutsideLayers(program, rules, config, layout, self.weights)
+        self._delay = 2 if config.delay_activation_forwarding else 1
 
     def _check_rows(self) -> None:
-        """Gradients that are added up on each device must be of rows that no other device has."""
+        """Refuse rules that give the same rows to two devices, whose gradients would be summed."""
         mesh_axes = self._rules.spec(("activation_batch",))[0] or ()
-        given = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes)
-        wanted = [axis for axis in ROW_AXES if self._rules.mesh.shape[axis] > 1]
-        if given != set(wanted):
-            text = f"pipeline.fsdp_gather={self._config.fsdp_gather} needs rows over all of {', '.join(ROW_AXES)}"
-            raise ConfigError(
-                Problem(KEY, f"{text}; use [activation_batch, [{', '.join(ROW_AXES)}]]")
+        axes_of_rows = {mesh_axes} if isinstance(mesh_axes, str) else set(mesh_axes)
+        if axes_of_rows != {axis for axis in ROW_AXES if self._rules.mesh.shape[axis] > 1}:
+            names = ", ".join(ROW_AXES)
+            message = (
+                f"pipeline.fsdp_gather={self._config.fsdp_gather} needs rows over all of {names}; "
+                f"use [activation_batch, [{names}]]"
             )
+            raise ConfigError(Problem(KEY, message))
 
-    def _prepare(self, layer: Params) -> Params:
-        return (
-            self.weights.gather_layer(self._program.cast(layer))
-            if self._gathers_in_iteration
-            else layer
-        )
+    def _prepare_layer(self, layer: Params) -> Params:
+        if not self._gathers_in_iteration:
+            return layer  # gathered and cast already
+        return self.weights.gather_layer(self._program.cast(layer))
 
     def layer_index(self) -> np.ndarray:
         return self._layout.layer_index
+
+    def to_canonical(self, leaf: jax.Array) -> jax.Array:
+        return self._layout.to_canonical(leaf)
+
+    def from_canonical(self, leaf: jax.Array) -> jax.Array:
+        return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
@@ -94,14 +106,15 @@ class CircularEngine:
         return {"loss": value}, gradients
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-        """The loss of `loss_and_gradients`, differentiable."""
+        """Return the loss of `loss_and_gradients`, differentiable."""
         loss_sum, _, aux = self._forward(params, batch, key, self._config.num_microbatches)
         return loss_sum / microbatches.weight_sum(batch) + aux / batch["tokens"].shape[0]
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
-        shards, least = self._rules.size("activation_batch"), self._delay * self._layout.num_stages
+        shards = self._rules.size("activation_batch")
         fits = batch["tokens"].shape[0] % (shards * self._config.num_microbatches) == 0
-        num_microbatches = self._config.num_microbatches if fits else least
+        fewest = self._delay * self._layout.num_stages
+        num_microbatches = self._config.num_microbatches if fits else fewest
         weight = jnp.sum(batch["weights"])
         batch = microbatches.pad_rows(batch, shards * num_microbatches)
         _, cross_entropy, _ = self._forward(params, batch, None, num_microbatches)
@@ -110,26 +123,29 @@ class CircularEngine:
     def _forward(
         self, params: Params, batch: Batch, key: jax.Array | None, M: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(loss sum, cross-entropy sum, auxiliary loss sum) of a global batch in M microbatches."""
+        """Return the sums (loss, cross-entropy, auxiliary loss) of a batch in M microbatches."""
         S, V = self._layout.num_stages, self._layout.num_repeats
+        layers, outside_aux = params["layers"], jnp.zeros(())
+        # 1. Split the batch, [B, T] -> [M, B / M, T].
         micro = microbatches.split(microbatches.prepared(batch, self._context), M)
+        side = microbatches.side_inputs(micro)
+        # 2. Embed all microbatches: each stage those that start in its cells of the conveyor.
         outer = self.weights.gather_outer(
             self._program.cast({n: params[n] for n in ("embed", "head")})
         )
         conveyor = Conveyor(S, V, M, self._delay, self._constrain, self._bubble_fill)
-        tokens_SKBT = self._over_stages(micro["tokens"][conveyor.start])
-        io = self._over_stages(self._program.embed(outer, tokens_SKBT))
-        side = microbatches.side_inputs(micro)
-        layers, outside_aux = params["layers"], jnp.zeros(())
+        tokens_SKBT = self._constrain_cells(micro["tokens"][conveyor.start])
+        io = self._constrain_cells(self._program.embed(outer, tokens_SKBT))  # [S, K, B, T, D]
+        # 3. Layers before the pipeline, the pipeline, layers after it.
         if self._layout.num_outside and self._layout.outside_first:
             io, outside_aux = self._outside(layers, io, self._cells(side, conveyor.start), key)
         run = self._run if self._gathers_in_iteration else self._run_gathered
         io, aux = run(layers, io, side, key, conveyor)
         if self._layout.num_outside and not self._layout.outside_first:
             io, outside_aux = self._outside(layers, io, self._cells(side, conveyor.end), key)
-        targets, weights = (
-            self._over_stages(micro[n][conveyor.end]) for n in ("targets", "weights")
-        )
+        # 4. The head: each stage takes the microbatches that end in its cells.
+        targets = self._constrain_cells(micro["targets"][conveyor.end])  # [S, K, B, T]
+        weights = self._constrain_cells(micro["weights"][conveyor.end])
         loss, cross_entropy = self._head(outer, io, targets, weights)
         return loss, cross_entropy, aux + outside_aux
 
@@ -141,17 +157,28 @@ class CircularEngine:
         key: jax.Array | None,
         conveyor: Conveyor,
     ) -> tuple[jax.Array, jax.Array]:
-        """All iterations, each gathering its weights: (the conveyor with the outputs, auxiliary loss sum)."""
-        chosen = self._over_stages_fn(self._choose_and_apply, (1, 1, 0, 0, 0, None))
+        """Run all iterations, each of which gathers its weights.
+
+        Args:
+          layers: live layer parameters [V + E, S, L, ...].
+          io: the conveyor with the inputs, [S, K, B, T, D].
+          side: side inputs [M, B, ...].
+          key: key of the step or None.
+          conveyor: order of the units.
+
+        Returns:
+          (the conveyor with the outputs, auxiliary loss sum).
+        """
+        stages = self._over_stages(self._select_and_apply, (1, 1, 0, 0, 0, None))
         index = jnp.asarray(self._layout.layer_index)
 
-        def iterate(state: State, t: Any) -> tuple[State, None]:
+        def iterate(state: State, t: Iteration) -> tuple[State, None]:
             _, microbatch, repeat = conveyor.units(t)
-            x = conveyor.take(state, t)
-            y, aux = chosen(
-                layers, index, repeat, x, jax.tree.map(lambda a: a[microbatch], side), key
-            )
-            return conveyor.give(state, y, aux, t), None
+            x = conveyor.stage_inputs(state, t)
+            # [M, B, ...] -> [S, B, ...]
+            stage_side = jax.tree.map(lambda a: a[microbatch], side)
+            y, aux = stages(layers, index, repeat, x, stage_side, key)
+            return conveyor.next_state(state, y, aux, t), None
 
         state = conveyor.first_state(io)
         if self._config.scan_iterations:
@@ -169,50 +196,59 @@ class CircularEngine:
         key: jax.Array | None,
         conveyor: Conveyor,
     ) -> tuple[jax.Array, jax.Array]:
-        """All iterations on weights that are gathered once per repeat, or once."""
-        index = np.asarray(self._layout.layer_index)
-        over_stages = self._over_stages_fn(self._apply, (0, 0, 0, 0, None))
+        """Run all iterations, on weights that are gathered once per repeat, or once; see `_run`."""
+        layer_index = np.asarray(self._layout.layer_index)
+        over_stages = self._over_stages(self._apply, (0, 0, 0, 0, None))
 
-        def rest(t: Any, side: SideInputs, key_data: jax.Array | None) -> Any:
+        def inputs_of(t: Iteration, side: SideInputs, key_data: jax.Array | None) -> StageInputs:
             _, microbatch, repeat = conveyor.units(t)
             key = None if key_data is None else jax.random.wrap_key_data(key_data)
-            here = jnp.asarray(index)[repeat, jnp.arange(conveyor.num_stages)]
-            return here, jax.tree.map(lambda a: a[microbatch], side), key
+            # [V + E, S, L] -> [S, L]
+            index = jnp.asarray(layer_index)[repeat, jnp.arange(conveyor.num_stages)]
+            # [M, B, ...] -> [S, B, ...]
+            return StageInputs(index, jax.tree.map(lambda a: a[microbatch], side), key)
 
-        def stages(x: jax.Array, weights: Params, rest: Any) -> tuple[jax.Array, jax.Array]:
-            index, side, key = rest
-            return over_stages(weights, index, x, side, key)
+        def stages(
+            x: jax.Array, weights: Params, inputs: StageInputs
+        ) -> tuple[jax.Array, jax.Array]:
+            return over_stages(weights, inputs.layer_index, x, inputs.side, inputs.key)
 
-        gather = RepeatGather(
-            stages,
-            rest,
+        iterations = Iterations(
             conveyor,
+            stages,
+            inputs_of,
             map_specs(self._gather, self._program.specs["layers"]),
-            self._batch_shardings(side),
+            self._batch_specs(side),
             self._rules.mesh,
-            once=self._config.fsdp_gather == "once",
+            gather_once=self._config.fsdp_gather == "once",
             scan_iterations=self._config.scan_iterations,
             scan_repeats=self._config.scan_repeats,
         )
+        # A key is no array of numbers: it crosses the border of the manual program as its data.
         key_data = None if key is None else jax.random.key_data(key)
-        return gather.run(layers, io, side, key_data)
+        return run_iterations(iterations, layers, io, side, key_data)
 
     def _gather(self, spec: ParamSpec) -> Gather:
         at_rest = self._rules.spec(spec.axes, spec.shape)
         return Gather(without(at_rest, ("stage",)), spec.dtype, self._program.config.dtype)
 
-    def _batch_shardings(self, side: SideInputs) -> Sharding:
-        def batch_part(axes: Any, shape: Any = None) -> Any:
+    def _batch_specs(self, side: SideInputs) -> BatchSpecs:
+        def batch_part(
+            axes: Sequence[str | None], shape: Sequence[int] | None = None
+        ) -> PartitionSpec:
             return only(self._rules.spec(axes, shape), BATCH_AXES)
 
-        shape = self._layout.shape
-        specs = self._program.specs["layers"]
-        layers = map_specs(lambda s: batch_part(self.layer_axes + s.axes, shape + s.shape), specs)
-        axes = (None, "activation_batch", "activation_length")
-        sides = SideInputs(*(batch_part(axes[: x.ndim]) for x in side))
-        return Sharding(layers, batch_part((None, *axes)), sides)
+        def layer(spec: ParamSpec) -> PartitionSpec:
+            return batch_part(self.layer_axes + spec.axes, self._layout.shape + spec.shape)
 
-    def _choose_and_apply(
+        rows = (None, "activation_batch", "activation_length")  # of [M, B, T] or [M, B]
+        return BatchSpecs(
+            layers=map_specs(layer, self._program.specs["layers"]),
+            io=batch_part((None, *rows)),
+            side=jax.tree.map(lambda x: batch_part(rows[: x.ndim]), side),
+        )
+
+    def _select_and_apply(
         self,
         layers: Params,
         index: jax.Array,
@@ -221,9 +257,9 @@ class CircularEngine:
         side: SideInputs,
         key: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """One stage: `layers` [V, L, ...], index [V, L]; the rest as in `_apply`."""
-        # Chosen inside the rematerialised function, so that no iteration keeps a copy of its
-        # weights.
+        """Apply one stage's layers of a repeat, from [V, L, ...] layers; see `_apply`."""
+        # The selection is inside the rematerialised function, so that no iteration keeps a copy of
+        # its weights.
         chunk, index = jax.tree.map(
             lambda p: jax.lax.dynamic_index_in_dim(p, repeat, keepdims=False), (layers, index)
         )
@@ -232,13 +268,15 @@ class CircularEngine:
     def _apply(
         self, chunk: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """One stage: layers [L, ...], their index [L], activations [B, T, D] -> (activations, auxiliary loss)."""
+        """Apply one stage: layers [L, ...], index [L], x [B, T, D] -> (y, auxiliary loss)."""
         return apply_layers(
             self._layer_fn, chunk, index, x, side, key, scan=self._config.scan_layers_per_stage
         )
 
-    def _over_stages_fn(self, stage: Any, in_axes: tuple[int | None, ...]) -> Any:
-        """`stage`, rematerialised as configured, for all stages side by side."""
+    def _over_stages(
+        self, stage: Callable[..., tuple[jax.Array, jax.Array]], in_axes: tuple[int | None, ...]
+    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """Return `stage`, rematerialised as configured, for all stages at once."""
         return jax.vmap(
             self._remat.iteration(stage), in_axes=in_axes, spmd_axis_name=self._stage_axes()
         )
@@ -246,30 +284,37 @@ class CircularEngine:
     def _head(
         self, outer: Params, io: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """(loss sum, cross-entropy sum); each stage takes its share of the conveyor, one slot at a time."""
+        """Return (loss sum, cross-entropy sum), computed one slot of the conveyor at a time.
+
+        Each stage computes its own cells, [S, K, B, T(, D)]; logits of one slot exist at a time.
+        """
         head_loss = checkpoint(self._program.head_loss, RematPolicy())
 
-        def slot(total: Any, xs: Any) -> tuple[Any, None]:
-            x, targets, weights = xs
-            return jax.tree.map(
-                jnp.add, total, head_loss(outer, self._constrain(x), targets, weights)
-            ), None
+        def slot(
+            total: tuple[jax.Array, jax.Array], xs: tuple[jax.Array, ...]
+        ) -> tuple[tuple[jax.Array, jax.Array], None]:
+            x, targets, weights = xs  # [S, B, T(, D)]
+            losses = head_loss(outer, self._constrain(x), targets, weights)
+            return jax.tree.map(jnp.add, total, losses), None
 
+        # [S, K, B, T(, D)] -> [K, S, B, T(, D)]
         slots = tuple(jnp.swapaxes(a, 0, 1) for a in (io, targets, weights))
         return jax.lax.scan(slot, (jnp.zeros(()), jnp.zeros(())), slots)[0]
 
     def _constrain(self, x_SBTD: jax.Array) -> jax.Array:
+        """Lay one microbatch of every stage out over the mesh."""
         return self._rules.constrain(x_SBTD, ACTIVATION)
 
     def _cells(self, side: SideInputs, microbatch: np.ndarray) -> SideInputs:
-        """Side inputs [M, B, ...] as the conveyor has their microbatches, [S, K, B, ...]."""
+        """Arrange side inputs [M, B, ...] like the conveyor's cells, [S, K, B, ...]."""
         return SideInputs(
             *(self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1]) for a in side)
         )
 
-    def _over_stages(self, x: jax.Array) -> jax.Array:
-        """Lays [S, K, B, T, ...] out like the conveyor."""
+    def _constrain_cells(self, x: jax.Array) -> jax.Array:
+        """Lay [S, K, B, T, ...] out over the mesh like the conveyor."""
         return self._rules.constrain(x, CELLS[: x.ndim])
 
-    def _stage_axes(self) -> Any:
+    def _stage_axes(self) -> str | tuple[str, ...] | None:
+        """Return the mesh axes that split the stages."""
         return self._rules.spec(("activation_stage",))[0]

@@ -1,403 +1,400 @@
-"""Circular iterations on weights that are gathered once per repeat, or once for all repeats.
+"""Run circular iterations on weights that are gathered once per repeat, or once for all repeats.
 
-Autodiff of a loop whose weights are gathered inside it gathers them, and reduces their gradients,
-in every iteration. Here forward and backward are written out, in a program that is manual over the
-batch axes, so that each device adds up the gradient of its own rows in float32 and a repeat's
-gradient is reduced and scattered once.
+Autodiff of a loop that gathers weights in its body gathers them, and reduces their gradients, in
+every iteration. Here forward and backward are written out, in a program that is manual over the
+batch axes: each device sums the gradient of its own rows in float32, and the gradient of a repeat
+is reduced and scattered once.
 
-In breadth-first order all stages are in repeat r or r - 1 during the d(S-1) iterations [rM, rM +
-d(S-1)), the `switch` into r, and all are in r during the following M - d(S-1). So two sets of
-gathered weights suffice: after the switch the previous one is dead and the next is fetched while
-the stages compute. With M = dS only d iterations are left for that, too few to hide a fetch; then
-it is done a repeat earlier, and there are three sets. The backward goes the same way in reverse,
-beside one or two sets of gradients.
+In breadth-first order the stages are in at most two repeats at a time. With fill = d (S-1):
 
-From forward to backward wait each iteration's residuals that depend on activations, as the remat
-policy says, and no weights. Letters: S stages, V repeats, L layers per stage, M microbatches, d
-forwarding delay, K = M / S.
+    fill    [0, fill)                stages start on repeat 0, one every d iterations
+    steady  [r M + fill, (r+1) M)    all stages are in repeat r
+    switch  [r M, r M + fill)        stages go over from repeat r - 1 to r, one every d iterations
+    drain   [V M, V M + fill)        stages finish repeat V - 1
+
+Example: S=3, V=2, M=3, d=1. The repeat of each stage, and the weights that are gathered:
+
+    t        0     1     2       3       4       5     6      7
+    stage 0  0     0     0       1       1       1     -      -
+    stage 1  -     0     0       0       1       1     1      -
+    stage 2  -     -     0       0       0       1     1      1
+    phase    fill  fill  steady  switch  switch  steady drain drain
+    weights  0     0     0       0, 1    0, 1    1     1      1
+
+So two sets of gathered weights suffice: after the switch the old one is dead, and the next one is
+gathered while the stages compute. With M = d S the steady phase has only d iterations, too few to
+hide a gather; then it starts a repeat earlier, and there are three sets. The backward visits the
+repeats in reverse, with one or two sets of gradients as well.
+
+Each iteration keeps for the backward the residuals that depend on activations, as the remat policy
+says, and no weights. Letters: see `maxpipe.pipeline`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
-from maxpipe.pipeline.engines.circular.conveyor import Conveyor, State
+from maxpipe.pipeline.engines.circular.conveyor import State
+from maxpipe.pipeline.engines.circular.iterations import DeviceInputs, Iterations
+from maxpipe.pipeline.engines.circular.phases import (
+    ForwardCarry,
+    GradientSums,
+    Index,
+    backward_phase,
+    forward_phase,
+    loop,
+    transpose,
+)
 from maxpipe.pipeline.engines.scheduled.split_vjp import SplitVjp
-from maxpipe.pipeline.manual import BATCH_AXES, map_gathers, sum_replicas
+from maxpipe.pipeline.manual import BATCH_AXES, Gather, map_gathers, sum_replicas
 
-Carry = Any
-# (x [S,B,T,D], weights of the stages [S, L, ...], everything without a gradient) -> (y, auxiliary
-# losses [S])
-Stages = Callable[[jax.Array, Params, Any], tuple[jax.Array, jax.Array]]
-SET = ("stage", None)  # mesh axes of the leading dimensions [S, L] of a set
+SET = ("stage", None)  # mesh axes of the leading dimensions [S, L] of a set of weights
+REPLICATED = PartitionSpec()
+PER_DEVICE = PartitionSpec(BATCH_AXES)  # one row, or one part of the first dimension, per device
 
 
-class Sharding(NamedTuple):
-    """PartitionSpecs over the batch axes.
+class Saved(NamedTuple):
+    """What the forward hands to the backward: its arguments, and residuals [iterations, ...]."""
+
+    layers: Params
+    side: SideInputs
+    key_data: jax.Array | None
+    residuals: list[jax.Array]
+
+
+class BackwardCarry(NamedTuple):
+    """Gradients between two repeats of the backward.
 
     Attributes:
-      layers: tree of those of live layer parameters [V, S, L, ...].
-      io: of the conveyor [S, K, B, T, D].
-      side: tree of those of side inputs [M, B, ...].
+      state: of the loop state.
+      sums: of the weights of the current repeat so far, this device's rows, float32 [S, L, ...].
+      totals: of all repeats, float32 [V, S, L, ...] or as the shards.
     """
 
-    layers: Any
-    io: PartitionSpec
-    side: Any
+    state: State
+    sums: Params
+    totals: Params
 
 
-class RepeatGather:
-    """All iterations: `run(layers, io, side, key_data)` -> (outputs in the conveyor, auxiliary loss sum).
+Carry = TypeVar("Carry", ForwardCarry, BackwardCarry)
+
+# ------------------------------------------------------------------------------------------------
+# The differentiable entry
+# ------------------------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run_iterations(
+    iterations: Iterations,
+    layers: Params,
+    io: jax.Array,
+    side: SideInputs,
+    key_data: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Run all iterations; differentiable in `layers` and `io`.
 
     Args:
-      stages: the stages' work.
-      rest: (t, side inputs [M, ...], key data) -> what `stages` takes beside activations and
-        weights in iteration t.
-      conveyor: the iterations.
-      gathers: a `Gather` for every parameter of a layer.
-      sharding: of the arguments over the batch axes.
-      mesh: the device mesh.
-      once: gather all repeats before the first iteration.
-      scan_iterations, scan_repeats: loops, or copies of their bodies.
+      iterations: the facts.
+      layers: live layer parameters [V + E, S, L, ...].
+      io: the conveyor with the inputs, [S, K, B, T, D].
+      side: side inputs [M, B, ...].
+      key_data: of the step's PRNG key; None without dropout.
+
+    Returns:
+      (the conveyor with the outputs, auxiliary loss summed over layers and sequences).
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        rest: Callable[[Any, Any, Any], Any],
-        conveyor: Conveyor,
-        gathers: Any,
-        sharding: Sharding,
-        mesh: jax.sharding.Mesh,
-        *,
-        once: bool,
-        scan_iterations: bool = True,
-        scan_repeats: bool = True,
-    ):
-        self._stages, self._rest, self._conveyor, self._gathers = stages, rest, conveyor, gathers
-        self._sharding, self._mesh = sharding, mesh
-        self._once, self._scan_iterations, self._scan_repeats = once, scan_iterations, scan_repeats
-        self.run = jax.custom_vjp(self._run)
-        self.run.defvjp(self._run_and_keep, self._run_back)
-
-    @property
-    def _lookahead(self) -> int:
-        """How many repeats ahead weights are fetched; what is there already needs no time."""
-        c = self._conveyor
-        return 2 if c.num_microbatches == c.delay * c.num_stages and not self._once else 1
-
-    def _manual(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(
-            f,
-            mesh=self._mesh,
-            axis_names=set(BATCH_AXES),
-            check_vma=False,
-            in_specs=in_specs,
-            out_specs=out_specs,
-        )
-
-    def _run(
-        self, layers: Params, io: jax.Array, side: Any, key_data: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        layer, io_spec, side_spec = self._sharding
-
-        def forward(layers: Params, io: jax.Array, side: Any, key_data: Any) -> Any:
-            state, _ = _Pass(self, layers, side, key_data).forward(io, keep=False)
-            return self._conveyor.outputs(state), state.aux[None]
-
-        specs = (layer, io_spec, side_spec, PartitionSpec())
-        io, aux = self._manual(forward, specs, (io_spec, PartitionSpec(BATCH_AXES)))(
-            layers, io, side, key_data
-        )
-        return io, jnp.sum(aux)
-
-    def _run_and_keep(self, layers: Params, io: jax.Array, side: Any, key_data: Any) -> Any:
-        layer, io_spec, side_spec = self._sharding
-        parts = PartitionSpec(BATCH_AXES)
-
-        def forward(layers: Params, io: jax.Array, side: Any, key_data: Any) -> Any:
-            state, kept = _Pass(self, layers, side, key_data).forward(io, keep=True)
-            return self._conveyor.outputs(state), state.aux[None], kept
-
-        specs = (layer, io_spec, side_spec, PartitionSpec())
-        io, aux, kept = self._manual(forward, specs, (io_spec, parts, parts))(
-            layers, io, side, key_data
-        )
-        return (io, jnp.sum(aux)), (layers, side, key_data, kept)
-
-    def _run_back(self, saved: Any, cotangent: tuple[jax.Array, jax.Array]) -> Any:
-        layers, side, key_data, kept = saved
-        layer, io_spec, side_spec = self._sharding
-
-        def backward(
-            layers: Params, side: Any, key_data: Any, kept: Any, io: jax.Array, aux: jax.Array
-        ) -> Any:
-            gradients, io = _Pass(self, layers, side, key_data).backward(kept, io, aux)
-            gradients = sum_replicas(self._gathers, gradients, BATCH_AXES)
-            return jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, layers), io
-
-        whole = PartitionSpec()
-        specs = (layer, side_spec, whole, PartitionSpec(BATCH_AXES), io_spec, whole)
-        gradients, io = self._manual(backward, specs, (layer, io_spec))(
-            layers, side, key_data, kept, *cotangent
-        )
-        return gradients, io, None, None
+    io, aux, _ = _run_forward(iterations, layers, io, side, key_data, keep_residuals=False)
+    return io, aux
 
 
-class _Pass:
-    """One forward or backward pass, inside the manual program: arrays are this device's parts."""
+def _run_and_save(
+    iterations: Iterations,
+    layers: Params,
+    io: jax.Array,
+    side: SideInputs,
+    key_data: jax.Array | None,
+) -> tuple[tuple[jax.Array, jax.Array], Saved]:
+    io, aux, residuals = _run_forward(iterations, layers, io, side, key_data, keep_residuals=True)
+    return (io, aux), Saved(layers, side, key_data, residuals)
 
-    def __init__(self, of: RepeatGather, layers: Params, side: Any, key_data: Any):
-        self._of, self._conveyor = of, of._conveyor
-        self._side, self._key_data = side, key_data
-        self._shards = layers
-        # More rows than repeats belong to layers outside the pipeline, which pass by here.
-        self._rows = jax.tree.leaves(layers)[0].shape[0]
-        if of._once:
-            V = self._conveyor.num_repeats
-            self._shards = map_gathers(
-                lambda g, p: g.gather(p[:V], leading=(None, *SET)), of._gathers, layers
-            )
 
-    def forward(self, io: jax.Array, *, keep: bool) -> tuple[State, list[jax.Array]]:
-        """(the state after the last iteration, what each iteration keeps [iterations, ...])."""
-        c = self._conveyor
-        state = c.first_state(io)
-        split = self._split(io) if keep else None
-        like = split.residuals if split else []
-        kept = [_store(c.num_iterations, k) for k in like]
-        M, V, fill = c.num_microbatches, c.num_repeats, c.fill_iterations
+def _run_forward(
+    iterations: Iterations,
+    layers: Params,
+    io: jax.Array,
+    side: SideInputs,
+    key_data: jax.Array | None,
+    *,
+    keep_residuals: bool,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    def device_forward(
+        layers: Params, io: jax.Array, side: SideInputs, key_data: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+        inputs = _device_inputs(iterations, layers, side, key_data)
+        state, residuals = _forward(iterations, inputs, io, keep_residuals=keep_residuals)
+        return iterations.conveyor.outputs(state), state.aux[None], residuals
 
-        def span(
-            carry: Carry, start: Any, length: int, here: Params, there: Params | None = None
-        ) -> Carry:
-            return self._forward_span(split, carry, start, length, here, there)
+    specs = iterations.specs
+    in_specs = (specs.layers, specs.io, specs.side, REPLICATED)
+    out_specs = (specs.io, PER_DEVICE, PER_DEVICE)
+    forward = _manual(iterations, device_forward, in_specs, out_specs)
+    io, aux, residuals = forward(layers, io, side, key_data)
+    return io, jnp.sum(aux), residuals
 
-        def first(carry: Carry, here: Params) -> Carry:
-            return span(carry, 0, fill, here)
 
-        def body(carry: Carry, r: Any, here: Params, there: Params) -> Carry:
-            carry = span(carry, r * M + fill, M - fill, here)
-            return span(carry, (r + 1) * M, fill, here, there)
-
-        carry, last = self._slide(lambda i: i, first, body, (state, kept))
-        state, kept = span(carry, (V - 1) * M + fill, M, last)
-        return state, kept
-
-    def backward(
-        self, kept: list[jax.Array], io: jax.Array, aux: jax.Array
+def _run_backward(
+    iterations: Iterations, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Params, jax.Array, None, None]:
+    def device_backward(
+        layers: Params,
+        side: SideInputs,
+        key_data: jax.Array | None,
+        residuals: list[jax.Array],
+        io: jax.Array,
+        aux: jax.Array,
     ) -> tuple[Params, jax.Array]:
-        """Gradients of the layers' shards, float32, and of the conveyor, from those of `forward`'s results."""
-        c = self._conveyor
-        M, V, fill = c.num_microbatches, c.num_repeats, c.fill_iterations
-        split = self._split(io)
-        finish = lambda state: (c.outputs(state), state.aux)  # noqa: E731
-        state = _pull(finish, jax.eval_shape(c.first_state, io), (io, aux))
-        totals = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self._shards)
+        inputs = _device_inputs(iterations, layers, side, key_data)
+        totals, io = _backward(iterations, inputs, residuals, io, aux)
+        totals = sum_replicas(iterations.gathers, totals, BATCH_AXES)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), totals, layers), io
 
-        def span(
-            carry: Carry, start: Any, length: int, here: Params, before: Params | None = None
-        ) -> Carry:
-            return self._backward_span(split, kept, carry, start, length, here, before)
-
-        def first(carry: Carry, here: Params) -> Carry:
-            state, totals = carry
-            state, sums, _ = span((state, _zeros(here), None), V * M, fill, here)
-            return state, sums, totals
-
-        def body(carry: Carry, i: Any, here: Params, before: Params) -> Carry:
-            state, sums, totals = carry
-            r = V - 1 - i
-            state, sums, _ = span((state, sums, None), r * M + fill, M - fill, here)
-            state, sums, earlier = span((state, sums, _zeros(before)), r * M, fill, here, before)
-            return state, earlier, self._put(totals, r, sums)
-
-        (state, sums, totals), last = self._slide(lambda i: V - 1 - i, first, body, (state, totals))
-        state, sums, _ = span((state, sums, None), 0, M, last)
-        totals = self._put(totals, 0, sums)
-        if self._of._once:
-            totals = map_gathers(
-                lambda g, x: g.scatter(x, leading=(None, *SET)), self._of._gathers, totals
-            )
-            totals = jax.tree.map(
-                lambda x: jnp.pad(x, [(0, self._rows - V)] + [(0, 0)] * (x.ndim - 1)), totals
-            )
-        return totals, _pull(c.first_state, jax.ShapeDtypeStruct(io.shape, io.dtype), state)
-
-    def _slide(
-        self,
-        repeat: Callable[[Any], Any],
-        first: Callable[[Carry, Params], Carry],
-        body: Callable[[Carry, Any, Params, Params], Carry],
-        carry: Carry,
-    ) -> tuple[Carry, Params]:
-        """Goes through neighbouring repeats with their weights, fetched ahead.
-
-        Args:
-          repeat: position in the order of visits -> repeat.
-          first: called with the first repeat's weights.
-          body: called for i = 0 ... V - 2 with the weights at positions i and i + 1.
-          carry: what they hand on.
-
-        Returns:
-          (carry, weights of the last repeat).
-        """
-        V, ahead = self._conveyor.num_repeats, self._of._lookahead
-        # After the carry, or the backward's first set would be the forward's last one, kept all the
-        # way.
-        window = tuple(self._fetch(repeat(i), carry[0]) for i in range(min(ahead, V)))
-        carry = first(carry, window[0])
-
-        def step(state: Any, i: Any, fetches: bool = True) -> Any:
-            carry, window = state
-            if fetches:
-                window = (*window, self._fetch(repeat(i + ahead), carry[0]))
-            return body(carry, i, window[0], window[1]), window[1:]
-
-        state = _loop(step, (carry, window), 0, max(V - ahead, 0), scan=self._of._scan_repeats)
-        for i in range(max(V - ahead, 0), V - 1):
-            state = step(state, i, fetches=False)
-        carry, window = state
-        return carry, window[0]
-
-    def _fetch(self, repeat: Any, after: State | None) -> Params:
-        """A set [S, L, ...] of gathered weights, not before `after` is there."""
-        shards = (
-            self._shards if after is None else lax.optimization_barrier((self._shards, after))[0]
-        )
-        one = jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, repeat, keepdims=False), shards)
-        if self._of._once:
-            return one
-        return map_gathers(lambda g, p: g.gather(p, leading=SET), self._of._gathers, one)
-
-    def _put(self, totals: Params, repeat: Any, sums: Params) -> Params:
-        """Stores a repeat's gradients: reduced and scattered, or as they are if that is done once for all."""
-        if not self._of._once:
-            sums = map_gathers(lambda g, x: g.scatter(x, leading=SET), self._of._gathers, sums)
-        return jax.tree.map(
-            lambda t, x: lax.dynamic_update_index_in_dim(t, x, repeat, 0), totals, sums
-        )
-
-    def _forward_span(
-        self,
-        split: SplitVjp | None,
-        carry: Carry,
-        start: Any,
-        length: int,
-        here: Params,
-        there: Params | None,
-    ) -> Carry:
-        """Iterations start ... start + length - 1, the stages in `here`, or changing from `here` to `there`."""
-
-        def iteration(carry: Carry, t: Any) -> Carry:
-            state, kept, weights = carry
-            weights = weights if there is None else self._where_past(t, start, there, weights)
-            x, rest = self._conveyor.take(state, t), self._of._rest(t, self._side, self._key_data)
-            if split is None:
-                y, aux = self._of._stages(x, weights, rest)
-            else:
-                (y, aux), new = split.forward(x, weights, rest)
-                kept = [
-                    lax.dynamic_update_index_in_dim(store, k, t, 0)
-                    for store, k in zip(kept, new, strict=True)
-                ]
-            return self._conveyor.give(state, y, aux, t), kept, weights
-
-        # The weights are handed on so that a change overwrites them instead of making a third set.
-        return _loop(iteration, (*carry, here), start, length, scan=self._of._scan_iterations)[:2]
-
-    def _backward_span(
-        self,
-        split: SplitVjp,
-        kept: list[jax.Array],
-        carry: Carry,
-        start: Any,
-        length: int,
-        here: Params,
-        before: Params | None,
-    ) -> Carry:
-        """The same backwards; carry: gradients (of the state, sums for `here`, sums for `before` or None)."""
-        c = self._conveyor
-
-        def iteration(carry: Carry, i: Any) -> Carry:
-            state, sums, earlier, weights = carry
-            t = start + (length - 1) - i
-            weights = weights if before is None else self._where_past(t, start, weights, before)
-            rest = self._of._rest(t, self._side, self._key_data)
-            x = jax.eval_shape(lambda s: c.take(s, t), state)
-            outputs = jax.eval_shape(self._of._stages, x, weights, rest)
-            state, dy, daux = _pull_all(
-                lambda s, y, aux: c.give(s, y, aux, t), (state, *outputs), state
-            )
-            saved = [lax.dynamic_index_in_dim(store, t, keepdims=False) for store in kept]
-            dx, dw = split.backward(saved, weights, rest, (dy, daux))
-            state = jax.tree.map(jnp.add, state, _pull(lambda s: c.take(s, t), state, dx))
-            if before is None:
-                return state, jax.tree.map(_add, sums, dw), None, weights
-            nothing = jax.tree.map(jnp.zeros_like, dw)
-            sums = jax.tree.map(_add, sums, self._where_past(t, start, dw, nothing))
-            earlier = jax.tree.map(_add, earlier, self._where_past(t, start, nothing, dw))
-            return state, sums, earlier, weights
-
-        return _loop(iteration, (*carry, here), 0, length, scan=self._of._scan_iterations)[:3]
-
-    def _where_past(self, t: Any, switch: Any, new: Params, old: Params) -> Params:
-        """`new` for the stages that are past the switch in iteration t, `old` for the others."""
-        c = self._conveyor
-        past = c.delay * jnp.arange(c.num_stages) <= t - switch
-
-        def one(n: jax.Array, o: jax.Array) -> jax.Array:
-            return jnp.where(past.reshape(-1, *[1] * (n.ndim - 1)), n, o)
-
-        return jax.tree.map(one, new, old)
-
-    def _split(self, io: jax.Array) -> SplitVjp:
-        weights = jax.eval_shape(lambda: self._fetch(0, None))
-        rest = jax.eval_shape(
-            lambda side, key: self._of._rest(0, side, key), self._side, self._key_data
-        )
-        x = jax.ShapeDtypeStruct((io.shape[0], *io.shape[2:]), io.dtype)
-        return SplitVjp(self._of._stages, x, weights, rest)
+    specs = iterations.specs
+    in_specs = (specs.layers, specs.side, REPLICATED, PER_DEVICE, specs.io, REPLICATED)
+    backward = _manual(iterations, device_backward, in_specs, (specs.layers, specs.io))
+    gradients, io = backward(*saved, *cotangents)
+    return gradients, io, None, None
 
 
-def _loop(
-    step: Callable[[Carry, Any], Carry], carry: Carry, start: Any, length: int, *, scan: bool
-) -> Carry:
-    """`step` for start, start + 1, ...: in a loop or written out."""
-    if length and scan:
-        return lax.scan(lambda carry, i: (step(carry, i), None), carry, start + jnp.arange(length))[
-            0
-        ]
-    for i in range(length):
-        carry = step(carry, start + i)
-    return carry
+run_iterations.defvjp(_run_and_save, _run_backward)
 
 
-def _pull(f: Callable[[Any], Any], like: Any, cotangent: Any) -> Any:
-    """Transpose of an affine function of one pytree."""
-    return _pull_all(f, (like,), cotangent)[0]
+def _manual(
+    iterations: Iterations,
+    f: Callable[..., tuple[Any, ...]],
+    in_specs: tuple[object, ...],
+    out_specs: tuple[object, ...],
+) -> Callable[..., tuple[Any, ...]]:
+    """Return `f` as a program that is manual over the batch axes, on each device's part."""
+    return jax.shard_map(
+        f,
+        mesh=iterations.mesh,
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
+        in_specs=in_specs,
+        out_specs=out_specs,
+    )
 
 
-def _pull_all(f: Callable[..., Any], like: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
-    return jax.vjp(f, *zeros)[1](cotangent)
+# ------------------------------------------------------------------------------------------------
+# Inside the manual program: arrays are this device's parts
+# ------------------------------------------------------------------------------------------------
 
 
-def _store(slots: int, like: Any) -> jax.Array:
-    """Zeros [slots, ...], in the memory in which `like` waits."""
-    zeros = jnp.zeros((slots, *like.shape), like.dtype)
-    on_host = like.memory_space == jax.memory.Space.Host
-    return jax.device_put(zeros, jax.memory.Space.Host) if on_host else zeros
+def _device_inputs(
+    iterations: Iterations, layers: Params, side: SideInputs, key_data: jax.Array | None
+) -> DeviceInputs:
+    num_rows = jax.tree.leaves(layers)[0].shape[0]
+    if not iterations.gather_once:
+        return DeviceInputs(layers, side, key_data, num_rows)
+    num_repeats = iterations.conveyor.num_repeats
+
+    def gather(gather: Gather, shard: jax.Array) -> jax.Array:
+        # Rows from V on belong to layers outside the pipeline.
+        return gather.gather(shard[:num_repeats], leading=(None, *SET))  # [V, S, L, ...]
+
+    weights = map_gathers(gather, iterations.gathers, layers)
+    return DeviceInputs(weights, side, key_data, num_rows)
 
 
-def _zeros(weights: Params) -> Params:
+def _forward(
+    iterations: Iterations, inputs: DeviceInputs, io: jax.Array, *, keep_residuals: bool
+) -> ForwardCarry:
+    """Run all iterations in order; the residuals are an empty list unless they are kept."""
+    conveyor = iterations.conveyor
+    M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
+    state = conveyor.first_state(io)
+    split = _split_stages(iterations, inputs, io) if keep_residuals else None
+    residuals = (
+        [_residual_buffer(conveyor.num_iterations, r) for r in split.residuals] if split else []
+    )
+    phase = partial(forward_phase, iterations, inputs, split)
+
+    # 1. Fill: the stages start on repeat 0.
+    def first(weights: Params) -> ForwardCarry:
+        return phase(ForwardCarry(state, residuals), 0, fill, weights)
+
+    # 2. Steady phase of repeat r, then the switch to r + 1.
+    def visit(carry: ForwardCarry, r: Index, weights: Params, next_weights: Params) -> ForwardCarry:
+        carry = phase(carry, r * M + fill, M - fill, weights)
+        return phase(carry, (r + 1) * M, fill, weights, next_weights)
+
+    carry, weights = _visit_repeats(iterations, inputs, state, lambda i: i, first, visit)
+    # 3. Steady phase of the last repeat, and drain.
+    return phase(carry, (V - 1) * M + fill, M, weights)
+
+
+def _backward(
+    iterations: Iterations,
+    inputs: DeviceInputs,
+    residuals: list[jax.Array],
+    io: jax.Array,
+    aux: jax.Array,
+) -> tuple[Params, jax.Array]:
+    """Run all iterations in reverse.
+
+    Args:
+      iterations, inputs: as in `_forward`.
+      residuals: of all iterations, [iterations, ...] each.
+      io: cotangent of the conveyor with the outputs, [S, K, B, T, D].
+      aux: cotangent of the auxiliary loss.
+
+    Returns:
+      (float32 gradients of the shards [V + E, S, L, ...], gradient of the conveyor's inputs).
+    """
+    conveyor, gathers = iterations.conveyor, iterations.gathers
+    M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
+    split = _split_stages(iterations, inputs, io)
+    # 1. From the gradient of the outputs to that of the last state.
+    last_state = jax.eval_shape(conveyor.first_state, io)
+    (state,) = transpose(lambda s: (conveyor.outputs(s), s.aux), (last_state,), (io, aux))
+    totals = _float32_zeros(inputs.weights)
+    phase = partial(backward_phase, iterations, inputs, split, residuals)
+
+    # 2. Drain: the stages finish repeat V - 1.
+    def first(weights: Params) -> BackwardCarry:
+        start = GradientSums(state, _float32_zeros(weights), None)
+        after_drain = phase(start, V * M, fill, weights)
+        return BackwardCarry(after_drain.state, after_drain.sums, totals)
+
+    # 3. Steady phase of repeat r = V - 1 - i, then the switch into it, where gradients for r - 1
+    # begin. With the last gradient of r its sum is stored.
+    def visit(carry: BackwardCarry, i: Index, weights: Params, earlier: Params) -> BackwardCarry:
+        r = V - 1 - i
+        steady = GradientSums(carry.state, carry.sums, None)
+        steady = phase(steady, r * M + fill, M - fill, weights)
+        switch = GradientSums(steady.state, steady.sums, _float32_zeros(earlier))
+        switch = phase(switch, r * M, fill, weights, earlier)
+        assert switch.earlier is not None
+        totals = _store_gradient(iterations, carry.totals, r, switch.sums)
+        return BackwardCarry(switch.state, switch.earlier, totals)
+
+    carry, weights = _visit_repeats(iterations, inputs, state, lambda i: V - 1 - i, first, visit)
+    # 4. Steady phase of repeat 0, and fill.
+    gradients = phase(GradientSums(carry.state, carry.sums, None), 0, M, weights)
+    totals = _store_gradient(iterations, carry.totals, 0, gradients.sums)
+    # 5. Reduce what was not reduced repeat by repeat. Layers outside the pipeline have no gradient
+    # here.
+    if iterations.gather_once:
+        totals = map_gathers(lambda g, x: g.scatter(x, leading=(None, *SET)), gathers, totals)
+        outside = [(0, inputs.num_rows - V)]
+        totals = jax.tree.map(lambda x: jnp.pad(x, outside + [(0, 0)] * (x.ndim - 1)), totals)
+    # 6. From the gradient of the first state to that of the inputs.
+    io_shape = jax.ShapeDtypeStruct(io.shape, io.dtype)
+    (io,) = transpose(conveyor.first_state, (io_shape,), gradients.state)
+    return totals, io
+
+
+def _visit_repeats(
+    iterations: Iterations,
+    inputs: DeviceInputs,
+    state: State,
+    repeat_at: Callable[[Index], Index],
+    first: Callable[[Params], Carry],
+    visit: Callable[[Carry, Index, Params, Params], Carry],
+) -> tuple[Carry, Params]:
+    """Visit pairs of neighbouring repeats with their weights, which are gathered ahead.
+
+    Args:
+      iterations, inputs: the facts, and what to gather from.
+      state: the loop state, or its gradient, before the first visit.
+      repeat_at: position in the order of visits -> repeat.
+      first: called with the first repeat's weights; returns the carry.
+      visit: called for i = 0 ... V - 2 with the weights at positions i and i + 1.
+
+    Returns:
+      (carry, weights of the last repeat).
+    """
+    V, ahead = iterations.conveyor.num_repeats, iterations.lookahead
+
+    def gather(i: Index, state: State) -> Params:
+        return _gather_repeat(iterations, inputs.weights, repeat_at(i), after=state)
+
+    # 1. Gather the first sets. Without the dependence on the state XLA would keep the forward's
+    # last set for the backward, where it is the first.
+    window: tuple[Params, ...] = tuple(gather(i, state) for i in range(min(ahead, V)))
+    carry = first(window[0])
+
+    # 2. As long as there are repeats to gather: gather the next, compute, drop the oldest.
+    def step(
+        carry_and_window: tuple[Carry, tuple[Params, ...]], i: Index
+    ) -> tuple[Carry, tuple[Params, ...]]:
+        carry = carry_and_window[0]
+        sets = (*carry_and_window[1], gather(i + ahead, carry.state))
+        return visit(carry, i, sets[0], sets[1]), sets[1:]
+
+    num_steps = max(V - ahead, 0)
+    start = (carry, window)
+    carry, window = loop(step, start, 0, num_steps, scan=iterations.scan_repeats)
+    # 3. The last sets are there already.
+    for i in range(num_steps, V - 1):
+        carry = visit(carry, i, window[0], window[1])
+        window = window[1:]
+    return carry, window[0]
+
+
+def _gather_repeat(
+    iterations: Iterations, weights: Params, repeat: Index, *, after: State | None
+) -> Params:
+    """Return the gathered weights of a repeat, [S, L, ...], available no earlier than `after`."""
+    if after is not None:
+        weights, _ = lax.optimization_barrier((weights, after))
+    # [V + E, S, L, ...] -> [S, L, ...]
+    one_repeat = jax.tree.map(
+        lambda p: lax.dynamic_index_in_dim(p, repeat, keepdims=False), weights
+    )
+    if iterations.gather_once:
+        return one_repeat
+    return map_gathers(lambda g, p: g.gather(p, leading=SET), iterations.gathers, one_repeat)
+
+
+def _store_gradient(iterations: Iterations, totals: Params, repeat: Index, sums: Params) -> Params:
+    """Store a repeat's gradients [S, L, ...] in the totals, reduced unless `gather_once`."""
+    if not iterations.gather_once:
+        sums = map_gathers(lambda g, x: g.scatter(x, leading=SET), iterations.gathers, sums)
+    return jax.tree.map(
+        lambda total, x: lax.dynamic_update_index_in_dim(total, x, repeat, 0), totals, sums
+    )
+
+
+def _split_stages(iterations: Iterations, inputs: DeviceInputs, io: jax.Array) -> SplitVjp:
+    """Trace the stages' work, and split its vjp into forward and backward."""
+    weights = jax.eval_shape(lambda: _gather_repeat(iterations, inputs.weights, 0, after=None))
+    stage_inputs = jax.eval_shape(
+        lambda side, key_data: iterations.inputs_of(0, side, key_data),
+        inputs.side,
+        inputs.key_data,
+    )
+    # [S, K, B, T, D] -> [S, B, T, D]
+    x = jax.ShapeDtypeStruct((io.shape[0], *io.shape[2:]), io.dtype)
+    return SplitVjp(iterations.stages, x, weights, stage_inputs)
+
+
+def _residual_buffer(num_iterations: int, residual: ShapedArray) -> jax.Array:
+    """Return zeros [iterations, ...] in the memory that the remat policy wants the residual in."""
+    zeros = jnp.zeros((num_iterations, *residual.shape), residual.dtype)
+    if residual.memory_space == jax.memory.Space.Host:
+        return jax.device_put(zeros, jax.memory.Space.Host)
+    return zeros
+
+
+def _float32_zeros(weights: Params) -> Params:
     return jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), weights)
-
-
-def _add(total: jax.Array, g: jax.Array) -> jax.Array:
-    return total + g.astype(total.dtype)

@@ -1,198 +1,222 @@
-"""The MPMD engine's pipeline: separate programs per stage on separate sub-meshes, driven by a schedule's table.
+"""The mpmd engine: programs per stage on separate sub-meshes, in the order of a schedule's table.
 
-It is Alpa's design (Zheng et al., OSDI 2022): the loss and gradient of one microbatch are traced as
-one program, cut at stage marks, compiled stage by stage, and dispatched in the order of any table.
-Letters: B sequences, T sequence.
+The design is Alpa's (Zheng et al., OSDI 2022). `model` is the loss of one microbatch as one program
+with a mark (`marks`) after each chunk; `slicing` cuts its gradient at the marks into computations
+(`program`); `runner` compiles them for the stages and dispatches them in the order of any table;
+`staged` joins these for a batch. Letters: B sequences, T tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath, keystr
 
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, Engine, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.model import MarkedModel
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.runner import Observer
-from maxpipe.pipeline.engines.mpmd.staged import ArraysByPath, StagedProgram
-from maxpipe.pipeline.engines.mpmd.stages import paths
+from maxpipe.pipeline.engines.mpmd.staged import Arguments, ArraysByPath, StagedProgram, by_path
 from maxpipe.pipeline.schedules.table import forward_only
+
+StageParams = tuple[Params, ...]  # for each stage, the parameters that it owns
+ChunkArrays = tuple[jax.Array, ...]  # one layer parameter: for each chunk [its layers, ...]
 
 LOSS = 0  # index among the outputs; the gradients of the parameters follow
 
 
-class MpmdEngine:
-    """Losses and gradients over all stages.
+class MpmdEngine(Engine[StageParams, ChunkArrays]):
+    """Compute losses and gradients with a program per chunk and direction.
 
-    Parameters are a list: for each stage, the part of the tree that it owns (`MarkedModel`), on its
-    sub-mesh.
-
-    Args:
-      parts: as for every pipeline; the rules are bound to the abstract mesh of a stage.
-      meshes: sub-mesh of each stage.
-      batch_shape: (B, T) of training batches.
+    Live parameters are a tuple: for each stage the part of the tree that it owns, on its sub-mesh
+    (see `MarkedModel`). A parameter that several stages read (tied embeddings) is owned by one of
+    them, and copied to the others for each call.
 
     Attributes:
+      table: the schedule.
+      meshes: sub-mesh of each stage.
+      model: the program before slicing.
+      batch_spec: layout of batches over the mesh of all stages.
       abstract: for each stage, shapes, dtypes and shardings of the parameters that it owns.
-      training: the sliced program.
+      training: the sliced gradient.
       loss_stage: the stage of the loss.
-      needs_key: whether the model draws random numbers.
+      observer: told of each unit of a training step that is dispatched, if not None.
     """
 
-    def __init__(self, parts: EngineInputs, meshes: Sequence[Mesh], batch_shape: tuple[int, int]):
-        assert parts.table is not None
-        self.table = parts.table
-        self._meshes = meshes
-        stage_of = self.table.stage_of_chunk.tolist()
-        self.loss_stage = stage_of[-1]
-        self.model = MarkedModel(parts, stage_of)
-        self._row_multiple = self.table.num_microbatches * parts.rules.size("activation_batch")
-        self.batch_spec = parts.rules.spec(("activation_batch", "activation_length"))
-        self.abstract = [self.model.abstract(s, mesh) for s, mesh in enumerate(meshes)]
-        self._owned = [paths({"params": tree}) for tree in self.abstract]
-        self._owner = {name: s for s, names in enumerate(self._owned) for name in names}
-        whole = {name: tree for stage in self.abstract for name, tree in stage.items()}
-        whole["chunks"] = {
-            c: tree for stage in self.abstract for c, tree in stage["chunks"].items()
+    layer_axes = ("layers_per_stage",)
+
+    def __init__(self, inputs: EngineInputs):
+        assert inputs.table is not None
+        self.table = inputs.table
+        self.meshes = stage_meshes(inputs.mesh)
+        stage_of_chunk = self.table.stage_of_chunk.tolist()
+        self.loss_stage = stage_of_chunk[-1]
+        self.model = MarkedModel(inputs, stage_of_chunk)
+        self.observer: Observer | None = None
+        self._row_multiple = self.table.num_microbatches * inputs.rules.size("activation_batch")
+        self.batch_spec = inputs.rules.spec(("activation_batch", "activation_length"))
+        self._needs_key = inputs.program.needs_key
+        # Which stage owns which parameter, and the whole tree.
+        self.abstract: StageParams = tuple(
+            self.model.abstract(stage, mesh) for stage, mesh in enumerate(self.meshes)
+        )
+        self._owned = [list(by_path({"params": tree})) for tree in self.abstract]
+        self._owner = {path: stage for stage, paths in enumerate(self._owned) for path in paths}
+        all_params = {name: tree for params in self.abstract for name, tree in params.items()}
+        all_params["chunks"] = {
+            chunk: tree for params in self.abstract for chunk, tree in params["chunks"].items()
         }
-        self._whole = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), whole)
-        self._outputs = {name: 1 + i for i, name in enumerate(paths({"params": self._whole}))}
-        self.needs_key = parts.program.needs_key
+        self._all_params = jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), all_params
+        )
+        self._paths = list(by_path({"params": self._all_params}))
+        # The programs.
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
-        self.training = self._train_program(
-            {n: jax.ShapeDtypeStruct(batch_shape, d) for n, d in dtypes.items()}
+        self.training = self._training_program(
+            {n: jax.ShapeDtypeStruct(inputs.batch_shape, dtype) for n, dtype in dtypes.items()}
         )
         self._evaluations: dict[tuple[int, ...], StagedProgram] = {}
         self._add = jax.jit(jnp.add, donate_argnums=0)
 
-    def copies(self, params: Sequence[Params]) -> list[ArraysByPath]:
-        """For each stage, the parameters that it reads and another one owns (tied embeddings), brought there."""
-        named = self._named(params)
-        return [
-            {
-                name: self._bring(named[self._owner[name]][name], name, stage)
-                for name in sorted(needs - mine.keys())
-                if name in self._owner
-            }
-            for stage, (needs, mine) in enumerate(zip(self.training.needs, named, strict=True))
-        ]
+    def layer_index(self) -> tuple[np.ndarray, ...]:
+        return self.model.layer_index
+
+    def to_canonical(self, leaf: ChunkArrays) -> np.ndarray:
+        return np.concatenate([np.asarray(layers) for layers in leaf])
+
+    def from_canonical(self, leaf: jax.Array) -> ChunkArrays:
+        return tuple(self.layers_of(chunk, leaf) for chunk in range(self.table.num_chunks))
+
+    def layers_of(self, chunk: int, leaf: jax.Array) -> jax.Array:
+        """Return the layers of one chunk of a parameter [N, ...] in model order."""
+        index = self.model.layer_index[chunk]
+        return leaf[int(index[0]) : int(index[-1]) + 1]
 
     def loss_and_gradients(
-        self,
-        params: Sequence[Params],
-        copies: Sequence[ArraysByPath],
-        batch: Batch,
-        keys: Sequence[jax.Array | None],
-        observe: Observer | None = None,
-    ) -> tuple[jax.Array, list[Params]]:
-        """Training loss and its gradient.
-
-        Args:
-          params: see the class.
-          copies: of the parameters, from `copies`.
-          batch: as for every pipeline, laid out by `batch_spec` over the mesh of all stages.
-          keys: PRNG key of the step on every stage, or None each if not `needs_key`.
-          observe: told of every unit that is dispatched.
-
-        Returns:
-          (loss, on `loss_stage`; gradients like `params`, float32).
-        """
-        sums = self.training.run(self._all(params, copies), batch, keys, observe)
-        loss = sums[self.loss_stage].pop(LOSS)
-        names = {output: name for name, output in self._outputs.items()}
-        for stage, parts in enumerate(sums):
-            for output in [i for i in parts if self._owner[names[i]] != stage]:
-                home = self._owner[names[output]]
-                part = self._bring(parts.pop(output), names[output], home)
-                sums[home][output] = self._add(sums[home][output], part)
-        gradients = [
-            jax.tree.unflatten(
-                jax.tree.structure(tree), [sums[s][self._outputs[name]] for name in self._owned[s]]
-            )
-            for s, tree in enumerate(self.abstract)
+        self, params: StageParams, batch: Batch, key: jax.Array
+    ) -> tuple[Metrics, StageParams]:
+        # 1. Run all units; each stage has sums of what its own units add to.
+        keys = [
+            jax.device_put(key, NamedSharding(mesh, PartitionSpec())) if self._needs_key else None
+            for mesh in self.meshes
         ]
-        return loss, gradients
-
-    def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
-        """Compiles the training step's computations without running any; see `StagedProgram.compile`."""
-        owned = self._named(self.abstract)
-        return self.training.compile(
-            {name: x.sharding.spec for stage in owned for name, x in stage.items()}
+        arguments = self._arguments(params, self.training)
+        sums = self.training.run(arguments, batch, keys, self.observer)
+        loss = sums[self.loss_stage].pop(LOSS)
+        # 2. Bring gradients of parameters that several stages read to the owner.
+        for stage, stage_sums in enumerate(sums):
+            for output in list(stage_sums):
+                path = self._paths[output - 1]
+                owner = self._owner[path]
+                if owner != stage:
+                    part = self._on_stage(stage_sums.pop(output), owner)
+                    sums[owner][output] = self._add(sums[owner][output], part)
+        # 3. Arrange the gradients like the parameters.
+        output_of = {path: 1 + i for i, path in enumerate(self._paths)}
+        gradients = tuple(
+            jax.tree.unflatten(
+                jax.tree.structure(tree), [sums[stage][output_of[p]] for p in self._owned[stage]]
+            )
+            for stage, tree in enumerate(self.abstract)
         )
+        return {"loss": loss}, gradients
 
-    def texts(self) -> dict[UnitName, str]:
-        """The training step's computations in words and equations; see `dump`."""
-        outputs = ["loss", *(f"gradient of {name}" for name in self._outputs)]
-        return dump(self.training.program, self.training.input_names, outputs)
-
-    def evaluate(
-        self, params: Sequence[Params], copies: Sequence[ArraysByPath], batch: Batch
-    ) -> Metrics:
-        """Forward only: {"cross_entropy", "weight"}, sums over the tokens of a batch."""
+    def evaluate(self, params: StageParams, batch: Batch) -> Metrics:
         weight = _total(batch["weights"])
         batch = _padded(batch, self._row_multiple)
-        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
         shape = batch["tokens"].shape
         if shape not in self._evaluations:
+            shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
             self._evaluations[shape] = self._evaluation_program(shapes)
-        sums = self._evaluations[shape].run(
-            self._all(params, copies), batch, [None] * len(self._meshes)
-        )
+        program = self._evaluations[shape]
+        sums = program.run(self._arguments(params, program), batch, [None] * len(self.meshes))
         return {"cross_entropy": sums[self.loss_stage][LOSS], "weight": weight}
 
-    def _train_program(self, batch: Any) -> StagedProgram:
-        def f(arguments: Any) -> Any:
-            rest = arguments["micro"], arguments["scales"], arguments["key"]
-            return jax.value_and_grad(self.model.loss)(arguments["params"], *rest)
+    def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
+        """Compile the training step's computations as `StagedProgram.compile` does."""
+        return self.training.compile(dict(zip(self._paths, self._param_specs(), strict=True)))
 
-        owned = self._named(self.abstract)
-        specs = [owned[self._owner[name]][name].sharding.spec for name in self._outputs]
+    def texts(self) -> dict[UnitName, str]:
+        """Return the training step's computations in words and equations; see `dump`."""
+        inputs = [keystr(path) for path in self.training.paths]
+        outputs = ["loss", *(f"gradient of {keystr(path)}" for path in self._paths)]
+        return dump(self.training.program, inputs, outputs)
+
+    def _training_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:
+        def loss_and_gradients(arguments: Arguments) -> tuple[jax.Array, Params]:
+            fixed = arguments["micro"], arguments["scales"], arguments["key"]
+            return jax.value_and_grad(self.model.loss)(arguments["params"], *fixed)
+
         return StagedProgram(
-            f,
-            self._whole,
+            loss_and_gradients,
+            self._all_params,
             batch,
             self.table,
-            self._meshes,
-            self.batch_spec,
-            [PartitionSpec(), *specs],
-            self.needs_key,
+            self.meshes,
+            batch_spec=self.batch_spec,
+            output_specs=[PartitionSpec(), *self._param_specs()],
+            needs_key=self._needs_key,
         )
 
-    def _evaluation_program(self, batch: Any) -> StagedProgram:
-        def f(arguments: Any) -> jax.Array:
+    def _evaluation_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:
+        def cross_entropy(arguments: Arguments) -> jax.Array:
             return self.model.cross_entropy(arguments["params"], arguments["micro"])
 
-        table = forward_only(self.table)
         return StagedProgram(
-            f,
-            self._whole,
+            cross_entropy,
+            self._all_params,
             batch,
-            table,
-            self._meshes,
-            self.batch_spec,
-            [PartitionSpec()],
+            forward_only(self.table),
+            self.meshes,
+            batch_spec=self.batch_spec,
+            output_specs=[PartitionSpec()],
             needs_key=False,
         )
 
-    def _named(self, params: Sequence[Params]) -> list[dict[str, Any]]:
+    def _param_specs(self) -> list[PartitionSpec]:
+        """Return the layouts of all parameters, in the order of their paths."""
+        specs: dict[KeyPath, PartitionSpec] = {}
+        for params in self._by_path(self.abstract):
+            for path, p in params.items():
+                assert isinstance(p.sharding, NamedSharding)
+                specs[path] = p.sharding.spec
+        return [specs[path] for path in self._paths]
+
+    def _by_path(self, params: StageParams) -> list[ArraysByPath]:
+        return [by_path({"params": tree}) for tree in params]
+
+    def _arguments(self, params: StageParams, program: StagedProgram) -> list[ArraysByPath]:
+        """Return for each stage the parameters that it reads, those that another owns as copies."""
+        owned = self._by_path(params)
+
+        def array(path: KeyPath, stage: int) -> jax.Array:
+            owner = self._owner[path]
+            return (
+                owned[stage][path] if owner == stage else self._on_stage(owned[owner][path], stage)
+            )
+
         return [
-            dict(zip(n, jax.tree.leaves(tree), strict=True))
-            for n, tree in zip(self._owned, params, strict=True)
+            {path: array(path, stage) for path in program.needed_params(stage)}
+            for stage in range(len(self.meshes))
         ]
 
-    def _all(self, params: Sequence[Params], copies: Sequence[ArraysByPath]) -> list[ArraysByPath]:
-        return [
-            mine | dict(others) for mine, others in zip(self._named(params), copies, strict=True)
-        ]
+    def _on_stage(self, x: jax.Array, stage: int) -> jax.Array:
+        """Copy an array to another stage, in the same layout."""
+        assert isinstance(x.sharding, NamedSharding)
+        return jax.device_put(x, NamedSharding(self.meshes[stage], x.sharding.spec))
 
-    def _bring(self, x: jax.Array, name: str, stage: int) -> jax.Array:
-        """An array that lies like a parameter, on another stage."""
-        assert isinstance(x.sharding, NamedSharding), name
-        return jax.device_put(x, NamedSharding(self._meshes[stage], x.sharding.spec))
+
+def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
+    """Return the mesh of each stage: all axes, `stage` with size 1."""
+    axis = mesh.axis_names.index("stage")
+    return tuple(
+        Mesh(np.take(mesh.devices, [stage], axis), mesh.axis_names)
+        for stage in range(mesh.shape["stage"])
+    )
 
 
 @jax.jit
@@ -205,6 +229,5 @@ def _padded(batch: Batch, multiple: int) -> Batch:
     if batch["tokens"].shape[0] % multiple == 0:
         return batch
     shardings = {name: x.sharding for name, x in batch.items()}
-    return jax.jit(microbatches.pad_rows, static_argnums=1, out_shardings=shardings)(
-        batch, multiple
-    )
+    pad = jax.jit(microbatches.pad_rows, static_argnums=1, out_shardings=shardings)
+    return pad(batch, multiple)

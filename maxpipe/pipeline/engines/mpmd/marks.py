@@ -1,70 +1,81 @@
-"""Stage marks: where a traced program is cut into stages."""
+"""Stage marks: identities in a traced program that say where it is cut into stages."""
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
+from jax.core import AbstractValue
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 T = TypeVar("T")
+Tangent: TypeAlias = jax.Array | ad.Zero
 
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
-# Each mark is an identity on any number of arrays; `phase` tells the program's own marks from
-# derived ones.
+# An identity on any number of arrays; `phase` tells the program's own marks from derived ones.
 mark_p = Primitive("stage_boundary")
 mark_p.multiple_results = True
 
 
 def mark_stage_boundary(x: T) -> T:
-    """Returns `x`, and marks that what comes before it is one stage and what comes after it the next.
+    """Return `x`, and mark that what precedes it is one stage and what follows it the next.
 
-    Survives grad, vmap, jit, `jax.checkpoint` and loops. Differentiation marks the tangents as
+    The mark survives grad, vmap, jit, `jax.checkpoint` and loops. Differentiation marks tangents as
     well, and its transpose leaves a backward mark on the cotangents, so that the gradient of a
     program with marks is cut where the program is.
 
     Args:
-      x: pytree of everything that the next stage should receive, at least one array.
+      x: pytree of all that the next stage receives, at least one array.
     """
     leaves, tree = jax.tree.flatten(x)
     return jax.tree.unflatten(tree, mark_p.bind(*leaves, phase=FORWARD))
 
 
-def _jvp(primals: Any, tangents: Any, *, phase: str) -> Any:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, phase: str
+) -> tuple[list[jax.Array], list[Tangent | None]]:
     outputs = mark_p.bind(*primals, phase=phase)
-    moving = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    tangents = list(tangents)
-    if moving:
-        # A mark of tangents that is differentiated again stays what it is.
-        inner = TANGENT if phase == FORWARD else phase
-        for i, t in zip(
-            moving, mark_p.bind(*(tangents[i] for i in moving), phase=inner), strict=True
-        ):
-            tangents[i] = t
-    return outputs, tangents
+    # A mark of tangents that is differentiated again keeps its phase.
+    return outputs, _mark_nonzero(tangents, TANGENT if phase == FORWARD else phase)
 
 
-def _transpose(cotangents: Any, *operands: Any, phase: str) -> Any:
-    moving = [
-        i
-        for i, ct in enumerate(cotangents)
-        if type(ct) is not ad.Zero and ad.is_undefined_primal(operands[i])
+def _transpose(
+    cotangents: Sequence[Tangent], *operands: jax.Array | ad.UndefinedPrimal, phase: str
+) -> list[Tangent | None]:
+    linear = [
+        cotangent if ad.is_undefined_primal(operand) else None
+        for cotangent, operand in zip(cotangents, operands, strict=True)
     ]
-    found: list[Any] = [None] * len(cotangents)
-    if moving:
-        for i, ct in zip(
-            moving, mark_p.bind(*(cotangents[i] for i in moving), phase=BACKWARD), strict=True
-        ):
-            found[i] = ct
-    return found
+    return [
+        None if type(cotangent) is ad.Zero else cotangent
+        for cotangent in _mark_nonzero(linear, BACKWARD)
+    ]
 
 
-def _batch(args: Any, dims: Any, *, phase: str) -> Any:
-    return mark_p.bind(*args, phase=phase), dims
+def _mark_nonzero(tangents: Sequence[Tangent | None], phase: str) -> list[Tangent | None]:
+    """Mark the arrays among tangents or cotangents; symbolic zeros stay as they are."""
+    marked = list(tangents)
+    arrays = [i for i, t in enumerate(tangents) if t is not None and type(t) is not ad.Zero]
+    if arrays:
+        results = mark_p.bind(*(tangents[i] for i in arrays), phase=phase)
+        for i, result in zip(arrays, results, strict=True):
+            marked[i] = result
+    return marked
+
+
+def _batch(
+    arrays: Sequence[jax.Array], dims: Sequence[int], *, phase: str
+) -> tuple[list[jax.Array], Sequence[int]]:
+    return mark_p.bind(*arrays, phase=phase), dims
+
+
+def _abstract(*avals: AbstractValue, phase: str) -> list[AbstractValue]:
+    return list(avals)
 
 
 mark_p.def_impl(lambda *args, phase: list(args))
-mark_p.def_abstract_eval(lambda *avals, phase: list(avals))
+mark_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[mark_p] = _jvp
 ad.primitive_transposes[mark_p] = _transpose
 batching.primitive_batchers[mark_p] = _batch

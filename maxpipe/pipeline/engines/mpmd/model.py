@@ -1,11 +1,12 @@
-"""The model as one marked program over one microbatch, and where its parameters live.
+"""The model as one marked program over one microbatch, and the part of it that each stage owns.
 
-Parameters of the whole program are {"embed", "chunks": {global chunk: layers}, "head"}, layer
-leaves [L, ...]; a stage owns the part of that tree that its chunks read. Letters: L layers of a
-chunk, B sequences of a microbatch, T sequence, D embed.
+Parameters of the program are {"embed", "chunks": {global chunk: layers}, "head"}, layer leaves
+[L, ...]; a stage owns the part of that tree that its chunks read. Letters: L layers of a chunk, B
+sequences of a microbatch, T tokens of each, D embed.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.model import parameters
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
@@ -21,98 +23,128 @@ from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.weights import Weights
 
+TreeT = TypeVar("TreeT")
+StageTree: TypeAlias = dict[str, TreeT | dict[int, TreeT]]
+
 AXES = ("activation_batch", "activation_length", None)
 
 
 class MarkedModel:
-    """Losses with a stage mark behind every chunk.
+    """Compute losses of one microbatch, with a stage mark after each chunk.
 
     Args:
-      parts: as for every pipeline; the rules are bound to the mesh of a stage.
+      inputs: as for every engine; the rules are bound to the abstract mesh of a stage.
       stage_of_chunk: the stage that holds each chunk.
+
+    Attributes:
+      layer_index: for each chunk int32 [L], indices of its layers in model order.
     """
 
-    def __init__(self, parts: EngineInputs, stage_of_chunk: list[int]):
-        self._program = parts.program
-        self._rules = parts.rules
-        self._scan = parts.config.scan_layers_per_stage
-        self._remat = Remat(parts.config)
-        self._sizes = parts.layout.chunk_sizes
-        self._stage_of = stage_of_chunk
+    def __init__(self, inputs: EngineInputs, stage_of_chunk: Sequence[int]):
+        self._program = inputs.program
+        self._rules = inputs.rules
+        self._scan = inputs.config.scan_layers_per_stage
+        self._remat = Remat(inputs.config)
+        self._stage_of_chunk = stage_of_chunk
+        sizes = inputs.layout.chunk_sizes
         self._weights = [
-            Weights(parts.rules, parts.program.specs, ("layers_per_stage",), (n,))
-            for n in self._sizes
+            Weights(inputs.rules, inputs.program.specs, ("layers_per_stage",), (size,))
+            for size in sizes
         ]
-        ends = np.cumsum(self._sizes)
-        self.layers = [
+        self.layer_index = tuple(
             np.arange(end - size, end, dtype=np.int32)
-            for end, size in zip(ends, self._sizes, strict=True)
-        ]
+            for end, size in zip(np.cumsum(sizes), sizes, strict=True)
+        )
 
-    def owned(self, stage: int, embed: Any, chunks: Any, head: Any) -> dict[str, Any]:
-        """The part of a parameter tree that a stage owns, from its pieces; `chunks` is called with global chunks."""
-        tree: dict[str, Any] = {
-            "chunks": {c: chunks(c) for c, s in enumerate(self._stage_of) if s == stage}
-        }
-        if stage == self._stage_of[0]:
+    def owned(
+        self, stage: int, embed: TreeT, chunk: Callable[[int], TreeT], head: TreeT
+    ) -> StageTree[TreeT]:
+        """Return the part of a tree like the parameters that a stage owns.
+
+        Args:
+          stage: its index.
+          embed, head: these subtrees.
+          chunk: returns the layers of a global chunk.
+        """
+        chunks = {c: chunk(c) for c, owner in enumerate(self._stage_of_chunk) if owner == stage}
+        tree: StageTree[TreeT] = {"chunks": chunks}
+        if stage == self._stage_of_chunk[0]:
             tree["embed"] = embed
-        if stage == self._stage_of[-1]:
+        if stage == self._stage_of_chunk[-1]:
             tree["head"] = head
         return tree
 
-    def specs(self, stage: int) -> dict[str, Any]:
-        """`ParamSpec`s of a stage's own parameters, those of layers for one layer."""
+    def specs(self, stage: int) -> Params:
+        """Return the `ParamSpec`s of what a stage owns, those of layers for one layer."""
         specs = self._program.specs
-        return self.owned(stage, specs["embed"], lambda c: specs["layers"], specs["head"])
+        return self.owned(stage, specs["embed"], lambda chunk: specs["layers"], specs["head"])
 
-    def abstract(self, stage: int, mesh: Mesh) -> dict[str, Any]:
-        """Shapes, dtypes and shardings at rest of a stage's own parameters, on the stage's mesh."""
+    def abstract(self, stage: int, mesh: Mesh) -> Params:
+        """Return shapes, dtypes and shardings at rest of the parameters that a stage owns."""
         trees = [weights.abstract() for weights in self._weights]
-        owned = self.owned(stage, trees[0]["embed"], lambda c: trees[c]["layers"], trees[0]["head"])
 
-        def one(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                p.shape, p.dtype, sharding=NamedSharding(mesh, p.sharding.spec)
-            )
+        def on_stage(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            assert isinstance(p.sharding, NamedSharding)
+            sharding = NamedSharding(mesh, p.sharding.spec)
+            return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding)
 
-        return jax.tree.map(one, owned)
+        owned = self.owned(
+            stage, trees[0]["embed"], lambda chunk: trees[chunk]["layers"], trees[0]["head"]
+        )
+        return jax.tree.map(on_stage, owned)
 
     def init(self, stage: int, key: jax.Array) -> Params:
-        """Initial values of a stage's own parameters; they depend on neither stage nor layout."""
+        """Return initial values of the parameters that a stage owns, whatever the layout."""
         specs = self._program.specs
         outer = parameters.init_params({n: specs[n] for n in ("embed", "head")}, key)
-        return self.owned(
-            stage,
-            outer["embed"],
-            lambda c: parameters.init_layers(specs["layers"], key, jnp.asarray(self.layers[c])),
-            outer["head"],
-        )
 
-    def loss(self, params: Params, micro: Batch, scales: Any, key: jax.Array | None) -> jax.Array:
-        """Training loss of a microbatch: token losses by scales[0] plus auxiliary losses by scales[1]."""
+        def layers(chunk: int) -> Params:
+            index = jnp.asarray(self.layer_index[chunk])
+            return parameters.init_layers(specs["layers"], key, index)
+
+        return self.owned(stage, outer["embed"], layers, outer["head"])
+
+    def loss(
+        self,
+        params: Params,
+        micro: Batch,
+        scales: tuple[jax.Array, jax.Array],
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Return a microbatch's share of the training loss.
+
+        Args:
+          params: of the whole program.
+          micro: the microbatch, arrays [B, T].
+          scales: factors of the sum of token losses and of the sum of auxiliary losses.
+          key: of the step; None if the model draws no random numbers.
+        """
         x, aux = self._forward(params, micro, key, remat=True)
         loss_sum, _ = self._head(params, x, micro)
         return loss_sum * scales[0] + aux * scales[1]
 
     def cross_entropy(self, params: Params, micro: Batch) -> jax.Array:
-        """Sum over the tokens of a microbatch."""
+        """Return the sum of the cross-entropy over the tokens of a microbatch."""
         x, _ = self._forward(params, micro, None, remat=False)
         return self._head(params, x, micro)[1]
 
     def _forward(
         self, params: Params, micro: Batch, key: jax.Array | None, *, remat: bool
     ) -> tuple[jax.Array, jax.Array]:
+        """Return (activations [B, T, D] after the last chunk, sum of auxiliary losses)."""
         x = self._rules.constrain(self._program.embed(self._outer(params), micro["tokens"]), AXES)
         aux = jnp.zeros((), jnp.float32)
-        chunk = self._remat.iteration(self._chunk) if remat else self._chunk
-        for c, index in enumerate(self.layers):
-            rest = jnp.asarray(index), microbatches.side_inputs(micro), key
-            x, more = chunk(x, params["chunks"][c], rest)
-            x, aux = mark_stage_boundary((self._rules.constrain(x, AXES), aux + more))
+        chunk_fn = self._remat.iteration(self._chunk) if remat else self._chunk
+        for chunk, index in enumerate(self.layer_index):
+            fixed = jnp.asarray(index), microbatches.side_inputs(micro), key
+            x, chunk_aux = chunk_fn(x, params["chunks"][chunk], fixed)
+            x, aux = mark_stage_boundary((self._rules.constrain(x, AXES), aux + chunk_aux))
         return x, aux
 
-    def _chunk(self, x: jax.Array, layers: Params, rest: Any) -> tuple[jax.Array, jax.Array]:
-        index, side, key = rest
+    def _chunk(
+        self, x: jax.Array, layers: Params, fixed: tuple[jax.Array, SideInputs, jax.Array | None]
+    ) -> tuple[jax.Array, jax.Array]:
+        index, side, key = fixed
         layer_fn = layer_function(self._program, self._prepare, padded=False)
         layer_fn = self._remat.layer(layer_fn, is_only=index.shape[0] == 1)
         return apply_layers(layer_fn, layers, index, x, side, key, scan=self._scan)
@@ -121,10 +153,13 @@ class MarkedModel:
         return self._weights[0].gather_layer(self._program.cast(layer))
 
     def _outer(self, params: Params) -> Params:
-        """Made ready anew for every use: the gradients of two uses then meet in the parameter's own dtype."""
-        return self._weights[0].gather_outer(
-            self._program.cast({n: params[n] for n in ("embed", "head")})
-        )
+        """Return {"embed", "head"} ready for use.
+
+        Each use calls this for itself, so that the gradients of two uses meet in the parameter's
+        own dtype.
+        """
+        outer = {name: params[name] for name in ("embed", "head")}
+        return self._weights[0].gather_outer(self._program.cast(outer))
 
     def _head(self, params: Params, x: jax.Array, micro: Batch) -> tuple[jax.Array, jax.Array]:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])

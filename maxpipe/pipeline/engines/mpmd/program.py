@@ -1,22 +1,21 @@
-"""A sliced program: computations of stages that meet in values.
+"""A sliced program: computations of stages that hand each other values.
 
-Values are the variables of the traced program. A computation is named by a kind of
-`schedules._table` and a global chunk.
-
-A sliced program as text; `python -m maxpipe.compile CONFIG.yml pipeline.engine=mpmd --programs DIR`
-writes it.
-
-XLA's own dumps (XLA_FLAGS=--xla_dump_to=DIR) call modules after computations: `jit_F1` is the
-forward of chunk 1."""
+Values are variables of the traced program. A computation is named by a kind of unit
+(`schedules.table.KINDS`) and a global chunk. `dump` shows a sliced program as text, for
+`python -m maxpipe.compile CONFIG.yml pipeline.engine=mpmd --programs DIR`; XLA's own dumps
+(XLA_FLAGS=--xla_dump_to=DIR) name modules after computations: `jit_F1` is the forward of chunk 1.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.typing import ArrayLike
 
 from maxpipe.pipeline.jaxprs import Atom, part
 
@@ -41,8 +40,8 @@ class Computation:
       reads: values computed by other computations.
       arguments: inputs of the whole program, such as weights and the microbatch.
       writes: values that other computations read.
-      outputs: for each output of the whole program that gets a part from here, the part's atoms by
-        the output's index.
+      outputs: for each output of the whole program to which this adds, by index, the terms that it
+        adds.
     """
 
     name: UnitName
@@ -55,73 +54,73 @@ class Computation:
 
 @dataclass(frozen=True, eq=False)
 class SlicedProgram:
-    """A program cut into computations, each of which runs once for a microbatch.
+    """A program cut into computations, each of which runs once per microbatch.
 
     Attributes:
-      flat: the traced program, calls opened.
-      num_chunks: G.
+      flat: the traced program with its calls opened.
+      num_chunks: number of forward computations.
       computations: by name, in an order that respects their dependencies.
     """
 
-    flat: Any
+    flat: ClosedJaxpr
     num_chunks: int
     computations: Mapping[UnitName, Computation]
 
     @property
     def inputs(self) -> Sequence[Var]:
-        """Inputs of the whole program, in its order."""
+        """Return the inputs of the whole program, in its order."""
         return self.flat.jaxpr.invars
 
     @property
     def num_outputs(self) -> int:
+        """Return the number of outputs of the whole program."""
         return len(self.flat.jaxpr.outvars)
 
     @cached_property
-    def constants(self) -> Mapping[Var, Any]:
-        """Values of the captured constants."""
+    def constants(self) -> Mapping[Var, ArrayLike]:
+        """Return the values of the captured constants."""
         return dict(zip(self.flat.jaxpr.constvars, self.flat.consts, strict=True))
 
     @cached_property
     def producer(self) -> Mapping[Var, UnitName]:
-        """Which computation writes a value."""
+        """Return the computation that writes each value."""
         return {v: c.name for c in self.computations.values() for v in c.writes}
 
-    def function(self, computation: Computation, inputs: Sequence[Var]) -> Callable[..., Any]:
-        """The computation as a function.
+    def function(
+        self, computation: Computation, inputs: Sequence[Var]
+    ) -> Callable[..., tuple[list[jax.Array], dict[int, list[jax.Array]]]]:
+        """Return a computation as a function of arrays to (`writes`, list of terms by output).
 
         Args:
           computation: one of this program's.
           inputs: its `reads` and `arguments` in the order in which the function takes them.
-
-        Returns:
-          A function of arrays to (`writes`, parts of `outputs` by output, those of one output in a
-          list).
         """
         constants = [v for v in self.constants if v in used(computation)]
-        parts = {i: list(atoms) for i, atoms in computation.outputs.items()}
-        results, tree = jax.tree.flatten((list(computation.writes), parts))
+        terms = {output: list(atoms) for output, atoms in computation.outputs.items()}
+        results, tree = jax.tree.flatten((list(computation.writes), terms))
         jaxpr = part(self.flat.jaxpr, [*constants, *inputs], computation.equations, results)
         values = [self.constants[v] for v in constants]
 
-        def run(*args: jax.Array) -> Any:
+        def run(*args: jax.Array) -> tuple[list[jax.Array], dict[int, list[jax.Array]]]:
             return jax.tree.unflatten(tree, jax.core.eval_jaxpr(jaxpr, (), *values, *args))
 
         return run
 
 
-def shape_of(atom: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a variable."""
+def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of a variable or literal."""
+    assert isinstance(atom.aval, ShapedArray)
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
 
 
 def used(computation: Computation) -> set[Var]:
-    """All variables that a computation's equations and outputs name."""
+    """Return all variables that a computation's equations, writes and outputs name."""
     atoms = [v for eqn in computation.equations for v in eqn.invars]
-    atoms += [*computation.writes, *(v for part in computation.outputs.values() for v in part)]
+    atoms += [*computation.writes, *(v for terms in computation.outputs.values() for v in terms)]
     return {v for v in atoms if not isinstance(v, Literal)}
 
 
-# Of a layout only its spec; the mesh is that of the stage.
+# A constraint is shown by its PartitionSpec alone: its mesh is always that of the stage.
 _CONSTRAINT = re.compile(r"sharding_constraint\[[^\]]*?spec=(P\(.*\))\)\n[^\]]*\]")
 
 
@@ -130,56 +129,50 @@ def dump(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> dict[UnitName, str]:
-    """For every computation what it reads, writes and adds to, and its equations.
+    """Return for each computation, as text, what it reads, writes and adds to, and its equations.
 
-    A value is called after the computation that writes it: `F1.0` is the first one of the forward
-    of chunk 1.
+    A value is named after the computation that writes it: `F1.0` is the first value that the
+    forward of chunk 1 writes.
 
     Args:
       program: sliced.
       input_names, output_names: of the program's inputs and outputs; by default `input 0` and so
         on.
     """
+    inputs = input_names or [f"input {i}" for i in range(len(program.inputs))]
     outputs = output_names or [f"output {i}" for i in range(program.num_outputs)]
-    names = dict(
-        zip(
-            program.inputs,
-            input_names or [f"input {i}" for i in range(len(program.inputs))],
-            strict=True,
-        )
-    )
+    names = dict(zip(program.inputs, inputs, strict=True))
     readers: dict[Var, list[UnitName]] = {}
     for computation in program.computations.values():
         names |= {v: f"{computation.name}.{i}" for i, v in enumerate(computation.writes)}
         for v in computation.reads:
             readers.setdefault(v, []).append(computation.name)
     return {
-        name: _computation(program, c, names, outputs, readers)
-        for name, c in program.computations.items()
+        name: _text(program, computation, names, outputs, readers)
+        for name, computation in program.computations.items()
     }
 
 
-def _computation(
+def _text(
     program: SlicedProgram,
     computation: Computation,
     names: Mapping[Var, str],
-    outputs: Sequence[str],
+    output_names: Sequence[str],
     readers: Mapping[Var, Sequence[UnitName]],
 ) -> str:
     inputs = [*computation.reads, *computation.arguments]
     jaxpr = jax.make_jaxpr(program.function(computation, inputs))(*map(shape_of, inputs))
     lines = [str(computation.name)]
-    lines += [f"  reads  {names[v]} {_shape(v)}" for v in inputs]
-    lines += [
-        f"  writes {names[v]} {_shape(v)} for {', '.join(map(str, readers[v]))}"
-        for v in computation.writes
-    ]
-    lines += [
-        f"  adds to {outputs[i]} {_shape(atoms[0])}" for i, atoms in computation.outputs.items()
-    ]
-    text = _CONSTRAINT.sub(r"sharding_constraint[\1]", str(jaxpr))
-    return "\n".join([*lines, *(f"    {line}" for line in text.splitlines())]) + "\n"
+    for v in inputs:
+        lines.append(f"  reads  {names[v]} {_shape(v)}")
+    for v in computation.writes:
+        lines.append(f"  writes {names[v]} {_shape(v)} for {', '.join(map(str, readers[v]))}")
+    for output, terms in computation.outputs.items():
+        lines.append(f"  adds to {output_names[output]} {_shape(terms[0])}")
+    equations = _CONSTRAINT.sub(r"sharding_constraint[\1]", str(jaxpr))
+    lines += [f"    {line}" for line in equations.splitlines()]
+    return "\n".join(lines) + "\n"
 
 
-def _shape(v: Any) -> str:
-    return v.aval.str_short(short_dtypes=True)
+def _shape(atom: Atom) -> str:
+    return atom.aval.str_short(short_dtypes=True)

@@ -1,32 +1,39 @@
-"""Flat programs: nested calls opened, so that marks and equations of interest are on one level.
+"""Cut a traced program at its stage marks into one computation per chunk and direction.
 
-First pass of slicing: which stage every equation of a marked program belongs to, by where it was
-traced.
+The passes, in the order in which `slice_program` calls them:
 
-Second pass of slicing: code that no mark ties to a stage goes to the stages that need it.
+1. `open_calls` puts the bodies of nested calls in the place of the calls.
+2. `find_segments` removes the marks; an equation belongs to the segment between two marks.
+3. `place_equations` gives code that no mark ties to a segment to the computations that read it.
+4. `split_sums` takes apart gradients of weights that several stages share, one part per stage.
+5. `assemble_computations` collects what each computation runs, reads and writes; drops dead code.
+6. `split_backward` splits each backward B into I and W, if the schedule asks for it.
 
-What depends on inputs of the program only, through cheap operations (casts of weights, masks,
-dropout bits, constants), may be computed anywhere, and is cheaper to compute again than to keep or
-to send. What is not cheap but depends on no mark, such as a table computed before the first stage,
-is computed once, by the first computation that needs it. Gradients of such code are computed where
-the gradients that they are made of arise.
+An example is `loss = sum(mark(mark(sin(c @ a)) @ b))` and its gradients for a and b. After pass 1
+it is the equations on the left; on the right are the computations that run them after pass 5 (F0:
+forward of chunk 0, B0: its backward) and after pass 6 (I0: gradient of its input, W0: of weights).
 
-Gradients of weights that several stages share: every stage adds up its own part, and the parts are
-added at the end.
+    d = dot_general c a            | F0 | F0
+    e = sin d                      | F0 | F0
+    f = cos d                      | B0 | I0     tied to no mark: moved to its reader (pass 3)
+    g = stage_boundary[forward] e
+    h = dot_general g b            | F1 | F1
+    i = stage_boundary[forward] h
+    j = reduce_sum i               | F1 | F1     the loss is the end of the last forward
+    k = broadcast_in_dim 1.0       | B1 | I1 W1  cheap: each reader computes it (pass 3)
+    l = stage_boundary[backward] k
+    m = dot_general l g            | B1 | W1
+    n = transpose m                | B1 | W1     gradient of b
+    o = dot_general l b            | B1 | I1     all that stage 0 waits for
+    p = stage_boundary[backward] o
+    q = mul p f                    | B0 | I0
+    r = dot_general q c            | B0 | W0
+    s = transpose r                | B0 | W0     gradient of a
+"""
 
-Traced, the parts are added where the second one arises, and a part would travel through all stages
-between for every microbatch.
-
-Third pass of slicing: every computation with what it reads and writes, without anything that nobody
-needs.
-
-The backward of a stage in two: what the stage before waits for, and what nobody waits for.
-
-A marked program, cut into computations of stages."""
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -35,330 +42,309 @@ from maxpipe.pipeline.engines.mpmd.marks import BACKWARD, FORWARD, mark_p
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.jaxprs import Atom, ancestors, is_cheap, read_by, variables
 
+Outputs = dict[int, tuple[Atom, ...]]  # index of an output -> atoms whose sum is (a part of) it
 
-def inline(program: ClosedJaxpr, *, checkpoints: bool = False) -> ClosedJaxpr:
-    """The same program without calls.
 
-    Args:
-      program: traced by `jax.make_jaxpr`.
-      checkpoints: open the bodies of `jax.checkpoint` as well, so that what they compute again can
-        be split.
+# Pass 1: open calls.
+def open_calls(program: ClosedJaxpr, *, checkpoints: bool = False) -> ClosedJaxpr:
+    """Return the program with the bodies of nested calls in the place of the calls.
+
+    With `checkpoints` the bodies of `jax.checkpoint` are opened as well, so that pass 6 can divide
+    the recomputed forward.
 
     Raises:
       ValueError: a stage mark is inside a loop, a conditional or a checkpoint that stays closed.
     """
-    flat = jaxprs.inline(
-        program, jaxprs.CALLS + jaxprs.CHECKPOINTS if checkpoints else jaxprs.CALLS
-    )
+    calls = jaxprs.CALLS + jaxprs.CHECKPOINTS if checkpoints else jaxprs.CALLS
+    flat = jaxprs.inline(program, calls)
     for eqn in flat.jaxpr.eqns:
-        if any(_has_mark(inner) for inner in jaxprs.inner_jaxprs(eqn)):
+        if eqn.primitive is not mark_p and _has_mark(eqn):
             raise ValueError(
-                f"a stage mark lies inside {eqn.primitive.name}, which runs as a whole on one stage; "
-                f"call mark_stage_boundary outside of it"
+                f"a stage mark lies inside {eqn.primitive.name}, which runs on one stage as one "
+                f"equation; call mark_stage_boundary outside of it"
             )
     return flat
 
 
-def _has_mark(jaxpr: Any) -> bool:
-    return any(
-        eqn.primitive is mark_p or any(_has_mark(inner) for inner in jaxprs.inner_jaxprs(eqn))
-        for eqn in jaxpr.eqns
-    )
+def _has_mark(eqn: JaxprEqn) -> bool:
+    inner = (jaxprs.open_jaxpr(jaxpr) for jaxpr in jaxprs.inner_jaxprs(eqn))
+    return eqn.primitive is mark_p or any(_has_mark(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
+# Pass 2: find segments.
 @dataclass(frozen=True)
 class Segments:
-    """A flat program without its marks.
+    """A flat program without its marks. A segment has the index of its computation.
 
     Attributes:
-      names: the computations, in the order in which they depend on each other.
-      equations: (equation, index into `names`) in the order of the program.
+      names: the computations, in an order that respects their dependencies.
+      equations: (equation, segment in which it was traced), in the order of the program.
       outputs: of the program.
-      num_chunks: G, one for every mark of the forward.
-      bound: variables that depend on what a mark let through, and so on the work of a stage.
-      marked: for variables that a mark let through, the computation that ends there.
+      num_chunks: number of forward marks.
+      tied: variables that depend on what a mark let through, and so on the work of a stage.
+      marked: for each variable that a mark let through, the segment that ends there.
     """
 
     names: list[UnitName]
     equations: list[tuple[JaxprEqn, int]]
     outputs: list[Atom]
     num_chunks: int
-    bound: set[Var]
+    tied: set[Var]
     marked: dict[Var, int]
 
 
-def segments(flat: Any) -> Segments:
-    """Cuts at the marks.
+def find_segments(flat: ClosedJaxpr) -> Segments:
+    """Cut a flat program, a forward or a forward and its gradient, at its marks.
 
     The last forward mark ends the last chunk's layers, and its backward mark begins their backward.
-    What lies between the two, the loss and its gradient, is the end of the last chunk's forward:
-    that is where schedules have it.
-
-    Args:
-      flat: closed jaxpr from `inline`: a forward, or a forward and its gradient.
+    The loss and its gradient, between the two, belong to the last chunk's forward, as in schedules.
 
     Raises:
-      ValueError: there are no marks, the backward has not one for every one of the forward, or
-        there are marks of tangents.
+      ValueError: there are no marks, marks of tangents, or not one backward mark per forward mark.
     """
+    names = _computation_names(flat)
+    num_chunks = sum(name.kind == "F" for name in names)
+    original: dict[Var, Atom] = {}  # result of a mark -> its operand
+    tied: set[Var] = set()
+    marked: dict[Var, int] = {}
+    equations: list[tuple[JaxprEqn, int]] = []
+    marks_passed = 0
+
+    def resolve(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else original.get(atom, atom)
+
+    for eqn in flat.jaxpr.eqns:
+        segment = marks_passed if marks_passed < num_chunks else marks_passed - 1
+        operands = list(map(resolve, eqn.invars))
+        if eqn.primitive is mark_p or not tied.isdisjoint(variables(eqn.invars)):
+            tied.update(eqn.outvars)
+        if eqn.primitive is mark_p:
+            for v in variables(operands):
+                marked.setdefault(v, segment)
+            original.update(zip(eqn.outvars, operands, strict=True))
+            marks_passed += 1
+        else:
+            equations.append((eqn.replace(invars=operands), segment))
+    outputs = list(map(resolve, flat.jaxpr.outvars))
+    return Segments(names, equations, outputs, num_chunks, tied, marked)
+
+
+def _computation_names(flat: ClosedJaxpr) -> list[UnitName]:
     phases = [eqn.params["phase"] for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
     count = phases.count(FORWARD)
     if not count:
-        raise ValueError(
-            "the program has no stage marks; call mark_stage_boundary between its stages"
-        )
+        remedy = "call mark_stage_boundary between its stages"
+        raise ValueError(f"the program has no stage marks; {remedy}")
     if phases not in ([FORWARD] * count, [FORWARD] * count + [BACKWARD] * count):
         raise ValueError(
-            f"{count} forward marks and {phases.count(BACKWARD)} backward ones in the order {phases}; every mark needs "
-            f"an operand with a gradient, and a program with derivatives must be the gradient of a scalar"
+            f"{count} forward marks and {phases.count(BACKWARD)} backward ones in the order "
+            f"{phases}; every mark needs an operand with a gradient, and a program with "
+            f"derivatives must be the gradient of a scalar"
         )
-    names = [UnitName("F", c) for c in range(count)]
+    names = [UnitName("F", chunk) for chunk in range(count)]
     if BACKWARD in phases:
-        names += [UnitName("B", c) for c in reversed(range(count))]
-    renamed: dict[Any, Atom] = {}
-    bound: set[Var] = set()
-    marked: dict[Var, int] = {}
-
-    def resolve(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
-
-    equations, passed = [], 0
-    for eqn in flat.jaxpr.eqns:
-        inputs = [resolve(v) for v in eqn.invars]
-        at = passed if passed < count else passed - 1
-        if eqn.primitive is mark_p or any(
-            v in bound for v in eqn.invars if not isinstance(v, Literal)
-        ):
-            bound.update(eqn.outvars)
-        if eqn.primitive is mark_p:
-            for v in inputs:
-                if not isinstance(v, Literal):
-                    marked.setdefault(v, at)
-            passed += 1
-            renamed.update(zip(eqn.outvars, inputs, strict=True))
-            continue
-        equations.append((eqn.replace(invars=inputs), at))
-    return Segments(
-        names, equations, [resolve(v) for v in flat.jaxpr.outvars], count, bound, marked
-    )
+        names += [UnitName("B", chunk) for chunk in reversed(range(count))]
+    return names
 
 
+# Pass 3: place equations.
 @dataclass(frozen=True)
 class Placement:
     """Where equations run.
 
     Attributes:
-      home: for every variable that one computation computes, the index of that computation.
-      anywhere: variables that every computation that needs them computes itself, inputs and
-        constants included.
+      home: for each variable that a single computation computes, the index of that computation.
+      anywhere: variables that each reader has or computes itself: inputs, constants, and what
+        follows from them by operations that cost less than keeping or sending the result (casts of
+        weights, masks, dropout bits).
     """
 
     home: dict[Var, int]
     anywhere: set[Var]
 
 
-def place_equations(flat: Any, cut: Segments) -> Placement:
-    """Decides between one home and every user, for all equations."""
+def place_equations(flat: ClosedJaxpr, segments: Segments) -> Placement:
+    """Decide for each equation between its segment, its first reader, and all of its readers."""
+    # 1. What is cheap and follows from inputs alone runs in each computation that reads it.
     anywhere: set[Var] = {*flat.jaxpr.invars, *flat.jaxpr.constvars}
-    for eqn, _ in cut.equations:
-        if is_cheap(eqn) and all(isinstance(v, Literal) or v in anywhere for v in eqn.invars):
+    for eqn, _ in segments.equations:
+        if is_cheap(eqn) and anywhere.issuperset(variables(eqn.invars)):
             anywhere.update(eqn.outvars)
+    # 2. What is tied to a stage stays in its segment. Everything else, such as a table computed
+    #    before the first mark, goes to its first reader.
     home: dict[Var, int] = {}
-    needed = dict(cut.marked)  # the earliest computation that needs a variable
-    for eqn, segment in reversed(cut.equations):
-        users = [needed[v] for v in eqn.outvars if v in needed]
-        movable = cut.bound.isdisjoint(eqn.outvars) or anywhere.issuperset(eqn.outvars)
-        at = min(users, default=segment) if movable else segment
-        for v in eqn.invars:
-            if not isinstance(v, Literal):
-                needed[v] = min(at, needed.get(v, at))
-        home.update((v, at) for v in eqn.outvars if v not in anywhere)
-    _pull_back(cut, home, anywhere)
+    first_reader = dict(segments.marked)
+    for eqn, segment in reversed(segments.equations):
+        readers = [first_reader[v] for v in eqn.outvars if v in first_reader]
+        is_tied = not segments.tied.isdisjoint(eqn.outvars)
+        movable = not is_tied or anywhere.issuperset(eqn.outvars)
+        computation = min(readers, default=segment) if movable else segment
+        for v in variables(eqn.invars):
+            first_reader[v] = min(computation, first_reader.get(v, computation))
+        home.update((v, computation) for v in eqn.outvars if v not in anywhere)
+    # 3. Cheap operations on gradients go where the gradients arise. The transpose of code before
+    #    the first mark, such as a cast of all weights, is traced after the last mark, and the
+    #    gradients of all stages would travel there.
+    for eqn, segment in segments.equations:
+        sources = {home[v] for v in variables(eqn.invars) if v not in anywhere}
+        is_backward = segment >= segments.num_chunks and bool(sources)
+        if is_backward and min(sources) >= segments.num_chunks and is_cheap(eqn):
+            home.update((v, max(sources)) for v in eqn.outvars)
     return Placement(home, anywhere)
 
 
-def _pull_back(cut: Segments, home: dict[Var, int], anywhere: set[Var]) -> None:
-    """Cheap operations on gradients go where the gradients arise.
+# Pass 4: split sums.
+def split_sums(segments: Segments, placement: Placement) -> list[Outputs]:
+    """Return for each computation the terms that it adds to outputs of the program, by output.
 
-    The transpose of code before the first mark, such as a cast of all weights, is traced behind the
-    last mark, and the gradients of all stages would travel there.
+    The gradient of a weight that several stages share is traced as a sum where its second term
+    arises; the first term would travel there for every microbatch. Instead each stage adds up its
+    own terms over the microbatches, and the engine adds the totals. A sum is taken apart if its
+    terms arise in several computations, only the output reads it, and all terms have its shape.
     """
-    for eqn, segment in cut.equations:
-        homes = {home[v] for v in eqn.invars if not isinstance(v, Literal) and v not in anywhere}
-        if segment >= cut.num_chunks and homes and min(homes) >= cut.num_chunks and is_cheap(eqn):
-            home.update((v, max(homes)) for v in eqn.outvars)
+    traced = {v: (eqn, segment) for eqn, segment in segments.equations for v in eqn.outvars}
+    operands = (v for eqn, _ in segments.equations for v in eqn.invars)
+    num_reads = Counter(variables([*operands, *segments.outputs]))
 
-
-_SUMS = ("add_any", "add")
-
-
-def split_sums(cut: Segments, placement: Placement) -> list[tuple[Atom, ...]]:
-    """For each output of the program, atoms whose sum it is: more than one if they arise in several computations.
-
-    A sum is taken apart if it is the output alone that reads it and all of its terms have the
-    output's shape.
-    """
-    made_by: dict[Atom, JaxprEqn] = {v: eqn for eqn, _ in cut.equations for v in eqn.outvars}
-    uses: dict[Atom, int] = {}
-    for atom in [*(v for eqn, _ in cut.equations for v in eqn.invars), *cut.outputs]:
-        if not isinstance(atom, Literal):
-            uses[atom] = uses.get(atom, 0) + 1
-
-    def terms(atom: Atom) -> list[Atom]:
-        eqn = None if isinstance(atom, Literal) else made_by.get(atom)
-        if eqn is None or eqn.primitive.name not in _SUMS or uses[atom] > 1:
+    def terms_of(atom: Atom) -> list[Atom]:
+        if isinstance(atom, Literal) or atom not in traced or num_reads[atom] > 1:
+            return [atom]
+        eqn, _ = traced[atom]
+        if eqn.primitive.name not in ("add", "add_any"):
             return [atom]
         if any(shape_of(v).shape != shape_of(atom).shape for v in eqn.invars):
             return [atom]
-        return [term for v in eqn.invars for term in terms(v)]
+        return [term for v in eqn.invars for term in terms_of(v)]
 
-    parts = []
-    for atom in cut.outputs:
-        found = terms(atom)
-        homes = {placement.home.get(term) for term in found if not isinstance(term, Literal)}
-        parts.append(tuple(found) if len(homes) > 1 else (atom,))
+    last = len(segments.names) - 1  # gets outputs that are literals or inputs
+    parts: list[Outputs] = [{} for _ in segments.names]
+    for output, atom in enumerate(segments.outputs):
+        terms = terms_of(atom)
+        if len({placement.home.get(term) for term in variables(terms)}) < 2:
+            terms = [atom]
+        for term in terms:
+            index = last
+            if not isinstance(term, Literal) and term in traced:
+                index = placement.home.get(term, traced[term][1])
+            parts[index][output] = (*parts[index].get(output, ()), term)
     return parts
 
 
-def assemble(
-    flat: Any, cut: Segments, placement: Placement, parts: Sequence[Sequence[Atom]]
+# Pass 5: assemble computations.
+def assemble_computations(
+    flat: ClosedJaxpr, segments: Segments, placement: Placement, outputs: Sequence[Outputs]
 ) -> dict[UnitName, Computation]:
-    """Builds the computations from the last to the first, so that only what a later one reads is written.
-
-    Args:
-      flat, cut, placement: the program and what earlier passes found out about it.
-      parts: for each output of the program, the atoms whose sum it is, from `split_sums`.
-    """
-    outputs = _outputs_of(cut, placement, parts)
-    inputs = set(flat.jaxpr.invars)
-    wanted: set[Var] = set()  # by later computations
-    found: dict[UnitName, Computation] = {}
-    for index in reversed(range(len(cut.names))):
-        mine = outputs[index]
-        writes = sorted((v for v in wanted if placement.home[v] == index), key=_order(cut))
-        needed = {
-            v
-            for v in (*writes, *(a for p in mine.values() for a in p))
-            if not isinstance(v, Literal)
-        }
+    """Build the computations from the last to the first; each writes what a later one reads."""
+    in_order = [v for eqn, _ in segments.equations for v in eqn.outvars]
+    position = {v: i for i, v in enumerate(in_order)}.__getitem__
+    inputs_and_constants = {*flat.jaxpr.invars, *flat.jaxpr.constvars}
+    read_later: set[Var] = set()
+    computations: dict[UnitName, Computation] = {}
+    for index, name in reversed(list(enumerate(segments.names))):
+        writes = sorted((v for v in read_later if placement.home[v] == index), key=position)
+        # Walk back from the results and collect the equations that they depend on.
+        live = {*writes, *variables(atom for atoms in outputs[index].values() for atom in atoms)}
         equations: list[JaxprEqn] = []
-        for eqn, _ in reversed(cut.equations):
-            here = all(v in placement.anywhere or placement.home[v] == index for v in eqn.outvars)
-            if here and not needed.isdisjoint(eqn.outvars):
+        for eqn, _ in reversed(segments.equations):
+            is_here = all(placement.home.get(v, index) == index for v in eqn.outvars)
+            if is_here and not live.isdisjoint(eqn.outvars):
                 equations.append(eqn)
-                needed.difference_update(eqn.outvars)
-                needed.update(v for v in eqn.invars if not isinstance(v, Literal))
-        arguments = [v for v in flat.jaxpr.invars if v in needed]
-        reads = sorted(needed - inputs - set(flat.jaxpr.constvars), key=_order(cut))
-        wanted.update(reads)
-        name = cut.names[index]
-        found[name] = Computation(
-            name, tuple(equations[::-1]), tuple(reads), tuple(arguments), tuple(writes), mine
+                live.difference_update(eqn.outvars)
+                live.update(variables(eqn.invars))
+        # What is live before the first equation comes from other computations or is an input.
+        reads = sorted(live - inputs_and_constants, key=position)
+        read_later.update(reads)
+        computations[name] = Computation(
+            name,
+            equations=tuple(reversed(equations)),
+            reads=tuple(reads),
+            arguments=tuple(v for v in flat.jaxpr.invars if v in live),
+            writes=tuple(writes),
+            outputs=outputs[index],
         )
-    return dict(reversed(found.items()))
+    return dict(reversed(computations.items()))
 
 
-def _outputs_of(
-    cut: Segments, placement: Placement, parts: Sequence[Sequence[Atom]]
-) -> list[dict[int, tuple[Atom, ...]]]:
-    """For each computation: the parts of outputs that it has at hand; what none computes goes to the last one."""
-    segment_of = {v: segment for eqn, segment in cut.equations for v in eqn.outvars}
-    last = len(cut.names) - 1
-    found: list[dict[int, tuple[Atom, ...]]] = [{} for _ in cut.names]
-    for output, atoms in enumerate(parts):
-        for atom in atoms:
-            known = last if isinstance(atom, Literal) else segment_of.get(atom, last)
-            at = known if isinstance(atom, Literal) else placement.home.get(atom, known)
-            found[at][output] = (*found[at].get(output, ()), atom)
-    return found
-
-
-def _order(cut: Segments) -> Callable[[Var], int]:
-    """Sorting key: the place in the program."""
-    place: dict[Var, int] = {v: i for i, (eqn, _) in enumerate(cut.equations) for v in eqn.outvars}
-    return place.__getitem__
-
-
-def split_backwards(computations: Mapping[UnitName, Computation]) -> dict[UnitName, Computation]:
-    """Every B as an I and a W that follows it; an order that respects dependencies stays one."""
-    found: dict[UnitName, Computation] = {}
-    for name, computation in computations.items():
-        halves = split_backward(computation) if name.kind == "B" else (computation,)
-        found.update((half.name, half) for half in halves)
-    return found
-
-
+# Pass 6: split the backward.
 def split_backward(backward: Computation) -> tuple[Computation, Computation]:
-    """Splits a B by dependency: I is everything that the values for other stages depend on, W everything else.
+    """Split a B into I, which computes the values for other computations, and W, all the rest.
 
-    The first chunk has no stage before it. Its last equation that is not cheap is the end of the
-    way back, such as the gradient of an embedding before casts and layout constraints, and what
-    that one reads takes the place of the input gradient.
+    The first chunk sends no input gradient. Its last equation that is not cheap is the end of the
+    way back, such as the gradient of an embedding before casts and layout constraints, and the
+    operands of that equation take the place of the input gradient.
     """
-    again = _anywhere(backward)
+    # 1. I runs what its results depend on.
+    recomputable = _recomputable(backward)
     ends: Iterable[Atom] = backward.writes
     if not ends:
-        last = next((eqn for eqn in reversed(backward.equations) if not is_cheap(eqn)), None)
-        ends = [v for v in last.invars if isinstance(v, Literal) or v not in again] if last else ()
+        costly = [eqn for eqn in backward.equations if not is_cheap(eqn)]
+        ends = [v for v in variables(costly[-1].invars) if v not in recomputable] if costly else ()
     first = ancestors(backward.equations, ends)
-    done = {v for eqn in first for v in eqn.outvars} - again
+    computed_first = {v for eqn in first for v in eqn.outvars} - recomputable
 
-    def is_late(atom: Atom) -> bool:
-        return isinstance(atom, Literal) or atom not in done
+    def is_late(term: Atom) -> bool:
+        return isinstance(term, Literal) or term not in computed_first
 
-    late = [atom for atoms in backward.outputs.values() for atom in atoms if is_late(atom)]
-    second = ancestors([eqn for eqn in backward.equations if done.isdisjoint(eqn.outvars)], late)
-    kept = [v for v in read_by(second, late) if v in done]
+    # 2. W runs what the remaining outputs depend on, and reads what I has computed of it.
+    late_terms = [term for terms in backward.outputs.values() for term in terms if is_late(term)]
+    remaining = [eqn for eqn in backward.equations if computed_first.isdisjoint(eqn.outvars)]
+    second = ancestors(remaining, late_terms)
+    handed_over = [v for v in read_by(second, late_terms) if v in computed_first]
 
     def half(
-        kind: str, equations: Sequence[JaxprEqn], extra: Sequence[Var], writes: Iterable[Var]
+        kind: str, equations: Sequence[JaxprEqn], reads: Sequence[Var], writes: Iterable[Var]
     ) -> Computation:
-        parts = {
-            i: tuple(atom for atom in atoms if is_late(atom) == (kind == "W"))
-            for i, atoms in backward.outputs.items()
-        }
-        parts = {i: atoms for i, atoms in parts.items() if atoms}
-        read = read_by(equations, (atom for atoms in parts.values() for atom in atoms))
+        outputs: Outputs = {}
+        for output, terms in backward.outputs.items():
+            if terms_of_half := tuple(term for term in terms if is_late(term) == (kind == "W")):
+                outputs[output] = terms_of_half
+        read = read_by(equations, (term for terms in outputs.values() for term in terms))
         return Computation(
             UnitName(kind, backward.name.chunk),
-            tuple(equations),
-            (*(v for v in backward.reads if v in read), *extra),
-            tuple(v for v in backward.arguments if v in read),
-            tuple(writes),
-            parts,
+            equations=tuple(equations),
+            reads=(*(v for v in backward.reads if v in read), *reads),
+            arguments=tuple(v for v in backward.arguments if v in read),
+            writes=tuple(writes),
+            outputs=outputs,
         )
 
-    writes = dict.fromkeys([*backward.writes, *kept])
-    return half("I", first, (), writes), half("W", second, kept, ())
+    writes = dict.fromkeys([*backward.writes, *handed_over])
+    return half("I", first, (), writes), half("W", second, handed_over, ())
 
 
-def _anywhere(computation: Computation) -> set[Var]:
-    """Variables that cost less to compute twice than to keep: cheap ones that depend on no other computation."""
-    bound = set(computation.reads)
+def _recomputable(computation: Computation) -> set[Var]:
+    """Return the variables that are cheaper to compute in both halves than to keep."""
+    costly = set(computation.reads)
+    computed: set[Var] = set()
     for eqn in computation.equations:
-        if not is_cheap(eqn) or any(v in bound for v in variables(eqn.invars)):
-            bound.update(eqn.outvars)
-    return {v for eqn in computation.equations for v in eqn.outvars} - bound
+        computed.update(eqn.outvars)
+        if not is_cheap(eqn) or not costly.isdisjoint(variables(eqn.invars)):
+            costly.update(eqn.outvars)
+    return computed - costly
 
 
-def slice_program(program: Any, *, split_backward: bool = False) -> SlicedProgram:
-    """Cuts a program at its stage marks.
+def slice_program(program: ClosedJaxpr, *, split_backwards: bool = False) -> SlicedProgram:
+    """Cut a program at its stage marks.
 
-    A program with G marks has G chunks: a mark follows each, also the last, behind which stands the
-    loss. Of a gradient, chunk c becomes computations F and B; of a forward alone, F.
+    A program with G forward marks has G chunks: a mark follows each, also the last, which the loss
+    follows. Of a gradient, chunk c becomes the computations Fc and Bc, the latter with
+    `split_backwards` Ic and Wc; of a forward alone, Fc.
 
     Args:
-      program: closed jaxpr of a forward, or of `jax.value_and_grad` of one.
-      split_backward: B becomes I, which computes what the stage before waits for, and W, which
-        computes the rest.
+      program: a forward, or `jax.value_and_grad` of one, traced by `jax.make_jaxpr`.
 
     Raises:
-      ValueError: the marks do not cut the program into stages; see `inline` and `segments`.
+      ValueError: the marks do not cut the program; see `open_calls` and `find_segments`.
     """
-    flat = inline(program, checkpoints=split_backward)
-    cut = segments(flat)
-    placement = place_equations(flat, cut)
-    computations = assemble(flat, cut, placement, split_sums(cut, placement))
-    if split_backward:
-        computations = split_backwards(computations)
-    return SlicedProgram(flat, cut.num_chunks, computations)
+    flat = open_calls(program, checkpoints=split_backwards)
+    segments = find_segments(flat)
+    placement = place_equations(flat, segments)
+    outputs = split_sums(segments, placement)
+    computations = assemble_computations(flat, segments, placement, outputs)
+    if split_backwards:
+        halves: dict[UnitName, Computation] = {}
+        for name, computation in computations.items():
+            parts = split_backward(computation) if name.kind == "B" else (computation,)
+            halves.update((part.name, part) for part in parts)
+        computations = halves
+    return SlicedProgram(flat, segments.num_chunks, computations)

@@ -1,33 +1,66 @@
-"""A marked function of parameters and a microbatch, run over all microbatches of a batch on all stages.
+"""A marked function of parameters and a microbatch, run over all microbatches on all stages.
 
-Arguments of the function are known by their paths in {"params", "micro", "scales", "key"}, such as
-"['params']['head']['kernel']". Letters: M microbatches, B sequences, T sequence.
+The function has one argument, {"params", "micro", "scales", "key"}. A leaf of it is known by its
+path, a tuple of typed keys such as (DictKey("params"), DictKey("head"), DictKey("kernel")).
+Letters: M microbatches, B sequences of the global batch, T tokens of each.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, KeyPath
 
+from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
-from maxpipe.pipeline.engines.mpmd.program import UnitName
-from maxpipe.pipeline.engines.mpmd.runner import Observer, Runner, Sums
+from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
+from maxpipe.pipeline.engines.mpmd.runner import Arrays, Observer, Runner, Sums
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
-from maxpipe.pipeline.engines.mpmd.stages import local_view, named, paths
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding.context_parallel import AXIS
 
-ArraysByPath = Mapping[str, jax.Array]
+ArraysByPath = dict[KeyPath, jax.Array]
+
+
+class Arguments(TypedDict):
+    """The argument of the traced function.
+
+    Attributes:
+      params: of the model, {"embed", "chunks", "head"}.
+      micro: the microbatch.
+      scales: see `MarkedModel.loss`, float32 scalars.
+      key: PRNG key of the step, or None.
+    """
+
+    params: Params
+    micro: Batch
+    scales: tuple[jax.Array, jax.Array]
+    key: jax.Array | None
+
+
+class StageInputs(NamedTuple):
+    """What one stage needs before its first unit.
+
+    Attributes:
+      shared: what it reads of "scales" and "key".
+      micro: for each microbatch, what it reads of "micro".
+      zeros: the start of the sum of each output of the function to which the stage adds.
+    """
+
+    shared: list[jax.Array]
+    micro: list[list[jax.Array]]
+    zeros: dict[int, jax.Array]
 
 
 class StagedProgram:
-    """Traced and sliced when it is made, compiled at its first run.
+    """Trace and slice a function; compile it for the stages at its first run.
 
     Args:
-      f: of {"params", "micro", "scales", "key"} to outputs that are summed over microbatches.
+      f: of `Arguments` to a pytree of outputs that are summed over microbatches.
       params: shapes of all parameters.
       batch: shapes of a batch, [B, T] each; M and the shards of `batch_spec` divide B.
       table: the schedule.
@@ -37,49 +70,63 @@ class StagedProgram:
       needs_key: whether "key" is a PRNG key, or None.
 
     Attributes:
-      program, runner: for those who look inside.
-      input_names: names of the program's inputs.
-      needs: for each stage, the arguments that it reads.
+      program: as sliced.
+      runner: of `program`.
+      paths: of the leaves of the argument, in the order of the program's inputs.
     """
 
     def __init__(
         self,
-        f: Callable[..., Any],
-        params: Any,
-        batch: Any,
+        f: Callable[[Arguments], object],
+        params: Params,
+        batch: Mapping[str, jax.ShapeDtypeStruct],
         table: Table,
         meshes: Sequence[Mesh],
+        *,
         batch_spec: PartitionSpec,
         output_specs: Sequence[PartitionSpec],
         needs_key: bool,
     ):
         self._num_microbatches = table.num_microbatches
-        self._stage_of = table.stage_of_chunk.tolist()
+        self._stage_of_chunk = table.stage_of_chunk.tolist()
         self._context = meshes[0].shape[AXIS]
         self._meshes = meshes
-        self._batch_spec = batch_spec
-        scales = (jax.ShapeDtypeStruct((), jnp.float32),) * 2
+        # 1. Trace and slice.
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
         key = jax.eval_shape(lambda: jax.random.key(0)) if needs_key else None
         micro = jax.eval_shape(self._microbatches, batch)[0]
-        traced, shapes = jax.make_jaxpr(f, return_shape=True)(
-            {"params": params, "micro": micro, "scales": scales, "key": key}
-        )
-        self.program = slice_program(traced, split_backward="W" in table.kinds)
-        arguments = paths({"params": params, "micro": micro, "scales": scales, "key": key})
-        self.input_names = arguments
-        self._names = dict(zip(self.program.inputs, arguments, strict=True))
-        self._micro = named({"micro": micro})
-        self._sums = [x.shape for x in jax.tree.leaves(shapes)]
-        sum_shardings = [
-            {i: NamedSharding(mesh, s) for i, s in enumerate(output_specs)} for mesh in meshes
+        arguments = {"params": params, "micro": micro, "scales": (scale, scale), "key": key}
+        traced, outputs = jax.make_jaxpr(f, return_shape=True)(arguments)
+        self.program = slice_program(traced, split_backwards="W" in table.kinds)
+        self._output_shapes = [output.shape for output in jax.tree.leaves(outputs)]
+        # 2. Connect the inputs of the program with leaves of the argument.
+        self.paths = list(by_path(arguments))
+        self._path_of = dict(zip(self.program.inputs, self.paths, strict=True))
+        self._batch_specs = {  # of microbatches as of batches
+            path: PartitionSpec(*batch_spec[: x.ndim])
+            for path, x in by_path({"micro": micro}).items()
+        }
+        # 3. Prepare the stages.
+        self._sum_shardings = [
+            {output: NamedSharding(mesh, spec) for output, spec in enumerate(output_specs)}
+            for mesh in meshes
         ]
-        self._sum_shardings = sum_shardings
-        varying = [v for v, name in self._names.items() if name in self._micro]
-        self.runner = Runner(self.program, table, meshes, varying, sum_shardings)
-        self.needs = [{self._names[v] for v in needed} for needed in self.runner.needs]
-        self._prepare = [
-            self._prepare_stage(s, shardings) for s, shardings in enumerate(sum_shardings)
-        ]
+        varying = self._inputs(self.program.inputs, "micro")
+        self.runner = Runner(self.program, table, meshes, varying, self._sum_shardings)
+        needs = self.runner.needs
+        self._params = [self._inputs(inputs, "params") for inputs in needs]
+        self._shared = [self._inputs(inputs, "scales", "key") for inputs in needs]
+        self._micro = [self._inputs(inputs, "micro") for inputs in needs]
+        self._prepare = [self._prepare_stage(stage) for stage in range(len(meshes))]
+
+    def _inputs(self, inputs: Collection[Var], *names: str) -> list[Var]:
+        """Return the inputs of the program that belong to some parts of `Arguments`, in order."""
+        parts = [DictKey(name) for name in names]
+        return [v for v, path in self._path_of.items() if v in inputs and path[0] in parts]
+
+    def needed_params(self, stage: int) -> list[KeyPath]:
+        """Return the paths of the parameters that a stage reads."""
+        return [self._path_of[v] for v in self._params[stage]]
 
     def run(
         self,
@@ -88,98 +135,110 @@ class StagedProgram:
         keys: Sequence[jax.Array | None],
         observe: Observer | None = None,
     ) -> Sums:
-        """Sums of the outputs over all microbatches, by stage and output.
+        """Return the sums of the outputs over all microbatches, by stage and output.
 
         Args:
           params: for each stage, the parameters that it needs.
           batch: laid out over the mesh of all stages; M and the shards divide its rows.
-          keys: "key" on every stage.
-          observe: told of every unit.
+          keys: "key" on each stage.
+          observe: told of each unit.
         """
-        fixed, varying, sums = [], [], []
+        fixed: list[Arrays] = []
+        varying: list[list[Arrays]] = []
+        sums: Sums = []
         for stage, mesh in enumerate(self._meshes):
             local = {name: local_view(x, mesh) for name, x in batch.items()}
-            scalars, micro, zeros = self._prepare[stage](local, keys[stage])
-            mine = params[stage] | scalars
-            fixed.append({v: mine[name] for v, name in self._names.items() if name in mine})
-            varying.append(
-                [{v: m[name] for v, name in self._names.items() if name in m} for m in micro]
-            )
-            sums.append(zeros)
+            inputs = StageInputs(*self._prepare[stage](local, keys[stage]))
+            arrays = {v: params[stage][self._path_of[v]] for v in self._params[stage]}
+            fixed.append(arrays | dict(zip(self._shared[stage], inputs.shared, strict=True)))
+            varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in inputs.micro])
+            sums.append(inputs.zeros)
         return self.runner.run(fixed, varying, sums, observe)
 
     def compile(
-        self, layouts: Mapping[str, PartitionSpec]
+        self, layouts: Mapping[KeyPath, PartitionSpec]
     ) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
-        """Compiles the computations one by one without running any.
+        """Compile the computations one by one without running any.
 
         Args:
-          layouts: of the parameters, by name.
+          layouts: of the parameters.
 
         Yields:
           (stage, computation, executable), in an order that respects dependencies.
         """
-        known = {
-            name: PartitionSpec(*self._batch_spec[: x.ndim]) for name, x in self._micro.items()
-        } | dict(layouts)
-        specs = {v: known.get(name, PartitionSpec()) for v, name in self._names.items()}
+        layouts = self._batch_specs | dict(layouts)
+        specs = {v: layouts.get(path, PartitionSpec()) for v, path in self._path_of.items()}
         for name in self.program.computations:
-            stage, executable = self._stage_of[name.chunk], self.runner.executables[name]
+            stage, executable = self._stage_of_chunk[name.chunk], self.runner.executables[name]
             mesh = self._meshes[stage]
-
-            def abstract(v: Any, mesh: Mesh = mesh) -> jax.ShapeDtypeStruct:
-                return jax.ShapeDtypeStruct(
-                    v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, specs[v])
-                )
-
             sums = [
                 jax.ShapeDtypeStruct(
-                    self._sums[i], jnp.float32, sharding=self._sum_shardings[stage][i]
+                    self._output_shapes[output],
+                    jnp.float32,
+                    sharding=self._sum_shardings[stage][output],
                 )
-                for i in executable.outputs
+                for output in executable.outputs
             ]
-            lists = executable.donated, executable.kept, executable.fixed, executable.varying
             compiled = executable.run.lower(
-                sums, *([abstract(v) for v in vs] for vs in lists)
+                sums,
+                _abstract(executable.donated, specs, mesh),
+                _abstract(executable.retained, specs, mesh),
+                _abstract(executable.fixed, specs, mesh),
+                _abstract(executable.varying, specs, mesh),
             ).compile()
-            for v, sharding in zip(executable.writes, compiled.output_shardings[1], strict=True):
+            _, written = compiled.output_shardings
+            for v, sharding in zip(executable.writes, written, strict=True):
                 specs[v] = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
             yield stage, name, compiled
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
-        split = microbatches.split(
-            microbatches.prepared(batch, self._context), self._num_microbatches
-        )
+        prepared = microbatches.prepared(batch, self._context)
+        split = microbatches.split(prepared, self._num_microbatches)  # [M, B / M, ...] each
         return [{name: x[m] for name, x in split.items()} for m in range(self._num_microbatches)]
 
-    def _prepare_stage(
-        self, stage: int, sum_shardings: Mapping[int, NamedSharding]
-    ) -> Callable[..., Any]:
-        """One program for all that a stage needs before its first unit."""
-        mesh, needs, outputs = (
-            self._meshes[stage],
-            self.needs[stage],
-            sorted(self.runner.outputs[stage]),
-        )
+    def _prepare_stage(self, stage: int) -> jax.stages.Wrapped:
+        """Return a program (batch, key) -> `StageInputs` for the start of a step on one stage."""
+        outputs = sorted(self.runner.outputs[stage])
+        shared_paths = [self._path_of[v] for v in self._shared[stage]]
+        micro_paths = [self._path_of[v] for v in self._micro[stage]]
 
-        def prepare(batch: Batch, key: jax.Array | None) -> Any:
+        def prepare(batch: Batch, key: jax.Array | None) -> tuple[object, ...]:
             scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
-            scalars = named({"scales": scales, "key": key})
-            micro = [named({"micro": m}) for m in self._microbatches(batch)]
-            zeros = {i: jnp.zeros(self._sums[i], jnp.float32) for i in outputs}
-            return _only(scalars, needs), [_only(m, needs) for m in micro], zeros
+            shared = by_path({"scales": scales, "key": key})
+            micro = [by_path({"micro": arrays}) for arrays in self._microbatches(batch)]
+            return (
+                [shared[path] for path in shared_paths],
+                [[arrays[path] for path in micro_paths] for arrays in micro],
+                {output: jnp.zeros(self._output_shapes[output], jnp.float32) for output in outputs},
+            )
 
-        rows = {
-            n: NamedSharding(mesh, PartitionSpec(*self._batch_spec[: x.ndim]))
-            for n, x in self._micro.items()
-        }
-        shardings = (
-            None,
-            [_only(rows, needs)] * self._num_microbatches,
-            {i: sum_shardings[i] for i in outputs},
-        )
-        return jax.jit(prepare, out_shardings=shardings)
+        mesh = self._meshes[stage]
+        micro = [NamedSharding(mesh, self._batch_specs[path]) for path in micro_paths]
+        zeros = {output: self._sum_shardings[stage][output] for output in outputs}
+        return jax.jit(prepare, out_shardings=(None, [micro] * self._num_microbatches, zeros))
 
 
-def _only(named: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: x for name, x in named.items() if name in names}
+def by_path(tree: object) -> dict[KeyPath, jax.Array]:
+    """Return the leaves of a tree by their paths, in the order of the tree."""
+    return dict(jax.tree_util.tree_leaves_with_path(tree))
+
+
+def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return what one stage holds of a global array, as an array of the stage; nothing is copied.
+
+    Args:
+      x: laid out over the mesh of all stages, replicated over `stage`.
+      mesh: of the stage.
+    """
+    assert isinstance(x.sharding, NamedSharding)
+    shards = {shard.device: shard.data for shard in x.addressable_shards}
+    sharding = NamedSharding(mesh, x.sharding.spec)
+    return jax.make_array_from_single_device_arrays(
+        x.shape, sharding, [shards[device] for device in mesh.devices.flat]
+    )
+
+
+def _abstract(
+    values: Sequence[Var], specs: Mapping[Var, PartitionSpec], mesh: Mesh
+) -> list[jax.ShapeDtypeStruct]:
+    return [shape_of(v).update(sharding=NamedSharding(mesh, specs[v])) for v in values]

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.sharding import (
@@ -66,11 +66,11 @@ Tree = TypeVar("Tree")
 Scales = tuple[jax.Array, jax.Array]  # of the token loss and of the auxiliary loss, float32 scalars
 
 
-class ScheduledEngine:
-    """Runs a loop-placed table with at most one F, B (or I) and W per tick; see `base.Engine`.
+class ScheduledEngine(SpmdEngine):
+    """Engine for loop-placed tables with at most one F, B (or I) and W per tick; see `base.Engine`.
 
     Args:
-      engine_inputs: program, rules, configuration, layout, schedule.
+      inputs: program, rules, configuration, layout, schedule.
       idle_fill: what idle slots compute on; tests fill them with NaN to prove that nothing reads
         them.
 
@@ -81,31 +81,37 @@ class ScheduledEngine:
 
     layer_axes = LAYER_AXES
 
-    def __init__(self, engine_inputs: EngineInputs, *, idle_fill: float = 0.0):
-        table = engine_inputs.table
+    def __init__(self, inputs: EngineInputs, *, idle_fill: float = 0.0):
+        table = inputs.table
         assert table is not None
-        check_rules(engine_inputs)
-        self._inputs = engine_inputs
-        self._program = engine_inputs.program
-        self._layout = engine_inputs.layout
-        self.to_canonical = engine_inputs.layout.to_canonical
-        self.from_canonical = engine_inputs.layout.from_canonical
+        check_rules(inputs)
+        self._inputs = inputs
+        self._program = inputs.program
+        self._layout = inputs.layout
         self.plan = lockstep_plan(table)
         self.forward_plan = lockstep_plan(forward_only(table))
         self._num_microbatches = table.num_microbatches
         self._settings = Settings(
-            num_stages=engine_inputs.layout.num_stages,
+            num_stages=inputs.layout.num_stages,
             delayed=table.forwarding_delay == 2,
-            skip_idle=skips_idle(engine_inputs),
+            skip_idle=skips_idle(inputs),
             idle_fill=idle_fill,
         )
-        self._remat = Remat(engine_inputs.config)
-        self._gather_once = engine_inputs.config.fsdp_gather == "once"
-        self._gathers = map_specs(self._gather, engine_inputs.program.specs)
+        self._remat = Remat(inputs.config)
+        self._gather_once = inputs.config.fsdp_gather == "once"
+        self._gathers = map_specs(self._gather, inputs.program.specs)
 
     def layer_index(self) -> np.ndarray:
         """Return int32 [V, S, L]: each layer's index in model order, num_layers for padding."""
         return self._layout.layer_index
+
+    def to_canonical(self, leaf: jax.Array) -> jax.Array:
+        """Convert one layer parameter [V, S, L, ...] to [num_layers, ...] in model order."""
+        return self._layout.to_canonical(leaf)
+
+    def from_canonical(self, leaf: jax.Array) -> jax.Array:
+        """Convert one layer parameter [num_layers, ...] in model order to [V, S, L, ...]."""
+        return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
@@ -199,6 +205,7 @@ class ScheduledEngine:
         carry = stage.run(self.plan, vjp, self._first_carry(stage, self.plan, vjp))
 
         # 4. Sum over devices.
+        # The sums of the last stage's tokens are spread over all stages.
         loss = psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
         return loss, self._gradients(carry)
 
@@ -248,7 +255,7 @@ class ScheduledEngine:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self._program.config.dtype))
 
     def _first_carry(self, stage: StageProgram, plan: LockstepPlan, vjp: ChunkVjp | None) -> Carry:
-        """Return empty stores and zeros; without a vjp there is nothing of a backward."""
+        """Return empty stores and zeros; without a vjp those of a backward are None."""
         activation, sizes = self._activation(stage), plan.sizes
 
         def store(slots: int, like: jax.ShapeDtypeStruct | jax.core.ShapedArray) -> jax.Array:
@@ -271,7 +278,7 @@ class ScheduledEngine:
             outgoing_gradient=outgoing if vjp else None,
             layers=zeros(stage.layers) if vjp else None,
             outer=zeros(stage.outer) if vjp else None,
-            table=zeros(stage.table) if vjp else None,
+            table=jnp.zeros(stage.table.shape, jnp.float32) if vjp else None,
             loss=jnp.zeros(()),
             aux=jnp.zeros(()),
         )
@@ -279,6 +286,8 @@ class ScheduledEngine:
     def _gradients(self, carry: Carry) -> Params:
         """Sum gradients over the devices that share a parameter; each keeps those of its shards."""
         layers, outer = carry.layers, carry.outer
+        assert layers is not None
+        assert outer is not None
         gathers = self._outer(self._gathers)
         if self._gather_once:
             layers = map_gathers(

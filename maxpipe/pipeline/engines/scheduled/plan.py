@@ -3,7 +3,7 @@
 `lockstep_plan` turns a schedule's table into arrays of indices that a compiled loop can walk
 through. Letters: N ticks, S stages, M microbatches, V repeats.
 
-A tick runs, in this order: the F slot, the head, the B slot (of whole backwards, or of the I of
+A tick runs, in this order: the F slot, the head, the B slot (of full backwards, or of the I of
 split ones), the W slot, then the transfers. With forwarding delay d the transfer of tick t carries
 the F (B) output of tick t - (d-1) to the next (previous) stage of the ring. The receiving stage
 writes it to a store at the end of tick t, and reads it from tick t + 1 on.
@@ -147,11 +147,12 @@ class LockstepPlan:
         return jax.tree.map(lambda a: a[start:stop], self)
 
     def column(self, stage: int | jax.Array) -> "LockstepPlan":
-        """Return the plan as one stage sees it, leaves [N]; a traced `stage` will do."""
+        """Return the plan as one stage sees it, leaves [N]; `stage` may be traced."""
+        # [N, S] -> [N]
         return jax.tree.map(lambda a: jnp.asarray(a)[:, stage] if a.ndim == 2 else a, self)
 
-    # What can happen in any of the plan's ticks on any stage, known before compilation, so that
-    # nothing else is compiled.
+    # What happens in some tick of the plan (or of a phase of it) on some stage. It is known before
+    # compilation, so that nothing else is compiled.
 
     @property
     def stores_head_gradient(self) -> bool:
@@ -171,6 +172,7 @@ class LockstepPlan:
     @property
     def reuses_residuals_in_tick(self) -> bool:
         """Whether some B reads residuals that the F of its own tick writes."""
+        # Idle slots also read and write the same slot, the scratch slot; that does not count.
         both = np.asarray(self.F.active) & np.asarray(self.B.active)
         return bool((both & (self.F.residuals == self.B.residuals)).any())
 
@@ -182,7 +184,7 @@ def lockstep_plan(table: Table) -> LockstepPlan:
       table: loop placement; F and B units, or F, I and W units (or F alone, to evaluate).
 
     Raises:
-      ScheduleError: the table has both whole and split backwards, or another placement.
+      ScheduleError: the table has both full and split backwards, or another placement.
     """
     if table.placement != "loop":
         raise _cannot_run(
@@ -197,7 +199,8 @@ def lockstep_plan(table: Table) -> LockstepPlan:
     )
     activations, gradients = stores.activations, stores.gradients
 
-    # 1. F slot. Only the first chunk of the model reads no activation store.
+    # 1. F slot. Only the first chunk of the model does not read the activation store. A value is
+    # read at the end of its lifetime, and the transfer that brings it runs in the tick before.
     active, microbatch, chunk = _units(table, "F")
     f_slot = ForwardSlot(
         active=active,

@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -61,7 +62,7 @@ class ChunkInputs(NamedTuple):
     """
 
     layer_index: jax.Array
-    side: Batch
+    side: SideInputs
     key: jax.Array | None
 
 
@@ -76,7 +77,7 @@ class Carry(NamedTuple):
     Attributes:
       activations, gradients: arrived ones, [slots + 1, B, T, D]; the last slot is scratch.
       residuals: for each residual of a unit [slots + 1, ...].
-      stash: the same for each array that an I leaves to its W; empty if backwards are whole.
+      stash: the same for each array that an I leaves to its W; empty if backwards are not split.
       outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer takes
         along, [B, T, D]; else None.
       layers: float32 gradients [V, L, ...] of this stage's layers.
@@ -91,8 +92,8 @@ class Carry(NamedTuple):
     stash: Arrays
     outgoing_activation: jax.Array | None
     outgoing_gradient: jax.Array | None
-    layers: Params
-    outer: Params
+    layers: Params | None
+    outer: Params | None
     table: jax.Array | None
     loss: jax.Array
     aux: jax.Array
@@ -156,8 +157,10 @@ class StageProgram:
             only and sum up the cross-entropy.
           carry: empty stores, zeros.
         """
+        # This stage's indices as arrays over ticks; the only thing that differs between stages.
         column = plan.column(lax.axis_index("stage"))
         for start, stop in plan.phases:
+            # NumPy arrays of all stages, the same on every device: they may decide what to trace.
             phase = plan.ticks(start, stop)
 
             def body(
@@ -184,7 +187,7 @@ class StageProgram:
         has_B = phase.B.active.any()
 
         # 1. Read the residuals of the B slot before the F slot writes its own, so that neither slot
-        # waits for the other. Not if they are the same ones.
+        # waits for the other; after it in a phase where some B needs those of its own tick's F.
         if has_B and not phase.reuses_residuals_in_tick:
             residuals = _read_all(carry.residuals, tick.B.residuals)
 
@@ -222,6 +225,7 @@ class StageProgram:
         self, phase: LockstepPlan, vjp: ChunkVjp | None, carry: Carry, tick: LockstepPlan
     ) -> tuple[Carry, jax.Array]:
         """Run the F slot; return the carry with residuals written, and the output [B, T, D]."""
+        # A stage that embeds, or idles, reads the scratch slot.
         x = _read(carry.activations, tick.F.reads)
         if phase.F.embeds.any():
             x = jnp.where(tick.F.embeds, self._embed(tick.ends.embed, x), x)
@@ -235,7 +239,7 @@ class StageProgram:
 
         weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch)
         (y, aux), residuals = self._unless_idle(tick.F.active, compute, x, weights, inputs)
-        # An idle slot writes to the scratch slot.
+        # An idle slot writes to the scratch slot, and its auxiliary loss does not count.
         stores = _write_all(carry.residuals, tick.F.residuals, residuals)
         aux = carry.aux + jnp.where(tick.F.active, aux, 0)
         return carry._replace(residuals=stores, aux=aux), y
@@ -279,6 +283,7 @@ class StageProgram:
         def idle(sums: Sums) -> tuple[Sums, jax.Array]:
             return sums, jnp.full_like(y, self.settings.idle_fill)
 
+        # Only the predicate of the tick: the head scatters tokens, so all stages take part.
         (loss, outer), gradient = lax.cond(
             tick.ends.head >= 0, active, idle, (carry.loss, carry.outer)
         )
@@ -304,9 +309,11 @@ class StageProgram:
         if phase.B.from_head.any():
             assert head_gradient is not None
             dy = jnp.where(tick.B.from_head, head_gradient, dy)
+        # The auxiliary loss has a cotangent of its own, its weight in the total loss.
         weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch)
         operands = residuals, weights, inputs, (dy, self.aux_scale)
         if isinstance(vjp, SplitBackwardVjp):
+            # I: weight gradients are left to the W slot.
             dx, stash = self._unless_idle(tick.B.active, vjp.input_gradient, *operands)
             carry = carry._replace(stash=_write_all(carry.stash, tick.B.stash, stash))
         else:
@@ -360,7 +367,7 @@ class StageProgram:
                 outgoing_activation=activation if y is None else y,
                 outgoing_gradient=gradient if dx is None else dx,
             )
-        # What nothing will read goes to the scratch slot.
+        # All stages send and receive; what no unit will read goes to the scratch slot.
         if phase.activations_arrive:
             assert activation is not None
             store = _write(carry.activations, tick.F.arrival, ring(activation, size, +1))

@@ -4,7 +4,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.pipeline.engines.circular import conveyor as conveyor_module
+from maxpipe.pipeline.engines.circular import repeat_gather
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor
+
+
+def labelled_inputs(conveyor):
+    """The conveyor's inputs as numbers, 100 * microbatch; every chunk adds 1."""
+    return jnp.asarray(100 * conveyor.start)[..., None, None, None]
+
+
+def label(cell):
+    """100 * microbatch + chunks seen -> "microbatch.chunks"."""
+    microbatch, chunks = divmod(int(cell.item()), 100)
+    return f"{microbatch}.{chunks}"
 
 
 @pytest.mark.parametrize("delay", [1, 2])
@@ -12,10 +25,10 @@ from maxpipe.pipeline.engines.circular.conveyor import Conveyor
     ("S", "V", "M"), [(1, 1, 2), (1, 3, 4), (2, 1, 4), (2, 3, 6), (3, 2, 6), (3, 1, 9), (5, 2, 10)]
 )
 def test_conveyor_brings_every_microbatch_to_every_chunk(S, V, M, delay):
-    """Each cell holds 100 * microbatch + chunks seen; stage s of repeat v must be chunk v * S + s of it."""
+    """Stage s of repeat v must be the chunk v * S + s that a microbatch sees."""
     conveyor = Conveyor(S, V, M, delay)
     assert conveyor.num_iterations == M * V + delay * (S - 1)
-    io = jnp.asarray(100 * conveyor.start)[..., None, None, None]
+    io = labelled_inputs(conveyor)
     shift, pending = jnp.full((S, 1, 1, 1), -1), jnp.full((S, 1, 1, 1), -1)
     for t in range(conveyor.num_iterations):
         x = shift.at[0].set(conveyor.read(io, t)[0])
@@ -30,3 +43,37 @@ def test_conveyor_brings_every_microbatch_to_every_chunk(S, V, M, delay):
         io = conveyor.advance(io, pending, conveyor.num_iterations)
     np.testing.assert_array_equal(io[..., 0, 0, 0], 100 * conveyor.end + S * V)
     assert sorted(conveyor.end.flat) == list(range(M))
+
+
+def example_lines(conveyor):
+    """The rows of the worked example in the module's docstring."""
+    S, K = conveyor.num_stages, conveyor.num_slots
+    state = conveyor.first_state(labelled_inputs(conveyor))
+    for t in range(conveyor.num_iterations + 1):
+        x, is_active = conveyor.stage_inputs(state, t), conveyor.units(t)[0]
+        work = [label(x[s]) if is_active[s] else " - " for s in range(S)]
+        slots = ["  ".join(label(state.io[s, k]) for s in range(S)) for k in range(K)]
+        slots = [f"[{slot}]" if k == t % K else f" {slot} " for k, slot in enumerate(slots)]
+        yield f"    {t}    {'      '.join(work)}    {' '.join(slots)}".rstrip()
+        state = conveyor.next_state(state, x + 1, jnp.zeros(S), t)
+
+
+def test_conveyor_example_in_the_docstring_is_what_happens():
+    lines = list(example_lines(Conveyor(2, 2, 4, 1)))
+    print(*lines, sep="\n")
+    assert "\n".join(lines) in conveyor_module.__doc__
+
+
+def test_repeats_in_the_docstring_of_repeat_gather_are_those_of_the_units():
+    conveyor = Conveyor(3, 2, 3, 1)
+    rows = [[] for _ in range(3)]
+    for t in range(conveyor.num_iterations):
+        is_active, _, repeat = conveyor.units(t)
+        for row, active, r in zip(rows, is_active, repeat, strict=True):
+            row.append(str(r) if active else "-")
+    documented = {
+        line.strip()[:7]: line.split()[2:]
+        for line in repeat_gather.__doc__.splitlines()
+        if line.strip().startswith("stage ")
+    }
+    assert documented == {f"stage {s}": row for s, row in enumerate(rows)}

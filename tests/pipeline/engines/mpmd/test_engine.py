@@ -1,4 +1,4 @@
-"""The MPMD engine: gradients are the sequential one's, the order of units is the table's, memory is its peak."""
+"""The mpmd engine: gradients as the sequential engine's, order and memory as in the table."""
 
 import dataclasses
 import itertools
@@ -41,20 +41,19 @@ def config_of(**case):
     )
 
 
-def test_equals_sequential():
-    """Tied embeddings lie on both stages; every stage has four devices."""
+def test_mpmd_engine_with_tied_embeddings_on_both_stages_equals_sequential():
+    """Every stage has four devices."""
     config = config_of(
         tied=True, dropout=0.2, fsdp=2, tensor=2, microbatches=3, remat="none", scan=True
     )
     assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
-def test_equals_sequential_with_both_ends_of_the_model_on_one_stage():
+def test_mpmd_engine_with_both_ends_of_the_model_on_one_stage_equals_sequential():
     """Split backwards, uneven chunks."""
     config = config_of(schedule="zb_v", repeats=2, tied=True, chunks=[1, 2, 1, 1], remat="minimal")
     mpmd = MpmdUnderTest(config)
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
-    assert not any(mpmd.state.copies)
 
 
 REPEATS = {
@@ -73,7 +72,7 @@ REMAT = (("full", False), ("minimal", True), ("none", False))
 
 
 def product():
-    """Schedules, sizes and numbers of microbatches; the other options go round."""
+    """Schedules, sizes and numbers of microbatches; the other options are cycled through."""
     sizes = [
         (name, S, V, M)
         for name, repeats in REPEATS.items()
@@ -105,7 +104,7 @@ def product():
 
 @pytest.mark.grid
 @pytest.mark.parametrize("case", product())
-def test_equals_sequential_in_the_full_product(case):
+def test_mpmd_engine_in_the_full_product_equals_sequential(case):
     config = config_of(**case)
     actual = MpmdUnderTest(config).train(make_batch(ROWS, packed=case["packed"]))
     assert_same(actual, reference(config.model, ROWS, packed=case["packed"]))
@@ -120,13 +119,13 @@ class TestInterleaved:
     def mpmd(self):
         return MpmdUnderTest(self.config)
 
-    def test_equals_sequential(self, mpmd):
+    def test_interleaved_chunks_equal_sequential(self, mpmd):
         assert_same(mpmd.train(make_batch(ROWS)), reference(self.config.model, ROWS))
 
     def test_units_run_in_the_order_of_the_table(self, mpmd):
         ran = [[], []]
         mpmd.train(make_batch(ROWS), observe=lambda stage, name, m: ran[stage].append((*name, m)))
-        table = mpmd.pipeline.table
+        table = mpmd.engine.table
         for stage in range(2):
             expected = {}
             for kind in table.kinds:
@@ -135,8 +134,8 @@ class TestInterleaved:
                         expected[int(tick)] = (kind, int(table.global_chunk(chunk, s)), int(m))
             assert ran[stage] == [expected[tick] for tick in sorted(expected)]
 
-    def test_no_more_activations_are_alive_than_the_table_says(self, mpmd):
-        """With full rematerialisation a chunk in flight is its input, and one that waits for its turn is, too."""
+    def test_live_activations_stay_within_the_peak_of_the_table(self, mpmd):
+        """With full rematerialisation a chunk in flight keeps its input, as does one that waits."""
         mpmd.train(make_batch(ROWS))
         shape = (ROWS // 6, 8, 16)
         most = Counter()
@@ -149,7 +148,7 @@ class TestInterleaved:
                 most[device] = max(most[device], count)
 
         mpmd.train(make_batch(ROWS), observe=observe)
-        table = mpmd.pipeline.table
+        table = mpmd.engine.table
         slots = activation_slots(table)
         assert set(most) == {0, 1}
         peak = simulate(table).peak_in_flight
@@ -157,13 +156,10 @@ class TestInterleaved:
             waiting = slots.activations.peak[stage] + slots.gradients.peak[stage]
             assert peak[stage] <= most[stage] <= peak[stage] + waiting
 
-    def test_evaluates_batches_of_any_size_and_length(self, mpmd):
+    def test_evaluate_takes_batches_of_any_size_and_length(self, mpmd):
         config = tiny(**{"pipeline.engine": "sequential", "data.global_batch_size": ROWS})
         sequential = EngineUnderTest(dataclasses.replace(config, model=self.config.model))
         for rows, length in ((ROWS, 8), (10, 8), (10, 4)):
             batch = {name: x[:, :length] for name, x in make_batch(rows).items()}
-            found = mpmd.pipeline.evaluate(
-                [stage.params for stage in mpmd.state.stages], mpmd.state.copies, mpmd.place(batch)
-            )
             expected = sequential.evaluate(batch)
-            assert {n: float(x) for n, x in found.items()} == pytest.approx(expected, rel=1e-5)
+            assert mpmd.evaluate(batch) == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Stage marks are identities that survive transformations, and gradients carry marks of their own."""
+"""Stage marks are identities that survive transformations; gradients have their own marks."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def args():
     )
 
 
-def test_is_the_identity_on_any_tree():
+def test_mark_is_the_identity_on_any_tree():
     tree = {"x": jnp.arange(3), "y": (jnp.ones(()), None)}
     marked = mark_stage_boundary(tree)
     assert jax.tree.structure(marked) == jax.tree.structure(tree)
@@ -49,13 +49,13 @@ def test_is_the_identity_on_any_tree():
 @pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
 )
-def test_gradients_are_those_without_marks(args, wrap):
-    found = jax.grad(wrap(two_stages), argnums=(0, 1))(*args)
-    for a, b in zip(found, jax.grad(without_marks, argnums=(0, 1))(*args), strict=True):
+def test_gradients_with_marks_equal_those_without(args, wrap):
+    gradients = jax.grad(wrap(two_stages), argnums=(0, 1))(*args)
+    for a, b in zip(gradients, jax.grad(without_marks, argnums=(0, 1))(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_a_gradient_has_a_backward_mark_for_every_mark(args):
+def test_gradient_has_a_backward_mark_for_each_mark(args):
     assert phases(jax.value_and_grad(two_stages), *args) == [
         "forward",
         "forward",
@@ -70,18 +70,18 @@ def test_a_gradient_has_a_backward_mark_for_every_mark(args):
     ]
 
 
-def test_forward_derivatives_mark_tangents(args):
+def test_jvp_marks_tangents(args):
     assert phases(lambda w, x: jax.jvp(two_stages, (w, x), (w, x)), *args).count("tangent") == 2
 
 
-def test_second_derivatives(args):
+def test_second_derivatives_with_marks_equal_those_without(args):
     def hessian(f):
         return jax.hessian(lambda s: f(args[0] * s, args[1]))(1.0)
 
     np.testing.assert_allclose(hessian(two_stages), hessian(without_marks), rtol=1e-4)
 
 
-def test_survives_loops(args):
+def test_marks_survive_loops(args):
     def looped(w, x):
         return jnp.sum(
             jax.lax.scan(lambda x, w: (mark_stage_boundary(jnp.sin(x @ w)), None), x, w)[0]
@@ -92,15 +92,15 @@ def test_survives_loops(args):
     np.testing.assert_allclose(jax.grad(looped)(*args), plain, rtol=1e-5, atol=1e-6)
 
 
-def test_batches(args):
+def test_marks_survive_vmap(args):
     w, x = args
     xs = jnp.stack([x, 2 * x, x + 1])
-    found = jax.vmap(jax.grad(two_stages), in_axes=(None, 0))(w, xs)
-    for one, x in zip(found, xs, strict=True):
-        np.testing.assert_allclose(one, jax.grad(without_marks)(w, x), rtol=1e-4, atol=1e-5)
+    gradients = jax.vmap(jax.grad(two_stages), in_axes=(None, 0))(w, xs)
+    for gradient, x in zip(gradients, xs, strict=True):
+        np.testing.assert_allclose(gradient, jax.grad(without_marks)(w, x), rtol=1e-4, atol=1e-5)
 
 
-def test_only_what_has_a_gradient_is_marked_backward():
+def test_backward_mark_has_only_operands_with_a_gradient():
     def f(x, n):
         x, n = mark_stage_boundary((x, n))
         return x * n

@@ -1,4 +1,4 @@
-"""Running small sliced programs: sums over microbatches, memory given back, order of dispatch."""
+"""Running small sliced programs: sums over microbatches, freed memory, order, transfers."""
 
 from collections import Counter
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.mpmd_programs import chain, sliced, weights
+from helpers.mpmd_programs import assert_computes, chain, inputs, sliced, weights
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.engines.mpmd.program import UnitName
-from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
+from maxpipe.pipeline.engines.mpmd.runner import Runner, before, execution_order, route
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.pipeline.schedules.table import from_ticks
@@ -34,7 +34,7 @@ class Case:
         self.table = load_schedule(schedule, S, M, SCHEDULES[schedule].repeats_for(1))
         self.weights = weights(self.table.num_chunks)
         self.program = sliced(
-            loss, self.weights, microbatches()[0], split_backward="W" in self.table.kinds
+            loss, self.weights, microbatches()[0], split_backwards="W" in self.table.kinds
         )
         self.whole = [
             NamedSharding(Mesh(np.array([d]), ("stage",)), PartitionSpec())
@@ -65,7 +65,7 @@ def case(request):
     return Case(request.param)
 
 
-def test_sums_are_those_of_all_microbatches(case):
+def test_run_sums_over_all_microbatches(case):
     _, sums = case.run()
     expected = [jax.value_and_grad(chain)(weights(), x) for x in microbatches()]
     loss, gradients = jax.tree.map(lambda *parts: sum(parts), *expected)
@@ -74,30 +74,30 @@ def test_sums_are_those_of_all_microbatches(case):
         np.testing.assert_allclose(sums[stage][1 + stage], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_are_added_in_place(case):
+def test_run_adds_gradients_in_place(case):
     given, _ = case.run()
     assert all(array.is_deleted() for array in given)
 
 
-def test_what_dies_in_a_unit_is_given_to_it(case):
+def test_values_that_die_in_a_unit_are_donated_to_it(case):
     """A backward writes a gradient as large as the one that it reads, which nothing else needs."""
     last = "I" if "W" in case.table.kinds else "B"
     executable = case.runner.executables[UnitName(last, 1)]
     assert executable.donated
-    assert not set(executable.donated) & set(executable.kept)
+    assert not set(executable.donated) & set(executable.retained)
     assert {v.aval.shape for v in executable.donated} == {(2, 4)}
     assert not case.runner.executables[
         UnitName("F", 1)
     ].donated  # its input is read again by the backward
 
 
-def test_nothing_is_alive_behind_the_last_unit(case):
+def test_no_value_is_alive_after_the_last_unit(case):
     before = len(jax.live_arrays())
     case.run()
     assert len(jax.live_arrays()) <= before
 
 
-def test_units_are_dispatched_in_the_order_of_the_table(case):
+def test_run_dispatches_units_in_the_order_of_the_table(case):
     seen = []
     case.run(lambda stage, name, m: seen.append((stage, name, m)))
     assert seen == execution_order(case.table)
@@ -115,7 +115,7 @@ def checkpointed_chain(w, x):
 @pytest.mark.parametrize(
     "schedule", [name for name in SCHEDULES if "mpmd" in SCHEDULES[name].engines]
 )
-def test_no_more_activations_are_alive_than_the_table_says(schedule):
+def test_live_activations_stay_within_the_peak_of_the_table(schedule):
     """A chunk in flight is its input, and until its W a gradient; others wait for their turn."""
     case, most = Case(schedule, checkpointed_chain), Counter()
 
@@ -132,8 +132,88 @@ def test_no_more_activations_are_alive_than_the_table_says(schedule):
         assert 0 < most[stage] <= kept * peak[stage] + waiting
 
 
-def test_a_whole_backward_in_a_split_table_is_both_halves():
+def test_execution_order_of_an_unsplit_backward_in_a_split_table_has_both_halves():
     ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
     table = from_ticks("mixed", 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
     names = [(str(name), m) for _, name, m in execution_order(table)]
     assert names == [("F0", 0), ("F0", 1), ("I0", 0), ("W0", 0), ("I0", 1), ("W0", 1)]
+
+
+def skip(w, x):
+    """The first chunk's output is read again by the fourth."""
+    first = x = mark_stage_boundary(jnp.sin(x @ w[0]))
+    x = mark_stage_boundary(jnp.sin(x @ w[1]))
+    x = mark_stage_boundary(jnp.sin(x @ w[2]))
+    return jnp.sum(mark_stage_boundary(x @ w[3] * first))
+
+
+def counts(routes):
+    return {str(name): len(values) for name, values in routes.sends.items() if values}
+
+
+def test_route_of_a_value_for_a_far_stage_passes_the_stages_between():
+    program = sliced(skip, weights(4), inputs())
+    assert_computes(program, skip, weights(4), inputs())
+    # Back from chunk 3 travel the gradients of the activation and of the skipped value.
+    assert counts(route(program, [0, 1, 2, 3])) == {
+        "F0": 1,
+        "F1": 2,
+        "F2": 2,
+        "B3": 2,
+        "B2": 2,
+        "B1": 1,
+    }
+
+
+def test_route_sends_no_value_to_a_stage_that_has_it():
+    program = sliced(skip, weights(4), inputs())
+    forward = {n: k for n, k in counts(route(program, [0, 1, 1, 0])).items() if n[0] == "F"}
+    assert forward == {"F0": 1, "F2": 1}
+
+
+def test_route_on_one_stage_sends_nothing():
+    assert not counts(route(sliced(skip, weights(4), inputs()), [0] * 4))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
+@pytest.mark.parametrize("stages", [[0, 1, 2], [0, 1, 0], [0, 0, 1]], ids=str)
+def test_route_brings_each_value_before_its_reads_and_drops_it_afterwards(stages, split):
+    program = sliced(chain, weights(), inputs(), split_backwards=split)
+    routes = route(program, stages)
+    there = [set() for _ in routes.uses]
+    left = [{v: len(names) for v, names in uses.items()} for uses in routes.uses]
+    for name, computation in program.computations.items():
+        stage = stages[name.chunk]
+        there[stage].update(computation.writes)
+        assert there[stage].issuperset(computation.reads), name
+        if routes.sends[name]:
+            following = name.chunk + (1 if name.kind == "F" else -1)
+            assert there[stage].issuperset(routes.sends[name])
+            there[stages[following]].update(routes.sends[name])
+        for v, names in routes.uses[stage].items():
+            if name in names:
+                left[stage][v] -= 1
+                if not left[stage][v]:
+                    there[stage].discard(v)
+    assert not any(there)
+
+
+def test_last_reads_hold_in_every_schedule():
+    program = sliced(chain, weights(), inputs(), split_backwards=True)
+    routes = route(program, [0, 1, 2])
+    for name, computation in program.computations.items():
+        stage = name.chunk
+        for v in routes.last_reads(stage, name):
+            assert all(other == name or before(other, name) for other in routes.uses[stage][v])
+        if name.kind == "W":
+            assert set(computation.reads) == routes.last_reads(stage, name)
+
+
+def test_before_is_the_order_that_all_schedules_keep():
+    assert before(UnitName("F", 0), UnitName("F", 1))
+    assert before(UnitName("F", 2), UnitName("B", 0))
+    assert before(UnitName("I", 2), UnitName("I", 1))
+    assert before(UnitName("I", 1), UnitName("W", 1))
+    assert not before(UnitName("W", 2), UnitName("I", 1))
+    assert not before(UnitName("W", 2), UnitName("W", 1))
+    assert not before(UnitName("F", 1), UnitName("F", 0))

@@ -1,9 +1,12 @@
-"""Passes of the slicer on small programs: what every computation does, reads and writes."""
+"""Slicing small programs: what each computation runs, reads and writes."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.engines import make_mesh, tiny
 from helpers.mpmd_programs import (
     assert_computes,
     chain,
@@ -15,6 +18,8 @@ from helpers.mpmd_programs import (
     weights,
 )
 
+from maxpipe.builder import build_trainer
+from maxpipe.pipeline.engines.mpmd import slicing
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.runner import route
@@ -25,13 +30,13 @@ from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 @pytest.mark.parametrize(
     "wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"]
 )
-def test_the_parts_compute_the_whole(wrap, split):
+def test_sliced_program_computes_loss_and_gradients(wrap, split):
     def loss(w, x):
         for one in w:
             x = mark(wrap(lambda x, w: jnp.sin(x @ w))(x, one))
         return jnp.sum(x * x)
 
-    program = sliced(loss, weights(), inputs(), split_backward=split)
+    program = sliced(loss, weights(), inputs(), split_backwards=split)
     assert_computes(program, loss, weights(), inputs())
     kinds = "FIW" if split else "FB"
     assert sorted(map(str, program.computations)) == [
@@ -39,7 +44,7 @@ def test_the_parts_compute_the_whole(wrap, split):
     ]
 
 
-def test_a_stage_reads_its_own_weights_only():
+def test_computations_read_the_weights_of_their_chunk_only():
     program = sliced(chain, weights(), inputs())
     w, x = program.inputs[:3], program.inputs[3]
     for c in range(3):
@@ -60,14 +65,30 @@ def test_neighbours_exchange_one_activation_and_one_gradient():
     assert all(v.aval.shape == (2, 4) for values in sends.values() for v in values)
 
 
-def test_the_loss_and_its_gradient_are_the_end_of_the_last_forward():
+def test_last_forward_ends_with_the_loss():
     program = sliced(chain, weights(), inputs())
     assert "reduce_sum" in operations(program, "F2")
     assert list(computation(program, "F2").outputs) == [0]
     assert operations(program, "B2").count("dot_general") == 2
 
 
-def test_a_forward_alone():
+@pytest.mark.parametrize("split", [False, True], ids=["B", "IW"])
+def test_example_of_the_docstring_gives_the_computations_listed_there(split):
+    def loss(w, x):
+        return jnp.sum(mark(mark(jnp.sin(x @ w[0])) @ w[1]))
+
+    listed = {}
+    for line in slicing.__doc__.splitlines():
+        if "|" in line:
+            equation, unsplit, halves = line.split("|")
+            names = re.findall(r"\b[FBIW]\d", halves if split else unsplit)
+            for name in names:
+                listed.setdefault(name, []).append(equation.split()[2])
+    program = sliced(loss, weights(2), inputs(), split_backwards=split)
+    assert {str(name): operations(program, str(name)) for name in program.computations} == listed
+
+
+def test_forward_without_gradient_has_forward_computations_only():
     program = slice_program(jax.make_jaxpr(chain)(weights(), inputs()))
     assert list(map(str, program.computations)) == ["F0", "F1", "F2"]
     np.testing.assert_allclose(
@@ -75,7 +96,7 @@ def test_a_forward_alone():
     )
 
 
-def test_casts_of_weights_are_computed_again_and_not_kept():
+def test_casts_of_weights_are_recomputed_by_each_reader():
     def loss(w, x):
         half = [one.astype(jnp.bfloat16) for one in w]  # before any mark
         for one in half:
@@ -89,7 +110,7 @@ def test_casts_of_weights_are_computed_again_and_not_kept():
     assert_computes(program, loss, weights(), inputs())
 
 
-def test_costly_code_before_the_first_mark_runs_once_where_it_is_first_needed():
+def test_costly_code_before_the_first_mark_runs_once_in_its_first_reader():
     def loss(w, x):
         table = w[2] @ jnp.ones((4, 4))
         for one in w[:2]:
@@ -101,7 +122,7 @@ def test_costly_code_before_the_first_mark_runs_once_where_it_is_first_needed():
     assert_computes(program, loss, weights(), inputs())
 
 
-def test_constants_of_the_backward_alone_move_there():
+def test_code_that_only_the_backward_reads_moves_there():
     def loss(w, mask, x):
         @jax.custom_vjp
         def scaled(x, costly):
@@ -118,7 +139,7 @@ def test_constants_of_the_backward_alone_move_there():
     assert program.inputs[2] not in computation(program, "F1").arguments
 
 
-def test_what_nobody_uses_is_gone_from_all_stages():
+def test_dead_code_is_dropped_across_stages():
     def loss(w, x):
         unused = jnp.cos(x @ w[0])
         for one in w:
@@ -130,7 +151,7 @@ def test_what_nobody_uses_is_gone_from_all_stages():
     assert operations(program, "F0").count("dot_general") == 1
 
 
-def test_gradients_of_a_shared_weight_are_parts_that_stay_on_their_stages():
+def test_gradient_of_a_shared_weight_has_a_part_on_each_stage():
     def loss(w, x):
         for i in (0, 1, 0):
             x = mark(jnp.sin(x @ w[i]))
@@ -144,47 +165,47 @@ def test_gradients_of_a_shared_weight_are_parts_that_stay_on_their_stages():
 
 
 class TestSplitBackward:
-    def test_only_the_input_gradient_is_waited_for(self):
-        program = sliced(chain, weights(), inputs(), split_backward=True)
+    def test_i_computes_the_input_gradient_only(self):
+        program = sliced(chain, weights(), inputs(), split_backwards=True)
         for c in (1, 2):
             assert operations(program, f"I{c}").count("dot_general") == 1
             assert operations(program, f"W{c}").count("dot_general") == 1
             assert not computation(program, f"I{c}").outputs
             assert list(computation(program, f"W{c}").outputs) == [1 + c]
 
-    def test_checkpoints_compute_again_once(self):
+    def test_recomputed_forward_of_a_checkpoint_runs_in_i_only(self):
         def loss(w, x):
             for one in w:
                 x = mark(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, one))
             return jnp.sum(x * x)
 
-        program = sliced(loss, weights(), inputs(), split_backward=True)
+        program = sliced(loss, weights(), inputs(), split_backwards=True)
         assert [operations(program, f"{k}1").count("dot_general") for k in "IW"] == [2, 1]
 
-    def test_casts_are_not_handed_from_one_half_to_the_other(self):
+    def test_casts_do_not_pass_from_i_to_w(self):
         def loss(w, x):
             for one in w:
                 x = mark(jnp.sin(x @ one.astype(jnp.bfloat16).astype(jnp.float32)))
             return jnp.sum(x * x)
 
-        program = sliced(loss, weights(), inputs(), split_backward=True)
+        program = sliced(loss, weights(), inputs(), split_backwards=True)
         assert all(v.aval.shape == (2, 4) for v in computation(program, "I1").writes)
         assert_computes(program, loss, weights(), inputs())
 
 
 class TestRefusals:
-    def test_no_marks(self):
+    def test_program_without_marks_is_refused(self):
         with pytest.raises(ValueError, match="no stage marks"):
             slice_program(jax.make_jaxpr(jnp.sin)(1.0))
 
-    def test_a_mark_in_a_loop(self):
+    def test_mark_in_a_loop_is_refused(self):
         def loss(x):
             return jax.lax.scan(lambda x, _: (mark(jnp.sin(x)), None), x, length=3)[0]
 
         with pytest.raises(ValueError, match="a stage mark lies inside scan"):
             slice_program(jax.make_jaxpr(loss)(1.0))
 
-    def test_a_mark_without_a_gradient(self):
+    def test_mark_without_a_gradient_is_refused(self):
         def loss(x, n):
             return jnp.sin(mark(x)) * mark(n)
 
@@ -192,7 +213,7 @@ class TestRefusals:
             slice_program(jax.make_jaxpr(jax.grad(loss))(1.0, 2))
 
 
-def test_the_dump_names_values_by_where_they_come_from():
+def test_dump_names_values_after_their_computations():
     texts = dump(sliced(chain, weights(), inputs()), ["first", "second", "third", "x"])
     assert [*map(str, texts)] == ["F0", "F1", "F2", "B2", "B1", "B0"]
     first = texts[UnitName("F", 0)]
@@ -200,3 +221,29 @@ def test_the_dump_names_values_by_where_they_come_from():
     assert "  writes F0.1 f32[2,4] for F1, B1\n" in first
     assert "dot_general" in first
     assert "  adds to output 2 f32[4,4]\n" in texts[UnitName("B", 1)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "values", [{}, {"model.tie_embeddings": True, "pipeline.remat_policy": "none"}]
+)
+def test_i_of_a_model_hands_no_gradient_of_a_parameter_to_w(dtype, values):
+    """Activations are [4, 8, ...] here, and no parameter is."""
+    config = tiny(
+        **{
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 2,
+            "pipeline.schedule": "zb_h1",
+            "pipeline.num_microbatches": 4,
+            "model.dtype": dtype,
+            **values,
+        }
+    )
+    program = build_trainer(config, make_mesh(config)).engine.training.program
+    layouts = {shape for v in program.inputs for shape in (v.aval.shape, v.aval.shape[1:])}
+    halves = [c for c in program.computations.values() if c.name.kind == "I"]
+    assert [c.name.chunk for c in halves] == [1, 0]
+    for half in halves:
+        assert half.writes
+        assert not half.outputs
+        assert layouts.isdisjoint(v.aval.shape for v in half.writes)

@@ -137,7 +137,7 @@ def test_stores_of_more_microbatches_are_equal(schedule, monkeypatch):
     ("S", "V", "M", "delay"), [(2, 2, 8, False), (4, 1, 8, True), (4, 2, 16, False)]
 )
 def test_stores_of_split_backwards_have_the_slots_of_the_tables_peaks(S, V, M, delay, monkeypatch):
-    """Residuals are as for whole backwards; d(S-1)+1 stashed units, no larger than residuals."""
+    """Residuals are as for full backwards; d(S-1)+1 stashed units, no larger than residuals."""
     values = {
         "mesh.ici.stage": S,
         "pipeline.num_repeats": V,
@@ -145,21 +145,21 @@ def test_stores_of_split_backwards_have_the_slots_of_the_tables_peaks(S, V, M, d
         "pipeline.delay_activation_forwarding": delay,
         "pipeline.remat_policy": "minimal",
     }
-    split, whole = (
+    split, full = (
         stores(scheduled(**values, **{"pipeline.schedule": name}), monkeypatch)
         for name in ("lockstep_zb", "lockstep_1f1b")
     )
     config = scheduled(**values, **{"pipeline.schedule": "lockstep_zb"})
     run = simulate(build_engine_inputs(config, make_mesh(config)).table)
     assert {a.shape[0] for a in split.carry.residuals} == {run.peak_in_flight.max() + 1}
-    assert split.carry.residuals == whole.carry.residuals
+    assert split.carry.residuals == full.carry.residuals
     assert (
         {a.shape[0] for a in split.carry.stash}
         == {run.peak_stash.max() + 1}
         == {(delay + 1) * (S - 1) + 2}
     )
     assert num_bytes(split.carry.stash) / (run.peak_stash.max() + 1) <= num_bytes(split.residuals)
-    assert whole.carry.stash == []
+    assert full.carry.stash == []
 
 
 POLICIES = ["full", "minimal", "save_qkv_proj", "save_dot_except_mlp", "none"]

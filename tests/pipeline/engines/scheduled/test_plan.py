@@ -199,7 +199,7 @@ def test_phases_of_an_alternating_table_stay_few():
     ("S", "V", "M"), [(1, 1, 1), (1, 2, 3), (2, 1, 1), (2, 2, 5), (4, 2, 16), (4, 1, 3)]
 )
 def test_facts_of_a_phase_are_those_of_its_ticks(name, S, V, M, delay, slack):
-    """What only some tick does is said of the phases with such a tick, and of no other."""
+    """A phase has a fact if and only if one of its ticks has it."""
     table = load_schedule(name, S, M, V, forwarding_delay=delay, slack=slack)
     plan = lockstep_plan(table)
     parts = [plan.ticks(start, stop) for start, stop in plan.phases]
@@ -238,7 +238,7 @@ def test_plan_of_a_forward_table_has_no_backward():
 )
 def test_plan_of_a_table_that_the_engine_has_no_slots_for_is_refused(name, reason):
     if name == "mixed":
-        # One stage, two microbatches: the first backward whole, the second in two.
+        # One stage, two microbatches: the first backward full, the second split.
         ticks = {"F": [[0], [1]], "B": [[2], [-1]], "I": [[-1], [3]], "W": [[-1], [4]]}
         table = from_ticks(name, 1, 1, {kind: np.array(tick) for kind, tick in ticks.items()})
     else:

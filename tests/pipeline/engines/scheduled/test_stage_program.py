@@ -91,11 +91,11 @@ def test_loops_of_lockstep_zb_are_four_and_compute_no_product_twice():
     forward, both, every, backward = train_phases(**{"pipeline.skip_idle": "false"} | split)
     assert [p["ppermute"] for p in (forward, both, every, backward)] == [1, 2, 2, 1]
     assert every["dot_general"] - both["dot_general"] == 7
-    whole = train_phases(
+    full = train_phases(
         **{"pipeline.skip_idle": "false"} | split | {"pipeline.schedule": "lockstep_1f1b"}
     )
-    assert every["dot_general"] == whole[1]["dot_general"]
-    assert backward["dot_general"] == whole[2]["dot_general"]
+    assert every["dot_general"] == full[1]["dot_general"]
+    assert backward["dot_general"] == full[2]["dot_general"]
     skipped = train_phases(**{"pipeline.skip_idle": "true"} | split)
     # No embedding and no gradient of it in the single tick of the second loop.
     assert [p["cond"] for p in skipped] == [2, 3, 6, 3]

@@ -8,7 +8,7 @@ from helpers.stage_configs import config_of
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import map_specs
 from maxpipe.model.program import ModelProgram
-from maxpipe.planning.auto_stages import work
+from maxpipe.planning.stage_work import work
 
 ROWS = 2
 

@@ -7,11 +7,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_trainer
-from maxpipe.compiling.jaxpr_flops import step_flops
 from maxpipe.compiling.step import compile_step
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.planning.jaxpr_flops import program_flops
 
 A = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 B = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -22,12 +22,12 @@ def test_matrix_products_in_loops():
     def f(a, b):
         return jax.lax.scan(lambda total, _: (total + jnp.sum(a @ b), None), 0.0, length=7)[0]
 
-    assert step_flops(jax.make_jaxpr(f)(A, B)) == 7 * PRODUCT
+    assert program_flops(jax.make_jaxpr(f)(A, B)) == 7 * PRODUCT
 
 
 def test_batched_products():
     f = jax.make_jaxpr(lambda a, b: jnp.einsum("bij,bjk->bik", a, b))
-    assert step_flops(f(jnp.ones((3, 4, 8)), jnp.ones((3, 8, 16)))) == 3 * PRODUCT
+    assert program_flops(f(jnp.ones((3, 4, 8)), jnp.ones((3, 8, 16)))) == 3 * PRODUCT
 
 
 def test_the_dearer_branch_counts_as_often_as_the_caller_says():
@@ -35,8 +35,8 @@ def test_the_dearer_branch_counts_as_often_as_the_caller_says():
         return jax.lax.cond(p, lambda: a @ b, lambda: jnp.zeros((4, 16)))
 
     jaxpr = jax.make_jaxpr(f)(jax.ShapeDtypeStruct((), jnp.bool_), A, B)
-    assert step_flops(jaxpr) == PRODUCT
-    assert step_flops(jaxpr, lambda runs: runs / 2) == PRODUCT / 2
+    assert program_flops(jaxpr) == PRODUCT
+    assert program_flops(jaxpr, lambda runs: runs / 2) == PRODUCT / 2
 
 
 def test_manual_programs_count_on_every_device():
@@ -53,7 +53,7 @@ def test_manual_programs_count_on_every_device():
         )
         return local(a, b)
 
-    assert step_flops(jax.make_jaxpr(f)(A, B)) == 4 * PRODUCT
+    assert program_flops(jax.make_jaxpr(f)(A, B)) == 4 * PRODUCT
 
 
 def test_a_conditional_on_every_device_counts_the_runs_of_one():
@@ -75,7 +75,7 @@ def test_a_conditional_on_every_device_counts_the_runs_of_one():
         return scan(ps)
 
     assert (
-        step_flops(jax.make_jaxpr(f)(jnp.ones(7, bool)), lambda runs: min(runs, 5))
+        program_flops(jax.make_jaxpr(f)(jnp.ones(7, bool)), lambda runs: min(runs, 5))
         == 8 * 5 * PRODUCT
     )
 
@@ -93,4 +93,4 @@ def test_a_step_without_recomputation_runs_the_models_flops():
     step = compile_step(config, mesh, build_trainer(config, mesh))
     model = 4 * 8 * model_flops_per_token(config.model, 8)
     # The head is always computed again, and attention is not halved by its mask.
-    assert 1.0 < step_flops(step.jaxpr) / model < 1.25
+    assert 1.0 < program_flops(step.jaxpr) / model < 1.25

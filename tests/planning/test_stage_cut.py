@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.planning.auto_stages import chunk_sizes, least_worst
+from maxpipe.planning.stage_cut import chunk_sizes, least_worst
 
 
 def choices(total, stages):

@@ -1,0 +1,126 @@
+"""Compile what a configuration names, and print and write what it costs."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from jax.sharding import Mesh
+
+from maxpipe.compiling.analysis import analyse
+from maxpipe.compiling.report import size
+from maxpipe.compiling.step import OutOfMemory, write_programs
+from maxpipe.compiling.topology import devices_of
+from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
+from maxpipe.config.options import update
+from maxpipe.devices.chips import device_memory
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.devices.xla_flags import advice
+from maxpipe.planning.auto_stages import choose_stages
+from maxpipe.training.launch import BuildTrainer
+from maxpipe.training.mpmd_trainer import MpmdTrainer
+from maxpipe.training.stored_step import write
+from maxpipe.training.trainer import SpmdTrainer
+
+FITS, DOES_NOT_FIT = 0, 3
+
+
+def launch(loaded: Loaded, flags: argparse.Namespace, build_trainer: BuildTrainer) -> int:
+    """Compile a loaded configuration for `compile.topology`.
+
+    Args:
+      loaded: the configuration.
+      flags: the command's own: json, hlo and programs, each a path or None.
+      build_trainer: `maxpipe.builder.build_trainer`, a part of the house above this one.
+
+    Returns:
+      The exit code, see `maxpipe.compile`.
+
+    Raises:
+      ConfigError: the configuration does not fit the devices, or a file cannot be written.
+    """
+    devices = devices_of(loaded.config)
+    config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
+    _check_engine(config, flags)
+    mesh = build_mesh(config, devices)
+    if config.pipeline.engine == "mpmd":
+        return _compile_programs(config, mesh, Path(flags.programs), build_trainer)
+    trainer = build_trainer(_without_digest(config), mesh, note=_print)
+    assert isinstance(trainer, SpmdTrainer)
+    report, executable = analyse(config, loaded.config, mesh, trainer)
+    print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
+    _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    _write("--hlo", flags.hlo, report.hlo)
+    file = config.compile.save
+    if file and executable:
+        count = write(file, executable, config, mesh)
+        print(f"stored      {file}, {size(count)}: train with compile.load={file}")
+    elif file:
+        print("stored      nothing, since the compiler gave up")
+    return FITS if report.fits else DOES_NOT_FIT
+
+
+def _compile_programs(
+    config: Config, mesh: Mesh, directory: Path, build_trainer: BuildTrainer
+) -> int:
+    """Compile and write the separate programs of the stages, and return the exit code."""
+    config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
+    trainer = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
+    assert isinstance(trainer, MpmdTrainer)
+    try:
+        for line in write_programs(trainer, directory):
+            _print(line)
+    except OSError as error:
+        message = f"cannot write to {directory}: {error.strerror}"
+        raise ConfigError(Problem("--programs", message)) from None
+    except OutOfMemory as error:
+        sizes = f"{size(error.needed)} of {size(error.available)}"
+        _print(f"{'verdict':<12}does not fit: the next computation needs {sizes}")
+        return DOES_NOT_FIT
+    _print(
+        f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), "
+        "and its HLO (.hlo)"
+    )
+    return FITS
+
+
+def _check_engine(config: Config, flags: argparse.Namespace) -> None:
+    """Raise ConfigError for flags of one program if there are several, or the other way round."""
+    engine = config.pipeline.engine
+    if engine != "mpmd":
+        if flags.programs:
+            message = f"is for the mpmd engine; the {engine} engine has one program: --hlo FILE"
+            raise ConfigError(Problem("--programs", message))
+        return
+    if not flags.programs:
+        remedy = "use pipeline.schedule=lockstep_1f1b, which has one and no more bubble than 1f1b"
+        message = (
+            "mpmd has no train step in one program; --programs DIR writes those of its stages, "
+            f"or {remedy}"
+        )
+        raise ConfigError(Problem("pipeline.engine", message))
+    files = {"compile.save": config.compile.save, "--json": flags.json, "--hlo": flags.hlo}
+    problems = [
+        Problem(key, "is for a train step in one program; leave it out")
+        for key, file in files.items()
+        if file
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _without_digest(config: Config) -> Config:
+    """Return the configuration without the digest of batches, which is a program of its own."""
+    return update(config, {"telemetry.batch_digest": False})
+
+
+def _write(flag: str, file: str | None, text: str) -> None:
+    if file:
+        try:
+            Path(file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(Problem("", f"{flag}: cannot write: {error}")) from None
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,97 @@
+"""Describe the iterations of a circular pipeline on gathered weights; see `repeat_gather`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from maxpipe.model.layers import SideInputs
+from maxpipe.model.parameters import Params, Tree
+from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration
+from maxpipe.pipeline.manual import Gather
+
+
+class StageInputs(NamedTuple):
+    """What the stages read besides activations and weights: arrays without a gradient.
+
+    Attributes:
+      layer_index: model-order index of each stage's layers, int32 [S, L].
+      side: side inputs of each stage's microbatch, [S, B, ...].
+      key: PRNG key of the step, or None without dropout.
+    """
+
+    layer_index: jax.Array
+    side: SideInputs
+    key: jax.Array | None
+
+
+class BatchSpecs(NamedTuple):
+    """PartitionSpecs over the batch axes.
+
+    Attributes:
+      layers: of live layer parameters [V + E, S, L, ...], a tree like them.
+      io: of the conveyor [S, K, B, T, D].
+      side: of side inputs [M, B, ...], `SideInputs` of PartitionSpecs.
+    """
+
+    layers: Tree[PartitionSpec]
+    io: PartitionSpec
+    side: SideInputs
+
+
+# (activations [S, B, T, D], weights [S, L, ...], inputs) -> (activations, auxiliary losses [S])
+Stages = Callable[[jax.Array, Params, StageInputs], tuple[jax.Array, jax.Array]]
+# (t, side inputs [M, B, ...], key data) -> inputs of iteration t
+InputsOf = Callable[[Iteration, SideInputs, jax.Array | None], StageInputs]
+
+
+@dataclass(frozen=True, eq=False)
+class Iterations:
+    """Facts about the iterations, the same in forward and backward.
+
+    Attributes:
+      conveyor: order of the units, and the loop state.
+      stages: the stages' work.
+      inputs_of: selects the stages' inputs of an iteration.
+      gathers: a `Gather` for each parameter of a layer.
+      specs: layouts of the arguments.
+      mesh: the device mesh.
+      gather_once: gather all repeats before the first iteration.
+      scan_iterations, scan_repeats: compile one loop body, or copies of it.
+    """
+
+    conveyor: Conveyor
+    stages: Stages
+    inputs_of: InputsOf
+    gathers: Tree[Gather]
+    specs: BatchSpecs
+    mesh: Mesh
+    gather_once: bool
+    scan_iterations: bool
+    scan_repeats: bool
+
+    @property
+    def lookahead(self) -> int:
+        """Return how many repeats ahead weights are gathered (1 with `gather_once`)."""
+        conveyor = self.conveyor
+        has_short_steady = conveyor.num_microbatches == conveyor.delay * conveyor.num_stages
+        return 2 if has_short_steady and not self.gather_once else 1
+
+
+class DeviceInputs(NamedTuple):
+    """What a pass reads, inside the manual program.
+
+    Attributes:
+      weights: live layer parameters [V + E, S, L, ...], this device's shards; with `gather_once`
+        [V, S, L, ...], gathered.
+      side: side inputs [M, B, ...] of this device's rows.
+      key_data: of the step's PRNG key; None without dropout.
+      num_rows: V + E.
+    """
+
+    weights: Params
+    side: SideInputs
+    key_data: jax.Array | None
+    num_rows: int

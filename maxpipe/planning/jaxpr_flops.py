@@ -1,0 +1,78 @@
+"""Count the FLOPs of a traced program, recomputation and masked idle slots included.
+
+The count runs over the jaxpr, where loops still have their lengths: XLA's own cost analysis counts
+the body of a loop once, and after TPU compilation a matrix product no longer looks like one. Matrix
+products, convolutions and kernels count; element-wise operations are noise.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
+
+BranchRuns = Callable[[float], float]
+
+
+def every_time(runs: float) -> float:
+    """Return `runs`: a conditional does its work each time that it is reached."""
+    return runs
+
+
+def program_flops(jaxpr: ClosedJaxpr, branch_runs: BranchRuns = every_time) -> float:
+    """Return the FLOPs of a program over all devices.
+
+    Args:
+      jaxpr: of the whole program, before partitioning.
+      branch_runs: how often a conditional that is reached so many times does its work.
+    """
+    return _count(jaxpr.jaxpr, 1.0, branch_runs)
+
+
+def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = every_time) -> float:
+    """Return the FLOPs of one equation that runs so many times, with all that it calls."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        depth = math.prod(shaped(eqn.invars[0]).shape[d] for d in contracted)
+        return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
+    if name.startswith("ragged_dot"):
+        # Each row meets the matrix of its own group only.
+        return (
+            runs * 2.0 * math.prod(shaped(eqn.invars[0]).shape) * shaped(eqn.outvars[0]).shape[-1]
+        )
+    if name == "conv_general_dilated":
+        kernel = shaped(eqn.invars[1]).shape
+        outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
+        depth = math.prod(kernel) // outputs
+        return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
+    if name == "pallas_call":
+        return runs * _kernel(params)
+    if name == "cond":
+        times = branch_runs(runs)
+        return max(_count(open_jaxpr(branch), times, branch_runs) for branch in params["branches"])
+    devices = 1
+    if name == "scan":
+        runs *= params["length"]
+    elif name == "shard_map":
+        # Shapes inside are those of one device, over the axes that the program names itself.
+        # Devices do not multiply the runs: `branch_runs` takes how often one device reaches a
+        # conditional.
+        devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return devices * sum(
+        _count(inner, runs, branch_runs) for inner in map(open_jaxpr, inner_jaxprs(eqn))
+    )
+
+
+def _count(jaxpr: Jaxpr, runs: float, branch_runs: BranchRuns) -> float:
+    return sum(equation_flops(eqn, runs, branch_runs) for eqn in jaxpr.eqns)
+
+
+def _kernel(params: dict[str, Any]) -> float:
+    estimate = params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    grid = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+    return grid * _count(open_jaxpr(params["jaxpr"]), 1.0, every_time)

@@ -1,0 +1,413 @@
+"""Read products, tensors and their widths off the traced program of a layer.
+
+A walk over the jaxpr follows which values are made of activations and which of parameters alone,
+and what is made of what. Widths are values per token on one device: a dimension of a result is
+split over devices as the dimension of the weight that it comes from.
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from maxpipe.model.parameters import ParamSpec
+from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
+from maxpipe.planning.jaxpr_flops import equation_flops
+from maxpipe.planning.layer_trace import ATTENTION, ModelTrace, trace_residuals
+
+# Return the devices over which each dimension of a parameter is split while a layer computes.
+DimensionShards = Callable[[ParamSpec], Sequence[int]]
+
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "checkpoint",
+    "remat2",
+    "remat",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_jvp_call",
+)
+_ALIASES = ("copy", "optimization_barrier", "reshape", "sharding_constraint", "squeeze")
+_SAME_DIMENSIONS = ("convert_element_type", "copy", "optimization_barrier", "stop_gradient")
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """The result of a product, or a value that `checkpoint_name` names.
+
+    Attributes:
+      name: empty without one.
+      width: values per token on one device.
+      makers: for a named value, the nearest tensors that it is made of.
+    """
+
+    name: str
+    width: float
+    makers: frozenset["Tensor"] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """An element-wise product of activations with a parameter, as in a norm.
+
+    Attributes:
+      width: values of the result per token on one device.
+      bytes: bytes of the result per token on one device.
+      tensors: nearest tensors that the activations are made of.
+    """
+
+    width: float
+    bytes: float
+    tensors: frozenset[Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """A multiplication of activations with weights, or with each other.
+
+    Attributes:
+      flops: per token of the sequence, over all devices. Attention counts half: on average a causal
+        query sees half of the keys.
+      has_weight: whether an operand is made of parameters.
+      operands: those made of activations.
+      result: what it makes.
+    """
+
+    flops: float
+    has_weight: bool
+    operands: tuple["Value", ...]
+    result: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A value of the program.
+
+    Attributes:
+      kind: "activation" if it depends on x, "weight" if on parameters alone, else "constant".
+      width: values per token on one device.
+      itemsize: bytes of a value.
+      shards: devices over which dimensions of weights split it.
+      dimension_shards: the same for each dimension of a weight; empty where it is not known.
+      tensors: nearest tensors that it is made of.
+      results: products and scales that it is made of without another product in between.
+    """
+
+    kind: str
+    width: float
+    itemsize: int
+    shards: int = 1
+    dimension_shards: tuple[int, ...] = ()
+    tensors: frozenset[Tensor] = frozenset()
+    results: frozenset[Product | Scale] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What one layer multiplies and makes.
+
+    Attributes:
+      products, scales: in the program's order.
+      named: values that `checkpoint_name` names.
+      output: the layer's activations.
+      residual_bytes: bytes per token on one device that a layer saves if it saves everything; its
+        input and weights are not among them.
+    """
+
+    products: Sequence[Product]
+    scales: Sequence[Scale]
+    named: Sequence[Tensor]
+    output: Value
+    residual_bytes: Callable[[], float]
+
+    @cached_property
+    def weight_flops(self) -> float:
+        """FLOPs per token of a forward's products with weights."""
+        return sum(p.flops for p in self.products if p.has_weight)
+
+    @cached_property
+    def activation_flops(self) -> float:
+        """FLOPs per token of a forward's products of activations with each other."""
+        return sum(p.flops for p in self.products if not p.has_weight)
+
+    def recomputed_flops(self, saved: Collection[str]) -> float:
+        """Return the FLOPs per token of a second forward that finds the named tensors saved.
+
+        A product is left out if nothing but saved tensors is made of its result before the next
+        product.
+        """
+        used = self._used_tensors
+        users: dict[Tensor, list[Tensor]] = {}
+        for tensor in self.named:
+            for maker in tensor.makers:
+                users.setdefault(maker, []).append(tensor)
+
+        def is_needed(tensor: Tensor) -> bool:
+            return tensor in used or any(
+                is_needed(user) for user in users.get(tensor, []) if user.name not in saved
+            )
+
+        return sum(p.flops for p in self.products if is_needed(p.result))
+
+    def saved_width(self, names: Collection[str]) -> float:
+        """Return the width of the tensors of these names."""
+        return sum(tensor.width for tensor in self.named if tensor.name in names)
+
+    @cached_property
+    def result_width(self) -> float:
+        """Width of all products' results."""
+        return sum(p.result.width for p in self.products)
+
+    @cached_property
+    def weight_result_width(self) -> float:
+        """Width of the results of products with weights."""
+        return sum(p.result.width for p in self.products if p.has_weight)
+
+    @cached_property
+    def key_value_width(self) -> float:
+        """Width of what attention reads besides queries."""
+        attention = (p for p in self.products if p.result.name == ATTENTION)
+        return sum(operand.width for p in attention for operand in p.operands[1:])
+
+    @cached_property
+    def elementwise_width(self) -> float:
+        """Width of what norms make, normalised and scaled, and of sums with the residual stream."""
+        norms = 2 * sum(scale.width for scale in self.scales)
+        sums = sum(
+            result.result.width for result in self.output.results if isinstance(result, Product)
+        )
+        return norms + sums
+
+    @cached_property
+    def operand_width(self) -> float:
+        """Width of the activations that are multiplied with weights, each once."""
+        return sum(operand.width for operand in self._weight_operands)
+
+    @cached_property
+    def gradient_width(self) -> float:
+        """Width of the gradients of results that weight gradients are made of.
+
+        Results of which only the same operand of a product is made share that operand's gradient,
+        as a gate and what it multiplies do.
+        """
+        gradients = {self._shared_operand(r) or r: r for r in self._results_with_gradient}
+        return sum(
+            key.width if isinstance(key, (Value, Scale)) else key.result.width for key in gradients
+        )
+
+    @cached_property
+    def shared_width(self) -> float:
+        """Width of the results that share an operand's gradient with an earlier result."""
+        operands = [
+            operand
+            for product in self.products
+            if product.has_weight and (operand := self._shared_operand(product)) is not None
+        ]
+        return sum(operand.width for operand in operands) - sum(
+            operand.width for operand in set(operands)
+        )
+
+    def recomputed_operand_width(self, saved: Collection[str]) -> float:
+        """Return the width of the results that weight gradients compute their operands of.
+
+        Saved tensors are left out. The layer's output counts as an operand, of the next layer.
+        """
+        readers: list[Value | Scale] = [*self._weight_operands, *self.scales, self.output]
+        tensors = frozenset[Tensor]().union(*(reader.tensors for reader in readers))
+        return sum(tensor.width for tensor in tensors if tensor.name not in saved)
+
+    @cached_property
+    def _weight_operands(self) -> set[Value]:
+        return {operand for p in self.products if p.has_weight for operand in p.operands}
+
+    @cached_property
+    def _used_tensors(self) -> frozenset[Tensor]:
+        """Tensors that products and the layer's output are made of."""
+        operands = [operand for product in self.products for operand in product.operands]
+        return frozenset[Tensor]().union(*(value.tensors for value in [*operands, self.output]))
+
+    @property
+    def _results_with_gradient(self) -> list[Product | Scale]:
+        return [*(p for p in self.products if p.has_weight), *self.scales]
+
+    @cached_property
+    def _ends(self) -> dict[Product | Scale, set[Value]]:
+        """For each result the operands of products, or the output, that are made of it."""
+        ends: dict[Product | Scale, set[Value]] = {}
+        operands = [operand for product in self.products for operand in product.operands]
+        for value in [*operands, self.output]:
+            for result in value.results:
+                ends.setdefault(result, set()).add(value)
+        return ends
+
+    def _shared_operand(self, result: Product | Scale) -> Value | None:
+        """Return the operand of a product that is all that is made of a result, if there is one."""
+        ends = self._ends.get(result, set())
+        return next(iter(ends)) if len(ends) == 1 and self.output not in ends else None
+
+
+def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
+    """Read a traced layer.
+
+    Args:
+      trace: of the model.
+      dimension_shards: devices over which each dimension of a parameter is split while a layer
+        computes with it.
+    """
+    walk = _Walk(trace.tokens)
+    inputs = _inputs(trace, trace.layer, dimension_shards)
+    consts = [walk.constant(v) for v in trace.layer.jaxpr.constvars]
+    output = walk.run(trace.layer.jaxpr, consts, inputs)[0]
+
+    @cache
+    def residual_bytes() -> float:
+        program = trace_residuals(trace)
+        values = _inputs(trace, program, dimension_shards)
+        residuals = _Walk(trace.tokens)
+        constants = [residuals.constant(v) for v in program.jaxpr.constvars]
+        outputs = set(residuals.run(program.jaxpr, constants, values)) - set(values)
+        return sum(v.width * v.itemsize for v in outputs if v.kind == "activation")
+
+    return Layer(walk.products, walk.scales, walk.named, output, residual_bytes)
+
+
+def _inputs(trace: ModelTrace, program: ClosedJaxpr, shards: DimensionShards) -> list[Value]:
+    """Return the values of a layer's inputs: parameters, x, and inputs without a gradient."""
+    specs = jax.tree.leaves(
+        trace.program.specs["layers"], is_leaf=lambda s: isinstance(s, ParamSpec)
+    )
+    walk, atoms = _Walk(trace.tokens), program.jaxpr.invars
+    weights = [
+        replace(walk.constant(v), kind="weight", dimension_shards=tuple(shards(spec)))
+        for v, spec in zip(atoms, specs, strict=False)
+    ]
+    x, *others = (walk.constant(v) for v in atoms[len(specs) :])
+    return [*weights, replace(x, kind="activation"), *others]
+
+
+@dataclass(eq=False)
+class _Walk:
+    """The walk over a program, and what it has collected."""
+
+    tokens: int
+    products: list[Product] = field(default_factory=list)
+    scales: list[Scale] = field(default_factory=list)
+    named: list[Tensor] = field(default_factory=list)
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
+        """Walk over a program and return the values of its outputs."""
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+        def read(atom: Var | Literal) -> Value:
+            return self.constant(atom) if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self._equation(eqn, [read(atom) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def constant(self, atom: Var | Literal) -> Value:
+        """Return the value of an atom that depends on no input and is split over no device."""
+        dtype = getattr(atom.aval, "dtype", None)
+        itemsize = getattr(dtype, "itemsize", 0)  # keys of random numbers have none
+        return Value("constant", math.prod(shaped(atom).shape) / self.tokens, itemsize)
+
+    def _equation(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            for program in map(open_jaxpr, inner_jaxprs(eqn)):
+                if len(program.invars) == len(inputs):
+                    return self.run(program, [self.constant(v) for v in program.constvars], inputs)
+        activations = tuple(value for value in inputs if value.kind == "activation")
+        if not activations:
+            return self._of_weights(eqn, inputs)
+        if name in _ALIASES and len(inputs) == 1:
+            return inputs
+        if name == "name":
+            return [self._name(eqn.params["name"], inputs[0])]
+        if flops := self._flops(eqn):
+            return self._multiply(eqn, inputs, activations, flops / self.tokens)
+        results = [self._derive(v, activations) for v in eqn.outvars]
+        if name in ("mul", "div") and any(value.kind == "weight" for value in inputs):
+            (result,) = results
+            scale = Scale(result.width, result.width * result.itemsize, result.tensors)
+            self.scales.append(scale)
+            results = [replace(result, results=result.results | {scale})]
+        return results
+
+    def _of_weights(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Return the results of an equation without activations."""
+        weights = [value for value in inputs if value.kind == "weight"]
+        results = [self.constant(v) for v in eqn.outvars]
+        if not weights:
+            return results
+        shards: tuple[int, ...] = ()
+        if eqn.primitive.name in _SAME_DIMENSIONS:
+            shards = weights[0].dimension_shards
+        elif eqn.primitive.name == "transpose" and weights[0].dimension_shards:
+            shards = tuple(weights[0].dimension_shards[d] for d in eqn.params["permutation"])
+        return [replace(result, kind="weight", dimension_shards=shards) for result in results]
+
+    def _name(self, name: str, value: Value) -> Value:
+        tensor = Tensor(name, value.width, value.tensors)
+        self.named.append(tensor)
+        return replace(value, tensors=frozenset({tensor}))
+
+    def _flops(self, eqn: JaxprEqn) -> float:
+        """Return the FLOPs of an equation's products for the sequence."""
+        if eqn.primitive.name != ATTENTION:
+            return equation_flops(eqn)
+        q, k, v = (shaped(atom).shape for atom in eqn.invars[:3])
+        # Scores [T, T] of a head from [T, C], and their products with values, half of them masked.
+        return 0.5 * 2.0 * math.prod(q[:-1]) * k[1] * (q[-1] + v[-1])
+
+    def _multiply(
+        self, eqn: JaxprEqn, inputs: list[Value], activations: tuple[Value, ...], flops: float
+    ) -> list[Value]:
+        """Collect a product, and return its results."""
+        shards = self._product_shards(eqn, inputs)
+        results = [replace(self.constant(v), kind="activation", shards=shards) for v in eqn.outvars]
+        results = [replace(result, width=result.width / shards) for result in results]
+        name = ATTENTION if eqn.primitive.name == ATTENTION else ""
+        tensor = Tensor(name, sum(result.width for result in results))
+        has_weight = any(value.kind == "weight" for value in inputs)
+        product = Product(flops, has_weight, activations, tensor)
+        self.products.append(product)
+        return [
+            replace(result, tensors=frozenset({tensor}), results=frozenset({product}))
+            for result in results
+        ]
+
+    def _product_shards(self, eqn: JaxprEqn, inputs: list[Value]) -> int:
+        """Return the devices over which a product's result is split.
+
+        Summing over dimensions that are split makes a result that is whole over their devices.
+        """
+        shards = max(value.shards for value in inputs)
+        weight = next((i for i, value in enumerate(inputs) if value.kind == "weight"), None)
+        if weight is None or eqn.primitive.name != "dot_general":
+            return shards
+        dimension_shards = inputs[weight].dimension_shards
+        contracted, batched = (of[weight] for of in eqn.params["dimension_numbers"])
+        summed = math.prod(dimension_shards[d] for d in contracted) if dimension_shards else 1
+        kept = [s for d, s in enumerate(dimension_shards) if d not in (*contracted, *batched)]
+        return max(shards // summed, 1) * math.prod(kept)
+
+    def _derive(self, atom: Var, activations: Sequence[Value]) -> Value:
+        """Return a result that is no product: it is split as what it is made of."""
+        shards = max(value.shards for value in activations)
+        plain = self.constant(atom)
+        return replace(
+            plain,
+            kind="activation",
+            shards=shards,
+            width=plain.width / shards,
+            tensors=frozenset[Tensor]().union(*(value.tensors for value in activations)),
+            results=frozenset[Product | Scale]().union(*(value.results for value in activations)),
+        )

@@ -1,0 +1,133 @@
+"""Trace a model abstractly: one layer, its residuals and the logits, on shapes of one sequence.
+
+Nothing is computed and no parameter is made. Attention is traced as one equation, whatever kernel
+runs: model FLOPs and memory are those of a kernel that skips the masked half and never holds the
+matrix of probabilities.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive
+
+from maxpipe.config.catalog import BLOCKS, Block, RematPolicy
+from maxpipe.config.sections import ModelConfig
+from maxpipe.model.layers import SideInputs
+from maxpipe.model.parameters import Params, map_specs
+from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.remat import checkpoint
+from maxpipe.planning.jaxpr_flops import program_flops
+
+ATTENTION = "planned_attention"  # name of the equation that stands for an attention kernel
+
+_attention_p = Primitive(ATTENTION)
+_attention_p.def_abstract_eval(
+    lambda q, k, v, segments: q.update(shape=(*q.shape[:-1], v.shape[-1]))
+)
+
+
+@jax.custom_vjp
+def planned_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Stand in for an attention kernel while a layer is traced; arguments as for `AttentionFn`.
+
+    It saves what a kernel saves, its operands and its result, and cannot be run.
+    """
+    context: jax.Array = _attention_p.bind(q, k, v, segment_ids)
+    return context
+
+
+def _save_operands(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    context = planned_attention(q, k, v, segment_ids)
+    return context, (q, k, v, segment_ids, context)
+
+
+def _zero_gradients(
+    saved: tuple[jax.Array, ...], cotangent: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    q, k, v, _, context = saved
+    used = jnp.sum(context * cotangent)
+    return q * used, k * used, v * used, None
+
+
+planned_attention.defvjp(_save_operands, _zero_gradients)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTrace:
+    """The programs of a model that costs are read from, for one sequence.
+
+    Attributes:
+      program: the model around `planned_attention`.
+      tokens: T, tokens of the sequence.
+      layer: jaxpr of a layer; its inputs are the leaves of the layer's parameters, then x
+        [1, T, D], then inputs without a gradient; its first output is [1, T, D].
+      head_flops: FLOPs of the logits of one token.
+    """
+
+    program: ModelProgram
+    tokens: int
+    layer: ClosedJaxpr
+    head_flops: float
+
+
+def model_program(model: ModelConfig) -> ModelProgram:
+    """Return the program of a resolved model around `planned_attention`."""
+    assert model.head_dim > 0, "head_dim is not resolved"
+    return _program(model, BLOCKS[model.block])
+
+
+def trace_model(model: ModelConfig, sequence_length: int) -> ModelTrace:
+    """Trace a resolved model; the trace is made once for each model and length."""
+    return _trace(model_program(model), sequence_length)
+
+
+@cache
+def _program(model: ModelConfig, block: Block) -> ModelProgram:
+    return ModelProgram(model, planned_attention)
+
+
+@cache
+def _trace(program: ModelProgram, tokens: int) -> ModelTrace:
+    params, x, side, key = _shapes(program, tokens)
+    layer = jax.make_jaxpr(program.block)(params["layers"], x, side, key)
+    outer = {name: params[name] for name in ("embed", "head")}
+    head = jax.make_jaxpr(program.logits)(outer, x)
+    return ModelTrace(program, tokens, layer, program_flops(head) / tokens)
+
+
+def trace_residuals(trace: ModelTrace) -> ClosedJaxpr:
+    """Trace a layer that saves everything its backward needs; inputs as of `ModelTrace.layer`.
+
+    The outputs are the saved values, in any order; some are inputs of the layer.
+    """
+    params, x, side, key = _shapes(trace.program, trace.tokens)
+
+    block = checkpoint(trace.program.block, RematPolicy(everything=True))
+
+    def residuals(layer: Params, x: jax.Array, *others: object) -> list[jax.Array]:
+        _, vjp = jax.vjp(lambda layer, x: block(layer, x, *others), layer, x)
+        return jax.tree.leaves(vjp)
+
+    return jax.make_jaxpr(residuals)(params["layers"], x, side, key)
+
+
+def _shapes(
+    program: ModelProgram, tokens: int
+) -> tuple[Params, jax.ShapeDtypeStruct, SideInputs, jax.Array | None]:
+    """Return the shapes of parameters in the compute dtype, x, side inputs and key."""
+    dtype = jnp.dtype(program.config.dtype)
+    params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), program.specs)
+    x = jax.ShapeDtypeStruct((1, tokens, program.config.embed_dim), dtype)
+    side = jax.eval_shape(
+        lambda ids, row: SideInputs(positions=ids, segment_ids=ids, sequence_index=row),
+        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0)) if program.needs_key else None
+    return params, x, side, key

@@ -1,0 +1,78 @@
+"""Deal layers out to stages by dynamic programming.
+
+Layers are alike, so the number of layers on a stage determines its cost.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from math import inf
+
+
+def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
+    """Return numbers of layers such that the most costly stage costs least.
+
+    Among these, take the one whose stages differ least.
+
+    If several are left, take the one with more layers in front: its pipeline is full a little
+    earlier.
+
+    Args:
+      costs: for each stage, the cost of holding 0, 1, ..., `total` layers; infinite where it
+        cannot.
+      total: layers to deal out.
+
+    Returns:
+      Numbers that add up to `total`, or None if every choice has a stage that cannot hold its
+      layers.
+    """
+    num_stages = len(costs)
+
+    @cache
+    def worst(stage: int, left: int) -> float:
+        """Cost of the most costly stage from `stage` on, if these hold `left` layers."""
+        if stage == num_stages - 1:
+            return costs[stage][left]
+        return min(max(costs[stage][n], worst(stage + 1, left - n)) for n in range(left + 1))
+
+    limit = worst(0, total) * (1 + 1e-9)
+    if limit == inf:
+        return None
+
+    @cache
+    def spread(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """Sum of squared costs from `stage` on, infinite above the limit, and minus the layers."""
+        if stage == num_stages - 1:
+            return square(costs[stage][left]), (-left,)
+        choices = []
+        for n in range(left + 1):
+            own = square(costs[stage][n])
+            others, layers = spread(stage + 1, left - n) if own < inf else (inf, ())
+            choices.append((own + others, (-n, *layers)))
+        return min(choices)
+
+    def square(cost: float) -> float:
+        if cost > limit:
+            return inf
+        # An integer, so that sums do not depend on the order of their terms.
+        return round(1e9 * (cost / limit) ** 2) if limit else 0
+
+    return [-n for n in spread(0, total)[1]]
+
+
+def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0) -> list[int]:
+    """Deal a stage's layers out to its chunks, at least one each and otherwise evenly.
+
+    The first chunks get more where the layers do not divide.
+
+    Args:
+      layers: at least as many as chunks.
+      num_chunks: of the stage.
+      last: what its last chunk does besides its layers, in layers.
+    """
+    assert layers >= num_chunks
+    sizes = [1] * num_chunks
+    extra = [0.0] * (num_chunks - 1) + [last]
+    for _ in range(layers - num_chunks):
+        least = min(range(num_chunks), key=lambda c: sizes[c] + extra[c])
+        sizes[least] += 1
+    return sizes

@@ -1,0 +1,87 @@
+"""Simulate what the command line of `maxpipe.schedule` names, and print it or write it to files."""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.planning.simulate import Simulation
+from maxpipe.render.chart import chart_svg
+from maxpipe.render.page import page_html
+from maxpipe.render.request import UsageError, parse_request, simulate_schedule
+from maxpipe.render.terminal import comparison_text, render_terminal, wants_colour
+
+
+def launch(arguments: argparse.Namespace) -> None:
+    """Draw the schedules, or the configuration, of a parsed command line.
+
+    Args:
+      arguments: words, and the flags csv, svg, html (paths or None) and compare.
+
+    Raises:
+      ConfigError: the configuration is wrong, or has no stages that fit.
+      ValueError: the command line is wrong, a schedule cannot be built, or a file not be written.
+    """
+    words = arguments.words
+    if words and words[0].endswith((".yml", ".yaml")):
+        _draw_configuration(arguments)
+    else:
+        _draw_schedules(arguments)
+
+
+def _draw_schedules(arguments: argparse.Namespace) -> None:
+    request = parse_request(arguments.words, arguments.compare)
+    several = arguments.compare or len(request.schedules) > 1
+    for option in ("csv", "svg"):
+        if getattr(arguments, option) and several:
+            raise UsageError(f"--{option}: name one schedule; it holds no more")
+    runs = [simulate_schedule(name, request, lenient=several) for name in request.schedules]
+    _write_files(arguments, runs, request.subtitle(runs))
+    if arguments.compare:
+        sys.stdout.write(comparison_text(runs))
+    elif not _names_files(arguments):
+        _print(runs)
+
+
+def _draw_configuration(arguments: argparse.Namespace) -> None:
+    if arguments.compare:
+        raise UsageError(
+            "--compare: is for schedules by name; "
+            "a configuration is set beside uniform stages anyway"
+        )
+    # Traces a layer of the model. Schedules by name need no JAX, which takes seconds to import.
+    from maxpipe.render.stages import draw_configuration
+
+    drawing = draw_configuration(arguments.words[0], arguments.words[1:])
+    _write_files(arguments, drawing.runs, drawing.subtitle)
+    if not _names_files(arguments):
+        _print(drawing.runs[:1])
+        sys.stdout.write("\n" + drawing.text)
+
+
+def _names_files(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.csv or arguments.svg or arguments.html)
+
+
+def _write_files(arguments: argparse.Namespace, runs: Sequence[Simulation], subtitle: str) -> None:
+    if arguments.csv:
+        _write("--csv", arguments.csv, to_csv(runs[0].table))
+    if arguments.svg:
+        _write("--svg", arguments.svg, chart_svg(runs[0]))
+    if arguments.html:
+        _write("--html", arguments.html, page_html(runs, subtitle))
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {path}: cannot write it: {error.strerror}") from error
+
+
+def _print(runs: Sequence[Simulation]) -> None:
+    width = shutil.get_terminal_size((120, 24)).columns
+    colour = wants_colour(sys.stdout)
+    sys.stdout.write("\n".join(render_terminal(run, colour=colour, width=width) for run in runs))

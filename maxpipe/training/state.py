@@ -1,0 +1,189 @@
+"""The state of a run, and its layouts on devices and on disk.
+
+On disk a layer parameter is [N, ...] in model order, and so is every leaf of the optimizer's state
+that belongs to it. Letters: N layers.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxpipe.model import parameters
+from maxpipe.model.parameters import Params
+from maxpipe.training.spikes import History
+
+StateT = TypeVar("StateT")
+LeafT = TypeVar("LeafT")
+ValueT = TypeVar("ValueT")
+HostArray = np.ndarray | jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """State of a run, live or as on disk.
+
+    Attributes:
+      step: int32 scalar, finished steps.
+      key: uint32 key data of the run; the key of each step is folded from it.
+      params: {"embed", "layers", "head"}.
+      opt_state: the optimizer's state; subtrees that mirror `params` have the same keys.
+      skips: int32 scalar, consecutive non-finite steps up to now.
+      history: recent steps for the spike filter; None, no leaf at all, without it.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    params: Params
+    opt_state: optax.OptState
+    skips: jax.Array
+    history: History | None = None
+
+    def step_key(self) -> jax.Array:
+        """Return the PRNG key of the next step."""
+        return step_key(self.key, self.step)
+
+
+def step_key(key: jax.Array, step: jax.Array) -> jax.Array:
+    """Return the PRNG key of the step after `step` finished ones; `key` is the run's key data."""
+    return jax.random.fold_in(jax.random.wrap_key_data(key), step)
+
+
+def new_state(
+    params: Params, opt_state: optax.OptState, key: jax.Array, history: History | None = None
+) -> TrainState:
+    """Return the state before the first step."""
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, jax.random.key_data(key), params, opt_state, zero, history)
+
+
+def initial_params(specs: Params, key: jax.Array, layer_index: np.ndarray) -> Params:
+    """Return initial {"embed", "layers", "head"}, layer leaves [*layer_index.shape, ...].
+
+    Args:
+      specs: trees of `ParamSpec`s, {"embed", "layers" (of one layer), "head"}.
+      key: PRNG key of the run.
+      layer_index: int32 [...], each layer's index in model order.
+    """
+    params = parameters.init_params({n: specs[n] for n in ("embed", "head")}, key)
+    params["layers"] = parameters.init_layers(specs["layers"], key, jnp.asarray(layer_index))
+    return params
+
+
+def mirrors(params: jax.tree_util.PyTreeDef, node: object) -> bool:
+    """Return whether a part of a state is a tree like the parameters, with a subtree for each.
+
+    Moments of an optimizer have one array per parameter, `per_layer` has one state per parameter.
+    """
+    try:
+        params.flatten_up_to(node)
+    except ValueError:
+        return False
+    return True
+
+
+def map_by_parameter(
+    f: Callable[[LeafT, ValueT], object], state: StateT, values: Params, otherwise: ValueT
+) -> StateT:
+    """Map each leaf of a state together with a value of the parameter that it belongs to.
+
+    A leaf belongs to a parameter if it lies in that parameter's place within a subtree that
+    `mirrors` the parameters.
+
+    Args:
+      f: called as f(leaf, value).
+      state: a `TrainState` or part of one.
+      values: tree like the parameters with one value per parameter.
+      otherwise: value for leaves that belong to no parameter, such as counters.
+
+    Returns:
+      A tree with the structure of `state`.
+    """
+    params = jax.tree.structure(values)
+
+    def is_mirror(node: object) -> bool:
+        return mirrors(params, node)
+
+    def map_subtree(value: ValueT, subtree: StateT) -> StateT:
+        return jax.tree.map(lambda leaf: f(leaf, value), subtree)
+
+    def map_node(node: StateT) -> StateT:
+        if is_mirror(node):
+            return jax.tree.map(map_subtree, values, node)
+        return map_subtree(otherwise, node)
+
+    return jax.tree.map(map_node, state, is_leaf=is_mirror)
+
+
+def layer_flags(params: Params) -> Params:
+    """Return a tree like {"embed", "layers", "head"} of bools: True for parameters of layers."""
+    return {
+        name: jax.tree.map(lambda _, is_layer=(name == "layers"): is_layer, tree)
+        for name, tree in params.items()
+    }
+
+
+def pick_value(leaf: object, value: bool) -> bool:
+    """Return what `map_by_parameter` found for a leaf."""
+    return value
+
+
+def like_parameter(
+    replicated: NamedSharding, leaf: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct | None
+) -> NamedSharding:
+    """Return the sharding of a state's leaf: its parameter's, as far as the leading sizes agree.
+
+    Args:
+      replicated: for leaves that belong to no parameter.
+      leaf: of the state.
+      param: its parameter with a sharding, or None.
+    """
+    if param is None:
+        return replicated
+    assert isinstance(param.sharding, NamedSharding)
+    dims = zip(param.sharding.spec, param.shape, leaf.shape, strict=False)
+    same = [entry for entry, *_ in itertools.takewhile(lambda dim: dim[1] == dim[2], dims)]
+    spec = PartitionSpec(*same, *[None] * (leaf.ndim - len(same)))
+    return NamedSharding(replicated.mesh, spec)
+
+
+def canonical_sharding(
+    live: NamedSharding, num_layer_axes: int, shape: tuple[int, ...]
+) -> NamedSharding:
+    """Return the sharding of a layer leaf whose layers are in model order.
+
+    The mesh axis `stage` moves from the layers to the first other dimension that it divides. Laid
+    over the layers instead, every device would have to hold all of them for a moment, since the
+    layers of a stage are not neighbours in model order.
+
+    Args:
+      live: of the live leaf.
+      num_layer_axes: number of its layer dimensions.
+      shape: in model order, one layer dimension.
+    """
+    entries = [
+        entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        for entry in (None, *live.spec[num_layer_axes:])
+    ]
+    if "stage" in live.spec[:num_layer_axes]:
+        for i in range(1, len(shape)):
+            shards = live.mesh.shape["stage"] * math.prod(live.mesh.shape[a] for a in entries[i])
+            if shape[i] % shards == 0:
+                entries[i] = (*entries[i], "stage")
+                break
+    return NamedSharding(live.mesh, PartitionSpec(*entries))
+
+
+def with_sharding(
+    leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+    """Return the abstract array with another sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

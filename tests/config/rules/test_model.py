@@ -1,0 +1,67 @@
+"""Rules about the model's shape, logical axes and context parallelism."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "message"),
+    [
+        (
+            ("model.num_query_heads=6",),
+            "model.num_kv_heads",
+            "does not divide model.num_query_heads=6; legal are 1, 2, 3, 6",
+        ),
+        (
+            ("model.embed_dim=66",),
+            "model.embed_dim",
+            "not divisible by model.num_query_heads=4; nearest legal: 64 or 68",
+        ),
+        (("model.head_dim=15",), "model.head_dim", "must be even"),
+        (("model.embed_dim=4",), "model.head_dim", "must be even"),
+        (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: the axis splits the experts"),
+        (
+            ("mesh.ici.context=2", "mesh.dcn.context=3", "data.sequence_length=100"),
+            "data.sequence_length",
+            "100 is not divisible by 2 x mesh.*.context = 12; nearest legal: 96 or 108",
+        ),
+        (
+            (
+                "mesh.ici.context=2",
+                "sharding.logical_axis_rules=[[activation_length, [context, tensor]]]",
+            ),
+            "sharding.logical_axis_rules",
+            "activation_length lies over ['context', 'tensor']; use [activation_length, [context]]",
+        ),
+        (("mesh.dcn.expert=2",), "mesh.dcn.expert", "must be 1"),
+        (
+            ("model.rope_scaling.factor=8", "model.rope_scaling.low_freq_factor=4"),
+            "model.rope_scaling.low_freq_factor",
+            "less than model.rope_scaling.high_freq_factor=4.0",
+        ),
+    ],
+)
+def test_rule_refuses(problems, words, key, message):
+    assert message in problems(*words)[key]
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("[[embed, [fsdp, fsdp]]]", "uses a mesh axis twice"),
+        ("[[embed, [fsdp]], [embed, []]]", "'embed' has more than one rule"),
+        ("[[embed, [fdsp]]]", "there is no mesh axis 'fdsp'; did you mean fsdp?"),
+        ("[[embed]]", "is not of the form [logical axis, [mesh axes]]"),
+        ("[embed]", "is not of the form"),
+        ("[[embed, fsdp]]", "is not of the form"),
+        ("[[[embed], [fsdp]]]", "is not of the form"),
+    ],
+)
+def test_logical_axis_rules_malformed_are_refused(problems, rules, message):
+    assert (
+        message in problems(f"sharding.logical_axis_rules={rules}")["sharding.logical_axis_rules"]
+    )
+
+
+def test_head_dim_is_derived_unless_set(resolved):
+    assert resolved().model.head_dim == 16
+    assert resolved("model.embed_dim=66", "model.head_dim=32").model.head_dim == 32

@@ -1,0 +1,96 @@
+"""States: what belongs to which parameter, and how trainers tell layers from everything else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import make_mesh, tiny
+
+from maxpipe.builder import build_trainer
+from maxpipe.config import OptimizerConfig
+from maxpipe.model import program
+from maxpipe.model.layers import RMSNorm
+from maxpipe.model.parameters import ParamSpec
+from maxpipe.training.optimizers import adafactor, adamw
+from maxpipe.training.state import map_by_parameter, new_state
+
+PARAMS = {"embed": {"table": jnp.zeros(2)}, "layers": {"mlp": {"table": jnp.zeros(3)}}}
+NAMES = {"embed": {"table": "E"}, "layers": {"mlp": {"table": "L"}}}
+
+
+def make_state():
+    optimizer_state = adamw(OptimizerConfig(), {}).init(PARAMS)
+    return new_state(PARAMS, optimizer_state, jax.random.key(3))
+
+
+def test_map_by_parameter_gives_moments_their_parameter_and_counters_the_other_value():
+    mapped = map_by_parameter(lambda leaf, name: (leaf.shape, name), make_state(), NAMES, "other")
+    for mirror in (mapped.params, mapped.opt_state.mu, mapped.opt_state.nu):
+        assert mirror == {
+            "embed": {"table": ((2,), "E")},
+            "layers": {"mlp": {"table": ((3,), "L")}},
+        }
+    assert [mapped.step, mapped.skips, mapped.opt_state.count] == [((), "other")] * 3
+    assert mapped.key[1] == "other"
+
+
+def test_map_by_parameter_gives_all_of_a_per_layer_state_its_parameter():
+    specs = jax.tree.map(lambda p: ParamSpec(p.shape, jnp.dtype("float32"), ("norm",), 0.0), PARAMS)
+    opt_state = adafactor(OptimizerConfig(), specs).init(PARAMS)
+    mapped = map_by_parameter(lambda leaf, name: name, opt_state, NAMES, "other")
+    assert len(jax.tree.leaves(opt_state["embed"])) > 1  # statistics and a counter
+    assert set(jax.tree.leaves(mapped["embed"])) == {"E"}
+    assert set(jax.tree.leaves(mapped["layers"])) == {"L"}
+
+
+def test_map_by_parameter_does_not_take_a_part_of_a_tree_for_the_parameters():
+    """Paths that end like a parameter's, in a subtree that lacks the others."""
+    state = {"statistics": {"embed": {"table": jnp.zeros(2)}}}
+    mapped = map_by_parameter(lambda leaf, name: name, state, NAMES, "other")
+    assert mapped == {"statistics": {"embed": {"table": "other"}}}
+
+
+class HeadWithLayers(program.Head):
+    """A head that has a part called `layers`."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layers = RMSNorm(config.embed_dim, eps=config.norm_eps, dtype=config.param_dtype)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline.schedule": "circular", "pipeline.num_repeats": 2},
+        {"pipeline.schedule": "1f1b", "pipeline.layers_per_stage": [3, 1]},
+    ],
+    ids=["circular", "mpmd"],
+)
+def test_trainers_do_not_take_a_part_of_the_head_called_layers_for_layers(
+    monkeypatch, layout, optimizer
+):
+    monkeypatch.setattr(program, "Head", HeadWithLayers)
+    config = tiny(**{"mesh.ici.stage": 2, "optimizer.name": optimizer, **layout})
+    trainer = build_trainer(config, make_mesh(config))
+    rng = np.random.default_rng(0)
+    shapes = trainer.abstract_canonical()
+    assert shapes.params["head"]["layers"]["scale"].shape == (16,)
+    canonical = jax.tree.map(lambda leaf: (rng.random(leaf.shape) * 100).astype(leaf.dtype), shapes)
+    placed = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), canonical, shapes)
+    again = trainer.to_canonical(trainer.from_canonical(placed))
+    assert jax.tree.structure(again) == jax.tree.structure(canonical)
+    jax.tree.map(np.testing.assert_array_equal, again, canonical)
+
+
+def test_every_step_has_a_key_of_its_own_from_the_key_of_the_run():
+    state = make_state()
+    again = jax.random.wrap_key_data(jnp.asarray(np.asarray(state.key)))
+    assert state.step_key() == jax.random.fold_in(again, 0)
+    assert state.step_key() != jax.random.fold_in(again, 1)
+
+
+def test_new_state_has_finished_no_step():
+    state = make_state()
+    assert (int(state.step), int(state.skips)) == (0, 0)
+    assert state.key.dtype == jnp.uint32
