@@ -79,7 +79,7 @@ def test_read_step_convert_dtype_keeps_bits_of_equal_dtypes(saved, directory, me
         {"params": {"weight": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}},
     ],
 )
-def test_read_step_convert_dtype_still_refuses_other_differences(saved, directory, other):
+def test_read_step_with_flag_refuses_other_differences(saved, directory, other):
     with pytest.raises(CheckpointMismatch) as caught:
         Checkpointer(directory, CONVERT).restore({**saved, **other})
     assert "convert_dtype" not in str(caught.value)
