@@ -40,7 +40,9 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
         return runs * 2.0 * depth * math.prod(shaped(eqn.outvars[0]).shape)
     if name.startswith("ragged_dot"):
         # Each row meets the matrix of its own group only.
-        return runs * 2.0 * math.prod(shaped(eqn.invars[0]).shape) * shaped(eqn.outvars[0]).shape[-1]
+        return (
+            runs * 2.0 * math.prod(shaped(eqn.invars[0]).shape) * shaped(eqn.outvars[0]).shape[-1]
+        )
     if name == "conv_general_dilated":
         kernel = shaped(eqn.invars[1]).shape
         outputs = kernel[params["dimension_numbers"].rhs_spec[0]]

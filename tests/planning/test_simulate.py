@@ -70,7 +70,10 @@ def test_free_running_units_start_as_soon_as_they_can(name, S, M, V, communicati
 
 
 @given(
-    name=st.sampled_from(list(SCHEDULES)), S=st.integers(1, 4), M=st.integers(1, 9), V=st.integers(1, 3)
+    name=st.sampled_from(list(SCHEDULES)),
+    S=st.integers(1, 4),
+    M=st.integers(1, 9),
+    V=st.integers(1, 3),
 )
 def test_no_schedule_beats_its_work_or_its_longest_chain(name, S, M, V):
     run = simulate(build(name, S, M, V), Costs(head=0.5))
