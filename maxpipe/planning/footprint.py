@@ -104,12 +104,11 @@ def handed_over_width(config: Config) -> float:
     """Return the width of what a layer's I leaves to its W on the MPMD engine.
 
     These are the operands of products and the gradients of their results. Besides these there is
-    what the slicing does not take apart further: norms in float32, and the activation function of
-    a gate.
+    what the slicing does not take apart further: norms in float32, and activation functions.
     """
     layer = layer_of(config)
     norms = sum(scale.bytes for scale in layer.scales) / itemsize(config.model.dtype)
-    return layer.operand_width + layer.weight_result_width + norms + layer.shared_width
+    return layer.operand_width + layer.weight_result_width + norms + layer.activated_width
 
 
 def working_width(config: Config) -> float:

@@ -34,6 +34,7 @@ _CALLS = (
     "custom_jvp_call",
 )
 _ALIASES = ("copy", "optimization_barrier", "reshape", "sharding_constraint", "squeeze")
+_ACTIVATION_FUNCTIONS = ("erf", "exp", "integer_pow", "logistic", "max", "square", "tanh")
 _SAME_DIMENSIONS = ("convert_element_type", "copy", "optimization_barrier", "stop_gradient")
 
 
@@ -97,6 +98,7 @@ class Value:
       dimension_shards: the same for each dimension of a weight; empty where it is not known.
       tensors: nearest tensors that it is made of.
       results: products and scales that it is made of without another product in between.
+      activated: those among them that went through an activation function.
     """
 
     kind: str
@@ -106,6 +108,7 @@ class Value:
     dimension_shards: tuple[int, ...] = ()
     tensors: frozenset[Tensor] = frozenset()
     results: frozenset[Product | Scale] = frozenset()
+    activated: frozenset[Product | Scale] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,15 +205,14 @@ class Layer:
         )
 
     @cached_property
-    def shared_width(self) -> float:
-        """Width of the results that share an operand's gradient with an earlier result."""
-        operands = [
-            operand
+    def activated_width(self) -> float:
+        """Width of results that go through an activation function to become an operand."""
+        return sum(
+            product.result.width
             for product in self.products
-            if product.has_weight and (operand := self._shared_operand(product)) is not None
-        ]
-        return sum(operand.width for operand in operands) - sum(
-            operand.width for operand in set(operands)
+            if (operand := self._shared_operand(product)) in self._weight_operands
+            and operand is not None
+            and product in operand.activated
         )
 
     def recomputed_operand_width(self, saved: Collection[str]) -> float:
@@ -334,6 +336,8 @@ class _Walk:
         if flops := self._flops(eqn):
             return self._multiply(eqn, inputs, activations, flops / self.tokens)
         results = [self._derive(v, activations) for v in eqn.outvars]
+        if name in _ACTIVATION_FUNCTIONS:
+            results = [replace(result, activated=result.results) for result in results]
         if name in ("mul", "div") and any(value.kind == "weight" for value in inputs):
             (result,) = results
             scale = Scale(result.width, result.width * result.itemsize, result.tensors)
@@ -410,4 +414,5 @@ class _Walk:
             width=plain.width / shards,
             tensors=frozenset[Tensor]().union(*(value.tensors for value in activations)),
             results=frozenset[Product | Scale]().union(*(value.results for value in activations)),
+            activated=frozenset[Product | Scale]().union(*(v.activated for v in activations)),
         )

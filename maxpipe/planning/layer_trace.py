@@ -124,10 +124,11 @@ def _shapes(
     dtype = jnp.dtype(program.config.dtype)
     params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), program.specs)
     x = jax.ShapeDtypeStruct((1, tokens, program.config.embed_dim), dtype)
-    side = jax.eval_shape(
-        lambda ids, row: SideInputs(positions=ids, segment_ids=ids, sequence_index=row),
-        jax.ShapeDtypeStruct((1, tokens), jnp.int32),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-    )
+
+    def side_inputs() -> SideInputs:
+        ids = jnp.zeros((1, tokens), jnp.int32)
+        return SideInputs(positions=ids, segment_ids=ids, sequence_index=jnp.zeros(1, jnp.int32))
+
+    side = jax.eval_shape(side_inputs)
     key = jax.eval_shape(lambda: jax.random.key(0)) if program.needs_key else None
     return params, x, side, key

@@ -1,13 +1,16 @@
 """Bounds, knobs and the report, on numbers made by hand."""
 
+import re
+
 import pytest
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Knob, knobs
 from maxpipe.compiling.report import CompilerMemory, Report, size
+from maxpipe.compiling.topology import LinkUse
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
-from maxpipe.planning.estimate import Memory, bounds, estimate
+from maxpipe.planning.estimate import Memory, estimate, step_bounds
 
 MEMORY = Memory(1e9, 2e9, 1e9, 4e9)
 WRITTEN = replace(
@@ -46,42 +49,39 @@ def report(needed=90 * GIB, **values):
     return Report(**(facts | values))
 
 
-def test_the_slowest_part_bounds_the_step():
-    config, chip = resolve(WRITTEN, 8), chip_for("TPU v5p")
+def bounds_of(**values):
     flops = 8 * 459e12
-    quiet = bounds(
-        config, chip, num_chips=8, flops=flops, model_flops=flops / 2, memory=MEMORY, collectives=[]
-    )
+    facts = {"num_chips": 8, "flops": flops, "model_flops": flops / 2, "memory": MEMORY}
+    config, chip = resolve(WRITTEN, 8), chip_for("TPU v5p")
+    return step_bounds(config, chip, **(facts | {"network": 0.0} | values))
+
+
+def test_step_bounds_are_those_of_the_slowest_part():
+    quiet, loud = bounds_of(), bounds_of(network=4.0)
     assert quiet.compute == pytest.approx(1.0)
     assert quiet.mfu == pytest.approx(0.5)
-    busy = [
-        Collective("all-gather", "fsdp", "ici", 1, 1, 1200e9),
-        Collective("all-reduce", "data", "dcn", 1, 1, 25e9),
-    ]
-    loud = bounds(
-        config,
-        chip,
-        num_chips=8,
-        flops=flops,
-        model_flops=flops / 2,
-        memory=MEMORY,
-        collectives=busy,
-    )
-    assert loud.network == pytest.approx(4.0)
-    assert loud.step == loud.network
+    assert loud.step == loud.network == 4.0
     assert loud.mfu == pytest.approx(0.125)
 
 
-def test_traffic_over_a_network_of_unknown_speed_has_no_bound():
-    config, chip = resolve(WRITTEN, 8), chip_for("TPU v4")
-    busy = [Collective("all-reduce", "data", "dcn", 1, 1, 1)]
-    found = bounds(
-        config, chip, num_chips=8, flops=1e15, model_flops=1e15, memory=MEMORY, collectives=busy
-    )
-    assert found.network is None
+def test_step_bounds_without_a_known_network_leave_it_out():
+    bounds = bounds_of(network=None)
+    assert bounds.network is None
+    assert bounds.step == pytest.approx(1.0)
 
 
-def test_json_has_every_number():
+def test_report_names_the_links_and_their_times():
+    links = [
+        LinkUse("fsdp", "ici", "collectives", 2, 6, 1e9, 0.25),
+        LinkUse("data", "dcn", "collectives", None, None, 1e9, None),
+    ]
+    text = "\n".join(report(links=links).lines())
+    assert re.search(r"collectives +fsdp +2 of 6 links, 0.25 s", text)
+    assert re.search(r"collectives +data +network card \(DCN\), unknown", text)
+    assert [use["links"] for use in report(links=links).as_json()["links"]] == [2, None]
+
+
+def test_as_json_has_every_number():
     data = report().as_json()
     assert data["memory"] == {
         "parameters_bytes": 1e9,
@@ -103,14 +103,14 @@ def test_json_has_every_number():
     assert data["collectives"][0]["axes"] == "fsdp"
 
 
-def test_whether_a_step_fits_is_unknown_where_the_memory_is():
+def test_report_without_a_known_memory_does_not_say_whether_it_fits():
     found = report(capacity=None)
     assert found.as_json()["fits"] is None
     assert found.fits
     assert "their memory is not known" in found.lines()[-1]
 
 
-def test_a_step_that_does_not_fit_says_by_how_much_and_what_would_help():
+def test_report_of_a_step_that_does_not_fit_says_by_how_much_and_what_helps():
     found = report(97 * GIB, knobs=[Knob("a=1", 3.0 * GIB), Knob("b=2", 1.0 * GIB)])
     text = "\n".join(found.lines())
     assert not found.fits
@@ -118,7 +118,7 @@ def test_a_step_that_does_not_fit_says_by_how_much_and_what_would_help():
     assert [line.endswith("enough") for line in found.lines()[-2:]] == [True, False]
 
 
-def test_without_any_remedy_more_devices_are_the_advice():
+def test_report_without_a_knob_advises_more_devices():
     assert "take more of them" in report(97 * GIB).lines()[-1]
 
 
@@ -138,5 +138,5 @@ def test_knobs_are_legal_and_save_what_they_say():
     ("count", "text"),
     [(12, "12 B"), (2048, "2 KiB"), (3 * 2**30, "3 GiB"), (1023 * 2**30, "0.999 TiB")],
 )
-def test_sizes(count, text):
+def test_size_has_three_digits_and_a_unit(count, text):
     assert size(count) == text
