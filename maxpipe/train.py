@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.supervision.supervise import supervise
+from maxpipe.supervision import supervise
 
 
 @exit_on_config_error()

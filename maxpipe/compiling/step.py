@@ -5,18 +5,33 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.compiling.report import size
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.training.mpmd_trainer import MpmdTrainer
-from maxpipe.training.trainer import SpmdTrainer
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class StepTrainer(Protocol):
+    """What is compiled of a trainer whose step is one program, `training.trainer.SpmdTrainer`."""
+
+    batch_spec: PartitionSpec
+    jitted_step: jax.stages.Wrapped
+
+    def abstract_state(self) -> object: ...
+
+
+class StagesTrainer(Protocol):
+    """What is compiled of a trainer with programs per stage, `training.mpmd_trainer.MpmdTrainer`."""
+
+    engine: MpmdEngine
 
 
 class OutOfMemory(Exception):
@@ -56,7 +71,7 @@ class CompiledStep:
             raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
 
-def compile_step(config: Config, mesh: Mesh, trainer: SpmdTrainer) -> CompiledStep:
+def compile_step(config: Config, mesh: Mesh, trainer: StepTrainer) -> CompiledStep:
     """Compile `trainer.jitted_step`; no array is made.
 
     Raises:
@@ -78,7 +93,7 @@ def compile_step(config: Config, mesh: Mesh, trainer: SpmdTrainer) -> CompiledSt
     return CompiledStep(traced.jaxpr, executable, time.perf_counter() - started)
 
 
-def write_programs(trainer: MpmdTrainer, directory: Path) -> Iterator[str]:
+def write_programs(trainer: StagesTrainer, directory: Path) -> Iterator[str]:
     """Write every computation of a training step, compiled for the devices of its stage.
 
     `stage_S/NAME.txt` is the computation as sliced, `stage_S/NAME.hlo` as compiled.

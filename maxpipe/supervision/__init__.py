@@ -1,0 +1,28 @@
+"""Supervision of a process from start to end: signals, deadlines, an account of its time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from maxpipe.config.sections import TelemetryConfig
+from maxpipe.supervision.signals import Interruption
+from maxpipe.supervision.watchdog import Watchdog
+from maxpipe.telemetry.profiling import TimeAccount
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """Signals, deadlines and time accounting of a process; inert by default."""
+
+    interruption: Interruption = field(default_factory=Interruption)
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    time: TimeAccount = field(default_factory=TimeAccount)
+
+
+@contextmanager
+def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
+    """Supervise this process; to be called in its main thread, before JAX is started."""
+    watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
+    account = TimeAccount()
+    with Interruption() as interruption, watchdog, account:
+        yield Supervision(interruption, watchdog, account)

@@ -28,8 +28,8 @@ from maxpipe.devices.start import start_jax
 from maxpipe.devices.xla_flags import advice
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.supervision import Supervision
 from maxpipe.supervision.failure import failing_fast
-from maxpipe.supervision.supervise import Supervision
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer

@@ -13,7 +13,7 @@ from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader
 from maxpipe.pipeline.engines.base import Metrics
-from maxpipe.supervision.supervise import Supervision
+from maxpipe.supervision import Supervision
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer, all_rows

@@ -117,6 +117,7 @@ def variants_in(path, is_variant):
         if not name.startswith("_")
         and getattr(value, "__module__", "") == module.__name__
         and not getattr(value, "_is_protocol", False)
+        and not inspect.isabstract(value)
         and is_variant(value)
     }
 

@@ -42,6 +42,10 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Table:
                    span
         in flight  min(M, 2S - 1) on every stage, counted until W has run
 
+    The spans of the stages are shifted against each other. A synchronous optimizer waits for the
+    last stage; the whole gain needs one that lets the first stages start their next step earlier
+    (section 4 of the paper).
+
     An example with S=3, M=5. No stage idles between its first and its last unit:
 
         tick    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16
