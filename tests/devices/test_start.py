@@ -8,11 +8,9 @@ from helpers.engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.config import MESH_AXES, Config, ConfigError, replace
+from maxpipe.devices.mesh import build_mesh, num_slices, rows_of_this_process
 from maxpipe.devices.start import (
-    build_mesh,
     compile_cache,
-    num_slices,
-    rows_of_this_process,
     simulated_share,
     start_compile_cache,
     start_jax,
