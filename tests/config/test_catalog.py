@@ -61,7 +61,11 @@ def is_schedule(value):
 
 
 def is_engine(value):
-    return inspect.isclass(value) and callable(getattr(value, "loss_and_gradients", None))
+    return (
+        inspect.isclass(value)
+        and not inspect.isabstract(value)
+        and callable(getattr(value, "loss_and_gradients", None))
+    )
 
 
 def is_optimizer(value):
