@@ -237,24 +237,30 @@ def lockstep_plan(table: Table) -> LockstepPlan:
         stash=_slots_of(table, stores.stash, "W"),
     )
 
-    # 4. Ends. Stage 0 holds the first chunk; the head follows the last chunk's F.
-    ends_backward = b_slot.active[:, 0] & (b_slot.chunk[:, 0] == 0)
-    head = np.full(table.num_ticks, -1, np.int32)
-    head[table.ticks["F"][:, -1]] = np.arange(table.num_microbatches)
-    ends = EndSlots(
-        embed=np.where(f_slot.embeds[:, 0], f_slot.microbatch[:, 0], -1),
-        embed_backward=np.where(ends_backward, b_slot.microbatch[:, 0], -1),
-        head=head,
-        head_gradient=_slots_at(table, gradients, np.where(is_from_head, gradients.first - 1, -1)),
-    )
     return LockstepPlan(
         F=f_slot,
         B=b_slot,
         W=w_slot,
-        ends=ends,
+        ends=_end_slots(table, f_slot, b_slot, gradients),
         sizes=sizes,
         phases=_phases(table),
         splits_backward=backward == "I",
+    )
+
+
+def _end_slots(
+    table: Table, f_slot: ForwardSlot, b_slot: BackwardSlot, gradients: Store
+) -> EndSlots:
+    """Return what embedding and head do; stage 0 has the first chunk, the last stage the last."""
+    reaches_embedding = b_slot.active[:, 0] & (b_slot.chunk[:, 0] == 0)
+    head = np.full(table.num_ticks, -1, np.int32)
+    head[table.ticks["F"][:, -1]] = np.arange(table.num_microbatches)
+    is_from_head = gradients.global_chunk == table.num_chunks - 1
+    return EndSlots(
+        embed=np.where(f_slot.embeds[:, 0], f_slot.microbatch[:, 0], -1),
+        embed_backward=np.where(reaches_embedding, b_slot.microbatch[:, 0], -1),
+        head=head,
+        head_gradient=_slots_at(table, gradients, np.where(is_from_head, gradients.first - 1, -1)),
     )
 
 
