@@ -64,7 +64,7 @@ class Optimizer:
         Args:
           params, gradients, state: of the same tree, which may be part of a model.
           step: int32 scalar, finished steps.
-          norm: float32 scalar, norm of the gradients of the whole model.
+          norm: float32 scalar, norm of the gradients of all of the model.
           accept: bool scalar; False leaves parameters and state as they are, bit for bit.
 
         Returns:

@@ -132,7 +132,7 @@ def layer_flags(params: Params) -> Params:
 
 
 def pick_value(leaf: object, value: bool) -> bool:
-    """Return what `map_by_parameter` found for a leaf."""
+    """Return the value that `map_by_parameter` passes for a leaf."""
     return value
 
 

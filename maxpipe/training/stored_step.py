@@ -164,7 +164,7 @@ class StoredStep:
         self._results, self._tree = jax.tree.flatten((state, metrics))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        # The executable takes its arguments as they lie; JAX, which would check them, is not asked.
+        # The runtime takes arguments as they lie; these are the checks that JAX would make.
         state_leaves = jax.tree.leaves(state)
         assert [leaf.sharding for leaf in state_leaves] == self._state_shardings
         assert all(x.sharding == self._batch_sharding for x in batch.values())

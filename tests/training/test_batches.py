@@ -44,7 +44,7 @@ def test_all_rows_of_two_processes_are_joined_by_row(monkeypatch):
     from jax.experimental import multihost_utils
 
     state = np.arange(15, dtype=np.int64).reshape(5, 3) + 2**40
-    mine, theirs = [0, 1, 4], [2, 3, 4]
+    ours, theirs = [0, 1, 4], [2, 3, 4]
 
     def gather(values):
         bits, owned = values
@@ -56,4 +56,4 @@ def test_all_rows_of_two_processes_are_joined_by_row(monkeypatch):
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-    np.testing.assert_array_equal(all_rows(state[mine], mine, 5), state)
+    np.testing.assert_array_equal(all_rows(state[ours], ours, 5), state)

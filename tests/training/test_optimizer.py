@@ -186,14 +186,14 @@ class TestMuon:
         self, shape, axes, matrix
     ):
         gradient = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        found = self.direction(ParamSpec(shape, jnp.dtype("float32"), axes, 1.0), gradient).reshape(
-            matrix
-        )
+        direction = self.direction(
+            ParamSpec(shape, jnp.dtype("float32"), axes, 1.0), gradient
+        ).reshape(matrix)
         u, _, v = np.linalg.svd(gradient.reshape(matrix).astype(np.float64), full_matrices=False)
-        inside = u.T @ found @ v.T / (0.2 * math.sqrt(max(matrix)))
+        inside = u.T @ direction @ v.T / (0.2 * math.sqrt(max(matrix)))
         assert np.abs(inside - np.diag(np.diag(inside))).max() < 1e-2
         assert ((np.diag(inside) > 0.6) & (np.diag(inside) < 1.3)).all()
-        assert np.sqrt((found**2).mean()) == pytest.approx(0.2, abs=0.05)
+        assert np.sqrt((direction**2).mean()) == pytest.approx(0.2, abs=0.05)
 
     def test_each_expert_is_a_matrix_of_its_own(self):
         gradient = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)

@@ -60,7 +60,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._row_multiple = self.table.num_microbatches * inputs.rules.size("activation_batch")
         self.batch_spec = inputs.rules.spec(("activation_batch", "activation_length"))
         self._needs_key = inputs.program.needs_key
-        # Which stage owns which parameter, and the whole tree.
+        # Ownership of parameters, and the tree of all parameters.
         self.abstract: StageParams = tuple(
             self.model.abstract(stage, mesh) for stage, mesh in enumerate(self.meshes)
         )
@@ -225,7 +225,7 @@ def _total(weights: jax.Array) -> jax.Array:
 
 
 def _padded(batch: Batch, multiple: int) -> Batch:
-    """`microbatches.pad_rows`, with the result laid out like the batch."""
+    """Pad the rows as `microbatches.pad_rows` does, keeping the layout of the batch."""
     if batch["tokens"].shape[0] % multiple == 0:
         return batch
     shardings = {name: x.sharding for name, x in batch.items()}

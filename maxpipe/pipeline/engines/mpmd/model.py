@@ -114,7 +114,7 @@ class MarkedModel:
         """Return a microbatch's share of the training loss.
 
         Args:
-          params: of the whole program.
+          params: of all stages.
           micro: the microbatch, arrays [B, T].
           scales: factors of the sum of token losses and of the sum of auxiliary losses.
           key: of the step; None if the model draws no random numbers.

@@ -38,9 +38,9 @@ class Computation:
       name: kind and chunk.
       equations: in order.
       reads: values computed by other computations.
-      arguments: inputs of the whole program, such as weights and the microbatch.
+      arguments: inputs of the program, such as weights and the microbatch.
       writes: values that other computations read.
-      outputs: for each output of the whole program to which this adds, by index, the terms that it
+      outputs: for each output of the program to which this adds, by index, the terms that it
         adds.
     """
 
@@ -68,12 +68,12 @@ class SlicedProgram:
 
     @property
     def inputs(self) -> Sequence[Var]:
-        """Return the inputs of the whole program, in its order."""
+        """Return the inputs of the program, in its order."""
         return self.flat.jaxpr.invars
 
     @property
     def num_outputs(self) -> int:
-        """Return the number of outputs of the whole program."""
+        """Return the number of outputs of the program."""
         return len(self.flat.jaxpr.outvars)
 
     @cached_property

@@ -36,28 +36,30 @@ class Case:
         self.program = sliced(
             loss, self.weights, microbatches()[0], split_backwards="W" in self.table.kinds
         )
-        self.whole = [
+        self.shardings = [
             NamedSharding(Mesh(np.array([d]), ("stage",)), PartitionSpec())
             for d in jax.devices()[:S]
         ]
-        sums = [dict.fromkeys(range(1 + len(self.weights)), sharding) for sharding in self.whole]
-        meshes = [sharding.mesh for sharding in self.whole]
+        sums = [
+            dict.fromkeys(range(1 + len(self.weights)), sharding) for sharding in self.shardings
+        ]
+        meshes = [sharding.mesh for sharding in self.shardings]
         self.runner = Runner(self.program, self.table, meshes, self.program.inputs[-1:], sums)
 
     def run(self, observe=None):
-        """(the arrays that sums started from, the sums)."""
+        """Return (the arrays that the sums started from, the sums)."""
         values = list(zip(self.program.inputs, self.weights, strict=False))
-        fixed = [{v: jax.device_put(w, to) for v, w in values} for to in self.whole]
+        fixed = [{v: jax.device_put(w, to) for v, w in values} for to in self.shardings]
         varying = [
             [{self.program.inputs[-1]: jax.device_put(x, to)} for x in microbatches()]
-            for to in self.whole
+            for to in self.shardings
         ]
         start = [
             {i: jax.device_put(jnp.zeros(() if i == 0 else (4, 4)), sharding) for i in outputs}
-            for outputs, sharding in zip(self.runner.outputs, self.whole, strict=True)
+            for outputs, sharding in zip(self.runner.outputs, self.shardings, strict=True)
         ]
-        given = [array for stage in start for array in stage.values()]
-        return given, self.runner.run(fixed, varying, start, observe)
+        arrays = [array for stage in start for array in stage.values()]
+        return arrays, self.runner.run(fixed, varying, start, observe)
 
 
 @pytest.fixture(scope="module", params=["1f1b", "zb_h1"])
@@ -75,8 +77,8 @@ def test_run_sums_over_all_microbatches(case):
 
 
 def test_run_adds_gradients_in_place(case):
-    given, _ = case.run()
-    assert all(array.is_deleted() for array in given)
+    start, _ = case.run()
+    assert all(array.is_deleted() for array in start)
 
 
 def test_values_that_die_in_a_unit_are_donated_to_it(case):
