@@ -29,7 +29,7 @@ class StepTrainer(Protocol):
 
 
 class StagesTrainer(Protocol):
-    """What is compiled of a trainer with programs per stage, `training.mpmd_trainer.MpmdTrainer`."""
+    """What is compiled of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
 
     engine: MpmdEngine
 

@@ -68,7 +68,7 @@ def failing_fast() -> Iterator[None]:
 
 @contextmanager
 def _listening() -> Iterator[None]:
-    """End this process when another one posts a reason, even if the main thread is in a collective."""
+    """End this process when another one posts a reason, even while it is in a collective."""
     if jax.process_count() == 1:
         yield
         return

@@ -99,7 +99,7 @@ class RunDirectory:
             raise ConfigError(Problem("output_dir", message)) from error
 
     def publish(self, config: Config) -> None:
-        """Write `config.yml` to the mirror, so that a mirror that cannot be written to shows at once.
+        """Write `config.yml` to the mirror, which shows at once whether it can be written to.
 
         Raises:
           ConfigError: the mirror cannot be written to.
@@ -119,7 +119,7 @@ class RunDirectory:
         )
 
     def _recorded_configs(self, steps: list[int]) -> Iterator[Mapping[str, Any]]:
-        """Yield the readable configurations: `config.yml`, then those of checkpoints, newest first."""
+        """Yield the readable configurations: `config.yml`, then the checkpoints', newest first."""
         try:
             written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError):

@@ -1,4 +1,4 @@
-"""No shipped configuration makes the partitioner copy an array whole to every device to change its layout."""
+"""No shipped configuration makes the partitioner replicate an array to change its layout."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ jax.jit(add).lower(jnp.ones((8, 8)), jnp.zeros(8, jnp.int32), jnp.ones((8, 8))).
 
 
 def compiler_log(*command):
-    """Standard error of a command without a compilation cache, which would leave out the partitioner."""
+    """Return standard error of a command, without a cache that would leave out the partitioner."""
     env = {
         name: value
         for name, value in os.environ.items()

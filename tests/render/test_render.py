@@ -182,9 +182,8 @@ def test_the_page_opens_and_a_unit_can_be_hovered(tmp_path):
       const at = {bubbles: true, clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
       target.dispatchEvent(new PointerEvent("pointermove", at));
       return tip.textContent;
-    };
-    const traced = () => document.querySelectorAll(".traced").length;
-    document.title = JSON.stringify([hover('[data-unit="5B3"]'), traced(), hover("[data-curves]"), traced()]);
+    }; const traced = () => document.querySelectorAll(".traced").length; document.title =
+    JSON.stringify([hover('[data-unit="5B3"]'), traced(), hover("[data-curves]"), traced()]);
     </script></body>"""
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", hover))
