@@ -1,4 +1,4 @@
-"""The choice of stages: best of all cuts under a memory limit, and never slower than uniform ones."""
+"""The choice of stages: the best cut under a memory limit, never slower than uniform stages."""
 
 import dataclasses
 import re
@@ -87,7 +87,7 @@ def test_presets_are_no_slower_than_with_uniform_stages(path, schedule, repeats)
     [("llama3-8b", 8, "1f1b"), ("qwen3-0.6b", 4, "1f1b"), ("qwen3-0.6b", 4, "zb_h1")],
 )
 def test_a_tenth_faster_where_the_head_dominates(name, stages, schedule):
-    """Their heads cost as much as two and almost five layers with recomputation, and stages have four or seven."""
+    """Heads cost two and almost five recomputed layers, while stages have four or seven."""
     config = preset(next(path for path in PRESETS if path.stem == name), schedule, stages)
     assert (
         plan_stages(config, inf).run.makespan
@@ -100,7 +100,7 @@ def test_uniform_stages_stay_where_the_simulator_finds_them_as_fast():
 
 
 def test_a_smaller_limit_moves_layers_to_later_stages():
-    """Of eight microbatches, eager 1F1B keeps seven in flight on the first stage of four, and one on the last."""
+    """Eager 1F1B, M=8: seven microbatches in flight on the first stage of four, one on the last."""
     values = {
         "model.vocab_size": 64,
         "pipeline.schedule": "eager_1f1b",
@@ -116,7 +116,7 @@ def test_a_smaller_limit_moves_layers_to_later_stages():
 
 
 def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
-    """The last stage of GPipe is busy from its first forward on, and one backward of the first stage follows."""
+    """GPipe's last stage is busy from its first forward on; a backward of the first stage follows."""
     config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
     prediction = predict(config, [1, 2])
     backward, head = prediction.work.layer - 1, prediction.work.head

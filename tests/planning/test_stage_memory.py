@@ -76,7 +76,7 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
 
 
 def test_the_ends_are_whole_while_units_compute_with_them():
-    """Twice the vocabulary: cast tables, and at the head the float32 gradient, that no fsdp device shares."""
+    """Twice the vocabulary adds cast tables and the head's float32 gradient, which fsdp does not share."""
 
     def bytes_of(stage, vocabulary):
         config, _ = trainer_of(
@@ -120,7 +120,7 @@ def test_a_chunk_is_whole_where_it_is_gathered():
 @pytest.mark.parametrize(("policy", "keeps"), [("full", 0.01), ("minimal", 0.01), ("none", 0.2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
-    """Two layers more in a chunk are so much more; what the norms of bfloat16 models keep is known less exactly."""
+    """Two more layers cost this much; what norms of bfloat16 models keep is known less exactly."""
     config, trainer = trainer_of(
         **{
             "model.num_layers": 6,

@@ -60,7 +60,7 @@ def flops(f, *args):
 
 @pytest.fixture(scope="module")
 def config():
-    """Wide enough for what is beside matrix products to be little; no recomputation, which depends on the chunk."""
+    """Wide enough that matrix products dominate; no recomputation, which depends on the chunk."""
     wide = {
         "model.embed_dim": 512,
         "model.num_kv_heads": 2,
@@ -77,7 +77,7 @@ def compiled(config):
 
 @pytest.fixture(scope="module")
 def unit(config):
-    """Products of one layer's forward with weights, and the masked half of attention, which only accelerators skip."""
+    """A forward's products with weights, and the masked half of attention, which CPUs compute."""
     model, tokens = config.model, ROWS * config.data.sequence_length
     heads, kv_heads = model.num_query_heads * model.head_dim, model.num_kv_heads * model.head_dim
     weights = model.embed_dim * (2 * heads + 2 * kv_heads + 3 * model.mlp_dim)
