@@ -116,7 +116,7 @@ def test_a_smaller_limit_moves_layers_to_later_stages():
 
 
 def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
-    """GPipe's last stage is busy from its first forward on; a backward of the first stage follows."""
+    """GPipe's last stage is busy from its first forward on; one backward of the first follows."""
     config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
     prediction = predict(config, [1, 2])
     backward, head = prediction.work.layer - 1, prediction.work.head

@@ -76,7 +76,7 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
 
 
 def test_the_ends_are_whole_while_units_compute_with_them():
-    """Twice the vocabulary adds cast tables and the head's float32 gradient, which fsdp does not share."""
+    """Twice the vocabulary adds cast tables and, unshared, the head's float32 gradient."""
 
     def bytes_of(stage, vocabulary):
         config, _ = trainer_of(

@@ -40,7 +40,7 @@ def check(config, subject=None):
 
 @cache
 def compiled(engine):
-    """Return an engine on 2 sequence parts x 2 FSDP shards, and its collectives by kind and axes."""
+    """Return an engine on 2 sequence parts x 2 FSDP shards, and its collectives by kind."""
     config = config_of(engine, **{"mesh.ici.fsdp": 2})
     subject = EngineUnderTest(config)
     module = parse(subject.compile(make_batch(ROWS)).as_text())
