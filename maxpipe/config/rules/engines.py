@@ -133,12 +133,8 @@ def _saves_nothing(c: Config) -> bool:
 def _propose_policies(c: Config) -> str:
     if REMAT_POLICIES[c.pipeline.remat_policy].by_tensor:
         return "give some pipeline.remat_tensors device"
-    saving = [
-        name
-        for name, policy in REMAT_POLICIES.items()
-        if policy.device or policy.everything or policy.by_tensor
-    ]
-    return f"use one of {', '.join(saving)}"
+    saving = [name for name, policy in REMAT_POLICIES.items() if policy.device or policy.everything]
+    return f"use {', '.join(saving)} or custom"
 
 
 def check_processes(c: Config, num_processes: int) -> None:

@@ -105,7 +105,7 @@ def refusal(**values):
         (
             SPLIT | {"pipeline.remat_policy": "full"},
             "pipeline.remat_policy",
-            "use one of custom, minimal, none",
+            "use minimal, none, save_",
         ),
         (
             SPLIT | {"pipeline.remat_policy": "custom"},
