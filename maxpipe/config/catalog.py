@@ -364,7 +364,7 @@ class DataSource:
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
     "array_record": DataSource(_SOURCES + "array_record:array_record"),
-    "jsonl": DataSource(_SOURCES + "jsonl:jsonl"),
+    "jsonl": DataSource(_SOURCES + "text:jsonl"),
     "parquet": DataSource(_SOURCES + "parquet:parquet"),
     "python_stdlib": DataSource(_SOURCES + "text:python_stdlib", needs_path=False),
     "synthetic": DataSource(_SOURCES + "tokens:synthetic", needs_path=False),

@@ -1,3 +1,4 @@
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointSaveError
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 
@@ -27,6 +29,12 @@ def test_checkpointer_round_trip_keeps_bits_and_shardings(checkpointer, samples)
     ):
         assert isinstance(got, jax.Array) == isinstance(wanted, jax.Array)
         assert not isinstance(wanted, jax.Array) or got.sharding == wanted.sharding
+
+
+def test_save_writes_meta_as_json(checkpointer, directory, samples):
+    samples.save(checkpointer, 10)
+    checkpointer.wait()
+    assert json.loads(record_file(directory / "10").read_text())["meta"] == samples.meta(10)
 
 
 def test_restore_without_shardings_returns_host_arrays(checkpointer, samples):

@@ -1,12 +1,17 @@
-"""Text files, one document each: files of the user's, or Python's standard library."""
+"""Sources of text: one document per file, per module of Python's library, or per line of JSON."""
 
+import json
 import os
 import sysconfig
+from functools import lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import FileDocuments, find_files
+from maxpipe.data.files import FileDocuments, Spans, find_all, find_files, require_content
+from maxpipe.storage.local_files import GZIP, ZSTD, unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
 SKIPPED_DIRECTORIES = {
@@ -52,3 +57,71 @@ def python_stdlib(config: DataConfig) -> FileDocuments:
         message = f"no Python source under {root}; choose another source"
         raise ConfigError(Problem("data.source", message))
     return FileDocuments([str(path) for path in paths])
+
+
+class JsonLines:
+    """The lines of some files, read one at a time through an index of their byte offsets.
+
+    Args:
+      paths: non-empty files; each is scanned once here for its index.
+    """
+
+    def __init__(self, paths: list[str]):
+        self._paths = paths
+        self._lines = Spans([_index_lines(path, *version_of(path)) for path in paths])
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> str:
+        """Return the text of a line.
+
+        Raises:
+          ConfigError: the line is not an object with a string under "text"; names file and line.
+        """
+        file, start, end = self._lines.locate(index)
+        with open(self._paths[file], "rb") as stream:
+            stream.seek(start)
+            line = stream.read(end - start)
+        try:
+            text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise TypeError(f"the text is of type {type(text).__name__}")
+            # An escaped lone surrogate is legal JSON that no tokenizer can encode.
+            text.encode("utf-8")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._corrupt(file, start, f"{type(error).__name__}: {error}") from error
+        return text
+
+    def _corrupt(self, file: int, start: int, reason: str) -> ConfigError:
+        path = self._paths[file]
+        with open(path, "rb") as stream:
+            number = stream.read(start).count(b"\n") + 1
+        message = f'{path}:{number}: not a JSON object with a string under "text" ({reason})'
+        return ConfigError(Problem("data.path", message))
+
+
+@lru_cache(maxsize=1024)
+def _index_lines(path: str, size: int, mtime_ns: int) -> np.ndarray:
+    """Return start and end in bytes of each line that is not blank, int64 [lines, 2]."""
+    del mtime_ns  # part of the cache's key only
+    content = np.memmap(path, np.uint8, mode="r")
+    ends = np.append(find_all(content, ord("\n")), size)
+    starts = np.append(0, ends[:-1] + 1)
+    blank = ends == starts
+    single = np.flatnonzero(ends - starts == 1)
+    blank[single] = content[starts[single]] == ord("\r")
+    return np.stack([starts, ends], axis=1)[~blank]
+
+
+def jsonl(config: DataConfig) -> JsonLines:
+    """Return the lines of the files of `data.path`, files in sorted order.
+
+    In a directory these are *.jsonl, *.jsonl.gz and *.jsonl.zst.
+
+    Raises:
+      ConfigError: there is no file, or one holds no lines or is damaged.
+    """
+    endings = (".jsonl", ".jsonl" + GZIP, ".jsonl" + ZSTD)
+    files = require_content(find_files(config.path, endings, config.cache_dir))
+    return JsonLines(require_content([unpacked(path, config.cache_dir) for path in files]))

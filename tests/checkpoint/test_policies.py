@@ -1,4 +1,4 @@
-"""The steps that retention keeps, computed and on disk."""
+"""When a save is due, which steps are kept, and which step a run resumes from."""
 
 import json
 import math
@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
-from maxpipe.checkpoint.policies import EVAL_LOSS, Retention
+from maxpipe.checkpoint.policies import EVAL_LOSS, Retention, SaveTimer, step_to_resume
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import StepsDirectory
-from maxpipe.config import CheckpointConfig
+from maxpipe.config import CheckpointConfig, ConfigError
 
 LOSSES = {10: 5.0, 20: 3.0, 30: 4.0, 40: None, 50: 3.0, 60: 9.0}
 
@@ -90,3 +90,78 @@ def test_retention_nan_loss_is_never_best():
     for step, loss in ((1, math.nan), (2, 3.0), (3, None)):
         retention.note(step, {EVAL_LOSS: loss})
     assert retention.kept([1, 2, 3]) == {2, 3}
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_save_timer_every_and_minutes_are_both_followed():
+    clock = Clock()
+    timer = SaveTimer(CheckpointConfig(every=10, every_minutes=2), clock)
+    clock.now = 119
+    assert [step for step in range(1, 12) if timer.is_due(step)] == [10]
+    clock.now = 120
+    assert timer.is_due(11)
+    timer.began()
+    assert not timer.is_due(11)
+
+
+def test_save_timer_step_of_earlier_process_is_not_compared_with_grace():
+    timer = SaveTimer(CheckpointConfig(grace_seconds=1), Clock())
+    timer.finished()
+    assert timer.warning() == ""
+
+
+@pytest.mark.parametrize(("grace", "warns"), [(0, False), (5, True), (7, False)])
+def test_save_timer_save_longer_than_grace_warns_once(grace, warns):
+    clock = Clock()
+    timer = SaveTimer(CheckpointConfig(grace_seconds=grace), clock)
+    for _ in range(2):
+        timer.began()
+        clock.now += 6
+        timer.finished()
+        assert ("took 6.0 s" in timer.warning()) == warns
+        warns = False
+
+
+@pytest.mark.parametrize(
+    ("resume", "steps", "chosen"),
+    [
+        ("auto", [], None),
+        ("auto", [10, 30, 20], 30),
+        ("must", [10, 20], 20),
+        ("never", [], None),
+        ("10", [10, 20], 10),
+        ("0", [0, 10], 0),
+    ],
+)
+def test_step_to_resume_returns_chosen_step(resume, steps, chosen):
+    assert step_to_resume(resume, steps) == chosen
+
+
+@pytest.mark.parametrize(
+    ("resume", "steps", "message"),
+    [
+        ("must", [], r"nothing to resume \(committed steps in runs/a: none\)"),
+        (
+            "never",
+            [10, 20],
+            r"committed steps in runs/a: 10, 20; delete them or choose another run_name",
+        ),
+        ("15", [20, 10], r"step 15 does not exist \(committed steps in runs/a: 10, 20\)"),
+        ("15", [], r"step 15 does not exist \(committed steps in runs/a: none\)"),
+        ("yes", [10], "'yes' is not auto, never, must or the number of a step"),
+        ("-1", [10], "'-1' is not auto"),
+        ("²", [2], "'²' is not auto"),
+    ],
+)
+def test_step_to_resume_refusal_names_key_and_steps(resume, steps, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        step_to_resume(resume, steps, "runs/a")
+    assert [problem.key for problem in caught.value.problems] == ["checkpoint.resume"]

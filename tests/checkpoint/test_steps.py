@@ -1,0 +1,52 @@
+"""Steps of a run in a directory, and how they are set aside."""
+
+import pytest
+
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, committed_steps
+from maxpipe.config import ConfigError
+
+NAMES = {
+    "0": (0, "committed"),
+    "9": (9, "committed"),
+    "10": (10, "committed"),
+    "10.damaged": (10, "damaged"),
+    "10.damaged-2": (10, "damaged"),
+    "20.abandoned": (20, "abandoned"),
+    "30.orbax-checkpoint-tmp-1": (30, "unfinished"),
+}
+
+
+@pytest.fixture
+def store(tmp_path):
+    for name in [*NAMES, "010", "ten", "10.lost"]:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "40").touch()
+    return StepsDirectory(tmp_path / "checkpoints")
+
+
+def test_entries_state_follows_name_and_order_follows_step(store):
+    assert [(entry.name, (entry.step, entry.state)) for entry in store.entries()] == [
+        *NAMES.items()
+    ]
+    assert store.steps() == committed_steps(store.path) == [0, 9, 10]
+
+
+def test_entries_missing_directory_has_none(tmp_path):
+    assert StepsDirectory(tmp_path / "nowhere").entries() == []
+
+
+def test_set_aside_takes_first_free_name(store):
+    assert store.set_aside(10, DAMAGED) == str(store.path / "10.damaged-3")
+    assert store.set_aside(9, ABANDONED) == str(store.path / "9.abandoned")
+    assert store.steps() == [0]
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_open_steps_takes_run_or_its_checkpoints(store, inner):
+    assert open_steps(str(store.path.parent / inner), "DIR").steps() == [0, 9, 10]
+
+
+def test_open_steps_missing_directory_raises(tmp_path):
+    with pytest.raises(ConfigError, match="DIR: there is no directory"):
+        open_steps(str(tmp_path / "nowhere"), "DIR")
