@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # JAX and everything built on it are imported here, once the configuration is known good.
     from maxpipe.builder import build_trainer
     from maxpipe.compiling.launch import launch
+    from maxpipe.training.stored_step import write
 
-    return launch(arguments.loaded, flags, build_trainer)
+    return launch(arguments.loaded, flags, build_trainer, write)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ def test_simulated_devices(tmp_path, schedule):
 
 
 def test_no_parameter_is_made(tmp_path):
-    """A model of 405 billion parameters is refused or compiled from shapes; its arrays would not fit any machine."""
+    """Layers as wide as those of a model of 405 billion parameters fit no machine that tests."""
     words = (
         "model.num_layers=4",
         "model.embed_dim=16384",

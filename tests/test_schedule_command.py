@@ -67,7 +67,7 @@ def test_svg_and_html_files(capsys, tmp_path):
 
 def test_compare_shows_all_schedules_on_equal_terms(capsys):
     lines = output(capsys, "--compare", "stages=4", "microbatches=8", "repeats=2").splitlines()
-    assert sorted(line.split()[0] for line in lines[1:-2]) == SCHEDULES
+    assert sorted(line.split()[0] for line in lines[1:-2]) == sorted(SCHEDULES)
     cells = {line.split()[0]: line.split()[1:] for line in lines[1:-2]}
     assert cells["gpipe"][:5] == ["1", "33", "9", "27.3%", "8"]
     assert cells["lockstep_1f1b"][:5] == ["2", "28.5", "4.5", "15.8%", "5.5"]
@@ -99,8 +99,8 @@ def test_delay_and_overlap(capsys):
             ["gpipe", "stage=4"],
             "stage: there is no such key; did you mean stages? keys are stages, microbatches,",
         ),
-        (["foo"], "schedule='foo' does not exist; choose one of 1f1b, circular"),
-        ([], "name a schedule, one of 1f1b, circular"),
+        (["foo"], "schedule='foo' does not exist; choose one of circular, gpipe"),
+        ([], "name a schedule, one of circular, gpipe"),
         (["gpipe", "stages=0"], "stages=0: must be a whole number, at least 1"),
         (["gpipe", "microbatches=2.5"], "microbatches=2.5: must be a whole number, at least 1"),
         (["gpipe", "repeats=2"], "repeats=2: schedule gpipe has one chunk per stage"),
@@ -139,9 +139,9 @@ def test_a_file_for_other_sizes_says_both(capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
-def test_runs_as_a_module_without_importing_jax():
-    drawn = f"s.main(['1f1b']); s.main({[*LARGE_HEAD, 'pipeline.layers_per_stage=auto']})"
-    code = f"import sys, maxpipe.schedule as s; {drawn}; sys.exit('jax' in sys.modules)"
+def test_schedules_by_name_are_drawn_without_importing_jax():
+    """A configuration traces a layer of its model, which needs JAX."""
+    code = "import sys, maxpipe.schedule as s; s.main(['1f1b']); sys.exit('jax' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode
         == 0

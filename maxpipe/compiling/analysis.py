@@ -10,7 +10,7 @@ from maxpipe.compiling.collectives import Collective, find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.knobs import knobs
 from maxpipe.compiling.report import CompilerMemory, Report
-from maxpipe.compiling.step import CompiledStep, OutOfMemory, compile_step
+from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step
 from maxpipe.compiling.topology import link_uses, network_seconds
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
@@ -19,11 +19,10 @@ from maxpipe.planning.estimate import estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.jaxpr_flops import program_flops
 from maxpipe.planning.simulate import simulate
-from maxpipe.training.trainer import SpmdTrainer
 
 
 def analyse(
-    config: Config, written: Config, mesh: Mesh, trainer: SpmdTrainer
+    config: Config, written: Config, mesh: Mesh, trainer: StepTrainer
 ) -> tuple[Report, jax.stages.Compiled | None]:
     """Compile the train step and report what it costs.
 

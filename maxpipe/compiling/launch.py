@@ -3,35 +3,54 @@
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
+import jax
 from jax.sharding import Mesh
 
 from maxpipe.compiling.analysis import analyse
 from maxpipe.compiling.report import size
-from maxpipe.compiling.step import OutOfMemory, write_programs
+from maxpipe.compiling.step import OutOfMemory, StepTrainer, write_programs
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.options import update
 from maxpipe.devices.chips import device_memory
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 from maxpipe.planning.auto_stages import choose_stages
-from maxpipe.training.launch import BuildTrainer
-from maxpipe.training.mpmd_trainer import MpmdTrainer
-from maxpipe.training.stored_step import write
-from maxpipe.training.trainer import SpmdTrainer
 
 FITS, DOES_NOT_FIT = 0, 3
 
+# Store a compiled step in a file, and return the bytes written.
+StoreStep = Callable[[str, jax.stages.Compiled, Config, Mesh], int]
 
-def launch(loaded: Loaded, flags: argparse.Namespace, build_trainer: BuildTrainer) -> int:
+
+class BuildTrainer(Protocol):
+    """`maxpipe.builder.build_trainer`, which is passed in: compiling imports no builder."""
+
+    def __call__(self, config: Config, mesh: Mesh, *, note: Callable[[str], None]) -> object: ...
+
+
+@runtime_checkable
+class StagesTrainer(Protocol):
+    """What is read of a trainer whose stages are programs of their own."""
+
+    pipeline: MpmdEngine
+
+
+def launch(
+    loaded: Loaded, flags: argparse.Namespace, build_trainer: BuildTrainer, store_step: StoreStep
+) -> int:
     """Compile a loaded configuration for `compile.topology`.
 
     Args:
       loaded: the configuration.
       flags: the command's own: json, hlo and programs, each a path or None.
-      build_trainer: `maxpipe.builder.build_trainer`, a part of the house above this one.
+      build_trainer: builds the trainer of a resolved configuration.
+      store_step: stores the executable in `compile.save`.
 
     Returns:
       The exit code, see `maxpipe.compile`.
@@ -46,14 +65,14 @@ def launch(loaded: Loaded, flags: argparse.Namespace, build_trainer: BuildTraine
     if config.pipeline.engine == "mpmd":
         return _compile_programs(config, mesh, Path(flags.programs), build_trainer)
     trainer = build_trainer(_without_digest(config), mesh, note=_print)
-    assert isinstance(trainer, SpmdTrainer)
+    assert isinstance(trainer, StepTrainer)
     report, executable = analyse(config, loaded.config, mesh, trainer)
     print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
     _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     _write("--hlo", flags.hlo, report.hlo)
     file = config.compile.save
     if file and executable:
-        count = write(file, executable, config, mesh)
+        count = store_step(file, executable, config, mesh)
         print(f"stored      {file}, {size(count)}: train with compile.load={file}")
     elif file:
         print("stored      nothing, since the compiler gave up")
@@ -66,9 +85,9 @@ def _compile_programs(
     """Compile and write the separate programs of the stages, and return the exit code."""
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     trainer = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
-    assert isinstance(trainer, MpmdTrainer)
+    assert isinstance(trainer, StagesTrainer)
     try:
-        for line in write_programs(trainer, directory):
+        for line in write_programs(trainer.pipeline, directory):
             _print(line)
     except OSError as error:
         message = f"cannot write to {directory}: {error.strerror}"

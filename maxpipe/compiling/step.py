@@ -5,16 +5,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.compiling.report import size
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.training.mpmd_trainer import MpmdTrainer
-from maxpipe.training.trainer import SpmdTrainer
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -56,7 +56,24 @@ class CompiledStep:
             raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
 
-def compile_step(config: Config, mesh: Mesh, trainer: SpmdTrainer) -> CompiledStep:
+@runtime_checkable
+class StepTrainer(Protocol):
+    """What is read of a trainer whose step is one program.
+
+    Attributes:
+      batch_spec: layout of a batch's arrays [rows, tokens].
+      jitted_step: (state, batch) -> (state, metrics).
+    """
+
+    batch_spec: PartitionSpec
+    jitted_step: jax.stages.Wrapped
+
+    def abstract_state(self) -> object:
+        """Return shapes and shardings of the state."""
+        ...
+
+
+def compile_step(config: Config, mesh: Mesh, trainer: StepTrainer) -> CompiledStep:
     """Compile `trainer.jitted_step`; no array is made.
 
     Raises:
@@ -78,13 +95,13 @@ def compile_step(config: Config, mesh: Mesh, trainer: SpmdTrainer) -> CompiledSt
     return CompiledStep(traced.jaxpr, executable, time.perf_counter() - started)
 
 
-def write_programs(trainer: MpmdTrainer, directory: Path) -> Iterator[str]:
+def write_programs(engine: MpmdEngine, directory: Path) -> Iterator[str]:
     """Write every computation of a training step, compiled for the devices of its stage.
 
     `stage_S/NAME.txt` is the computation as sliced, `stage_S/NAME.hlo` as compiled.
 
     Args:
-      trainer: of a configuration whose stages are chosen.
+      engine: of a configuration whose stages are chosen.
       directory: made if it does not exist; such files of earlier calls are removed.
 
     Yields:
@@ -98,9 +115,9 @@ def write_programs(trainer: MpmdTrainer, directory: Path) -> Iterator[str]:
     # Earlier files may be of stages or units that this configuration does not have.
     for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
         earlier.unlink()
-    texts = trainer.pipeline.texts()
+    texts = engine.texts()
     try:
-        for stage, name, compiled in trainer.pipeline.compile():
+        for stage, name, compiled in engine.compile():
             folder = directory / f"stage_{stage}"
             folder.mkdir(exist_ok=True)
             (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
