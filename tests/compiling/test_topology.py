@@ -116,12 +116,12 @@ class TestTpu:
     pytestmark = tpu_aot
 
     def test_report_names_the_links_of_each_mesh_axis(self, tmp_path):
-        words = ("compile.topology=v5e:2x4", "mesh.ici.fsdp=4", "data.global_batch_size=32")
+        words = ("compile.topology=v5p:2x2x2", "mesh.ici.fsdp=4", "data.global_batch_size=32")
         report, text = report_of(tmp_path, "configs/base.yml", *words)
         links = {(use["axes"], use["kind"]): (use["links"], use["of"]) for use in report["links"]}
-        # Stages are neighbours in the short dimension, fsdp an open line of four in the long one.
-        assert links["stage", "permutes"] == (1, 4)
-        assert links["fsdp", "collectives"] == (1, 4)
+        # Stages differ in one dimension of the torus, fsdp in the two others; none is closed.
+        assert links["stage", "permutes"] == (1, 6)
+        assert links["fsdp", "collectives"] == (2, 6)
         slowest = max(use["seconds"] for use in report["links"])
         assert report["bounds"]["network_seconds"] == pytest.approx(slowest)
-        assert "1 of 4 links" in text
+        assert "2 of 6 links" in text
