@@ -40,8 +40,9 @@ from maxpipe.data.loader import Loader
 original, calls = Loader.__next__, []
 
 def next_batch(self):
-    calls.append(None) if len(calls) == int(os.environ["BAD_BATCH"]) and
-    os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
+    calls.append(None)
+    is_bad = len(calls) == int(os.environ["BAD_BATCH"])
+    if is_bad and os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
         raise ConfigError(Problem("data.path", "here.txt is not text"))
     return original(self)
 

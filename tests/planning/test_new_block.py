@@ -132,7 +132,7 @@ def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over(policy, d
             "mesh.ici.tensor": 1,
         }
     )
-    computations = build_trainer(config, make_mesh(config)).pipeline.training.program.computations
+    computations = build_trainer(config, make_mesh(config)).engine.training.program.computations
     column = 4 * T * jnp.dtype(dtype).itemsize  # of a microbatch, over both devices of a stage
 
     def width(values):
