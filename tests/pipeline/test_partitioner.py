@@ -29,8 +29,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("a", "b", "c"))
 lay = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 def add(x, i, u):
-    return lay(lay(x, ("a", "b"), "c").at[lay(i, ("c", "b"))].add(lay(u, ("b", "c"))), ("b", "c"),
-    "a")
+    x = lay(x, ("a", "b"), "c").at[lay(i, ("c", "b"))].add(lay(u, ("b", "c")))
+    return lay(x, ("b", "c"), "a")
 jax.jit(add).lower(jnp.ones((8, 8)), jnp.zeros(8, jnp.int32), jnp.ones((8, 8))).compile()
 """
 
