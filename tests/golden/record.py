@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _store_runs()
     if options.compare_bits:
         return _compare_bits(options.names or recording.NAMES)
-    return _record(options.names, options.reason)
+    return _record(options.names, " ".join(options.reason.split()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,13 +60,13 @@ def _record(names: list[str], reason: str) -> int:
     missing = [name for name in recording.NAMES if not (recording.VALUES / f"{name}.json").exists()]
     names = names or (recording.NAMES if reason else missing)
     if existing := [name for name in names if name not in missing]:
-        if not reason.strip():
+        if not reason:
             sys.exit(
                 f'{", ".join(existing)}: already recorded; say why they change: --reason "..."'
             )
         print(f"add to CHANGELOG.md:\n- Golden values of {', '.join(existing)}: {reason}")
     for name, values in _run(names).items():
-        recording.save(name, values, reason.strip() or "the first values")
+        recording.save(name, values, reason or "the first values")
         print(f"recorded {name}")
     return 0
 

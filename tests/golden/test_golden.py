@@ -6,6 +6,7 @@
 from pathlib import Path
 
 import pytest
+from golden import record
 from golden.recording import NAMES, load, run_and_read, tolerance
 from golden.runner import ROOT
 from golden.values import above, differences
@@ -36,5 +37,10 @@ def test_run_gives_recorded_values(results, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_rerecorded_values_have_their_reason_in_the_changelog(name):
     changelog = ROOT / "CHANGELOG.md"
-    text = changelog.read_text() if changelog.exists() else ""
+    text = " ".join(changelog.read_text().split()) if changelog.exists() else ""
     assert [reason for reason in load(name)["reasons"][1:] if reason not in text] == []
+
+
+def test_recording_again_without_a_reason_is_refused():
+    with pytest.raises(SystemExit, match="--reason"):
+        record.main([NAMES[0]])
