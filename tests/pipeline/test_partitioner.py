@@ -61,7 +61,7 @@ def test_the_warning_is_known():
     ids=["configs", "options"],
 )
 def test_no_array_is_copied_whole(arguments):
-    log = compiler_log("tests/compiled_configs.py", *arguments)
+    log = compiler_log("tests/helpers/compiled_configs.py", *arguments)
     assert all(argument in log for argument in arguments)
     found = [line for line in log.splitlines() if line in arguments or WARNING in line.lower()]
     assert found == arguments
