@@ -55,16 +55,20 @@ def test_groups_are_named_by_the_mesh_axes_they_span(mesh, rest, axes):
 def test_tpu_text_is_counted_by_operand(mesh):
     """Read the TPU form: reduce-scatter is a fused all-reduce; asynchronous ones start and end."""
     text = """
-%all-reduce-scatter.3 (input: f32[64]) -> f32[16] { %input = f32[64]{0:T(128)} parameter(0)
-  %all-reduce.9 = f32[64]{0:T(128)} all-reduce(%input), replica_groups={{0,1,2,3},{4,5,6,7}},
-  to_apply=%add ROOT %slice = f32[16]{0} dynamic-slice(%all-reduce.9, %input),
-  dynamic_slice_sizes={16}
+%all-reduce-scatter.3 (input: f32[64]) -> f32[16] {
+  %input = f32[64]{0:T(128)} parameter(0)
+  %all-reduce.9 = f32[64]{0:T(128)} all-reduce(%input), replica_groups={{0,1,2,3},{4,5,6,7}}, \
+to_apply=%add
+  ROOT %slice = f32[16]{0} dynamic-slice(%all-reduce.9, %input), dynamic_slice_sizes={16}
 }
 
-ENTRY %main (a: bf16[32], b: f32[64]) -> f32[16] { %a = bf16[32]{0} parameter(0) %b = f32[64]{0}
-  parameter(1) %s = (bf16[32]{0}, bf16[32]{0}, u32[]{:S(2)}) collective-permute-start(%a),
-  source_target_pairs={{0,1},{1,2}} %d = bf16[32]{0} collective-permute-done(%s) ROOT %f =
-  f32[16]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.3
+ENTRY %main (a: bf16[32], b: f32[64]) -> f32[16] {
+  %a = bf16[32]{0} parameter(0)
+  %b = f32[64]{0} parameter(1)
+  %s = (bf16[32]{0}, bf16[32]{0}, u32[]{:S(2)}) collective-permute-start(%a), \
+source_target_pairs={{0,1},{1,2}}
+  %d = bf16[32]{0} collective-permute-done(%s)
+  ROOT %f = f32[16]{0} fusion(%b), kind=kCustom, calls=%all-reduce-scatter.3
 }
 """
     found = {c.kind: c for c in find_collectives(parse(text), mesh)}
@@ -76,23 +80,30 @@ ENTRY %main (a: bf16[32], b: f32[64]) -> f32[16] { %a = bf16[32]{0} parameter(0)
 
 def test_a_collective_fused_with_what_it_runs_beside_counts_once(mesh):
     text = """
-%begin (a: bf16[8]) -> (bf16[8], bf16[32]) { %a = bf16[8]{0} parameter(0) ROOT %all-gather.1 =
-  bf16[32]{0} all-gather(%a), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+%begin (a: bf16[8]) -> (bf16[8], bf16[32]) {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %all-gather.1 = bf16[32]{0} all-gather(%a), channel_id=1, \
+replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 }
 
-%async_collective_fusion.2 (a: bf16[8]) -> (bf16[32], f32[]) { %a = bf16[8]{0} parameter(0) ROOT
-  %all-gather.2 = bf16[32]{0} all-gather(%a), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}},
-  dimensions={0}
+%async_collective_fusion.2 (a: bf16[8]) -> (bf16[32], f32[]) {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %all-gather.2 = bf16[32]{0} all-gather(%a), channel_id=1, \
+replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 }
 
-%end (a: bf16[8]) -> bf16[32] { %a = bf16[8]{0} parameter(0) ROOT %all-gather.3 = bf16[32]{0}
-  all-gather(%a), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+%end (a: bf16[8]) -> bf16[32] {
+  %a = bf16[8]{0} parameter(0)
+  ROOT %all-gather.3 = bf16[32]{0} all-gather(%a), channel_id=1, \
+replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 }
 
-ENTRY %main (a: bf16[8]) -> bf16[32] { %a = bf16[8]{0} parameter(0) %async-collective-start.4 =
-  (bf16[8]{0}, bf16[32]{0}) fusion(%a), kind=kCustom, calls=%begin %fusion.2 = (bf16[32]{0}, f32[])
-  fusion(%async-collective-start.4), kind=kOutput, calls=%async_collective_fusion.2 ROOT
-  %async-collective-done.4 = bf16[32]{0} fusion(%fusion.2), kind=kCustom, calls=%end
+ENTRY %main (a: bf16[8]) -> bf16[32] {
+  %a = bf16[8]{0} parameter(0)
+  %async-collective-start.4 = (bf16[8]{0}, bf16[32]{0}) fusion(%a), kind=kCustom, calls=%begin
+  %fusion.2 = (bf16[32]{0}, f32[]) fusion(%async-collective-start.4), kind=kOutput, \
+calls=%async_collective_fusion.2
+  ROOT %async-collective-done.4 = bf16[32]{0} fusion(%fusion.2), kind=kCustom, calls=%end
 }
 """
     (only,) = find_collectives(parse(text), mesh)
@@ -117,10 +128,12 @@ class _Device:
 def test_what_crosses_slices_is_sent_by_the_hosts(slices, across, within):
     """Partitions are those of one slice."""
     text = """
-ENTRY %main (a: f32[2,128]) -> f32[2] { %a = f32[2,128] parameter(0) %token = token[] after-all()
-  %near = f32[4,128] all-gather(%a), replica_groups={{0,1}}, dimensions={0} %send =
-  (f32[2,128]{1,0:T(8,128)}, u32[], token[]) send(%a, %token), channel_id=2, is_host_transfer=true,
-  \
+ENTRY %main (a: f32[2,128]) -> f32[2] {
+  %a = f32[2,128] parameter(0)
+  %token = token[] after-all()
+  %near = f32[4,128] all-gather(%a), replica_groups={{0,1}}, dimensions={0}
+  %send = (f32[2,128]{1,0:T(8,128)}, u32[], token[]) send(%a, %token), channel_id=2, \
+is_host_transfer=true, \
 frontend_attributes={_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_GATHER"}
   ROOT %done = token[] send-done(%send), channel_id=2, \
 frontend_attributes={_xla_megascale_transfer_type="ALL_GATHER"}
