@@ -7,16 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import implementation
 from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.base import Engine, EngineInputs, SpmdEngine
-from maxpipe.pipeline.engines.circular.engine import CircularEngine
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, stage_meshes
-from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
-from maxpipe.pipeline.engines.sequential import SequentialEngine
+from maxpipe.pipeline.engines.base import EngineInputs
+from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
@@ -25,13 +24,6 @@ from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
-
-SPMD_ENGINES: dict[str, type[SpmdEngine]] = {
-    "sequential": SequentialEngine,
-    "circular": CircularEngine,
-    "scheduled": ScheduledEngine,
-}
-ENGINES: dict[str, type[Engine]] = {**SPMD_ENGINES, "mpmd": MpmdEngine}
 
 
 def build_engine_inputs(
@@ -43,10 +35,10 @@ def build_engine_inputs(
     of every stage.
     """
     watch = {"show": print} if config.sharding.debug and jax.process_index() == 0 else {}
-    per_stage = config.pipeline.engine == "mpmd"
-    bound: Any = stage_meshes(mesh)[0].abstract_mesh if per_stage else mesh
+    engine = ENGINES[config.pipeline.engine]
+    bound: Any = mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh
     rules = AxisRules(config.sharding.logical_axis_rules, bound, note, **watch)
-    table = None if config.pipeline.engine == "sequential" else build_table(config)
+    table = build_table(config) if engine.has_stages else None
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, note)
     return EngineInputs(
         ModelProgram(config.model, attention),
@@ -57,6 +49,18 @@ def build_engine_inputs(
         (config.data.global_batch_size, config.data.sequence_length),
         table,
     )
+
+
+def build_engine(config: Config, inputs: EngineInputs) -> Any:
+    """Build the engine that the configuration names, whose class is the catalogue's.
+
+    Returns:
+      An `SpmdEngine` where the catalogue says `one_program`, else an `MpmdEngine`.
+
+    Raises:
+      ConfigError: the engine cannot run this configuration.
+    """
+    return implementation(ENGINES[config.pipeline.engine])(inputs)
 
 
 def build_trainer(
@@ -75,7 +79,8 @@ def build_trainer(
     """
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
-        build = build_mpmd_trainer if config.pipeline.engine == "mpmd" else build_spmd_trainer
+        one_program = ENGINES[config.pipeline.engine].one_program
+        build = build_spmd_trainer if one_program else build_mpmd_trainer
         return build(config, mesh, inputs)
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
@@ -88,7 +93,7 @@ def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
       ConfigError: the schedule splits backwards, which another option does not allow.
     """
     specs = inputs.program.specs
-    engine = SPMD_ENGINES[config.pipeline.engine](inputs)
+    engine = build_engine(config, inputs)
     _check_split_backwards(config, inputs)
     return SpmdTrainer(
         specs,
@@ -111,7 +116,7 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
     _check_split_backwards(config, inputs)
     return MpmdTrainer(
         inputs.program.specs,
-        MpmdEngine(inputs),
+        build_engine(config, inputs),
         AxisRules(config.sharding.logical_axis_rules, mesh),
         partial(Optimizer, config.optimizer),
         adds_batch_digest=config.telemetry.batch_digest,

@@ -3,13 +3,15 @@
 from importlib import metadata
 
 import jax
+import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 
 import maxpipe
-from maxpipe.builder import ENGINES, build_engine_inputs, build_trainer
+from maxpipe.builder import build_engine_inputs, build_trainer
 from maxpipe.config import ConfigError, catalog
-from maxpipe.config.imports import implementation
+from maxpipe.pipeline import microbatches
+from maxpipe.pipeline.engines.sequential import SequentialEngine
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
@@ -19,9 +21,27 @@ from maxpipe.training.trainer import SpmdTrainer
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 
 
-def test_builder_engines_are_those_of_the_catalogue():
-    classes = {name: implementation(entry) for name, entry in catalog.ENGINES.items()}
-    assert classes == ENGINES
+class DoubledLoss(SequentialEngine):
+    """An engine of another package."""
+
+    def loss_and_gradients(self, params, batch, key):
+        metrics, gradients = super().loss_and_gradients(params, batch, key)
+        return {"loss": 2 * metrics["loss"]}, gradients
+
+
+def test_engine_of_another_package_is_built_and_trains(monkeypatch):
+    entry = catalog.Engine(f"{__name__}:DoubledLoss", "twice the loss", has_stages=False)
+    monkeypatch.setitem(catalog.ENGINES, "doubled", entry)
+    losses = {}
+    for engine in ("sequential", "doubled"):
+        config = tiny(**{"pipeline.engine": engine})
+        trainer = build_trainer(config, make_mesh(config))
+        shape = config.data.global_batch_size, config.data.sequence_length
+        batch = {name: np.ones(shape, np.int32) for name in microbatches.ARRAYS}
+        batch["weights"] = np.ones(shape, np.float32)
+        _, metrics = trainer.step(trainer.init(jax.random.key(0)), batch)
+        losses[engine] = float(metrics["loss"])
+    assert losses["doubled"] == pytest.approx(2 * losses["sequential"])
 
 
 def test_layout_of_even_layers_has_equal_chunks():

@@ -12,6 +12,7 @@ from maxpipe.compiling.knobs import knobs
 from maxpipe.compiling.report import CompilerMemory, Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step
 from maxpipe.compiling.topology import link_uses, network_seconds
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.pipeline.schedules.load import build_table
@@ -36,7 +37,7 @@ def analyse(
       The report, and the step; None if the compiler gave up.
     """
     devices = mesh.devices.reshape(-1).tolist()
-    is_pipelined = config.pipeline.engine != "sequential"
+    is_pipelined = ENGINES[config.pipeline.engine].has_stages
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = Report(
         device_kind=devices[0].device_kind,
@@ -119,6 +120,6 @@ def branch_runs(config: Config, platform: str) -> Callable[[float], float]:
     skips = config.pipeline.skip_idle == "true" or (
         config.pipeline.skip_idle == "auto" and platform == "cpu"
     )
-    if config.pipeline.engine != "scheduled" or skips:
+    if skips or not ENGINES[config.pipeline.engine].lockstep:
         return lambda runs: runs
     return lambda runs: min(runs, microbatches)

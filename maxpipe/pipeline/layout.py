@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
@@ -134,7 +135,8 @@ def build_layout(config: Config) -> StageLayout:
         "stages are not chosen; see planning.auto_stages"
     )
     pipeline, stages = config.pipeline, num_stages(config)
-    if pipeline.engine == "sequential":
+    engine = ENGINES[pipeline.engine]
+    if not engine.has_stages:
         return StageLayout.even(1, 1, config.model.num_layers)
     even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
     return StageLayout(
@@ -143,5 +145,5 @@ def build_layout(config: Config) -> StageLayout:
         tuple(pipeline.layers_per_stage or even),
         num_outside=config.model.num_layers - pipeline.parallel_layers,
         outside_first=pipeline.outside_layers == "before",
-        placement=build_table(config).placement if pipeline.engine == "mpmd" else "loop",
+        placement="loop" if engine.one_program else build_table(config).placement,
     )

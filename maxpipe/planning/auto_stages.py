@@ -6,6 +6,7 @@ from math import inf
 
 import numpy as np
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
@@ -61,7 +62,7 @@ def run_table(config: Config) -> Table:
       ScheduleError: the schedule cannot be built.
     """
     table = build_table(config)
-    if config.pipeline.engine != "mpmd" or not table.lockstep:
+    if ENGINES[config.pipeline.engine].one_program or not table.lockstep:
         return table
     ticks = {
         kind: np.where(t < 0, -1, len(KINDS) * t + KINDS.index(kind))
@@ -135,13 +136,13 @@ def plan_stages(config: Config, limit: float) -> Prediction:
     return min(fitting, key=lambda p: round(p.run.makespan, 9))
 
 
-def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str], None]) -> Config:
+def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str], None]) -> Config:
     """Return the configuration with `pipeline.layers_per_stage` decided if it is auto.
 
     Args:
       config: resolved.
       chip_bytes: memory of a device; None if unknown.
-      say: called with the decision and its reason, a line each.
+      note: called with the decision and its reason, a line each.
 
     Raises:
       ConfigError: nothing fits, or the schedule cannot be built.
@@ -154,7 +155,7 @@ def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str],
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
-        say(line)
+        note(line)
     return update(config, {KEY: chosen.sizes, "pipeline.num_layers_per_stage": max(chosen.sizes)})
 
 

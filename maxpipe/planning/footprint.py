@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from maxpipe.config.catalog import OPTIMIZERS
+from maxpipe.config.catalog import ENGINES, OPTIMIZERS
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
 from maxpipe.model.parameters import ParamSpec
@@ -80,7 +80,7 @@ def kept_width(config: Config) -> float:
     """
     layer, pipeline = layer_of(config), config.pipeline
     policy = remat_policy(pipeline)
-    by_layer = not pipeline.remat_iterations and pipeline.engine != "sequential"
+    by_layer = not pipeline.remat_iterations and ENGINES[pipeline.engine].has_stages
     if policy.everything or (by_layer and not pipeline.remat_layers):
         return layer.residual_bytes() / itemsize(config.model.dtype)
     layer_input = config.model.embed_dim if by_layer else 0

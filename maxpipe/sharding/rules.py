@@ -18,7 +18,7 @@ class AxisRules:
     Args:
       rules: `sharding.logical_axis_rules`, pairs of a logical axis and its mesh axes.
       mesh: the device mesh.
-      say: called once for every dimension that is not split over a mesh axis that does not divide
+      note: called once for every dimension that is not split over a mesh axis that does not divide
         it.
       show: called once for every constraint that is applied, while a program is traced.
     """
@@ -27,12 +27,12 @@ class AxisRules:
         self,
         rules: Sequence[tuple[str, Sequence[str]]],
         mesh: Mesh,
-        say: Callable[[str], None] = lambda text: None,
+        note: Callable[[str], None] = lambda text: None,
         show: Callable[[str], None] = lambda text: None,
     ):
         self.mesh = mesh
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
-        self._say = say
+        self._note = note
         self._show = show
         self._reported: set[str] = set()
 
@@ -130,7 +130,7 @@ class AxisRules:
             )
             if text not in self._reported:
                 self._reported.add(text)
-                self._say(text + ", which does not divide it")
+                self._note(text + ", which does not divide it")
         return tuple(dividing)
 
 

@@ -30,13 +30,21 @@ _PIECE = 1 << 20  # bytes of a compressed file read at a time
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
-    """Replace the contents of a file; after a crash it holds either the old contents or the new."""
+    """Replace the contents of a file; after a crash it holds either the old contents or the new.
+
+    Raises:
+      OSError: the file cannot be written; it holds the old contents.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    try:
+        with scratch.open("wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def local_copy(

@@ -26,8 +26,8 @@ class Recorder:
       start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
         after it, written by a process that died later than its last checkpoint, are dropped.
       tokens_per_step: tokens in a global batch.
-      flops_per_step: model FLOPs of a step on a global batch.
-      peak_flops: peak FLOP/s of all devices together, or None if unknown.
+      peak_seconds: seconds of the model FLOPs of a step at the peak of all devices together; None
+        if the chip is unknown.
       is_main: false in all processes but one; there the recorder does nothing.
     """
 
@@ -38,14 +38,12 @@ class Recorder:
         *,
         start_step: int,
         tokens_per_step: int,
-        flops_per_step: float,
-        peak_flops: float | None,
+        peak_seconds: float | None,
         is_main: bool = True,
     ):
         self._is_main = is_main
         self._tokens = tokens_per_step
-        self._flops = flops_per_step
-        self._peak = peak_flops
+        self._peak_seconds = peak_seconds
         self._log_every = config.telemetry.log_every
         self._first_step = start_step + 1
         self._last_step = config.steps
@@ -60,8 +58,7 @@ class Recorder:
             start_step=start_step,
             log_every=self._log_every,
             tokens_per_step=tokens_per_step,
-            flops_per_step=flops_per_step,
-            peak_flops=peak_flops,
+            peak_seconds=peak_seconds,
         )
 
     def step(
@@ -90,7 +87,7 @@ class Recorder:
             "learning_rate": learning_rate,
             "step_seconds": step_seconds,
             "tokens_per_second": self._tokens / step_seconds,
-            "mfu": None if self._peak is None else self._flops / (step_seconds * self._peak),
+            "mfu": None if self._peak_seconds is None else self._peak_seconds / step_seconds,
         }
         assert not row.keys() & extra.keys(), (
             f"{row.keys() & extra.keys()} would hide values of the step"

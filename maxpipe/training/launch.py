@@ -186,17 +186,24 @@ def claim_run_directory(config: Config, directory: RunDirectory) -> None:
 
 def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
     """Build the telemetry of a run that continues after `step`."""
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    chip = chip_for(mesh.devices.flat[0].device_kind)
     return Recorder(
         config,
         directory.root,
         start_step=step,
-        tokens_per_step=tokens,
-        flops_per_step=tokens * model_flops_per_token(config.model, config.data.sequence_length),
-        peak_flops=chip.peak_flops[config.model.dtype] * mesh.size if chip else None,
+        tokens_per_step=config.data.global_batch_size * config.data.sequence_length,
+        peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
     )
+
+
+def peak_seconds(config: Config, mesh: Mesh) -> float | None:
+    """Return the seconds of a step at the chips' peak FLOP/s; None if the chip is unknown."""
+    chip = chip_for(mesh.devices.flat[0].device_kind)
+    if chip is None:
+        return None  # and no layer has to be traced
+    length = config.data.sequence_length
+    flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
+    return flops / (chip.peak_flops[config.model.dtype] * mesh.size)
 
 
 def package_versions() -> dict[str, str]:

@@ -7,8 +7,6 @@ executable is machine code all the same, so load only files whose origin you tru
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +23,7 @@ from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
+from maxpipe.storage.local_files import write_atomically
 from maxpipe.training.state import TrainState
 
 SAVE, LOAD = "compile.save", "compile.load"
@@ -77,14 +76,12 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
         "metrics": sorted(compiled.out_info[1]),
         "sha256": hashlib.sha256(payload).hexdigest(),
     }
+    pieces = [MAGIC, json.dumps(header).encode(), b"\n", payload]
     try:
-        with tempfile.TemporaryDirectory(dir=Path(file).parent) as scratch:
-            partial = Path(scratch, "partial")
-            count = partial.write_bytes(MAGIC + json.dumps(header).encode() + b"\n" + payload)
-            os.replace(partial, file)
-            return count
+        write_atomically(Path(file), pieces)
     except OSError as error:
         raise ConfigError(Problem(SAVE, f"cannot write {file}: {error.strerror}")) from None
+    return sum(map(len, pieces))
 
 
 def read(file: str) -> Stored:

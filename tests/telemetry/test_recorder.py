@@ -7,7 +7,7 @@ from maxpipe.config.sections import Config, TelemetryConfig
 from maxpipe.telemetry.recorder import Recorder
 
 
-def recorder(tmp_path, *, start_step=0, log_every=10, peak_flops=None, is_main=True, steps=20):
+def recorder(tmp_path, *, start_step=0, log_every=10, peak_seconds=None, is_main=True, steps=20):
     config = dataclasses.replace(
         Config(), steps=steps, telemetry=TelemetryConfig(log_every=log_every)
     )
@@ -16,8 +16,7 @@ def recorder(tmp_path, *, start_step=0, log_every=10, peak_flops=None, is_main=T
         tmp_path / "run",
         start_step=start_step,
         tokens_per_step=4096,
-        flops_per_step=2e9,
-        peak_flops=peak_flops,
+        peak_seconds=peak_seconds,
         is_main=is_main,
     )
 
@@ -44,7 +43,7 @@ def logged_scalars(directory):
 
 
 def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
-    r = recorder(tmp_path, log_every=10, peak_flops=1e10)
+    r = recorder(tmp_path, log_every=10, peak_seconds=0.2)
     for step in range(1, 13):
         r.step(step, 5.0 / step, 1.5, 3e-4, 0.5, skipped=0)
     r.evaluation(12, 2.25)

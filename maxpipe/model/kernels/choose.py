@@ -29,13 +29,13 @@ class Kernel(Protocol):
     def build_for_parts(self, config: ModelConfig, parts: np.ndarray) -> PartAttention: ...
 
 
-def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> str:
+def choose_kernel(config: Config, platform: str, note: Callable[[str], None]) -> str:
     """Return the name of the attention kernel; an automatic choice is printed with its reason.
 
     Args:
       config: resolved.
       platform: of the devices, as JAX names it.
-      say: prints a line.
+      note: prints a line.
 
     Raises:
       ConfigError: the configured kernel does not run on this platform or with these sizes.
@@ -55,14 +55,14 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
     preferred = [name for name, facts in KERNELS.items() if platform in facts.preferred_on]
     name = preferred[0] if preferred else EVERYWHERE
     if reason := _kernel(name).unfit(config.model, length, num_parts):
-        say(f"model.attention={EVERYWHERE}: {name} cannot be used, {reason}")
+        note(f"model.attention={EVERYWHERE}: {name} cannot be used, {reason}")
         return EVERYWHERE
-    say(f"model.attention={name}: the kernel for {platform}")
+    note(f"model.attention={name}: the kernel for {platform}")
     return name
 
 
 def build_attention(
-    config: Config, rules: AxisRules, platform: str, say: Callable[[str], None]
+    config: Config, rules: AxisRules, platform: str, note: Callable[[str], None]
 ) -> AttentionFn:
     """Build the attention function of a resolved configuration.
 
@@ -70,12 +70,12 @@ def build_attention(
       config: resolved.
       rules: logical axis rules, bound to the mesh.
       platform: of the mesh's devices, as JAX names it.
-      say: prints a line.
+      note: prints a line.
 
     Raises:
       ConfigError: as `choose_kernel`.
     """
-    name = choose_kernel(config, platform, say)
+    name = choose_kernel(config, platform, note)
     kernel, length = _kernel(name), config.data.sequence_length
     num_parts = rules.mesh.shape[AXIS]
     if num_parts > 1:
