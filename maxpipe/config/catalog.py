@@ -66,10 +66,17 @@ SCHEDULES: dict[str, Schedule] = {
         _SCHEDULES + "one_f_one_b:interleaved_1f1b", ("mpmd",), repeats=None
     ),
     "zb_h1": Schedule(_SCHEDULES + "zero_bubble:zb_h1", ("mpmd",), splits_backward=True),
+    "interleaved_zb": Schedule(
+        _SCHEDULES + "zero_bubble:interleaved_zb", ("mpmd",), repeats=None, splits_backward=True
+    ),
     "zb_h2": Schedule(_SCHEDULES + "zero_bubble:zb_h2", ("mpmd",), splits_backward=True),
     "zb_v": Schedule(_SCHEDULES + "v_shape:zb_v", ("mpmd",), repeats=2, splits_backward=True),
-    "v_half": Schedule(_SCHEDULES + "v_shape:v_half", ("mpmd",), repeats=2, splits_backward=True),
-    "v_min": Schedule(_SCHEDULES + "v_shape:v_min", ("mpmd",), repeats=2, splits_backward=True),
+    "v_half": Schedule(
+        _SCHEDULES + "building_block:v_half", ("mpmd",), repeats=2, splits_backward=True
+    ),
+    "v_min": Schedule(
+        _SCHEDULES + "building_block:v_min", ("mpmd",), repeats=2, splits_backward=True
+    ),
     "dualpipe_v": Schedule(
         _SCHEDULES + "v_shape:dualpipe_v", ("mpmd",), repeats=2, splits_backward=True
     ),
