@@ -30,6 +30,7 @@ from maxpipe.checkpoint.steps import (
 )
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.storage.lease import LeaseObjects
 from maxpipe.storage.object_store import explained, is_remote, open_store
 
 if TYPE_CHECKING:
@@ -51,23 +52,19 @@ class Mirror:
     Args:
       url: such as `s3://bucket/runs/base/checkpoints`.
       store: the fsspec file system that the URL belongs to.
-
-    Attributes:
-      url, store: as above.
     """
 
     def __init__(self, url: str, store: "AbstractFileSystem"):
         self.url = url.rstrip("/")
-        self.store = store
+        self._store = store
         self._names = self._list()  # replaced, never mutated: other threads may be reading it
 
     def __str__(self) -> str:
         return self.url
 
-    @property
-    def run_url(self) -> str:
-        """URL of the run, above that of its steps."""
-        return self.url.rpartition("/")[0]
+    def lease_place(self) -> LeaseObjects:
+        """Return where the lease of the run lies: next to the directory of its steps."""
+        return LeaseObjects(self.url.rpartition("/")[0], self._store)
 
     def entries(self) -> list[StepEntry]:
         """Return every step whatever its state, by step, then name.
@@ -97,8 +94,8 @@ class Mirror:
         """Yield every entry with its bytes and the time at which it got into its state."""
         for entry in self.entries():
             try:
-                objects = self.store.find(self._path(str(entry.step)), detail=True)
-                time = self.store.modified(self._path(entry.name)).astimezone()
+                objects = self._store.find(self._path(str(entry.step)), detail=True)
+                time = self._store.modified(self._path(entry.name)).astimezone()
             except FileNotFoundError:
                 continue  # a running training has just committed or deleted it
             yield entry, sum(info["size"] for info in objects.values()), time
@@ -110,7 +107,7 @@ class Mirror:
           CheckpointDamaged, CheckpointUnreadable: as `read_record`.
         """
         try:
-            data = self.store.cat_file(self._path(str(step), ITEM, FILE))
+            data = self._store.cat_file(self._path(str(step), ITEM, FILE))
         except FileNotFoundError as error:
             raise CheckpointDamaged(f"record is missing: {error}") from error
         return parse_record(data, str(step))
@@ -136,7 +133,7 @@ class Mirror:
         # 2. Copy the files.
         sources = [str(directory / name) for name in sizes]
         targets = [self._path(str(step), name) for name in sizes]
-        self.store.put(sources, targets, batch_size=FILES_AT_ONCE)
+        self._store.put(sources, targets, batch_size=FILES_AT_ONCE)
         self._names |= {str(step)}
         # 3. Commit, then remove the mark.
         self._write(f"{step}.json", {"files": sizes})
@@ -151,14 +148,14 @@ class Mirror:
         """
         sizes = self._committed_files(f"{step}.json")
         root = self._path(str(step))
-        objects = self.store.find(root, detail=True)  # by name without protocol
+        objects = self._store.find(root, detail=True)  # by name without protocol
         for name, size in sizes.items():
             if objects.get(f"{root.partition('://')[2]}/{name}", {}).get("size") != size:
                 raise CheckpointDamaged(f"{root}/{name} is missing or has not {size} bytes")
         directory.mkdir(parents=True)
         sources = [f"{root}/{name}" for name in sizes]
         targets = [str(directory / name) for name in sizes]
-        self.store.get(sources, targets, batch_size=FILES_AT_ONCE)
+        self._store.get(sources, targets, batch_size=FILES_AT_ONCE)
 
     @contextlib.contextmanager
     def local_copy(self, step: int) -> Iterator[Path]:
@@ -188,7 +185,7 @@ class Mirror:
         commit; restoring its old name undoes this.
         """
         name = f"{step}.{state}.json"
-        self.store.cp_file(self._path(f"{step}.json"), self._path(name))
+        self._store.cp_file(self._path(f"{step}.json"), self._path(name))
         self._names |= {name}
         self._remove(f"{step}.json")
         return self._path(name)
@@ -199,17 +196,17 @@ class Mirror:
             self._write(f"{step}.{UNFINISHED}.json", {})
             self._remove(f"{step}.json")
         with contextlib.suppress(FileNotFoundError):
-            self.store.rm(self._path(str(step)), recursive=True)
+            self._store.rm(self._path(str(step)), recursive=True)
         self._names -= {str(step)}
         self._remove(f"{step}.{UNFINISHED}.json")
 
     def write_config(self, text: str) -> None:
         """Write the configuration of the run as `config.yml` next to the directory of its steps."""
-        self.store.pipe_file(f"{self.run_url}/config.yml", text.encode())
+        self._store.pipe_file(f"{self.url.rpartition('/')[0]}/config.yml", text.encode())
 
     def _list(self) -> frozenset[str]:
         try:
-            paths = self.store.ls(self.url, detail=False)
+            paths = self._store.ls(self.url, detail=False)
         except FileNotFoundError:
             return frozenset()
         return frozenset(path.rstrip("/").rpartition("/")[2] for path in paths)
@@ -217,7 +214,7 @@ class Mirror:
     def _committed_files(self, commit: str) -> dict[str, int]:
         """Return names and sizes of the objects that a commit lists."""
         try:
-            sizes = json.loads(self.store.cat_file(self._path(commit)))["files"]
+            sizes = json.loads(self._store.cat_file(self._path(commit)))["files"]
             is_valid = all(map(_is_inside, sizes)) and all(
                 isinstance(size, int) for size in sizes.values()
             )
@@ -228,13 +225,13 @@ class Mirror:
         return sizes
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
-        self.store.pipe_file(self._path(name), json.dumps(content).encode())
+        self._store.pipe_file(self._path(name), json.dumps(content).encode())
         self._names |= {name}
 
     def _remove(self, name: str) -> None:
         # Google's store raises an error for an object that is not there, Amazon's does not.
         with contextlib.suppress(FileNotFoundError):
-            self.store.rm_file(self._path(name))
+            self._store.rm_file(self._path(name))
         self._names -= {name}
 
     def _path(self, *names: str) -> str:

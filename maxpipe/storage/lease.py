@@ -35,6 +35,7 @@ NAME = "lease.json"
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 30.0
 
+_RELEASE_SECONDS = 4.0  # a process that ends waits no longer
 _LOOK_SECONDS = 1.0  # between two looks at another host's lease
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -304,10 +305,17 @@ class Lease:
         self.check()
 
     def release(self) -> None:
-        """Stop renewing, and remove the lease if it is still this owner's."""
+        """Stop renewing, and remove the lease if it is still this owner's.
+
+        A store that fails now, or does not answer for a few seconds, leaves a lease that expires.
+        """
         self._closed.set()
-        self._thread.join(LEASE_SECONDS)
-        # A store that fails now leaves a lease that expires.
+        remover = threading.Thread(target=self._remove, name="lease", daemon=True)
+        remover.start()
+        remover.join(_RELEASE_SECONDS)
+
+    def _remove(self) -> None:
+        self._thread.join()
         with contextlib.suppress(Exception):
             entry = self._place.read(NAME)
             if entry is not None and entry.text == self._owner.to_json():

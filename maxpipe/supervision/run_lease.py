@@ -13,7 +13,6 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.storage.lease import (
     Lease,
     LeaseDirectory,
-    LeaseObjects,
     LeasePlace,
     Owner,
     PlaceInUse,
@@ -79,8 +78,7 @@ def own_run(
             raise ConfigError(Problem("output_dir", message)) from error
         if mirror is not None:
             with explained(mirror.url, MIRROR, "written to"):
-                place = LeaseObjects(mirror.run_url, mirror.store)
-                leases.append(_own(place, owner, log, stack))
+                leases.append(_own(mirror.lease_place(), owner, log, stack))
         yield RunLease(leases)
 
 

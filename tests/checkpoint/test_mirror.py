@@ -256,7 +256,7 @@ def test_mirror_step_deleted_by_other_process_is_ignored(start, samples, monkeyp
     checkpointer = start(keep=1)
     samples.save(checkpointer, 10)
     checkpointer.wait()
-    store = mirror_of(checkpointer).store
+    store = mirror_of(checkpointer)._store
     delete = store.rm_file
 
     def like_google(path):

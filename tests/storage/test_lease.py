@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -221,6 +222,17 @@ def test_lease_taken_over_is_lost_and_left_to_the_new_owner(place, lines):
         lease.verify()
     lease.release()
     assert names(place) == [NAME]
+
+
+def test_lease_release_does_not_wait_for_a_store_that_hangs(place, lines, monkeypatch):
+    monkeypatch.setattr(lease_module, "_RELEASE_SECONDS", 0.1)
+    lease = acquire(place, Owner.this_process(), lines.append)
+    ended = threading.Event()
+    monkeypatch.setattr(place, "read", lambda name: ended.wait(60))
+    began = time.monotonic()
+    lease.release()
+    assert time.monotonic() - began < 30
+    ended.set()
 
 
 def test_lease_without_hard_links_is_created_all_the_same(place, lines, monkeypatch):
