@@ -93,8 +93,10 @@ class Owner:
             owner = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             return cls(f"unreadable-{len(text)}", "an unknown host", "", 0, 0, "an unknown time")
-        is_safe = owner.start.isalnum() if isinstance(owner.start, str) else False
-        return owner if is_safe else cls.parse("")
+        expected = [type(value) for value in asdict(cls("", "", "", 0, 0, "")).values()]
+        types = [type(value) for value in asdict(owner).values()]
+        # The start becomes part of a file's name.
+        return owner if types == expected and owner.start.isalnum() else cls.parse("")
 
     def to_json(self) -> str:
         """Return the text of a lease."""

@@ -142,11 +142,27 @@ def test_lease_of_a_live_earlier_attempt_on_this_machine_is_refused(place, lines
         acquire(place, Owner.this_process("job", 2), lines.append, sleep=pytest.fail)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"start": "../x"}', "[" * 100_000])
-def test_lease_that_names_nobody_expires(place, lines, text):
+def crafted(**fields):
+    return dataclasses.replace(elsewhere("job", 1), **fields).to_json()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"start": "x"}',
+        "[" * 100_000,
+        crafted(start="../../x"),
+        crafted(attempt="0"),
+        crafted(pid=None),
+    ],
+)
+def test_lease_that_names_no_owner_expires(place, lines, text):
     place.create(NAME, text)
     waiting = Waiting()
-    acquire(place, Owner.this_process(), lines.append, sleep=waiting).release()
+    acquire(place, Owner.this_process("job", 2), lines.append, sleep=waiting).release()
     assert waiting.seconds > LEASE_SECONDS - 2
 
 
