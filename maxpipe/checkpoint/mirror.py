@@ -30,6 +30,7 @@ from maxpipe.checkpoint.steps import (
 )
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.storage.lease import LeaseObjects
 from maxpipe.storage.object_store import explained, is_remote, open_store
 
 if TYPE_CHECKING:
@@ -60,6 +61,10 @@ class Mirror:
 
     def __str__(self) -> str:
         return self.url
+
+    def lease_place(self) -> LeaseObjects:
+        """Return where the lease of the run lies: next to the directory of its steps."""
+        return LeaseObjects(self.url.rpartition("/")[0], self._store)
 
     def entries(self) -> list[StepEntry]:
         """Return every step whatever its state, by step, then name.

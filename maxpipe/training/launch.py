@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Protocol
 
@@ -21,15 +22,17 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader, make_loader
 from maxpipe.devices import processes
+from maxpipe.devices.agreement import check_agreement, source_digest
 from maxpipe.devices.chips import chip_for, device_memory
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
-from maxpipe.devices.start import start_jax
+from maxpipe.devices.start import job_of_process, start_jax
 from maxpipe.devices.xla_flags import advice
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
 from maxpipe.supervision.failure import failing_fast
+from maxpipe.supervision.run_lease import RunLease, own_run
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
@@ -59,9 +62,14 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
     """
     start_jax(loaded.config)
     with failing_fast():
+        if processes.count() > 1:
+            # Before all else: with different programs a collective would never end.
+            check_agreement(loaded.config, run_contents())
         devices = jax.devices()
         config = resolve(loaded, len(devices), num_slices(devices))
-        return run(config, loaded, build_mesh(config), supervision, build_trainer)
+        with _owned(config) as lease:
+            supervision = replace(supervision, lease=lease)
+            return run(config, loaded, build_mesh(config), supervision, build_trainer)
 
 
 def run(
@@ -99,6 +107,26 @@ def log(text: str) -> None:
     """Print a line, on process 0 only."""
     if jax.process_index() == 0:
         print(text, flush=True)
+
+
+@contextmanager
+def _owned(config: Config) -> Iterator[RunLease]:
+    """Let process 0 own the run's directory and mirror for all processes.
+
+    Raises:
+      ConfigError: another start of the run is alive, or the processes see other directories.
+    """
+    with ExitStack() as stack:
+        lease = RunLease()
+        if jax.process_index() == 0:
+            root, mirror = RunDirectory(config).root, open_mirror(config)
+            lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
+        processes.of_first_process(0)  # the others wait here until the run has its owner
+        if not processes.share(RunDirectory(config).root):
+            problem = f"not all processes see the same {RunDirectory(config).root}"
+            remedy = "give a file system that they share, such as NFS"
+            raise ConfigError(Problem("output_dir", f"{problem}: {remedy}"))
+        yield lease
 
 
 def open_run_directory(config: Config) -> tuple[RunDirectory, Checkpointer]:
@@ -172,14 +200,9 @@ def claim_run_directory(config: Config, directory: RunDirectory) -> None:
     """Write `config.yml` into the run directory, and into the mirror on process 0.
 
     Raises:
-      ConfigError: the directory belongs to another configuration, cannot be written to, or is not
-        the same for all processes.
+      ConfigError: the directory belongs to another configuration, or cannot be written to.
     """
     directory.claim(config)
-    if not processes.share(directory.root):
-        problem = f"not all processes see the same {directory.root}"
-        remedy = "give a file system that they share, such as NFS"
-        raise ConfigError(Problem("output_dir", f"{problem}: {remedy}"))
     if jax.process_index() == 0:
         directory.publish(config)
 
@@ -204,6 +227,12 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     length = config.data.sequence_length
     flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
     return flops / (chip.peak_flops[config.model.dtype] * mesh.size)
+
+
+def run_contents() -> dict[str, str]:
+    """Return digests and versions of what the result of a run depends on, by name."""
+    versions = {f"version of {name}": version for name, version in package_versions().items()}
+    return versions | {"code of maxpipe": source_digest()}
 
 
 def package_versions() -> dict[str, str]:

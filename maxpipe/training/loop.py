@@ -79,6 +79,7 @@ def train(run: Run) -> int:
             is_interrupted = signals.after(run.step)
             if is_interrupted:
                 break
+            run.supervision.lease.check()
             # 1. Batch and step; the step is only dispatched, not waited for.
             run.profiler.before(run.step + 1)
             with clock.phase("data"):
@@ -142,7 +143,12 @@ def _diverged(run: Run) -> int:
 
 
 def save(run: Run) -> None:
-    """Start an asynchronous checkpoint of the state and the data position after `run.step`."""
+    """Start an asynchronous checkpoint of the state and the data position after `run.step`.
+
+    Raises:
+      LeaseLost: the run directory is gone or has another owner.
+    """
+    run.supervision.lease.verify()
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
         meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
@@ -167,9 +173,13 @@ def evaluate(run: Run) -> None:
 
 
 def run_and_close(run: Run, train: Callable[[], int]) -> int:
-    """Call `train`, then close everything however it ended; raise an error of the last save."""
+    """Call `train`, then close everything however it ended; raise an error of the last save.
+
+    Raises:
+      LeaseLost: the run directory is gone or has another owner, even if all steps are done.
+    """
     try:
-        return train()
+        exit_code = train()
     finally:
         for loader in (run.loader, run.eval_loader):
             if loader is not None:
@@ -177,10 +187,13 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
         run.profiler.close()
         try:
             with run.supervision.time.phase("checkpoint"):
-                run.checkpointer.close()
+                if not run.supervision.lease.is_lost:
+                    run.checkpointer.close()
         finally:
             run.recorder.time_account(run.step, run.supervision.time.seconds())
             run.recorder.close()
+    run.supervision.lease.verify()
+    return exit_code
 
 
 class StepLog:

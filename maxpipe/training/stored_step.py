@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
@@ -21,6 +20,7 @@ from jaxlib.xla_client import DeviceList, LoadedExecutable
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get
+from maxpipe.devices.agreement import source_digest
 from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.storage.local_files import write_atomically
@@ -125,7 +125,7 @@ def origin(config: Config, mesh: Mesh) -> Origin:
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "order of devices": hashlib.sha256(repr(places).encode()).hexdigest()[:16],
         **{name: _version(name) for name in names},
-        "sources of maxpipe": _sources(),
+        "sources of maxpipe": source_digest(),
     }
 
 
@@ -210,13 +210,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "missing"
-
-
-@cache
-def _sources() -> str:
-    """Return a digest of the package's code: any line of it may change the program."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
