@@ -31,12 +31,12 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
     local: set[str] = set()
     copies: dict[str, None] = {}  # an ordered set
     problems = []
-    for part in filter(None, (part.strip() for part in path.split(","))):
+    for part in parts_of(path):
         if is_remote(part):
             files = fetch(part, suffixes, cache_dir)
             copies.update(dict.fromkeys(files))
         else:
-            files = _local_files(Path(part).expanduser(), suffixes)
+            files = local_files(part, suffixes)
             local.update(files)
         if not files:
             endings = " or ".join(f"*{suffix}" for suffix in suffixes)
@@ -52,7 +52,14 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
     return [*sorted(local), *copies]
 
 
-def _local_files(path: Path, suffixes: Sequence[str]) -> list[str]:
+def parts_of(path: str) -> list[str]:
+    """Return the files, directories, globs and URLs that `data.path` lists."""
+    return [part for part in (part.strip() for part in path.split(",")) if part]
+
+
+def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
+    """Return the files of one entry of `data.path` on this machine; empty if there are none."""
+    path = Path(part).expanduser()
     if path.is_file():
         return [str(path)]
     is_directory = path.is_dir()

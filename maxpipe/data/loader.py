@@ -33,9 +33,16 @@ class Loader(Iterator[Batch]):
     Args:
       iterators: worker w yields (batch, state) of rows w::len(iterators).
       state: int64 [R, 3], the state before the first batch.
+      num_documents: of the split, over all sources.
+
+    Attributes:
+      num_documents: as given.
     """
 
-    def __init__(self, iterators: "list[grain.DatasetIterator]", state: np.ndarray):
+    def __init__(
+        self, iterators: "list[grain.DatasetIterator]", state: np.ndarray, num_documents: int
+    ):
+        self.num_documents = num_documents
         self._iterators = iterators
         self._state = self._first_state = state
         self._starts = [iterator.get_state() for iterator in iterators]
@@ -108,7 +115,7 @@ def make_loader(
     workers = min(max(data.num_workers, 1), len(rows))
     states = [state[worker::workers] for worker in range(workers)]
     iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
-    return Loader(iterators, state)
+    return Loader(iterators, state, len(documents))
 
 
 def global_batch_size(config: Config, split: Split) -> int:
@@ -122,6 +129,23 @@ def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
     """Return int64 [R, 3]: row r starts at document r of the concatenated epochs."""
     row = np.asarray(rows, np.int64)
     return np.stack([row // num_documents, row % num_documents, np.zeros_like(row)], axis=1)
+
+
+def moved_state(state: np.ndarray, num_before: int, num_now: int) -> np.ndarray:
+    """Return the state that continues a run whose number of documents has changed.
+
+    Every row keeps the number of documents that it has passed, and so its place among the rows. It
+    continues at the start of a document. With the same number of documents the state stays.
+
+    Args:
+      state: int64 [R, 3], from `Loader.state`.
+      num_before, num_now: documents of the split.
+    """
+    if num_before == num_now:
+        return state
+    epoch, position, offset = state.T
+    epoch, position = np.divmod(epoch * num_before + position, num_now)
+    return np.stack([epoch, position, np.zeros_like(offset)], axis=1)
 
 
 def check_state(

@@ -60,6 +60,21 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     return HuggingFaceTokenizer(name_or_path)
 
 
+def tokenizer_files(name_or_path: str) -> list[Path]:
+    """Return the files that make up a tokenizer, existing or not; empty for one of the catalogue.
+
+    Their names are those under which `load_tokenizer` finds them together in another directory.
+    """
+    if name_or_path in TOKENIZERS:
+        return []
+    file = Path(name_or_path).expanduser()
+    if name_or_path.endswith(".model"):
+        return [file]
+    file = file / "tokenizer.json" if file.is_dir() else file
+    config = file.with_name("tokenizer_config.json")
+    return [file, config] if config.is_file() else [file]
+
+
 class ByteTokenizer:
     """UTF-8 bytes as tokens: 256 bytes, then begin of document, end of document, padding."""
 

@@ -1,8 +1,9 @@
 """`Recorder`: the one object through which the training loop reports."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
@@ -15,7 +16,8 @@ class Recorder:
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
         step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
-        eval_loss` for evaluations; at the end of each process `step, goodput` and its parts
+        eval_loss` for evaluations; rows `step, changed, before, now` for keys that a resumed start
+        has changed; at the end of each process `step, goodput` and its parts
         (`maxpipe.telemetry.profiling`). Numbers that are not finite, and `mfu` if the peak is
         unknown, are null.
       tensorboard/: the same values as scalars.
@@ -102,6 +104,12 @@ class Recorder:
             self._tensorboard.write(
                 step, {f"train/{key}": row[key] for key in row if key != "step"}
             )
+
+    def changes(self, step: int, changes: Iterable[Change]) -> None:
+        """Record what this start has changed since `step`, from which it resumes."""
+        if self._is_main:
+            for change in changes:
+                self._metrics.write_change(step, change.key, change.before, change.now)
 
     def evaluation(self, step: int, eval_loss: float) -> None:
         """Record the loss on held-out data after `step`, nats per token."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.rules.rule import Updates, rule
 from maxpipe.config.sections import Config
 from maxpipe.config.values import nearest
@@ -134,6 +135,21 @@ def check_resume(c: Config) -> None:
         raise ConfigError(Problem("checkpoint.resume", message))
 
 
+@rule("checkpoint.accept_changes")
+def check_accept_changes(c: Config) -> None:
+    """Check that the changes to accept are groups of keys."""
+    unknown = [name for name in c.checkpoint.accept_changes if name not in GROUPS]
+    if unknown:
+        raise ConfigError(
+            *(
+                Problem(
+                    ACCEPT, f"{name!r} is not one of {', '.join(GROUPS)}{nearest(name, [*GROUPS])}"
+                )
+                for name in unknown
+            )
+        )
+
+
 @rule("checkpoint.mirror")
 def check_mirror(c: Config) -> None:
     """Check that the mirror is a URL of an object store."""
@@ -246,6 +262,7 @@ RUN_RULES = (
     check_data_path,
     check_mixture,
     check_resume,
+    check_accept_changes,
     check_mirror,
     check_keep_every,
     check_keep_best,

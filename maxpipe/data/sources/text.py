@@ -1,5 +1,6 @@
 """Sources of text: one document per file, per module of Python's library, or per line of JSON."""
 
+import hashlib
 import json
 import os
 import sysconfig
@@ -8,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import FileDocuments, Spans, find_all, find_files, require_content
-from maxpipe.storage.local_files import GZIP, ZSTD, unpacked, version_of
+from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
 SKIPPED_DIRECTORIES = {
@@ -45,18 +47,36 @@ def python_stdlib(config: DataConfig) -> FileDocuments:
     Raises:
       ConfigError: this Python comes without the source of its library.
     """
-    root = sysconfig.get_path("stdlib")
+    paths = _stdlib_files()
+    if not paths:
+        message = f"no Python source under {_stdlib()}; choose another source"
+        raise ConfigError(Problem("data.source", message))
+    return FileDocuments([str(path) for path in paths])
+
+
+def version_of_stdlib() -> str:
+    """Return a digest of the names and sizes of the modules that `python_stdlib` reads."""
+    names = [
+        f"{path.relative_to(_stdlib()).as_posix()} {path.stat().st_size}"
+        for path in _stdlib_files()
+    ]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _stdlib() -> str:
+    return sysconfig.get_path("stdlib")
+
+
+def _stdlib_files() -> list[Path]:
+    """Return the modules that are not empty, in order of path."""
+    root = _stdlib()
     paths = []
     for directory, subdirectories, files in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if name not in SKIPPED_DIRECTORIES]
         paths += [Path(directory, name) for name in files if name.endswith(".py")]
     # Sorting by parts relative to the root gives the same order wherever Python is installed.
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    paths = [path for path in paths if path.stat().st_size]
-    if not paths:
-        message = f"no Python source under {root}; choose another source"
-        raise ConfigError(Problem("data.source", message))
-    return FileDocuments([str(path) for path in paths])
+    return [path for path in paths if path.stat().st_size]
 
 
 class JsonLines:
@@ -122,6 +142,6 @@ def jsonl(config: DataConfig) -> JsonLines:
     Raises:
       ConfigError: there is no file, or one holds no lines or is damaged.
     """
-    endings = (".jsonl", ".jsonl" + GZIP, ".jsonl" + ZSTD)
+    endings = SOURCES["jsonl"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))
     return JsonLines(require_content([unpacked(path, config.cache_dir) for path in files]))
