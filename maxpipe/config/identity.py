@@ -50,7 +50,7 @@ class Change(NamedTuple):
 
     Attributes:
       key: full key, or the name of a package.
-      before: value in the checkpoint.
+      before: value in the checkpoint; None if `now` describes the difference.
       now: value of this start.
     """
 
@@ -59,6 +59,8 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
+        if self.before is None:
+            return f"{self.key}, {self.now}"
         return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
 
 

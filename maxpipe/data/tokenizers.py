@@ -16,6 +16,8 @@ from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation, optional
 
+TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
+_CONFIG = "tokenizer_config.json"
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -71,8 +73,13 @@ def tokenizer_files(name_or_path: str) -> list[Path]:
     if name_or_path.endswith(".model"):
         return [file]
     file = file / "tokenizer.json" if file.is_dir() else file
-    config = file.with_name("tokenizer_config.json")
+    config = file.with_name(_CONFIG)
     return [file, config] if config.is_file() else [file]
+
+
+def main_file(files: Sequence[Path]) -> Path | None:
+    """Return the file of `tokenizer_files` that `load_tokenizer` takes; None if there is none."""
+    return next((file for file in files if file.name != _CONFIG), None)
 
 
 class ByteTokenizer:
@@ -164,7 +171,7 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so the number of tokens may be smaller than the largest id.
         self.vocab_size = max(vocabulary.values()) + 1
-        special = _special_tokens(file.with_name("tokenizer_config.json"), vocabulary)
+        special = _special_tokens(file.with_name(_CONFIG), vocabulary)
         if special["eos_token"] not in vocabulary:
             raise _problem(
                 f"{file} has no end-of-document token; "

@@ -52,9 +52,8 @@ def check_continuity(
     ]
     if problems:
         raise ConfigError(*problems, directory.advice(place))
-    return changed + [
-        Change(c.key, "the data of the checkpoint", f"{c.kind}: {c.text}") for c in data
-    ]
+    changed += [Change(change.key, None, f"{change.kind}: {change.text}") for change in data]
+    return changed
 
 
 def version_changes(now: Mapping[str, str], saved: object) -> list[Change]:

@@ -203,6 +203,7 @@ def start_run(
     recorder.changes(step, changed)
     if jax.process_index() == 0:
         directory.keep_config(config, step)
+        directory.keep_tokenizer(config)
     recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
     return Run(
         config=config,

@@ -14,6 +14,7 @@ from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
+from maxpipe.data.tokenizers import TOKENIZER, tokenizer_files
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained
 
@@ -34,6 +35,7 @@ class RunDirectory:
       tensorboard: event files.
       metrics: `metrics.jsonl`, one row per step.
       config_file: `config.yml`, the resolved configuration of the latest start.
+      tokenizer: copies of the tokenizer's files, if it has any.
       config_history: that of every start that changed it, in order.
     """
 
@@ -44,6 +46,7 @@ class RunDirectory:
         self.tensorboard = self.root / "tensorboard"
         self.metrics = self.root / "metrics.jsonl"
         self.config_file = self.root / "config.yml"
+        self.tokenizer = self.root / TOKENIZER
         self.config_history = self.root / "config_history"
 
     def claim(self, config: Config, *, write: bool = True) -> None:
@@ -127,8 +130,30 @@ class RunDirectory:
             message = f"cannot write to {self.config_history}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
 
+    def keep_tokenizer(self, config: Config) -> None:
+        """Copy the tokenizer's files to `tokenizer/`, so that a moved run can generate text.
+
+        Raises:
+          ConfigError: they cannot be read, or the directory cannot be written to.
+        """
+        files = tokenizer_files(config.data.tokenizer)
+        try:
+            if files:
+                self.tokenizer.mkdir(exist_ok=True)
+            for file in files:
+                write_atomically(self.tokenizer / file.name, [file.read_bytes()])
+            names = {file.name for file in files}
+            for copy in self.tokenizer.iterdir() if self.tokenizer.is_dir() else ():
+                if copy.name not in names:
+                    copy.unlink()  # of a tokenizer that the run no longer has
+        except OSError as error:
+            message = f"cannot copy {config.data.tokenizer} to {self.tokenizer}: {error.strerror}"
+            raise ConfigError(Problem("output_dir", message)) from error
+
     def publish(self, config: Config) -> None:
-        """Write `config.yml` to the mirror, which shows at once whether it can be written to.
+        """Write `config.yml` and the tokenizer to the mirror.
+
+        This shows at once whether the mirror can be written to.
 
         Raises:
           ConfigError: the mirror cannot be written to.
@@ -136,7 +161,9 @@ class RunDirectory:
         if self._mirror is None:
             return
         with explained(self._mirror.url, MIRROR, "written to"):
-            self._mirror.write_config(to_yaml(config))
+            self._mirror.write_file("config.yml", to_yaml(config).encode())
+            for file in tokenizer_files(config.data.tokenizer):
+                self._mirror.write_file(f"{TOKENIZER}/{file.name}", file.read_bytes())
 
     def advice(self, place: str) -> Problem:
         """Return what to do about a checkpoint of another run."""
