@@ -8,6 +8,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
+from maxpipe.data.files import BadDocument
 from maxpipe.data.tokenizers import Tokenizer
 
 Split = Literal["train", "eval"]
@@ -93,23 +94,45 @@ class EncodedDocuments:
       documents: texts or token ids.
       tokenizer: encodes texts; its special ids frame both.
       vocab_size: ids must be below it, because JAX would clamp larger ones silently.
+      skips_bad: whether a `BadDocument` counts as one without tokens instead of ending the run.
     """
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        skips_bad: bool = False,
+    ):
         self._documents = documents
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._skips_bad = skips_bad
+        self._skipped: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._documents)
+
+    def take_skipped(self) -> dict[int, str]:
+        """Return index and reason of the documents skipped since the last call."""
+        skipped = self._skipped
+        self._skipped = {}
+        return skipped
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return [bos?, tokens..., eos], int32; empty if the document has no tokens.
 
         Raises:
           ConfigError: a token id is outside the vocabulary.
+          BadDocument: the document cannot be read, and is not to be skipped.
         """
-        document = self._documents[index]
+        try:
+            document = self._documents[index]
+        except BadDocument as error:
+            if not self._skips_bad:
+                raise
+            self._skipped[index] = str(error)
+            return np.empty(0, np.int32)
         if isinstance(document, str):
             ids = self._tokenizer.encode(document)
         else:

@@ -14,6 +14,14 @@ from maxpipe.storage.object_store import is_remote
 _BLOCK = 1 << 24  # elements compared at a time, so that the temporary is small next to the file
 
 
+class BadDocument(ConfigError):
+    """A document that is neither text nor token ids, whenever it is read.
+
+    `data.on_bad_document=skip` leaves it out. An error of reading, which may pass, is not of this
+    kind: leaving out what another start can read would change the batches.
+    """
+
+
 def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") -> list[str]:
     """Return the files of a comma-separated list of files, directories and globs, each once.
 
@@ -100,7 +108,7 @@ class FileDocuments:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             message = f"{path} is not UTF-8 text: byte {error.start}"
-            raise ConfigError(Problem("data.path", message)) from error
+            raise BadDocument(Problem("data.path", message)) from error
         except OSError as error:
             message = f"{path} cannot be read: {error.strerror}"
             raise ConfigError(Problem("data.path", message)) from error

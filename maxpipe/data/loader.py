@@ -8,7 +8,9 @@ prefetched batches.
 Shapes: B global batch size, R rows of this process, T sequence length.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +23,10 @@ from maxpipe.data.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     import grain
+
+
+SKIPPED_NAMED = 5  # skipped documents that are named
+SKIPPED_COUNTS = {10**power for power in range(1, 10)}  # numbers of them that are said
 
 
 class Loader(Iterator[Batch]):
@@ -44,18 +50,35 @@ class Loader(Iterator[Batch]):
     ):
         self.num_documents = num_documents
         self._iterators = iterators
+        self._skipped: set[str] = set()
+        self._is_closed = False
         self._state = self._first_state = state
         self._starts = [iterator.get_state() for iterator in iterators]
 
     def __next__(self) -> Batch:
-        batches, states = zip(*[next(iterator) for iterator in self._iterators], strict=True)
+        elements = [next(iterator) for iterator in self._iterators]
+        batches, states, skipped = zip(*elements, strict=True)
         self._state = _interleave(states)
+        for reasons in filter(None, skipped):
+            self._report_skipped(json.loads(reasons))
         return {name: _interleave([batch[name] for batch in batches]) for name in batches[0]}
 
     @property
     def state(self) -> np.ndarray:
         """State after the last batch: a copy, int64 [R, 3] (epoch, position, offset)."""
         return self._state.copy()
+
+    def _report_skipped(self, reasons: Mapping[str, str]) -> None:
+        """Name the first skipped documents, and count the others."""
+        for index, reason in reasons.items():
+            if index in self._skipped:
+                continue  # in another epoch
+            self._skipped.add(index)
+            count = len(self._skipped)
+            if count <= SKIPPED_NAMED:
+                print(f"skipped a document: {reason}", file=sys.stderr, flush=True)
+            elif count in SKIPPED_COUNTS:
+                print(f"skipped {count:,} documents so far", file=sys.stderr, flush=True)
 
     def restart(self) -> None:
         """Go back to the first batch."""
@@ -67,6 +90,10 @@ class Loader(Iterator[Batch]):
         """Stop threads and worker processes; may be called twice."""
         for iterator in self._iterators:
             iterator.close()
+        if self._skipped and not self._is_closed:
+            count = f"{len(self._skipped):,} of {self.num_documents:,} documents were skipped"
+            print(f"{count} (data.on_bad_document=skip)", file=sys.stderr, flush=True)
+        self._is_closed = True
 
 
 def make_loader(
@@ -105,7 +132,12 @@ def make_loader(
         state = initial_state(rows, len(documents))
     check_state(state, rows, len(documents), batch_size)
     source = RowSource(
-        documents=EncodedDocuments(documents, tokenizer, config.model.vocab_size),
+        documents=EncodedDocuments(
+            documents,
+            tokenizer,
+            config.model.vocab_size,
+            skips_bad=data.on_bad_document == "skip",
+        ),
         order=order,
         global_batch_size=batch_size,
         sequence_length=data.sequence_length,

@@ -12,7 +12,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import find_files, require_content
+from maxpipe.data.files import BadDocument, find_files, require_content
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -57,7 +57,9 @@ class ArrayRecords:
                 f"{self._locate(index)} is no tf.train.Example with a feature "
                 f'"text" in UTF-8 ({error})'
             )
-            raise ConfigError(Problem("data.path", message)) from error
+            # The library raises RuntimeError for what it cannot read at all.
+            kind = ConfigError if isinstance(error, RuntimeError) else BadDocument
+            raise kind(Problem("data.path", message)) from error
 
     def _locate(self, index: int) -> str:
         for path in self._paths:

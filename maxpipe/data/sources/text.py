@@ -12,7 +12,14 @@ import numpy as np
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import FileDocuments, Spans, find_all, find_files, require_content
+from maxpipe.data.files import (
+    BadDocument,
+    FileDocuments,
+    Spans,
+    find_all,
+    find_files,
+    require_content,
+)
 from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
@@ -97,7 +104,7 @@ class JsonLines:
         """Return the text of a line.
 
         Raises:
-          ConfigError: the line is not an object with a string under "text"; names file and line.
+          BadDocument: the line is not an object with a string under "text"; names file and line.
         """
         file, start, end = self._lines.locate(index)
         with open(self._paths[file], "rb") as stream:
@@ -113,12 +120,12 @@ class JsonLines:
             raise self._corrupt(file, start, f"{type(error).__name__}: {error}") from error
         return text
 
-    def _corrupt(self, file: int, start: int, reason: str) -> ConfigError:
+    def _corrupt(self, file: int, start: int, reason: str) -> BadDocument:
         path = self._paths[file]
         with open(path, "rb") as stream:
             number = stream.read(start).count(b"\n") + 1
         message = f'{path}:{number}: not a JSON object with a string under "text" ({reason})'
-        return ConfigError(Problem("data.path", message))
+        return BadDocument(Problem("data.path", message))
 
 
 @lru_cache(maxsize=1024)
