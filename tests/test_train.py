@@ -1,5 +1,6 @@
 """Test the train command from end to end, and its answers to bad input."""
 
+import math
 import shutil
 
 import pytest
@@ -43,6 +44,11 @@ class TestFinishedRun:
         }
         assert sorted(evaluations) == [3, 6]
         assert 0 < evaluations[6] < evaluations[3]
+        (last,) = (row for row in rows(finished[0]) if row["step"] == 6 and "eval_loss" in row)
+        assert last["eval_perplexity"] == math.exp(last["eval_loss"])
+        # A byte is a token, and only ends of documents are tokens without a byte.
+        bits_per_token = last["eval_loss"] / math.log(2)
+        assert bits_per_token <= last["eval_bits_per_byte"] < 1.05 * bits_per_token
 
     def test_run_directory_has_checkpoints_events_profile_and_config(self, finished):
         root, _ = finished

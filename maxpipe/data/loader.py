@@ -17,7 +17,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import EncodedDocuments, Split
+from maxpipe.data.documents import EncodedDocuments, Split, notes_of
 from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import load_tokenizer
 
@@ -40,15 +40,21 @@ class Loader(Iterator[Batch]):
       iterators: worker w yields (batch, state) of rows w::len(iterators).
       state: int64 [R, 3], the state before the first batch.
       num_documents: of the split, over all sources.
+      notes: what is to be said of the documents.
 
     Attributes:
-      num_documents: as given.
+      num_documents, notes: as given.
     """
 
     def __init__(
-        self, iterators: "list[grain.DatasetIterator]", state: np.ndarray, num_documents: int
+        self,
+        iterators: "list[grain.DatasetIterator]",
+        state: np.ndarray,
+        num_documents: int,
+        notes: Sequence[str] = (),
     ):
         self.num_documents = num_documents
+        self.notes = notes
         self._iterators = iterators
         self._skipped: set[str] = set()
         self._is_closed = False
@@ -147,7 +153,7 @@ def make_loader(
     workers = min(max(data.num_workers, 1), len(rows))
     states = [state[worker::workers] for worker in range(workers)]
     iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
-    return Loader(iterators, state, len(documents))
+    return Loader(iterators, state, len(documents), notes_of(documents))
 
 
 def global_batch_size(config: Config, split: Split) -> int:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,8 +31,11 @@ class Tokenizer(Protocol):
       eos_id: ends a document.
       bos_id: begins a document; None if the vocabulary has no such token.
       pad_id: fills sequences; never a target.
+      token_bytes: bytes of text that each id stands for, int32 [vocab_size], 0 for special ids;
+        None if they cannot be told exactly.
     """
 
+    token_bytes: np.ndarray | None
     vocab_size: int
     eos_id: int
     bos_id: int | None
@@ -89,6 +92,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     pad_id = 258
+    token_bytes: np.ndarray | None = np.array([1] * 256 + [0] * 3, np.int32)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes of the text, int32 [bytes]."""
@@ -103,10 +107,14 @@ class ByteTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece model (`tokenizer.model`), read by the `sentencepiece` library.
 
+    Its pieces stand for normalised text, so the bytes of a token cannot be told exactly.
+
     Raises:
       ConfigError: there is no such file, it is not a model or has no end-of-document token, or the
         library is not installed.
     """
+
+    token_bytes: np.ndarray | None = None
 
     def __init__(self, path: str):
         with optional("sentencepiece", "data", "data.tokenizer"):
@@ -180,6 +188,7 @@ class HuggingFaceTokenizer:
         self.eos_id = vocabulary[special["eos_token"]]
         self.bos_id = vocabulary.get(special["bos_token"])
         self.pad_id = vocabulary.get(special["pad_token"], self.eos_id)
+        self.token_bytes = _token_bytes(json.loads(self._tokenizer.to_str()), vocabulary)
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens]."""
@@ -188,6 +197,32 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids` without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+
+def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
+    """Return the bytes of each token of a byte-level tokenizer, int32 [ids]; None for others.
+
+    Such a tokenizer writes each byte as one character, so a token has as many bytes as characters.
+    Special tokens have none, other added tokens are written as they are.
+
+    Args:
+      tokenizer: content of the tokenizer.json.
+      vocabulary: ids by token, added tokens included.
+    """
+    steps = tokenizer.get("pre_tokenizer") or {}
+    levels = [
+        step
+        for step in steps.get("pretokenizers", [steps])
+        if isinstance(step, Mapping) and step.get("type") == "ByteLevel"
+    ]
+    if not levels or any(step.get("add_prefix_space") for step in levels):
+        return None  # a prefix is a byte that the text does not have
+    counts = np.zeros(max(vocabulary.values()) + 1, np.int32)
+    for token, index in vocabulary.items():
+        counts[index] = len(token)
+    for added in tokenizer.get("added_tokens") or ():
+        counts[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return counts
 
 
 def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.chips import chip_for, device_memory
 from maxpipe.devices.mesh import build_mesh, num_slices
@@ -173,6 +174,8 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
+    for note in loader.notes:
+        log(f"data.path: {note}{_held_out(config, eval_loader)}")
     fingerprint = fingerprint_data(config)
     versions = package_versions()
     resume_step = step_to_resume(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
@@ -219,7 +222,16 @@ def start_run(
         meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
+        token_bytes=token_bytes(config),
     )
+
+
+def token_bytes(config: Config) -> np.ndarray | None:
+    """Return the bytes of text of each token id, int32 [model.vocab_size]; None if unknown."""
+    counts = getattr(load_tokenizer(config.data.tokenizer), "token_bytes", None)
+    if counts is None:
+        return None
+    return np.pad(counts, (0, config.model.vocab_size - len(counts)))
 
 
 def claim_run_directory(config: Config, directory: RunDirectory) -> None:
@@ -269,6 +281,14 @@ def _continue_loader(
     if "data" in config.checkpoint.accept_changes and meta.get(FINGERPRINT):
         state = moved_state(state, meta[FINGERPRINT][DOCUMENTS], loader.num_documents)
     return make_loader(config, "train", place.rows, state)
+
+
+def _held_out(config: Config, eval_loader: Loader | None) -> str:
+    """Return how many documents are held out, as the end of a line about the data."""
+    if eval_loader is None or config.data.eval_path or config.data.mixture:
+        return ""
+    count = f"{eval_loader.num_documents:,} of them are held out for evaluation"
+    return f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
 
 
 def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:

@@ -59,10 +59,16 @@ def check_tokenizer(c: Config) -> None:
         raise ConfigError(Problem("data.tokenizer", message))
 
 
-@rule("data.source", "data.path", "data.mixture")
+@rule("data.source", "data.path", "data.eval_path", "data.mixture")
 def check_data_path(c: Config) -> None:
     """Refuse a path for a source that reads none."""
     source = c.data.source
+    if c.data.eval_path and _reads_no_path(source):
+        message = (
+            f"data.source={source} reads no path, and it reads the validation set"
+            f"{' of a mixture, too' if c.data.mixture else ''}: {_propose_readers('data.source=')}"
+        )
+        raise ConfigError(Problem("data.eval_path", message))
     if c.data.path and not c.data.mixture and _reads_no_path(source):
         message = f"data.source={source} reads no path: {_propose_readers('data.source=')}"
         raise ConfigError(Problem("data.path", message))

@@ -33,8 +33,15 @@ SKIPPED_DIRECTORIES = {
 }
 
 
-def text(config: DataConfig) -> FileDocuments:
+LEAST_PIECE = 4096  # bytes of a piece of a single text file
+LEAST_PIECES = 10  # of a file of which a share is held out
+
+
+def text(config: DataConfig) -> "FileDocuments | TextPieces":
     """Return the files of `data.path` in sorted order without empty ones.
+
+    A single file is read in pieces, so that part of it can be held out; with data.eval_fraction=0
+    and no validation set it is one document.
 
     Raises:
       ConfigError: there is no file, or all are empty.
@@ -43,7 +50,76 @@ def text(config: DataConfig) -> FileDocuments:
     paths = [path for path in paths if Path(path).stat().st_size]
     if not paths:
         raise ConfigError(Problem("data.path", f"every file at {config.path!r} is empty"))
+    if len(paths) == 1 and (config.eval_fraction or config.eval_path):
+        least = 1 if config.eval_path else LEAST_PIECES
+        return TextPieces(paths[0], 16 * config.sequence_length, least)
     return FileDocuments(paths)
+
+
+class TextPieces:
+    """The pieces of one UTF-8 text file, cut after a line where there is one.
+
+    Args:
+      path: a file that is not empty; it is scanned once here.
+      size: bytes of a piece; `LEAST_PIECE` if that is more.
+      least: pieces of a file that has fewer of that size.
+
+    Attributes:
+      notes: what is to be said of the documents.
+    """
+
+    def __init__(self, path: str, size: int, least: int):
+        version = version_of(path)
+        size = min(max(size, LEAST_PIECE), -(-version[0] // least))
+        self._path = path
+        self._pieces = _cut(path, *version, size)
+        self.notes = (
+            f"{path} is one text file: read as {len(self._pieces):,} documents of up to "
+            f"{size:,} bytes",
+        )
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> str:
+        """Return the text of a piece.
+
+        Raises:
+          BadDocument: it is not UTF-8; names file and byte.
+        """
+        start, end = self._pieces[index].tolist()
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(start)
+                return file.read(end - start).decode("utf-8")
+        except UnicodeDecodeError as error:
+            message = f"{self._path} is not UTF-8 text: byte {start + error.start}"
+            raise BadDocument(Problem("data.path", message)) from error
+        except OSError as error:
+            message = f"{self._path} cannot be read: {error.strerror}"
+            raise ConfigError(Problem("data.path", message)) from error
+
+
+@lru_cache(maxsize=16)
+def _cut(path: str, size: int, mtime_ns: int, piece: int) -> np.ndarray:
+    """Return start and end in bytes of each piece, int64 [pieces, 2]."""
+    del mtime_ns  # part of the cache's key only
+    content = np.memmap(path, np.uint8, mode="r")
+    ends = []
+    start = 0
+    while start < size:
+        end = min(start + piece, size)
+        if end < size:
+            lines = np.flatnonzero(content[start:end] == ord("\n"))
+            if lines.size:
+                end = start + int(lines[-1]) + 1
+            else:
+                # Not in the middle of a character, which has at most three further bytes.
+                inside = (content[max(start + 1, end - 3) : end + 1] & 0xC0) == 0x80
+                end -= int(np.argmin(inside[::-1])) if not inside.all() else 0
+        ends.append(end)
+        start = end
+    return np.stack([np.array([0, *ends[:-1]]), np.array(ends)], axis=1).astype(np.int64)
 
 
 def python_stdlib(config: DataConfig) -> FileDocuments:
