@@ -369,21 +369,36 @@ class DataSource:
     Attributes:
       implementation: "module:function".
       needs_path: whether `data.path` says where the documents are; other sources read no path.
+      suffixes: endings of the files that are read in a directory.
+      companion: ending of a file next to each of them that is read with it, "" if there is none.
+      version: "module:function" of a source without a path: returns a text that changes whenever
+        the documents do. "" for documents that never change.
     """
 
     implementation: str
     needs_path: bool = True
+    suffixes: tuple[str, ...] = ("",)
+    companion: str = ""
+    version: str = ""
 
 
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
-    "array_record": DataSource(_SOURCES + "array_record:array_record"),
-    "jsonl": DataSource(_SOURCES + "text:jsonl"),
-    "parquet": DataSource(_SOURCES + "parquet:parquet"),
-    "python_stdlib": DataSource(_SOURCES + "text:python_stdlib", needs_path=False),
+    "array_record": DataSource(
+        _SOURCES + "array_record:array_record", suffixes=(".array_record", ".arrayrecord")
+    ),
+    "jsonl": DataSource(_SOURCES + "text:jsonl", suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst")),
+    "parquet": DataSource(_SOURCES + "parquet:parquet", suffixes=(".parquet",)),
+    "python_stdlib": DataSource(
+        _SOURCES + "text:python_stdlib",
+        needs_path=False,
+        version=_SOURCES + "text:version_of_stdlib",
+    ),
     "synthetic": DataSource(_SOURCES + "tokens:synthetic", needs_path=False),
     "text": DataSource(_SOURCES + "text:text"),
-    "token_bin": DataSource(_SOURCES + "tokens:token_bin"),
+    "token_bin": DataSource(
+        _SOURCES + "tokens:token_bin", suffixes=(".bin", ".npy"), companion=".idx.npy"
+    ),
 }
 
 
