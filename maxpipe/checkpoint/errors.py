@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LINES_SHOWN = 20
+NAMES_SHOWN = 3
 
 
 class CheckpointDamaged(RuntimeError):
@@ -16,6 +17,21 @@ class CheckpointUnreadable(RuntimeError):
 
 class CheckpointSaveError(RuntimeError):
     """A save failed; a background failure is raised at the next step, at the latest at the end."""
+
+
+class StateNotFinite(RuntimeError):
+    """A state with numbers that are not finite, or nearly so, was to be saved; nothing is written.
+
+    Args:
+      step: after which the state was taken.
+      names: of the arrays that are not finite.
+    """
+
+    def __init__(self, step: int, names: Sequence[str]):
+        assert names
+        shown = ", ".join(names[:NAMES_SHOWN])
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        super().__init__(f"the state after step {step} is not finite ({shown}{more})")
 
 
 class CheckpointMismatch(ValueError):

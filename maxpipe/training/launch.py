@@ -219,8 +219,11 @@ def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:
     step, last_step = current.step, current.config.steps
     if exit_code:
         saved_step = max(current.checkpointer.steps(), default=None)
-        saved = "nothing is saved" if saved_step is None else f"step {saved_step} is saved"
-        return f"stopped after step {step} of {last_step}, {saved} in {root}; exit code {exit_code}"
+        if saved_step is None:
+            saved = f"nothing is saved in {root}, so the next start begins with step 1"
+        else:
+            saved = f"step {saved_step} is saved in {root}, from which the next start continues"
+        return f"stopped after step {step} of {last_step}, {saved}; exit code {exit_code}"
     if step < last_step:
         remedy = "the same command without it goes on"
         return f"stopped after step {step} of {last_step} (stop_after); {remedy}"
