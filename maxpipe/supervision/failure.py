@@ -19,10 +19,17 @@ from maxpipe.checkpoint.errors import (
 from maxpipe.config.cli import CONFIG_ERROR, print_problems
 from maxpipe.config.errors import ConfigError
 from maxpipe.devices.processes import coordinator
+from maxpipe.telemetry.sink import TelemetryError
 
 FAILED = 1
 # Errors whose messages say all that a user can act on.
-EXPLAINED = (CheckpointDamaged, CheckpointMismatch, CheckpointSaveError, CheckpointUnreadable)
+EXPLAINED = (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointSaveError,
+    CheckpointUnreadable,
+    TelemetryError,
+)
 
 _REASON = "maxpipe/config_error"  # in the store of the coordination service: why the run ends
 _POLL_SECONDS = 1.0

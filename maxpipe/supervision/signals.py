@@ -6,7 +6,9 @@ import threading
 from types import TracebackType
 from typing import Self
 
-PREEMPTED, INTERRUPTED = 75, 130  # EX_TEMPFAIL of sysexits.h; 128 + SIGINT
+from maxpipe.config.terminal import INTERRUPTED
+
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class Interruption:

@@ -6,11 +6,16 @@ from pathlib import Path
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
+from maxpipe.telemetry.sink import Sink
 from maxpipe.telemetry.writers import MetricsFile, TensorBoard
+
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 
 
 class Recorder:
     """Writes each finished step to `metrics.jsonl`, each `log_every`-th to console and TensorBoard.
+
+    What cannot be written is said once, or raises `TelemetryError` with `telemetry.required`.
 
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
@@ -51,10 +56,6 @@ class Recorder:
         self._last_step = config.steps
         if not is_main:
             return
-        self._metrics = MetricsFile(run_dir / "metrics.jsonl", start_step)
-        self._tensorboard = (
-            TensorBoard(run_dir / "tensorboard", start_step) if self._log_every else None
-        )
         self._console = Console(
             total_steps=config.steps,
             start_step=start_step,
@@ -62,6 +63,24 @@ class Recorder:
             tokens_per_step=tokens_per_step,
             flops_per_step=flops_per_step,
             peak_flops=peak_flops,
+        )
+        is_required = config.telemetry.required
+        self._metrics = Sink(
+            str(run_dir / METRICS),
+            lambda: MetricsFile(run_dir / METRICS, start_step),
+            is_required=is_required,
+            say=self._console.say,
+            tries_again=True,
+        )
+        self._tensorboard = (
+            Sink(
+                str(run_dir / TENSORBOARD),
+                lambda: TensorBoard(run_dir / TENSORBOARD, start_step),
+                is_required=is_required,
+                say=self._console.say,
+            )
+            if self._log_every
+            else None
         )
 
     def step(
@@ -96,22 +115,21 @@ class Recorder:
             f"{row.keys() & extra.keys()} would hide values of the step"
         )
         row.update(extra)
-        self._metrics.write(row)
+        self._metrics.use(lambda file: file.write(row))
         self._console.step(Progress(step, loss, learning_rate, step_seconds))
         if self._tensorboard is not None and self._is_logged(step):
-            self._tensorboard.write(
-                step, {f"train/{key}": row[key] for key in row if key != "step"}
-            )
+            scalars = {f"train/{key}": row[key] for key in row if key != "step"}
+            self._tensorboard.use(lambda events: events.write(step, scalars))
 
     def evaluation(self, step: int, eval_loss: float) -> None:
         """Record the loss on held-out data after `step`, nats per token."""
         if not self._is_main:
             return
-        self._metrics.write({"step": step, "eval_loss": eval_loss})
+        self._metrics.use(lambda file: file.write({"step": step, "eval_loss": eval_loss}))
         self._console.say(f"step {step}/{self._last_step}  eval loss {eval_loss:.4f}")
         if self._tensorboard is not None:
-            self._tensorboard.write(step, {"eval/loss": eval_loss})
-            self._tensorboard.flush()
+            self._tensorboard.use(lambda events: events.write(step, {"eval/loss": eval_loss}))
+            self._tensorboard.use(TensorBoard.flush)
 
     def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
         """Record where the time of this process went; called after everything else.
@@ -122,8 +140,9 @@ class Recorder:
         """
         if not self._is_main:
             return
-        row = goodput_row(seconds, self._metrics.lost_seconds)
-        self._metrics.write({"step": step, **row})
+        metrics = self._metrics.writer
+        row = goodput_row(seconds, metrics.lost_seconds if metrics else 0.0)
+        self._metrics.use(lambda file: file.write({"step": step, **row}))
         self._console.close()  # prints the last step before the account
         self._console.say(goodput_line(row))
 
@@ -137,9 +156,9 @@ class Recorder:
         if not self._is_main:
             return
         self._console.close()
-        self._metrics.close()
+        self._metrics.close(MetricsFile.close)
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            self._tensorboard.close(TensorBoard.close)
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step in (self._first_step, self._last_step)

@@ -19,6 +19,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import emit
 from maxpipe.data.loader import Loader, make_loader
 from maxpipe.devices import processes
 from maxpipe.devices.chips import chip_for, device_memory
@@ -98,7 +99,7 @@ def run(
 def log(text: str) -> None:
     """Print a line, on process 0 only."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        emit(text)
 
 
 def open_run_directory(config: Config) -> tuple[RunDirectory, Checkpointer]:
@@ -151,6 +152,7 @@ def start_run(
         )
         state, step = trainer.from_canonical(restored.state), restored.step
         loader = _continue_loader(loader, config, place, restored.iterator)
+    recorder = build_recorder(config, mesh, directory, step)
     return Run(
         config=config,
         trainer=trainer,
@@ -160,8 +162,13 @@ def start_run(
         place=place,
         place_eval=place_eval,
         checkpointer=checkpointer,
-        recorder=build_recorder(config, mesh, directory, step),
-        profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
+        recorder=recorder,
+        profiler=Profiler(
+            config.telemetry.profile_steps,
+            directory.root / "profile",
+            is_required=config.telemetry.required,
+            say=recorder.say,
+        ),
         meta={"config": asdict(config), "versions": package_versions()},
         supervision=supervision,
         eval_loader=eval_loader,

@@ -233,6 +233,11 @@ class TelemetryConfig:
     log_every: int = option(
         10, "write to the console and TensorBoard every this many steps; 0 = never", minimum=0
     )
+    required: bool = option(
+        False,
+        "end with exit code 1 when metrics, TensorBoard events or profiler traces cannot be "
+        "written; false = warn once and continue",
+    )
     batch_digest: bool = option(
         False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"
     )
