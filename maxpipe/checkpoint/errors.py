@@ -1,10 +1,27 @@
 """What can go wrong with a checkpoint, one class for each thing the user has to do about it."""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
 LINES_SHOWN = 20
 NAMES_SHOWN = 3
+
+
+# Errors of a file system that may pass, or that are about this process, not about the file.
+_PASSING = (
+    "EACCES",
+    "EAGAIN",
+    "EINTR",
+    "EIO",
+    "EMFILE",
+    "ENFILE",
+    "ENOMEM",
+    "EPERM",
+    "ESTALE",
+    "ETIMEDOUT",
+)
+PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING)
 
 
 class CheckpointDamaged(RuntimeError):

@@ -121,16 +121,19 @@ class RunDirectory:
     def _recorded_configs(self, steps: list[int]) -> Iterator[Mapping[str, Any]]:
         """Yield the readable configurations: `config.yml`, then the checkpoints', newest first."""
         try:
-            written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            is_file = self.config_file.is_file()  # a pipe would never end
+            text = self.config_file.read_text(encoding="utf-8") if is_file else ""
+            written = yaml.safe_load(text)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             written = None  # lost or torn; the checkpoints have it too
         if isinstance(written, Mapping):
             yield written
         for step in reversed(steps):
             try:
-                record = json.loads(record_file(step_path(self.checkpoints, step)).read_bytes())
+                file = record_file(step_path(self.checkpoints, step))
+                record = json.loads(file.read_bytes() if file.is_file() else b"")
                 saved = record["meta"]["config"]
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 continue
             if isinstance(saved, Mapping):
                 yield saved
