@@ -12,13 +12,18 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import Array, named_leaves, saveable
-from maxpipe.checkpoint.digest import digests
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
+from maxpipe.checkpoint.digest import summaries
+from maxpipe.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointSaveError,
+    CheckpointUnreadable,
+    StateNotFinite,
+)
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.mirror_sync import MirrorSync
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.policies import Retention, SaveTimer
-from maxpipe.checkpoint.reader import Restored, read_step
+from maxpipe.checkpoint.reader import PARAMS, Restored, read_step
 from maxpipe.checkpoint.record import ITERATOR, Leaf, Record
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
 from maxpipe.config.sections import CheckpointConfig
@@ -132,6 +137,8 @@ class Checkpointer:
 
         Raises:
           CheckpointSaveError: the previous save failed, or this one could not be started.
+          StateNotFinite: an array of the state holds NaN or infinity, or a parameter a number whose
+            square is infinite; raised in all processes.
           TypeError, ValueError: a leaf is not an array, or `meta` is not JSON.
         """
         if step == self._latest:
@@ -142,7 +149,7 @@ class Checkpointer:
         self._timer.began()
         # A save has to copy the state to the host, also in a loop that forbids transfers.
         with jax.transfer_guard("allow"):
-            record = Record(step, meta, _describe(arrays)).to_json()
+            record = Record(step, meta, _describe(step, arrays)).to_json()
             self._latest = step
             self._retention.note(step, meta)
             # Before the save has begun, a committed step of this number is one that it replaces.
@@ -327,10 +334,21 @@ class Checkpointer:
             self._log_in_process_0(message)
 
 
-def _describe(arrays: dict[str, Array]) -> dict[str, Leaf]:
-    """Return shape, dtype and digest of every array."""
-    digest_of = digests(arrays)
+def _describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
+    """Return shape, dtype and digest of every array.
+
+    Raises:
+      StateNotFinite: a number is not finite, or so large a parameter that its norm is not.
+    """
+    summary_of = summaries(arrays)
+    names = [
+        name
+        for name, summary in summary_of.items()
+        if not (summary.has_finite_squares if name.startswith(f"{PARAMS}.") else summary.is_finite)
+    ]
+    if names:
+        raise StateNotFinite(step, names)
     return {
-        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, digest_of[name])
+        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, summary_of[name].digest)
         for name, array in arrays.items()
     }

@@ -28,6 +28,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
+from maxpipe.storage.object_store import Deadline
+
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
@@ -233,11 +235,13 @@ class LeaseObjects:
     Args:
       url: such as `s3://bucket/runs/base`.
       store: the fsspec file system that the URL belongs to.
+      deadline: of its answers.
     """
 
-    def __init__(self, url: str, store: "AbstractFileSystem"):
+    def __init__(self, url: str, store: "AbstractFileSystem", deadline: Deadline):
         self._url = url.rstrip("/")
         self._store = store
+        self._deadline = deadline
 
     def __str__(self) -> str:
         return self._url
@@ -245,27 +249,32 @@ class LeaseObjects:
     def read(self, name: str) -> Entry | None:
         path = f"{self._url}/{name}"
         try:
-            text = self._store.cat_file(path).decode(errors="replace")
-            return Entry(text, self._store.modified(path).timestamp())
+            content = self._deadline.wait(lambda: self._store.cat_file(path))
+            modified = self._deadline.wait(lambda: self._store.modified(path))
+            return Entry(content.decode(errors="replace"), modified.timestamp())
         except FileNotFoundError:
             return None
 
     def create(self, name: str, text: str) -> bool:
         try:
-            self._store.pipe_file(f"{self._url}/{name}", text.encode(), mode="create")
+            self._write(name, text, mode="create")
         except FileExistsError:
             return False
         return True
 
     def replace(self, name: str, text: str) -> None:
-        self._store.pipe_file(f"{self._url}/{name}", text.encode())
+        self._write(name, text)
 
     def renew(self, name: str, text: str) -> None:
         self.replace(name, text)
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._store.rm_file(f"{self._url}/{name}")
+            self._deadline.wait(lambda: self._store.rm_file(f"{self._url}/{name}"))
+
+    def _write(self, name: str, text: str, mode: str = "overwrite") -> None:
+        path = f"{self._url}/{name}"
+        self._deadline.wait(lambda: self._store.pipe_file(path, text.encode(), mode=mode))
 
     def is_gone(self) -> bool:
         return False  # an object store has no directories

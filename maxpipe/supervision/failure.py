@@ -22,6 +22,7 @@ from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
 from maxpipe.supervision.ending import FAILED, leave
+from maxpipe.telemetry.sink import TelemetryError
 
 # Errors whose messages say all that a user can act on.
 EXPLAINED = (
@@ -30,6 +31,7 @@ EXPLAINED = (
     CheckpointSaveError,
     CheckpointUnreadable,
     LeaseLost,
+    TelemetryError,
 )
 
 _REASON = "maxpipe/end"  # in the store of the coordination service: exit code, and why the run ends

@@ -6,9 +6,10 @@ import threading
 from types import TracebackType
 from typing import Self
 
+from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.supervision.ending import is_one_of_several, leave
 
-PREEMPTED, INTERRUPTED = 75, 130  # EX_TEMPFAIL of sysexits.h; 128 + SIGINT
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class Interruption:

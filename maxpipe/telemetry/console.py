@@ -9,6 +9,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from maxpipe.config.terminal import emit
+
 WINDOW = 20  # steps of the running median
 
 
@@ -94,7 +96,7 @@ class Console:
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
-            print(text, file=self._stream, flush=True)
+            emit(text, self._stream)
 
     def close(self) -> None:
         """Show the last step if it has not been printed, as when a run is stopped early."""
@@ -107,7 +109,7 @@ class Console:
 
     def _print_step(self) -> None:
         assert self._unprinted is not None
-        print(self._line(self._unprinted), file=self._stream, flush=True)
+        emit(self._line(self._unprinted), self._stream)
         self._unprinted = None
 
     def _line(self, progress: Progress) -> str:

@@ -2,17 +2,23 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import methodcaller
 from pathlib import Path
 
 from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
+from maxpipe.telemetry.sink import Sink
 from maxpipe.telemetry.writers import MetricsFile, TensorBoard
+
+METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 
 
 class Recorder:
     """Writes each finished step to `metrics.jsonl`, each `log_every`-th to console and TensorBoard.
+
+    What cannot be written is said once, or raises `TelemetryError` with `telemetry.required`.
 
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
@@ -53,16 +59,30 @@ class Recorder:
         self._last_step = config.steps
         if not is_main:
             return
-        self._metrics = MetricsFile(run_dir / "metrics.jsonl", start_step)
-        self._tensorboard = (
-            TensorBoard(run_dir / "tensorboard", start_step) if self._log_every else None
-        )
         self._console = Console(
             total_steps=config.steps,
             start_step=start_step,
             log_every=self._log_every,
             tokens_per_step=tokens_per_step,
             peak_seconds=peak_seconds,
+        )
+        is_required = config.telemetry.required
+        self._metrics = Sink(
+            str(run_dir / METRICS),
+            lambda: MetricsFile(run_dir / METRICS, start_step),
+            is_required=is_required,
+            say=self._console.say,
+            tries_again=True,
+        )
+        self._tensorboard = (
+            Sink(
+                str(run_dir / TENSORBOARD),
+                lambda: TensorBoard(run_dir / TENSORBOARD, start_step),
+                is_required=is_required,
+                say=self._console.say,
+            )
+            if self._log_every
+            else None
         )
 
     def step(
@@ -97,18 +117,18 @@ class Recorder:
             f"{row.keys() & extra.keys()} would hide values of the step"
         )
         row.update(extra)
-        self._metrics.write(row)
+        self._metrics.use(lambda file: file.write(row))
         self._console.step(Progress(step, loss, learning_rate, step_seconds))
         if self._tensorboard is not None and self._is_logged(step):
-            self._tensorboard.write(
-                step, {f"train/{key}": row[key] for key in row if key != "step"}
-            )
+            scalars = {f"train/{key}": row[key] for key in row if key != "step"}
+            self._tensorboard.use(lambda events: events.write(step, scalars))
 
     def changes(self, step: int, changes: Iterable[Change]) -> None:
         """Record what this start has changed since `step`, from which it resumes."""
         if self._is_main:
             for change in changes:
-                self._metrics.write_change(step, change.key, change.before, change.now)
+                fields = step, change.key, change.before, change.now
+                self._metrics.use(methodcaller("write_change", *fields))
 
     def evaluation(self, step: int, eval_loss: float, bits_per_byte: float | None = None) -> None:
         """Record an evaluation on held-out data after `step`.
@@ -126,12 +146,13 @@ class Recorder:
         if bits_per_byte is not None:
             values["bits_per_byte"] = bits_per_byte
             parts.append(f"{bits_per_byte:.4f} bits/byte")
-        row = {f"eval_{name}": value for name, value in values.items()}
-        self._metrics.write({"step": step, **row})
+        row = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
+        self._metrics.use(lambda file: file.write(row))
         self._console.say("  ".join([f"step {step}/{self._last_step}", *parts]))
         if self._tensorboard is not None:
-            self._tensorboard.write(step, {f"eval/{name}": v for name, v in values.items()})
-            self._tensorboard.flush()
+            scalars = {f"eval/{name}": value for name, value in values.items()}
+            self._tensorboard.use(lambda events: events.write(step, scalars))
+            self._tensorboard.use(TensorBoard.flush)
 
     def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
         """Record where the time of this process went; called after everything else.
@@ -142,8 +163,9 @@ class Recorder:
         """
         if not self._is_main:
             return
-        row = goodput_row(seconds, self._metrics.lost_seconds)
-        self._metrics.write({"step": step, **row})
+        metrics = self._metrics.writer
+        row = goodput_row(seconds, metrics.lost_seconds if metrics else 0.0)
+        self._metrics.use(lambda file: file.write({"step": step, **row}))
         self._console.close()  # prints the last step before the account
         self._console.say(goodput_line(row))
 
@@ -157,9 +179,9 @@ class Recorder:
         if not self._is_main:
             return
         self._console.close()
-        self._metrics.close()
+        self._metrics.close(MetricsFile.close)
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            self._tensorboard.close(TensorBoard.close)
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step in (self._first_step, self._last_step)

@@ -22,6 +22,7 @@ from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
+from maxpipe.config.terminal import emit
 from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.data.tokenizers import load_tokenizer
@@ -118,7 +119,7 @@ def run(
 def log(text: str) -> None:
     """Print a line, on process 0 only."""
     if jax.process_index() == 0:
-        print(text, flush=True)
+        emit(text)
 
 
 @contextmanager
@@ -245,7 +246,12 @@ def start_run(
         place_eval=place_eval,
         checkpointer=checkpointer,
         recorder=recorder,
-        profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
+        profiler=Profiler(
+            config.telemetry.profile_steps,
+            directory.root / "profile",
+            is_required=config.telemetry.required,
+            say=recorder.say,
+        ),
         meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
@@ -331,8 +337,11 @@ def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:
     step, last_step = current.step, current.config.steps
     if exit_code:
         saved_step = max(current.checkpointer.steps(), default=None)
-        saved = "nothing is saved" if saved_step is None else f"step {saved_step} is saved"
-        return f"stopped after step {step} of {last_step}, {saved} in {root}; exit code {exit_code}"
+        if saved_step is None:
+            saved = f"nothing is saved in {root}, so the next start begins with step 1"
+        else:
+            saved = f"step {saved_step} is saved in {root}, from which the next start continues"
+        return f"stopped after step {step} of {last_step}, {saved}; exit code {exit_code}"
     if step < last_step:
         remedy = "the same command without it goes on"
         return f"stopped after step {step} of {last_step} (stop_after); {remedy}"

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxpipe.checkpoint.errors import StateNotFinite
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.config.sections import Config
@@ -63,8 +64,16 @@ def train(run: Run) -> int:
     """Train to the last step, or until a signal asks to stop.
 
     Returns:
-      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row were not finite.
+      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row were not finite,
+      or the state to save is not.
     """
+    try:
+        return _train(run)
+    except StateNotFinite as error:
+        return _diverged(run, f"{error}: the learning rate is too high for the update")
+
+
+def _train(run: Run) -> int:
     config, clock, signals = run.config, run.supervision.time, run.supervision.interruption
     last_step = min(config.steps, config.stop_after or config.steps)
     step_log = StepLog(
@@ -97,7 +106,7 @@ def train(run: Run) -> int:
                 step_log.finish()
             run.profiler.after(run.step)
             if step_log.has_diverged:
-                return _diverged(run)
+                return _too_many_skips(run, step_log, saved_step)
             # 3. Evaluate and save.
             if due.evaluate:
                 evaluate(run)
@@ -107,7 +116,7 @@ def train(run: Run) -> int:
             step_log.resume()
         step_log.finish()
         if step_log.has_diverged:
-            return _diverged(run)
+            return _too_many_skips(run, step_log, saved_step)
         saves = config.checkpoint.every or config.checkpoint.every_minutes
         if saves and run.step > saved_step and step_log.last_is_finite:
             save(run)
@@ -135,13 +144,24 @@ def _due(run: Run) -> _Due:
     )
 
 
-def _diverged(run: Run) -> int:
-    """Report that too many steps were not finite, and return the exit code."""
-    run.recorder.say(
-        f"{run.config.optimizer.max_consecutive_skips} steps in a row were not finite "
-        f"(optimizer.max_consecutive_skips); stopped without saving. Lower "
-        f"optimizer.learning_rate and start again: the run continues from its last checkpoint"
-    )
+def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
+    """End a run after the last recorded step; a step dispatched after it counts for nothing."""
+    run.step = step_log.last_step
+    count = run.config.optimizer.max_consecutive_skips
+    remedy = ""
+    if saved_step and saved_step == run.step - count:
+        remedy = (
+            f". They began with what is saved as step {saved_step}; if the next start ends like "
+            f"this, go back to an earlier step with checkpoint.resume, or choose another run_name"
+        )
+    reason = f"{count} steps in a row were not finite (optimizer.max_consecutive_skips)"
+    return _diverged(run, reason, remedy)
+
+
+def _diverged(run: Run, reason: str, remedy: str = "") -> int:
+    """Report why a run cannot continue from its state, and return the exit code."""
+    lower = "Lower optimizer.learning_rate and start again"
+    run.recorder.say(f"{reason}; stopped without saving. {lower}{remedy}")
     return DIVERGED
 
 
@@ -223,6 +243,10 @@ class StepLog:
       recorder: where steps are written.
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
       progress: called with the name of each finished step.
+
+    Attributes:
+      last_step: the last recorded step, 0 before the first.
+      last_is_finite: whether its loss and gradients were finite.
     """
 
     def __init__(
@@ -234,6 +258,7 @@ class StepLog:
         self._pending: tuple[int, Metrics] | None = None
         self._since = time.perf_counter()
         self._skips_in_row = 0
+        self.last_step = 0
         self.last_is_finite = True
 
     @property
@@ -254,6 +279,7 @@ class StepLog:
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self._progress(f"step {step}")
+        self.last_step = step
         self.last_is_finite = values.pop("finite")
         self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
         if values["skipped"]:

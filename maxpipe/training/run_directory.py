@@ -186,7 +186,9 @@ class RunDirectory:
                 if isinstance(meta["config"], Mapping):
                     yield meta
         try:
-            written = yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+            is_file = self.config_file.is_file()  # a pipe would never end
+            text = self.config_file.read_text(encoding="utf-8") if is_file else ""
+            written = yaml.safe_load(text)
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             written = None  # lost or torn
         if isinstance(written, Mapping):

@@ -21,7 +21,7 @@ from maxpipe.storage.lease import (
     PlaceInUse,
     acquire,
 )
-from maxpipe.storage.object_store import open_store
+from maxpipe.storage.object_store import Deadline, open_store
 
 HOLD = """
 import sys, time
@@ -269,7 +269,9 @@ def test_lease_import_does_not_import_jax():
 
 def test_lease_in_an_object_store_is_refused_taken_over_and_released(s3, lines):
     s3.create_bucket(Bucket="leases")
-    place = LeaseObjects("s3://leases/runs/base", open_store("s3://", "checkpoint.mirror"))
+    place = LeaseObjects(
+        "s3://leases/runs/base", open_store("s3://", "checkpoint.mirror"), Deadline(30)
+    )
     lease = acquire(place, Owner.this_process(), lines.append)
     lease.verify()
     with pytest.raises(PlaceInUse, match="s3://leases/runs/base is in use by process"):

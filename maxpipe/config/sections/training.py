@@ -230,6 +230,12 @@ class CheckpointConfig:
         "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint, from which a "
         "run can resume when its directory is lost; empty = none",
     )
+    mirror_deadline_seconds: float = option(
+        300,
+        "end with exit code 1 when the mirror has neither answered nor taken a part of a file for "
+        "this long; 0 = never",
+        minimum=0,
+    )
     resume: str = option("auto", "auto, never, must, or the number of the step to resume from")
     convert_dtype: bool = option(
         False,
@@ -248,6 +254,11 @@ class TelemetryConfig:
 
     log_every: int = option(
         10, "write to the console and TensorBoard every this many steps; 0 = never", minimum=0
+    )
+    required: bool = option(
+        False,
+        "end with exit code 1 when metrics, TensorBoard events or profiler traces cannot be "
+        "written; false = warn once and continue",
     )
     batch_digest: bool = option(
         False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"
