@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from helpers.documentation import COMMANDS, PAGES, REPOSITORY, TEXT, commands, fences
 
 from maxpipe import compile as compile_command
 from maxpipe import generate, schedule, train
@@ -25,12 +25,6 @@ from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
 
-REPOSITORY = Path(__file__).parents[1]
-PAGES = {
-    path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
-    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-}
-TEXT = "\n".join(PAGES.values())
 OPERATIONS = PAGES["docs/operations.md"]
 MAINS = {
     "maxpipe.train": train.main,
@@ -78,24 +72,6 @@ SCRIPTS = {
 }
 # Installing, testing and drawing are the business of other programs.
 OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
-
-
-def fences(language, text=TEXT):
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-def commands(text):
-    """Return all lines of shell fences, and inline code that is a command, without comments."""
-    lines = [line for fence in fences("bash", text) for line in fence.splitlines()]
-    lines += re.findall(r"`(python (?:-m [\w.]+ |scripts/)[^`]*)`", text)
-    words = (shlex.join(shlex.split(line, comments=True)) for line in lines)
-    return [*dict.fromkeys(command for command in words if command)]
-
-
-# The first page that has a command runs it.
-COMMANDS = {
-    command: page for page, text in reversed(PAGES.items()) for command in reversed(commands(text))
-}
 
 
 @pytest.fixture(scope="module")

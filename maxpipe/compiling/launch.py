@@ -16,6 +16,7 @@ from maxpipe.compiling.step import OutOfMemory, StagesTrainer, StepTrainer, writ
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.options import update
+from maxpipe.config.slices import explain_topology
 from maxpipe.devices.chips import device_memory
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
@@ -47,6 +48,8 @@ def launch(
     Raises:
       ConfigError: the configuration does not fit the devices, or a file cannot be written.
     """
+    if understood := explain_topology(loaded.config.compile.topology):
+        _print(understood)
     devices = devices_of(loaded.config)
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
     _check_engine(config, flags)
