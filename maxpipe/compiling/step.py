@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.compiling.report import size
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.imports import install_command
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -67,7 +68,7 @@ class CompiledStep:
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0][:120]
             message = f"this JAX cannot read the compiler's result ({reason})"
-            remedy = "install the libtpu that it was made for: pip install -e '.[tpu]'"
+            remedy = f"install the libtpu that it was made for: {install_command('tpu')}"
             raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
 

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.imports import install_command
 from maxpipe.config.slices import canonical_topology, examples_of
 from maxpipe.devices.chips import Chip, coordinates, slice_of
 
@@ -54,7 +55,7 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         message = (
             f"{topology} needs libtpu, which also works without a TPU; "
-            "install it: pip install -e '.[tpu]'"
+            f"install it: {install_command('tpu')}"
         )
         raise ConfigError(Problem(KEY, message))
     for name, value in _NO_MACHINE.items():

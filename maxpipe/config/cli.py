@@ -2,18 +2,19 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.files import nearest_files
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
 from maxpipe.config.printing import print_config, unused_keys
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.rules.stages import schedules_of
+from maxpipe.config.shipped import names_config, shipped_configs
 from maxpipe.config.values import example, nearest
 
 CONFIG_ERROR = 2
@@ -77,7 +78,9 @@ def parse_args(
       ConfigError: the command line or the config is wrong.
     """
     parser = _Parser(prog=prog, description=description, add_help=False, allow_abbrev=False)
-    parser.add_argument("config", nargs="?", metavar="CONFIG.yml")
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG.yml", help="a YAML file, or the name of a preset"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(
         "--print-config", action="store_true", help="print every value with its source, and exit"
@@ -99,11 +102,9 @@ def parse_args(
     problems = [Problem("", _unknown_flag(word, parser)) for word in unknown]
     path = flags.config
     if path is None or ("=" in path and not path.endswith((".yml", ".yaml"))):
-        near = nearest_files("configs/base.yml")
-        hint = f"; there are {', '.join(near)}" if near else ""
-        raise ConfigError(
-            *problems, Problem("", f"no config file: {prog} CONFIG.yml key=value ...{hint}")
-        )
+        names = ", ".join(shipped_configs())
+        message = f"no config file: {prog} CONFIG.yml key=value ...; presets that ship: {names}"
+        raise ConfigError(*problems, Problem("", message))
     try:
         loaded = load(path, flags.overrides)
     except ConfigError as error:
@@ -206,7 +207,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _help(parser: argparse.ArgumentParser, key: str) -> str:
-    if key and not key.endswith((".yml", ".yaml")):
+    if key and not names_config(key):
         return describe(key)
     top = "".join(
         f"  {option.key:<16} {option.bounds.help}\n"
@@ -215,8 +216,10 @@ def _help(parser: argparse.ArgumentParser, key: str) -> str:
     )
     sections = ", ".join(section for section in SECTIONS if "." not in section)
     usage = parser.format_help()
+    presets = textwrap.fill(", ".join(shipped_configs()), 98, break_on_hyphens=False)
     return (
-        f"{usage}\nkeys:\n{top}sections (--help SECTION or --help KEY prints more):\n  {sections}\n"
+        f"{usage}\npresets (in place of CONFIG.yml):\n{textwrap.indent(presets, '  ')}\n"
+        f"keys:\n{top}sections (--help SECTION or --help KEY prints more):\n  {sections}\n"
     )
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.shipped import is_checkout
 
 
 class Variant(Protocol):
@@ -19,6 +20,11 @@ def implementation(variant: Variant) -> Any:
     """Import and return the function or class of a catalogue entry, named "module:attribute"."""
     module, _, attribute = variant.implementation.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def install_command(extra: str) -> str:
+    """Return how to install an extra: into a checkout, or of a maxpipe from an index."""
+    return f"pip install -e '.[{extra}]'" if is_checkout() else f"pip install 'maxpipe[{extra}]'"
 
 
 @contextmanager
@@ -44,5 +50,5 @@ def optional(library: str, extra: str, key: str) -> Iterator[None]:
             and (cause.name or "").partition(".")[0] == library
         )
         reason = "is not installed" if is_missing else f"cannot be imported ({cause})"
-        message = f"needs {library}, which {reason}: pip install 'maxpipe[{extra}]'"
+        message = f"needs {library}, which {reason}: {install_command(extra)}"
         raise ConfigError(Problem(key, message)) from error
