@@ -3,7 +3,8 @@
 A variant is one entry here and one function or class, which `implementation` names as
 "module:attribute"; it is imported when a run uses it. This module imports nothing of maxpipe.
 Errors, checks, `--help`, the documentation and the tests read these tables, so a fact stands
-nowhere else. Another package adds a variant by adding an entry before it calls a command:
+nowhere else. Another package adds a variant by an entry in a module that `--import MODULE`, or an
+entry point of the group `maxpipe.variants`, imports before the configuration is read:
 
     from maxpipe.config import catalog
     catalog.OPTIMIZERS["mine"] = catalog.Optimizer("my_package.optimizers:mine", moments=1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
 from maxpipe.config.printing import print_config, unused_keys
@@ -93,9 +94,11 @@ def parse_args(
         metavar="KEY",
         help="print this, or help on a key or section",
     )
+    add_import_flag(parser)
     if add_flags:
         add_flags(parser)
     flags, unknown = parser.parse_known_intermixed_args(argv)
+    import_variants(flags.imports)
     if flags.help is not None:
         print(_help(parser, flags.help), end="")
         raise SystemExit(0)

@@ -8,6 +8,7 @@ from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, Che
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.load import from_record
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 from maxpipe.generation.decoding import Sampling, generate, load_parameters
@@ -25,6 +26,7 @@ def launch(flags: argparse.Namespace) -> int:
     step = find_step(store, flags.step)
     try:
         config = from_record(store.record(step).meta["config"])
+        check_block(config)
         tokenizer = find_tokenizer(flags.tokenizer, config)
         check_tokens(flags.stop_token, config.model.vocab_size)
         prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
@@ -50,6 +52,14 @@ def launch(flags: argparse.Namespace) -> int:
             break
     _show(stream.finish() + "\n")
     return DONE
+
+
+def check_block(config: Config) -> None:
+    """Raise ConfigError if the run's block is not known, since its module was not imported."""
+    if config.model.block not in BLOCKS:
+        message = f"the run has {config.model.block!r}, which is not known here; "
+        remedy = "import the module that adds it, as training did: --import MODULE"
+        raise ConfigError(Problem("model.block", message + remedy))
 
 
 def find_step(store: StepStore, step: int | None) -> int:

@@ -29,3 +29,14 @@ def commands(text: str) -> list[str]:
 COMMANDS = {
     command: page for page, text in reversed(PAGES.items()) for command in reversed(commands(text))
 }
+
+
+def titled_files(page: str) -> dict[str, str]:
+    """Return {name: text} of a page's Python blocks with a title, those of one title together."""
+    files: dict[str, str] = {}
+    blocks = re.findall(
+        r'^```python title="([\w.]+)"\n(.*?)^```', PAGES[page], re.MULTILINE | re.DOTALL
+    )
+    for name, text in blocks:
+        files[name] = files.get(name, "") + text + "\n\n"
+    return files
