@@ -57,7 +57,7 @@ def launch(
     if config.pipeline.engine == "mpmd":
         return _compile_programs(config, mesh, Path(flags.programs), build_trainer)
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
-    report, executable = analyse(config, loaded.config, mesh, trainer)
+    report, executable = analyse(config, loaded.config, mesh, trainer, _print)
     print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
     _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     _write("--hlo", flags.hlo, report.hlo)

@@ -21,7 +21,7 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader, make_loader
 from maxpipe.devices import processes
-from maxpipe.devices.chips import chip_for, device_memory
+from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import start_jax
@@ -187,14 +187,16 @@ def claim_run_directory(config: Config, directory: RunDirectory) -> None:
 def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
     """Build the telemetry of a run that continues after `step`."""
     tokens = config.data.global_batch_size * config.data.sequence_length
-    chip = chip_for(mesh.devices.flat[0].device_kind)
+    devices = mesh.devices.reshape(-1).tolist()
+    chip = chip_for(devices[0].device_kind)
+    num_chips = mesh.size / devices_per_chip(devices)
     return Recorder(
         config,
         directory.root,
         start_step=step,
         tokens_per_step=tokens,
         flops_per_step=tokens * model_flops_per_token(config.model, config.data.sequence_length),
-        peak_flops=chip.peak_flops[config.model.dtype] * mesh.size if chip else None,
+        peak_flops=chip.peak_flops[config.model.dtype] * num_chips if chip else None,
         is_main=jax.process_index() == 0,
     )
 
