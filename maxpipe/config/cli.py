@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.help import describe
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.load import Loaded, load
-from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
-from maxpipe.config.printing import print_config, unused_keys
-from maxpipe.config.rules.engines import refusals_of
-from maxpipe.config.rules.stages import schedules_of
+from maxpipe.config.options import OPTIONS, SECTIONS
+from maxpipe.config.printing import print_config
 from maxpipe.config.shipped import names_config, shipped_configs
-from maxpipe.config.values import example, nearest
+from maxpipe.config.values import nearest
 
 CONFIG_ERROR = 2
 
@@ -118,88 +116,6 @@ def parse_args(
         print(print_config(loaded), end="")
         raise SystemExit(0)
     return Arguments(path, loaded, flags)
-
-
-def describe(key: str) -> str:
-    """Return help on a key, or on all keys of a section.
-
-    Help on a key says what it does, its type, legal values, default and engines, and where it has
-    no effect.
-
-    Raises:
-      ConfigError: there is no such key.
-    """
-    if key in SECTIONS:
-        inside = [option for option in OPTIONS.values() if option.key.startswith(f"{key}.")]
-        return "".join(f"{option.key:<40} {option.bounds.help}\n" for option in inside)
-    if key not in OPTIONS:
-        raise ConfigError(Problem(key, unknown_key(key)))
-    lines = [f"{key}: {OPTIONS[key].bounds.help}"]
-    for title, text in [*_value_lines(OPTIONS[key]), *_engine_lines(key), *_unused_lines(key)]:
-        lines.append(f"  {title:<11} {text}")
-    return "\n".join(lines) + "\n"
-
-
-def _value_lines(option: Option) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts on the type, default and legal values of a key."""
-    bounds = option.bounds
-    kind = (
-        option.type.__name__ if isinstance(option.type, type) else f"list such as {example(option)}"
-    )
-    yield "type", kind
-    yield "default", repr(option.default)
-    if option.choices:
-        yield "choices", ", ".join(option.choices)
-    signs = [(">=", bounds.minimum), (">", bounds.above), ("<=", bounds.maximum)]
-    limits = [f"{sign} {bound}" for sign, bound in signs if bound is not None]
-    if limits:
-        yield "legal", " and ".join(limits) + (", or -1 = derived" if bounds.derived else "")
-
-
-def _engine_lines(key: str) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts on the engines that take a key, and why others do not."""
-    if key == "pipeline.engine":
-        for name, engine in ENGINES.items():
-            yield name, engine.summary
-    elif key == "pipeline.schedule":
-        for name in ENGINES:
-            if schedules := schedules_of(name):
-                yield name, f"runs {', '.join(schedules)}"
-    elif key.startswith("pipeline."):
-        yield "engines", ", ".join(name for name, engine in ENGINES.items() if engine.takes(key))
-        for name in ENGINES:
-            for sentence in _reasons(name, key):
-                yield "", sentence
-
-
-def _reasons(engine: str, key: str) -> list[str]:
-    """Return which values of a key an engine refuses, or that it ignores the key, and why."""
-    values_by_reason: dict[str, list[str]] = {}
-    for refusal in refusals_of(engine, key):
-        values = [
-            str(value).lower() if isinstance(value, bool) else str(value)
-            for value in refusal.values
-        ]
-        values_by_reason.setdefault(refusal.reason, []).extend(values)
-    if values_by_reason or ENGINES[engine].takes(key):
-        return [
-            f"{engine} refuses {', '.join(values)}: {reason}"
-            for reason, values in values_by_reason.items()
-        ]
-    if not ENGINES[engine].has_stages:
-        return [f"{engine} ignores it: it has no stages"]
-    if key in ("pipeline.parallel_layers", "pipeline.outside_layers"):
-        return [f"{engine} has no layers outside the pipeline"]
-    return [f"{engine} ignores it"]
-
-
-def _unused_lines(key: str) -> Iterator[tuple[str, str]]:
-    """Yield a title and text on the values of other keys with which a key has no effect."""
-    switches = [
-        f"{switch}={value}" for (switch, value), keys in unused_keys().items() if key in keys
-    ]
-    if switches:
-        yield "unused", f"with {', '.join(switches)}"
 
 
 class _Parser(argparse.ArgumentParser):

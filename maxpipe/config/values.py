@@ -86,9 +86,9 @@ def check_bounds(option: Option, value: Any) -> None:
     bounds = option.bounds
     choices = option.choices
     if choices and value not in choices:
-        own = f"; {OWN_VARIANTS}" if bounds.variants is not None and not bounds.also else ""
+        own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
         raise ValueError(
-            f"{value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}{own}"
+            f"{value!r} is not one of {', '.join(choices)}{own}{nearest(str(value), choices)}"
         )
     if bounds.derived and value == -1:
         return

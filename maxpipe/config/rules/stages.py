@@ -48,8 +48,8 @@ def check_schedule(c: Config) -> None:
         if not os.path.isfile(name):
             raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
     elif name not in names:
-        legal = f"{', '.join(names)}{nearest(name, names)}"
-        message = f"{name!r} is neither a CSV file nor one of {legal}; {OWN_VARIANTS}"
+        legal = f"{', '.join(names)} ({OWN_VARIANTS}){nearest(name, names)}"
+        message = f"{name!r} is neither a CSV file nor one of {legal}"
         raise ConfigError(Problem("pipeline.schedule", message))
 
 

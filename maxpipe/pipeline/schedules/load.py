@@ -67,8 +67,8 @@ def load_schedule(
         )
     if schedule not in SCHEDULES:
         raise ValueError(
-            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)}"
-            f"{nearest(schedule, [*SCHEDULES])}; {OWN_VARIANTS}"
+            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "
+            f"({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
         )
     facts = SCHEDULES[schedule]
     _check(schedule, facts, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
