@@ -17,6 +17,7 @@ from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
+from maxpipe.config.slices import explain_topology
 from maxpipe.devices.chips import device_memory
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
@@ -48,6 +49,8 @@ def launch(
     Raises:
       ConfigError: the configuration does not fit the devices, or a file cannot be written.
     """
+    if understood := explain_topology(loaded.config.compile.topology):
+        _print(understood)
     devices = devices_of(loaded.config)
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
     _check_engine(config, flags)
@@ -55,7 +58,7 @@ def launch(
     if not ENGINES[config.pipeline.engine].one_program:
         return _compile_programs(config, mesh, Path(flags.programs), build_trainer)
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
-    report, executable = analyse(config, loaded.config, mesh, trainer)
+    report, executable = analyse(config, loaded.config, mesh, trainer, _print)
     print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
     _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     _write("--hlo", flags.hlo, report.hlo)

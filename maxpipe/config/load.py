@@ -12,6 +12,7 @@ from maxpipe.config.rules import RULES
 from maxpipe.config.rules.mesh import check_unknown_axes, fit_mesh, unknown_axes
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
+from maxpipe.config.shipped import locate_config
 from maxpipe.config.values import check_bounds, check_type, convert
 
 DEFAULT = "default"
@@ -35,13 +36,15 @@ class Loaded:
 def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     """Read a YAML file, the files it inherits from and `key=value` words, and check the config.
 
+    `path` may also name a shipped configuration, such as llama3-8b.
+
     Checks that depend on the number of devices are left to `resolve`. Precedence, weakest first:
     defaults, the furthest `base:`, ..., the file, the overrides in their order.
 
     Raises:
       ConfigError: with all problems.
     """
-    settings, problems = read_files(str(path))
+    settings, problems = read_files(locate_config(str(path)))
     words, word_problems = read_overrides(overrides)
     problems += word_problems
     chosen: dict[str, Setting] = {}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import yaml
 
 from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS
+from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.batches import data_shards, least_microbatches
@@ -76,7 +77,10 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
         ]
         lines += _unused_options(before, resolved)
     remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
-    return [*remarks, *lines, *_outside(resolved), *_without_effect(resolved)]
+    lines = [*remarks, *lines, *_outside(resolved), *_without_effect(resolved)]
+    if isinstance(loaded, Loaded) and loaded.sources["compile.topology"] == COMMAND_LINE:
+        lines.append("compile.topology: for maxpipe.compile only; a run uses the devices there are")
+    return lines
 
 
 def _unused_options(before: Config, resolved: Config) -> list[str]:
@@ -156,11 +160,6 @@ def _without_effect(c: Config) -> list[str]:
             ]
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
-    if c.compile.topology:
-        topology = f"compile.topology={c.compile.topology}"
-        if c.compile.num_slices > 1:
-            topology += f" compile.num_slices={c.compile.num_slices}"
-        lines.append(f"{topology}: for maxpipe.compile only; a run uses the devices that there are")
     if not (c.checkpoint.every or c.checkpoint.every_minutes):
         if c.checkpoint.resume in ("auto", "must"):
             lines.append("checkpoint.every=0: this run cannot be resumed")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
 
+from maxpipe.config.imports import OWN_VARIANTS
 from maxpipe.config.options import Option
 from maxpipe.config.sections.training import MixtureEntry
 
@@ -89,8 +90,9 @@ def check_bounds(option: Option, value: Any) -> None:
     bounds = option.bounds
     choices = option.choices
     if choices and value not in choices:
+        own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
         raise ValueError(
-            f"{value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}"
+            f"{value!r} is not one of {', '.join(choices)}{own}{nearest(str(value), choices)}"
         )
     if bounds.derived and value == -1:
         return

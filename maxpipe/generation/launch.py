@@ -10,6 +10,7 @@ from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, Che
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.load import from_record
 from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.tokenizers import (
@@ -35,6 +36,7 @@ def launch(flags: argparse.Namespace) -> int:
     try:
         meta = store.record(step).meta
         config = from_record(meta["config"])
+        check_block(config)
         tokenizer = find_tokenizer(flags.tokenizer, config, meta, store)
         check_tokens(flags.stop_token, config.model.vocab_size)
         prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
@@ -60,6 +62,14 @@ def launch(flags: argparse.Namespace) -> int:
             break
     _show(stream.finish() + "\n")
     return DONE
+
+
+def check_block(config: Config) -> None:
+    """Raise ConfigError if the run's block is not known, since its module was not imported."""
+    if config.model.block not in BLOCKS:
+        message = f"the run has {config.model.block!r}, which is not known here; "
+        remedy = "import the module that adds it, as training did: --import MODULE"
+        raise ConfigError(Problem("model.block", message + remedy))
 
 
 def find_step(store: StepStore, step: int | None) -> int:

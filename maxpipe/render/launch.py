@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxpipe.config.shipped import names_config
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import chart_svg
@@ -25,7 +26,7 @@ def launch(arguments: argparse.Namespace) -> None:
       ValueError: the command line is wrong, a schedule cannot be built, or a file not be written.
     """
     words = arguments.words
-    if words and words[0].endswith((".yml", ".yaml")):
+    if words and names_config(words[0]):
         _draw_configuration(arguments)
     else:
         _draw_schedules(arguments)

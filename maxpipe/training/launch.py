@@ -27,8 +27,8 @@ from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
-from maxpipe.devices.agreement import check_agreement, source_digest
-from maxpipe.devices.chips import chip_for, device_memory
+from maxpipe.devices.agreement import check_agreement
+from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import job_of_process, start_jax
@@ -292,12 +292,14 @@ def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: in
 
 def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     """Return the seconds of a step at the chips' peak FLOP/s; None if the chip is unknown."""
-    chip = chip_for(mesh.devices.flat[0].device_kind)
+    devices = mesh.devices.reshape(-1).tolist()
+    chip = chip_for(devices[0].device_kind)
     if chip is None:
         return None  # and no layer has to be traced
     length = config.data.sequence_length
     flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
-    return flops / (chip.peak_flops[config.model.dtype] * mesh.size)
+    num_chips = mesh.size / devices_per_chip(devices)
+    return flops / (chip.peak_flops[config.model.dtype] * num_chips)
 
 
 def run_contents() -> dict[str, str]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config, DataConfig
+from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.auto_stages import predict
@@ -52,7 +53,7 @@ class RunSummary:
 
     Attributes:
       run_dir: the run's directory.
-      device_kind: as JAX names it.
+      device_kind: its usual name.
       num_devices, num_processes: of the whole run.
       is_simulated: True if the devices are shares of a CPU.
       mesh: size of each axis, in the order of the mesh.
@@ -176,7 +177,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
     stages = range(layout.num_stages) if pipelined else ()
     summary = RunSummary(
         run_dir=root,
-        device_kind=device.device_kind,
+        device_kind=short_name(device.device_kind),
         num_devices=mesh.size,
         num_processes=jax.process_count(),
         is_simulated=device.platform == "cpu" and mesh.size > jax.process_count(),

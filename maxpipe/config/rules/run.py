@@ -10,6 +10,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.rules.rule import Updates, rule
 from maxpipe.config.sections import Config
+from maxpipe.config.slices import canonical_topology
 from maxpipe.config.values import nearest
 
 LEAST_SPIKE_WINDOW = 16
@@ -246,19 +247,19 @@ def check_profile_steps(c: Config) -> None:
         raise ConfigError(Problem("telemetry.profile_steps", message))
 
 
-@rule("compile.topology", "compile.num_slices")
-def check_topology(c: Config) -> None:
-    """Check the form of `compile.topology`."""
+@rule("compile.topology", "compile.num_slices", writes=("compile.topology",))
+def check_topology(c: Config) -> Updates:
+    """Turn `compile.topology` into libtpu's name, and check that slices are of a TPU."""
     name, slices = c.compile.topology, c.compile.num_slices
-    if name and name != "cpu" and not re.fullmatch(r"v\d+[a-z]*:\d+x\d+(x\d+)?", name):
-        message = (
-            f"{name!r} is neither cpu nor a chip and its grid, "
-            "such as v5e:4x4, v5p:4x4x4 or v6e:8x8"
-        )
-        raise ConfigError(Problem("compile.topology", message))
     if slices > 1 and name in ("", "cpu"):
         message = f"{slices} slices need a TPU topology: give compile.topology, such as v5p:4x4x4"
         raise ConfigError(Problem("compile.num_slices", message))
+    if name in ("", "cpu"):
+        return {}
+    try:
+        return {"compile.topology": canonical_topology(name)}
+    except ValueError as error:
+        raise ConfigError(Problem("compile.topology", str(error))) from None
 
 
 RUN_RULES = (
