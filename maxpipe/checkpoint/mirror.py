@@ -30,7 +30,7 @@ from maxpipe.checkpoint.steps import (
 )
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.storage.lease import LeaseObjects
+from maxpipe.storage.lease_places import LeaseObjects
 from maxpipe.storage.object_store import explained, is_remote, open_store
 
 if TYPE_CHECKING:

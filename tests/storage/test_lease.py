@@ -14,19 +14,19 @@ from maxpipe.storage import lease as lease_module
 from maxpipe.storage.lease import (
     LEASE_SECONDS,
     NAME,
-    LeaseDirectory,
     LeaseLost,
-    LeaseObjects,
     Owner,
     PlaceInUse,
     acquire,
 )
+from maxpipe.storage.lease_places import LeaseDirectory, LeaseObjects
 from maxpipe.storage.object_store import open_store
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from maxpipe.storage.lease import LeaseDirectory, Owner, acquire
+from maxpipe.storage.lease import Owner, acquire
+from maxpipe.storage.lease_places import LeaseDirectory
 acquire(LeaseDirectory(Path(sys.argv[1])), Owner.this_process("job", 1), print)
 print("owned", flush=True)
 time.sleep(600)
