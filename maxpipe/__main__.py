@@ -12,7 +12,7 @@ COMMANDS = {
     "compile": "compile the train step ahead of time: memory, collectives, bounds",
     "schedule": "draw, price and compare pipeline schedules",
     "generate": "write text with a trained model",
-    "data": "show what the model reads",
+    "data": "show what the model reads, or check all of it",
     "checkpoint": "list, verify and show checkpoints",
 }
 USAGE = 2

@@ -39,6 +39,8 @@ def build_engine_inputs(
     bound: Any = mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh
     rules = AxisRules(config.sharding.logical_axis_rules, bound, note, **watch)
     table = build_table(config) if engine.has_stages else None
+    if table and table.note:
+        note(table.note)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, note)
     return EngineInputs(
         ModelProgram(config.model, attention),

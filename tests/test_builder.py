@@ -95,9 +95,21 @@ def test_trainer_with_a_table_file_not_in_lockstep_needs_the_mpmd_engine(tmp_pat
     with pytest.raises(ConfigError, match=r"scheduled engine: .*; pipeline\.engine=mpmd runs it"):
         build_trainer(config, make_mesh(config))
     config = tiny(**values, **{"pipeline.engine": "mpmd"})
-    table = build_trainer(config, make_mesh(config)).engine.table
+    decisions = []
+    table = build_trainer(config, make_mesh(config), note=decisions.append).engine.table
+    assert not any("read as an order" in decision for decision in decisions)
     assert (table.placement, table.kinds) == ("v", ("F", "I", "W"))
     assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
+
+
+def test_trainer_with_a_table_file_of_torch_notes_once_what_is_ignored(tmp_path):
+    values = PIPELINE | {"pipeline.schedule": "1f1b", "pipeline.num_repeats": 1}
+    rows = to_csv(build_table(tiny(**values))).splitlines()
+    (tmp_path / "torch.csv").write_text("\n".join(f"0UNSHARD,{row}" for row in rows))
+    values |= {"pipeline.schedule": str(tmp_path / "torch.csv"), "pipeline.engine": "mpmd"}
+    decisions = []
+    build_trainer(tiny(**values), make_mesh(tiny(**values)), note=decisions.append)
+    assert len([line for line in decisions if "2 cells (UNSHARD) are ignored" in line]) == 1
 
 
 def test_trainer_with_a_split_backward_table_file_refuses_scanned_layers(tmp_path):

@@ -200,9 +200,25 @@ class Mirror:
         self._names -= {str(step)}
         self._remove(f"{step}.{UNFINISHED}.json")
 
-    def write_config(self, text: str) -> None:
-        """Write the configuration of the run as `config.yml` next to the directory of its steps."""
-        self._store.pipe_file(f"{self.url.rpartition('/')[0]}/config.yml", text.encode())
+    @contextlib.contextmanager
+    def local_files(self, name: str) -> Iterator[list[Path]]:
+        """Yield temporary copies of the files of a directory of the run; none if there is none."""
+        with TemporaryDirectory(prefix="maxpipe-") as scratch:
+            try:
+                names = self._store.ls(self._in_run(name), detail=False)
+            except FileNotFoundError:
+                names = []
+            files = [Path(scratch, source.rpartition("/")[2]) for source in names]
+            for source, file in zip(names, files, strict=True):
+                self._store.get_file(source, str(file))
+            yield files
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a file of the run, such as `config.yml`, next to the directory of its steps."""
+        self._store.pipe_file(self._in_run(name), content)
+
+    def _in_run(self, name: str) -> str:
+        return f"{self.url.rpartition('/')[0]}/{name}"
 
     def _list(self) -> frozenset[str]:
         try:

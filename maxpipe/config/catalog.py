@@ -66,10 +66,17 @@ SCHEDULES: dict[str, Schedule] = {
         _SCHEDULES + "one_f_one_b:interleaved_1f1b", ("mpmd",), repeats=None
     ),
     "zb_h1": Schedule(_SCHEDULES + "zero_bubble:zb_h1", ("mpmd",), splits_backward=True),
+    "interleaved_zb": Schedule(
+        _SCHEDULES + "zero_bubble:interleaved_zb", ("mpmd",), repeats=None, splits_backward=True
+    ),
     "zb_h2": Schedule(_SCHEDULES + "zero_bubble:zb_h2", ("mpmd",), splits_backward=True),
     "zb_v": Schedule(_SCHEDULES + "v_shape:zb_v", ("mpmd",), repeats=2, splits_backward=True),
-    "v_half": Schedule(_SCHEDULES + "v_shape:v_half", ("mpmd",), repeats=2, splits_backward=True),
-    "v_min": Schedule(_SCHEDULES + "v_shape:v_min", ("mpmd",), repeats=2, splits_backward=True),
+    "v_half": Schedule(
+        _SCHEDULES + "building_block:v_half", ("mpmd",), repeats=2, splits_backward=True
+    ),
+    "v_min": Schedule(
+        _SCHEDULES + "building_block:v_min", ("mpmd",), repeats=2, splits_backward=True
+    ),
     "dualpipe_v": Schedule(
         _SCHEDULES + "v_shape:dualpipe_v", ("mpmd",), repeats=2, splits_backward=True
     ),
@@ -362,21 +369,36 @@ class DataSource:
     Attributes:
       implementation: "module:function".
       needs_path: whether `data.path` says where the documents are; other sources read no path.
+      suffixes: endings of the files that are read in a directory.
+      companion: ending of a file next to each of them that is read with it, "" if there is none.
+      version: "module:function" of a source without a path: returns a text that changes whenever
+        the documents do. "" for documents that never change.
     """
 
     implementation: str
     needs_path: bool = True
+    suffixes: tuple[str, ...] = ("",)
+    companion: str = ""
+    version: str = ""
 
 
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
-    "array_record": DataSource(_SOURCES + "array_record:array_record"),
-    "jsonl": DataSource(_SOURCES + "text:jsonl"),
-    "parquet": DataSource(_SOURCES + "parquet:parquet"),
-    "python_stdlib": DataSource(_SOURCES + "text:python_stdlib", needs_path=False),
+    "array_record": DataSource(
+        _SOURCES + "array_record:array_record", suffixes=(".array_record", ".arrayrecord")
+    ),
+    "jsonl": DataSource(_SOURCES + "text:jsonl", suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst")),
+    "parquet": DataSource(_SOURCES + "parquet:parquet", suffixes=(".parquet",)),
+    "python_stdlib": DataSource(
+        _SOURCES + "text:python_stdlib",
+        needs_path=False,
+        version=_SOURCES + "text:version_of_stdlib",
+    ),
     "synthetic": DataSource(_SOURCES + "tokens:synthetic", needs_path=False),
     "text": DataSource(_SOURCES + "text:text"),
-    "token_bin": DataSource(_SOURCES + "tokens:token_bin"),
+    "token_bin": DataSource(
+        _SOURCES + "tokens:token_bin", suffixes=(".bin", ".npy"), companion=".idx.npy"
+    ),
 }
 
 

@@ -17,7 +17,12 @@ class Variant(Protocol):
 
 def implementation(variant: Variant) -> Any:
     """Import and return the function or class of a catalogue entry, named "module:attribute"."""
-    module, _, attribute = variant.implementation.partition(":")
+    return attribute_of(variant.implementation)
+
+
+def attribute_of(name: str) -> Any:
+    """Import and return what "module:attribute" names."""
+    module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 

@@ -75,7 +75,8 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
             if (reason := _reason(resolved, key))
         ]
         lines += _unused_options(before, resolved)
-    return [*lines, *_outside(resolved), *_without_effect(resolved)]
+    remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
+    return [*remarks, *lines, *_outside(resolved), *_without_effect(resolved)]
 
 
 def _unused_options(before: Config, resolved: Config) -> list[str]:

@@ -61,6 +61,8 @@ def convert(option: Option, raw: Raw) -> object:
         return [_integer(item) for item in raw]
     if option.type == list[MixtureEntry]:
         return [_mapping(item, option) for item in raw]
+    if option.type == list[str]:
+        return [_string(item) for item in raw]
     return [_plain(item) for item in raw]
 
 
@@ -72,6 +74,8 @@ def check_type(option: Option, value: object) -> None:
         legal = isinstance(value, int) and not isinstance(value, bool)
     elif option.type == list[int]:
         legal = isinstance(value, list) and all(type(item) is int for item in value)
+    elif option.type == list[str]:
+        legal = isinstance(value, list) and all(type(item) is str for item in value)
     elif option.type == list[MixtureEntry]:
         legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
@@ -122,6 +126,8 @@ def example(option: Option) -> str:
             "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
             "{source: text, path: b.txt, weight: 0.3}]"
         )
+    if option.type == list[str]:
+        return "[data, tokenizer]"
     return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
 
 

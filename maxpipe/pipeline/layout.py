@@ -25,6 +25,9 @@ from maxpipe.config.values import AUTO
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import stages_of_chunks
 
+# Logical axes of the leading dimensions [V + E, S, L] of live layer parameters.
+LAYER_AXES = ("repeat", "stage", "layers_per_stage")
+
 
 @dataclass(frozen=True)
 class StageLayout:
@@ -55,7 +58,7 @@ class StageLayout:
 
     @property
     def num_layers(self) -> int:
-        """N."""
+        """Return N, layers of the model."""
         return sum(self.chunk_sizes) + self.num_outside
 
     @property
@@ -93,6 +96,7 @@ class StageLayout:
         for chunk, (size, stage) in enumerate(zip(self.chunk_sizes, stages, strict=True)):
             index[chunk // self.num_stages, stage, :size] = np.arange(first, first + size)
             first += size
+        # [E, S, L] -> [E S L], a view: the layers outside fill its first places.
         index[self.num_repeats :].reshape(-1)[: self.num_outside] = self.outside_index
         return index
 
@@ -102,7 +106,7 @@ class StageLayout:
         trailing = leaf.shape[3:]
         inside = leaf[: self.num_repeats].reshape(-1, *trailing)
         if not self._is_in_model_order:
-            # Padding has the largest index, so sorting puts it last.
+            # [V, S, L] -> [V S L]. Padding has the largest index, so sorting puts it last.
             order = np.argsort(self.layer_index[: self.num_repeats].reshape(-1), kind="stable")
             inside = inside[order[: sum(self.chunk_sizes)]]
         if not self.num_outside:
@@ -114,7 +118,7 @@ class StageLayout:
     def from_canonical(self, leaf: jax.Array) -> jax.Array:
         """Convert [N, ...] to [V + E, S, L, ...]; padding layers are zeros."""
         if self._is_in_model_order and not self.num_outside:
-            return leaf.reshape(*self.shape, *leaf.shape[1:])
+            return leaf.reshape(*self.shape, *leaf.shape[1:])  # [N, ...] -> [V, S, L, ...]
         # Padding has index N: a layer of zeros after the others.
         padded = jnp.concatenate([leaf, jnp.zeros_like(leaf[:1])])
         return padded[self.layer_index]

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
-from maxpipe.sharding.context_parallel import AXIS
+from maxpipe.sharding.context_parallel import CONTEXT_AXIS
 from maxpipe.sharding.rules import only
 
 ROW_AXES = ("data", "fsdp")
-BATCH_AXES = (*ROW_AXES, AXIS)  # axes along which each device has its own tokens
+BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its own tokens
 # Axes over which the scheduled engine's program is manual; the partitioner has the others.
 MANUAL_AXES = ("stage", *BATCH_AXES)
 

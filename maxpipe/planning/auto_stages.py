@@ -17,9 +17,9 @@ from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.planning.simulate import Simulation, simulate
-from maxpipe.planning.stage_cut import chunk_sizes, least_worst
+from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
 from maxpipe.planning.stage_memory import StageMemory
-from maxpipe.planning.stage_work import Work, work
+from maxpipe.planning.stage_times import UnitTimes, unit_times
 
 KEY = "pipeline.layers_per_stage"
 LIMIT_KEY = "pipeline.memory_limit_gib"
@@ -31,13 +31,13 @@ class Prediction:
 
     Attributes:
       sizes: layers of each chunk, in model order.
-      work: time of a layer and of the head.
+      times: of a layer and of the head.
       run: the schedule with these stages, in units of the forward of one layer.
       memory: float [S], bytes on one device of each stage, from shapes; for the MPMD engine.
     """
 
     sizes: list[int]
-    work: Work
+    times: UnitTimes
     run: Simulation
     memory: np.ndarray
 
@@ -86,7 +86,7 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     Raises:
       ScheduleError: the schedule cannot be built.
     """
-    table, times = run_table(config), work(config)
+    table, times = run_table(config), unit_times(config)
     memory = StageMemory(config, table)
     return Prediction(
         list(sizes),
@@ -116,14 +116,14 @@ def plan_stages(config: Config, limit: float) -> Prediction:
       ConfigError: no choice fits the limit; the message says by how much, and what would help.
       ScheduleError: the schedule cannot be built.
     """
-    table, times = run_table(config), work(config)
+    table, times = run_table(config), unit_times(config)
     memory = StageMemory(config, table)
     head_stage = int(table.stage_of_chunk[-1])
 
     def time(stage: int, sizes: list[int]) -> float:
         return times.layer * sum(sizes) + (times.head if stage == head_stage else 0.0)
 
-    sizes = _deal(
+    sizes = _distribute(
         config, table, lambda s, sizes: time(s, sizes) if memory.bytes(s, sizes) <= limit else inf
     )
     if sizes is None:
@@ -168,11 +168,11 @@ def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
     return [size for size, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
 
 
-def _deal(
+def _distribute(
     config: Config, table: Table, cost: Callable[[int, list[int]], float]
 ) -> list[int] | None:
-    """Deal all layers out by `least_worst`; `cost` is of a stage and the sizes of its chunks."""
-    total, times = config.pipeline.parallel_layers, work(config)
+    """Deal all layers out by `balance_layers`; `cost` is of a stage and the sizes of its chunks."""
+    total, times = config.pipeline.parallel_layers, unit_times(config)
     head_stage = table.stage_of_chunk[-1]
 
     def chunks(stage: int, layers: int) -> list[int]:
@@ -184,7 +184,7 @@ def _deal(
         [cost(s, chunks(s, n)) if n >= table.num_repeats else inf for n in range(total + 1)]
         for s in range(table.num_stages)
     ]
-    layers = least_worst(costs, total)
+    layers = balance_layers(costs, total)
     if layers is None:
         return None
     sizes = [0] * table.num_chunks
@@ -196,7 +196,7 @@ def _deal(
 
 def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> Iterator[str]:
     """Yield two lines: what was chosen and why."""
-    run, times = chosen.run, chosen.work
+    run, times = chosen.run, chosen.times
     against = ""
     if uniform and uniform.sizes == chosen.sizes:
         against = "; no others are faster"
@@ -224,7 +224,7 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
 def _does_not_fit(config: Config, limit: float) -> ConfigError:
     table = run_table(config)
     memory = StageMemory(config, table)
-    sizes = _deal(config, table, memory.bytes)
+    sizes = _distribute(config, table, memory.bytes)
     assert sizes is not None, "too few layers for the chunks"
     needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
     worst = int(np.argmax(needed))
@@ -256,7 +256,7 @@ def _fits(config: Config, limit: float) -> bool:
         return False  # a CSV file is for one number of microbatches
     memory = StageMemory(config, table)
     return (
-        _deal(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf)
+        _distribute(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf)
         is not None
     )
 

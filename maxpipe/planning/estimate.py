@@ -19,11 +19,11 @@ from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
     device_parameters,
     itemsize,
-    kept_width,
     layer_of,
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
+    residual_width,
     stash_width,
     working_width,
 )
@@ -141,7 +141,7 @@ def _parameters(config: Config, whole_over: Collection[str] = ()) -> float:
 def _activations(config: Config) -> float:
     """Return the bytes that grow with tokens: what the engine stores, and one layer's work."""
     model, pipeline = config.model, config.pipeline
-    layers, per_layer = build_layout(config).layers_per_stage, kept_width(config)
+    layers, per_layer = build_layout(config).layers_per_stage, residual_width(config)
     chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer
     engine = ENGINES[pipeline.engine]
     if not engine.has_stages:

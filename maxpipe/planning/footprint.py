@@ -73,7 +73,7 @@ def layer_of(config: Config) -> Layer:
     return _layer(config.model, config.data.sequence_length, _rules(config), tuple(sizes.items()))
 
 
-def kept_width(config: Config) -> float:
+def residual_width(config: Config) -> float:
     """Return the width of what a layer keeps until its backward, besides the input of its chunk.
 
     Probabilities of attention are not counted: kernels for accelerators never hold them all.

@@ -8,7 +8,7 @@ from functools import cache
 from math import inf
 
 
-def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
+def balance_layers(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
     """Return numbers of layers such that the most costly stage costs least.
 
     Among these, take the one whose stages differ least.

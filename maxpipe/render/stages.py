@@ -95,7 +95,7 @@ def stages_text(chosen: Prediction, uniform: Prediction | None, limit: float | N
 
 
 def _stage(prediction: Prediction, stage: int) -> str:
-    table, times, layers = prediction.run.table, prediction.work, prediction.layers[stage]
+    table, times, layers = prediction.run.table, prediction.times, prediction.layers[stage]
     chunks = [
         str(n) for n, s in zip(prediction.sizes, table.stage_of_chunk, strict=True) if s == stage
     ]

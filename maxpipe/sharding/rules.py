@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxpipe.config import ConfigError, Problem
 
 MeshAxes = tuple[str, ...]
-KEY = "sharding.logical_axis_rules"
+AXIS_RULES_KEY = "sharding.logical_axis_rules"
 
 
 class AxisRules:
@@ -48,7 +48,7 @@ class AxisRules:
         """
         return self._spec(axes, shape, ())
 
-    def spec_here(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    def automatic_spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Return `spec` over the mesh axes that are not manual where this is called.
 
         `shape` is that of a device's part over the manual axes.
@@ -70,7 +70,7 @@ class AxisRules:
                         f"an array has axes {taken[axis]!r} and {name!r}, and both are laid over "
                         f"mesh axis {axis!r}"
                     )
-                    raise ConfigError(Problem(KEY, message))
+                    raise ConfigError(Problem(AXIS_RULES_KEY, message))
                 taken[axis] = name or ""
             entries.append(mesh_axes)
         return _partition_spec(entries)
@@ -87,7 +87,7 @@ class AxisRules:
         Inside a `jax.shard_map` that is manual over some mesh axes, `x` is a device's part over
         those, and the constraint is over the others.
         """
-        return self.lay_out(x, self.spec_here(axes, x.shape), axes)
+        return self.lay_out(x, self.automatic_spec(axes, x.shape), axes)
 
     def lay_out(self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]) -> jax.Array:
         """Tell XLA's partitioner to lay `x` out by `spec`; its logical axes are for `show`."""
@@ -111,7 +111,7 @@ class AxisRules:
             return ()
         if name not in self._rules:
             message = f"no rule for logical axis {name!r}; add [{name}, []] to leave it whole"
-            raise ConfigError(Problem(KEY, message))
+            raise ConfigError(Problem(AXIS_RULES_KEY, message))
         return tuple(a for a in self._rules[name] if self.mesh.shape[a] > 1)
 
     def _dividing(self, mesh_axes: MeshAxes, size: int, name: str) -> MeshAxes:

@@ -1,8 +1,10 @@
 """`Recorder`: the one object through which the training loop reports."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
@@ -15,7 +17,9 @@ class Recorder:
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
         step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
-        eval_loss` for evaluations; at the end of each process `step, goodput` and its parts
+        eval_loss, eval_perplexity, eval_bits_per_byte` for evaluations, the last only if the bytes
+        of tokens are known; rows `step, changed, before, now` for keys that a resumed start
+        has changed; at the end of each process `step, goodput` and its parts
         (`maxpipe.telemetry.profiling`). Numbers that are not finite, and `mfu` if the peak is
         unknown, are null.
       tensorboard/: the same values as scalars.
@@ -100,14 +104,33 @@ class Recorder:
                 step, {f"train/{key}": row[key] for key in row if key != "step"}
             )
 
-    def evaluation(self, step: int, eval_loss: float) -> None:
-        """Record the loss on held-out data after `step`, nats per token."""
+    def changes(self, step: int, changes: Iterable[Change]) -> None:
+        """Record what this start has changed since `step`, from which it resumes."""
+        if self._is_main:
+            for change in changes:
+                self._metrics.write_change(step, change.key, change.before, change.now)
+
+    def evaluation(self, step: int, eval_loss: float, bits_per_byte: float | None = None) -> None:
+        """Record an evaluation on held-out data after `step`.
+
+        Args:
+          step: finished steps.
+          eval_loss: mean cross-entropy, nats per token.
+          bits_per_byte: cross-entropy per byte of text, which compares across tokenizers; None if
+            the bytes are not known.
+        """
         if not self._is_main:
             return
-        self._metrics.write({"step": step, "eval_loss": eval_loss})
-        self._console.say(f"step {step}/{self._last_step}  eval loss {eval_loss:.4f}")
+        values = {"loss": eval_loss, "perplexity": _perplexity(eval_loss)}
+        parts = [f"eval loss {eval_loss:.4f}", f"perplexity {values['perplexity']:.4g}"]
+        if bits_per_byte is not None:
+            values["bits_per_byte"] = bits_per_byte
+            parts.append(f"{bits_per_byte:.4f} bits/byte")
+        row = {f"eval_{name}": value for name, value in values.items()}
+        self._metrics.write({"step": step, **row})
+        self._console.say("  ".join([f"step {step}/{self._last_step}", *parts]))
         if self._tensorboard is not None:
-            self._tensorboard.write(step, {"eval/loss": eval_loss})
+            self._tensorboard.write(step, {f"eval/{name}": v for name, v in values.items()})
             self._tensorboard.flush()
 
     def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
@@ -140,3 +163,11 @@ class Recorder:
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step in (self._first_step, self._last_step)
+
+
+def _perplexity(loss: float) -> float:
+    """Return e to the loss; infinite where that is no float64."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

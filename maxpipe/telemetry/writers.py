@@ -15,6 +15,7 @@ from typing import TextIO
 from maxpipe.storage.local_files import write_atomically
 
 Row = Mapping[str, float | int | None]
+CHANGED = "changed"  # in rows about changed keys
 
 
 class MetricsFile:
@@ -43,6 +44,12 @@ class MetricsFile:
         self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
 
+    def write_change(self, step: int, key: str, before: object, now: object) -> None:
+        """Append a row about a key whose value was changed after `step`."""
+        row = {"step": step, CHANGED: key, "before": before, "now": now}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -60,8 +67,9 @@ def _drop_after(path: Path, last_step: int) -> float:
         row = _parse(line)
         if row is None:
             continue
-        step, seconds = row
-        if step <= last_step:
+        step, seconds, is_change = row
+        # A start from the same step writes its changes again.
+        if step < last_step or (step == last_step and not is_change):
             kept.append(line)
         else:
             lost_seconds += seconds
@@ -69,8 +77,11 @@ def _drop_after(path: Path, last_step: int) -> float:
     return lost_seconds
 
 
-def _parse(line: bytes) -> tuple[int, float] | None:
-    """Return step and step time (0 if it has none) of a row; None if the line is not a row."""
+def _parse(line: bytes) -> tuple[int, float, bool] | None:
+    """Return step, step time (0 if it has none) and whether it is about a change, of a row.
+
+    None if the line is not a row.
+    """
     try:
         row = json.loads(line)
     except ValueError:
@@ -78,7 +89,7 @@ def _parse(line: bytes) -> tuple[int, float] | None:
     if not (line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int)):
         return None
     seconds = row.get("step_seconds")
-    return row["step"], seconds if isinstance(seconds, float) else 0.0
+    return row["step"], seconds if isinstance(seconds, float) else 0.0, CHANGED in row
 
 
 class TensorBoard:

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Protocol
@@ -13,14 +13,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 import maxpipe
+from maxpipe.checkpoint.errors import CheckpointDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
-from maxpipe.data.loader import Loader, make_loader
+from maxpipe.data.fingerprint import fingerprint_data
+from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement, source_digest
 from maxpipe.devices.chips import chip_for, device_memory
@@ -36,8 +40,16 @@ from maxpipe.supervision.run_lease import RunLease, own_run
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.continuity import (
+    DOCUMENTS,
+    FINGERPRINT,
+    VERSIONS,
+    check_continuity,
+    describe_changes,
+    version_changes,
+)
 from maxpipe.training.loop import DONE, Run, run_and_close, train
-from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.trainer import Trainer
 
@@ -86,10 +98,10 @@ def run(
     memory = device_memory(mesh.devices.reshape(-1).tolist())
     config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config)
-    newest_step = max(checkpointer.steps(), default=0)
-    if newest_step >= config.steps and config.checkpoint.resume in ("auto", "must"):
+    last_step = finished_step(config, checkpointer)
+    if last_step is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
-        finished = f"step {newest_step} of steps={config.steps} is saved; nothing to do"
+        finished = f"step {last_step} of steps={config.steps} is saved; nothing to do"
         log(f"{directory.root} is finished: {finished}")
         return DONE
     started = time.perf_counter()
@@ -142,6 +154,28 @@ def open_run_directory(config: Config) -> tuple[RunDirectory, Checkpointer]:
     return directory, checkpointer
 
 
+def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
+    """Return the newest saved step if it ends the run and its record is sound, otherwise None.
+
+    A damaged one is left to the restore, which sets it aside and continues from the one before.
+
+    Raises:
+      CheckpointUnreadable: its record cannot be read here.
+    """
+    if config.checkpoint.resume not in ("auto", "must"):
+        return None
+    step = processes.of_first_process(max(checkpointer.steps(), default=0))
+    if step < config.steps:
+        return None
+    is_sound = True
+    try:
+        checkpointer.record(step)
+    except CheckpointDamaged as error:
+        is_sound = False
+        log(f"step {step} of steps={config.steps} is saved, but damaged: {error}")
+    return step if processes.agree(is_sound) else None
+
+
 def start_run(
     config: Config,
     mesh: Mesh,
@@ -167,8 +201,18 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
+    for note in loader.notes:
+        log(f"data.path: {note}{_held_out(config, eval_loader)}")
+    fingerprint = fingerprint_data(config)
+    versions = package_versions()
     resume_step = step_to_resume(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
+    if resume_step is not None:
+        # A refusal should not cost the time of a restore; damage is the restore's to judge.
+        with suppress(CheckpointDamaged):
+            meta = checkpointer.record(resume_step).meta
+            check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     claim_run_directory(config, directory)
+    changed: list[Change] = []
     if resume_step is None:
         state, step = trainer.init(jax.random.key(config.seed)), 0
     else:
@@ -177,8 +221,20 @@ def start_run(
         restored = checkpointer.restore(
             trainer.abstract_canonical(), exact_step, optional=("history",)
         )
-        state, step = trainer.from_canonical(restored.state), restored.step
-        loader = _continue_loader(loader, config, place, restored.iterator)
+        # Perhaps not the step that was checked above, if that was damaged.
+        meta, step = restored.meta, restored.step
+        changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
+        changed += version_changes(versions, meta.get(VERSIONS))
+        for line in describe_changes(config, changed, meta, step):
+            log(line)
+        state = trainer.from_canonical(restored.state)
+        loader = _continue_loader(loader, config, place, restored.iterator, meta)
+    recorder = build_recorder(config, mesh, directory, step)
+    recorder.changes(step, changed)
+    if jax.process_index() == 0:
+        directory.keep_config(config, step)
+        directory.keep_tokenizer(config)
+    recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
     return Run(
         config=config,
         trainer=trainer,
@@ -188,12 +244,21 @@ def start_run(
         place=place,
         place_eval=place_eval,
         checkpointer=checkpointer,
-        recorder=build_recorder(config, mesh, directory, step),
+        recorder=recorder,
         profiler=Profiler(config.telemetry.profile_steps, directory.root / "profile"),
-        meta={"config": asdict(config), "versions": package_versions()},
+        meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
+        token_bytes=token_bytes(config),
     )
+
+
+def token_bytes(config: Config) -> np.ndarray | None:
+    """Return the bytes of text of each token id, int32 [model.vocab_size]; None if unknown."""
+    counts = getattr(load_tokenizer(config.data.tokenizer), "token_bytes", None)
+    if counts is None:
+        return None
+    return np.pad(counts, (0, config.model.vocab_size - len(counts)))
 
 
 def claim_run_directory(config: Config, directory: RunDirectory) -> None:
@@ -243,11 +308,22 @@ def package_versions() -> dict[str, str]:
 
 
 def _continue_loader(
-    loader: Loader, config: Config, place: BatchPlacer, position: np.ndarray
+    loader: Loader, config: Config, place: BatchPlacer, position: np.ndarray, meta: Meta
 ) -> Loader:
     """Return a loader that continues at the data position of a checkpoint, one row per sequence."""
     loader.close()
-    return make_loader(config, "train", place.rows, position[place.rows])
+    state = position[place.rows]
+    if "data" in config.checkpoint.accept_changes and meta.get(FINGERPRINT):
+        state = moved_state(state, meta[FINGERPRINT][DOCUMENTS], loader.num_documents)
+    return make_loader(config, "train", place.rows, state)
+
+
+def _held_out(config: Config, eval_loader: Loader | None) -> str:
+    """Return how many documents are held out, as the end of a line about the data."""
+    if eval_loader is None or config.data.eval_path or config.data.mixture:
+        return ""
+    count = f"{eval_loader.num_documents:,} of them are held out for evaluation"
+    return f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
 
 
 def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:

@@ -15,9 +15,9 @@ from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.planning.auto_stages import predict
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.flops import model_flops_per_token, parameter_count
-from maxpipe.planning.footprint import handed_over_width, kept_width, layer_of, stash_width
+from maxpipe.planning.footprint import handed_over_width, layer_of, residual_width, stash_width
 from maxpipe.planning.layer_trace import trace_model
-from maxpipe.planning.stage_work import work
+from maxpipe.planning.stage_times import unit_times
 from maxpipe.training import launch
 
 D, MLP, T, LAYERS = 64, 96, 32, 4
@@ -140,7 +140,7 @@ def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over(policy, d
     forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
     late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
     # Saving everything, the engine also holds masks and what attention computes.
-    assert kept_width(config) == pytest.approx(forward, rel=0.2 if policy == "none" else 0.01)
+    assert residual_width(config) == pytest.approx(forward, rel=0.2 if policy == "none" else 0.01)
     assert handed_over_width(config) == pytest.approx(late, rel=0.15)
 
 
@@ -157,11 +157,11 @@ def test_activations_and_stash_grow_with_the_block():
 
 
 def test_times_of_stages_follow_the_block():
-    new, llama = both(work)
+    new, llama = both(unit_times)
     layer = layer_of(config_of("llama"))
     forward = layer.weight_flops + layer.activation_flops
     assert llama.head / new.head == pytest.approx((forward + 2 * MORE_WEIGHTS) / forward)
-    assert predict(config_of(), [1, 1, 1, 1]).work == new
+    assert predict(config_of(), [1, 1, 1, 1]).times == new
 
 
 def test_a_saved_tensor_of_the_block_is_not_recomputed():

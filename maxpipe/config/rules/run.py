@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.rules.rule import Updates, rule
 from maxpipe.config.sections import Config
 from maxpipe.config.values import nearest
@@ -58,10 +59,16 @@ def check_tokenizer(c: Config) -> None:
         raise ConfigError(Problem("data.tokenizer", message))
 
 
-@rule("data.source", "data.path", "data.mixture")
+@rule("data.source", "data.path", "data.eval_path", "data.mixture")
 def check_data_path(c: Config) -> None:
     """Refuse a path for a source that reads none."""
     source = c.data.source
+    if c.data.eval_path and _reads_no_path(source):
+        message = (
+            f"data.source={source} reads no path, and it reads the validation set"
+            f"{' of a mixture, too' if c.data.mixture else ''}: {_propose_readers('data.source=')}"
+        )
+        raise ConfigError(Problem("data.eval_path", message))
     if c.data.path and not c.data.mixture and _reads_no_path(source):
         message = f"data.source={source} reads no path: {_propose_readers('data.source=')}"
         raise ConfigError(Problem("data.path", message))
@@ -132,6 +139,21 @@ def check_resume(c: Config) -> None:
             f"{nearest(value, words)}"
         )
         raise ConfigError(Problem("checkpoint.resume", message))
+
+
+@rule("checkpoint.accept_changes")
+def check_accept_changes(c: Config) -> None:
+    """Check that the changes to accept are groups of keys."""
+    unknown = [name for name in c.checkpoint.accept_changes if name not in GROUPS]
+    if unknown:
+        raise ConfigError(
+            *(
+                Problem(
+                    ACCEPT, f"{name!r} is not one of {', '.join(GROUPS)}{nearest(name, [*GROUPS])}"
+                )
+                for name in unknown
+            )
+        )
 
 
 @rule("checkpoint.mirror")
@@ -246,6 +268,7 @@ RUN_RULES = (
     check_data_path,
     check_mixture,
     check_resume,
+    check_accept_changes,
     check_mirror,
     check_keep_every,
     check_keep_best,

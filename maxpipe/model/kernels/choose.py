@@ -13,7 +13,7 @@ from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.model.attention import AttentionFn
-from maxpipe.sharding.context_parallel import AXIS, PartAttention, over_context, parts
+from maxpipe.sharding.context_parallel import CONTEXT_AXIS, PartAttention, over_context, parts
 from maxpipe.sharding.rules import AxisRules
 
 EVERYWHERE = "dot_product"  # the kernel that runs on every backend, with every size
@@ -77,7 +77,7 @@ def build_attention(
     """
     name = choose_kernel(config, platform, note)
     kernel, length = _kernel(name), config.data.sequence_length
-    num_parts = rules.mesh.shape[AXIS]
+    num_parts = rules.mesh.shape[CONTEXT_AXIS]
     if num_parts > 1:
         of_part = kernel.build_for_parts(config.model, parts(length, num_parts))
         return per_device(over_context(of_part), rules)
@@ -92,13 +92,13 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
     XLA's partitioner can split neither a kernel nor a collective that is written out. Inside a
     program that is already manual over some axes only the other axes are left to split.
     """
-    length = "activation_length" if rules.mesh.shape[AXIS] > 1 else None
+    length = "activation_length" if rules.mesh.shape[CONTEXT_AXIS] > 1 else None
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         current = jax.sharding.get_abstract_mesh()
         manual = set(current.manual_axes)
-        query = rules.spec_here(("activation_batch", length, "heads", None), q.shape)
-        if query != rules.spec_here(("activation_batch", length, "kv_heads", None), k.shape):
+        query = rules.automatic_spec(("activation_batch", length, "heads", None), q.shape)
+        if query != rules.automatic_spec(("activation_batch", length, "kv_heads", None), k.shape):
             # There are more devices than key heads: each needs those of its own query heads.
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         split = jax.shard_map(

@@ -1,8 +1,9 @@
-"""The two ends of the model in the manual program: embedding and head, spread over the stages.
+"""Compute the two ends of the model, embedding and head, spread over the stages.
 
 Computed on the first and the last stage alone they would dominate the tick at real vocabularies,
-and so would their weights. Letters: S stages, B sequences of a microbatch on one data shard, T
-tokens of each, D embed, V vocabulary, P = ceil(B * T / S) tokens of a stage's share.
+and so would their weights. Both run inside the manual program. Letters: S stages, B sequences of a
+microbatch on one data shard, T tokens of each, D embed, V vocabulary, P = ceil(B * T / S) tokens of
+a stage's share.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from maxpipe.pipeline.manual import BATCH_AXES, manual_part
 HeadLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-class Embedding:
+class ShardedEmbedding:
     """Lookup in a table [V, D] whose columns are spread over devices, without gathering the table.
 
     Every device looks up its columns for the tokens of all the devices that it shares the table
@@ -88,7 +89,7 @@ class Embedding:
         return tokens
 
 
-class Head:
+class ShardedHead:
     """Loss of the last stage's output: every stage runs the head on its share of the tokens.
 
     Args:

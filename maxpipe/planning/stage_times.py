@@ -25,7 +25,7 @@ from maxpipe.planning.simulate import Costs
 
 
 @dataclass(frozen=True)
-class Work:
+class UnitTimes:
     """Times for one microbatch, in units of the forward of one layer.
 
     Attributes:
@@ -56,13 +56,13 @@ class Work:
         )
 
 
-def work(config: Config) -> Work:
+def unit_times(config: Config) -> UnitTimes:
     """Compute what the layers and the head of a resolved configuration take."""
     layer = layer_of(config)
     forward = layer.weight_flops + layer.activation_flops
     input_gradient = layer.weight_flops + 2 * layer.activation_flops + _recomputed_flops(config)
     head = trace_model(config.model, config.data.sequence_length).head_flops
-    return Work(
+    return UnitTimes(
         input_gradient=input_gradient / forward,
         weight_gradient=layer.weight_flops / forward,
         head=3 * head / forward,
