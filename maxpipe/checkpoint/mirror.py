@@ -31,7 +31,7 @@ from maxpipe.checkpoint.steps import (
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
-from maxpipe.storage.lease import LeaseObjects
+from maxpipe.storage.lease_places import LeaseObjects
 from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
 
 if TYPE_CHECKING:

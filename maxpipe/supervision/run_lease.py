@@ -10,14 +10,8 @@ from pathlib import Path
 from maxpipe.checkpoint.mirror import KEY as MIRROR
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.storage.lease import (
-    Lease,
-    LeaseDirectory,
-    LeasePlace,
-    Owner,
-    PlaceInUse,
-    acquire,
-)
+from maxpipe.storage.lease import Lease, Owner, PlaceInUse, acquire
+from maxpipe.storage.lease_places import LeaseDirectory, LeasePlace
 from maxpipe.storage.object_store import explained
 from maxpipe.supervision.ending import at_end
 
@@ -26,7 +20,7 @@ class RunLease:
     """Leases of the places that a run writes to; without leases every call does nothing.
 
     Args:
-      leases: of the run's directory and of its mirror.
+      leases: of the run's directory, then of its mirror.
     """
 
     def __init__(self, leases: Sequence[Lease] = ()):
@@ -43,9 +37,10 @@ class RunLease:
             lease.check()
 
     def verify(self) -> None:
-        """Look at the places now; raises as `check`."""
-        for lease in self._leases:
+        """Look at the directory now, rather than trust the last renewal; raises as `check`."""
+        for lease in self._leases[:1]:
             lease.verify()
+        self.check()
 
 
 @contextmanager

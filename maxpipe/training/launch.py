@@ -23,7 +23,7 @@ from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
-from maxpipe.data.fingerprint import fingerprint_data
+from maxpipe.data.fingerprint import data_digests, fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
@@ -77,7 +77,7 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
     with failing_fast():
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
-            check_agreement(loaded.config, run_contents())
+            check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
         config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
@@ -302,10 +302,14 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     return flops / (chip.peak_flops[config.model.dtype] * num_chips)
 
 
-def run_contents() -> dict[str, str]:
-    """Return digests and versions of what the result of a run depends on, by name."""
+def run_contents(config: Config) -> dict[str, str]:
+    """Return digests and versions of what the result of a run depends on, by key or name.
+
+    Raises:
+      ConfigError: data or tokenizer cannot be read.
+    """
     versions = {f"version of {name}": version for name, version in package_versions().items()}
-    return versions | {"code of maxpipe": source_digest()}
+    return data_digests(config) | versions | {"code of maxpipe": source_digest()}
 
 
 def package_versions() -> dict[str, str]:

@@ -73,8 +73,9 @@ VALUES_OF_ITS_OWN = """
 import os, sys
 from maxpipe import train
 
-own = ["seed=1", "steps=7", "model.mlp_dim=48"] if os.environ["JAX_PROCESS_ID"] == "1" else []
-sys.exit(train.main(sys.argv[1:] + own))
+index = os.environ["JAX_PROCESS_ID"]
+own = ["seed=1", "steps=7", "model.mlp_dim=48"] if index == "1" else []
+sys.exit(train.main([word.replace("OWN", index) for word in sys.argv[1:]] + own))
 """
 
 
@@ -210,15 +211,20 @@ def test_train_unshared_output_dir_exits_with_2(tmp_path):
 
 
 def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(tmp_path):
-    with members(
-        tmp_path, 2, command(tmp_path, *ENDLESS, "seed=0"), program=VALUES_OF_ITS_OWN
-    ) as started:
+    for index in range(2):
+        # Of the same size and name in other directories: only the contents differ.
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "data.txt").write_text(f"text {index} " * 1000)
+    data = ("data.source=text", f"data.path={tmp_path}/OWN/data.txt")
+    words = command(tmp_path, *ENDLESS, *data, "seed=0")
+    with members(tmp_path, 2, words, program=VALUES_OF_ITS_OWN) as started:
         codes, output = ends(started)
     assert codes == [2, 2], output
     for process in started:
         for key, values in (("seed", (0, 1)), ("steps", (1000, 7)), ("model.mlp_dim", (32, 48))):
             sides = "{} in process 0; {} in process 1".format(*values)
             assert f"{key}: the processes of this run differ: {sides}" in process.output
+        assert "data.path: the processes of this run differ: " in process.output
     assert not (tmp_path / "base").exists()
 
 

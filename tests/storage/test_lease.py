@@ -14,19 +14,19 @@ from maxpipe.storage import lease as lease_module
 from maxpipe.storage.lease import (
     LEASE_SECONDS,
     NAME,
-    LeaseDirectory,
     LeaseLost,
-    LeaseObjects,
     Owner,
     PlaceInUse,
     acquire,
 )
+from maxpipe.storage.lease_places import LeaseDirectory, LeaseObjects
 from maxpipe.storage.object_store import Deadline, open_store
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from maxpipe.storage.lease import LeaseDirectory, Owner, acquire
+from maxpipe.storage.lease import Owner, acquire
+from maxpipe.storage.lease_places import LeaseDirectory
 acquire(LeaseDirectory(Path(sys.argv[1])), Owner.this_process("job", 1), print)
 print("owned", flush=True)
 time.sleep(600)
@@ -132,8 +132,16 @@ def test_lease_of_an_earlier_attempt_is_taken_over_at_once(place, lines, owner_p
 
 @pytest.mark.parametrize("job", [("job", 1), ("another", 2), ("", 2)])
 def test_lease_of_the_same_attempt_or_another_job_is_waited_for(place, lines, owner_process, job):
+    owner_process.send_signal(signal.SIGKILL)
     waiting = Waiting()
     acquire(place, elsewhere(*job), lines.append, sleep=waiting).release()
+    assert waiting.seconds > LEASE_SECONDS - 2
+
+
+def test_lease_of_a_start_without_a_job_is_waited_for(place, lines):
+    place.create(NAME, elsewhere("", 0).to_json())
+    waiting = Waiting()
+    acquire(place, Owner.this_process("", 1), lines.append, sleep=waiting).release()
     assert waiting.seconds > LEASE_SECONDS - 2
 
 
@@ -267,7 +275,8 @@ def test_lease_import_does_not_import_jax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_lease_in_an_object_store_is_refused_taken_over_and_released(s3, lines):
+def test_lease_in_an_object_store_is_refused_taken_over_and_released(s3, lines, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 3600)
     s3.create_bucket(Bucket="leases")
     place = LeaseObjects(
         "s3://leases/runs/base", open_store("s3://", "checkpoint.mirror"), Deadline(30)
