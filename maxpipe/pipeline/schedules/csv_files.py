@@ -23,7 +23,8 @@ from maxpipe.pipeline.schedules.table import (
 )
 from maxpipe.pipeline.schedules.validate import validate
 
-CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+MAX_SLOTS = 1 << 26  # of a table, which is kept as arrays of this size
 
 
 class Cell(NamedTuple):
@@ -126,8 +127,10 @@ def _read(path: Path) -> tuple[int, list[Cell]]:
     """Return the number of rows and the cells that are not empty."""
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8").rstrip("\n").split("\n")))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        if isinstance(error, csv.Error):
+            reason = str(error)
         raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {reason}") from error
     cells = []
     for row, texts in enumerate(rows):
@@ -143,7 +146,23 @@ def _read(path: Path) -> tuple[int, list[Cell]]:
                 )
     if not cells:
         raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
+    _check_size(path, len(rows), cells)
     return len(rows), cells
+
+
+def _check_size(path: Path, num_rows: int, cells: list[Cell]) -> None:
+    """Raise ScheduleError before memory is taken for a table that cannot be valid."""
+    chunk = max(cells, key=lambda cell: cell.chunk)
+    microbatch = max(cells, key=lambda cell: cell.microbatch)
+    num_units = (chunk.chunk + 1) * (microbatch.microbatch + 1)
+    if num_units > len(cells):
+        raise ScheduleError(
+            f"pipeline.schedule={path}: {chunk} and {microbatch} are the last chunk and the last "
+            f"microbatch, so there must be {num_units} units of each kind; the file has "
+            f"{len(cells)} in all"
+        )
+    if num_rows * (1 + max(cell.column for cell in cells)) > MAX_SLOTS:
+        raise ScheduleError(f"pipeline.schedule={path}: more than {MAX_SLOTS} cells are too many")
 
 
 def _sizes(num_rows: int, cells: list[Cell]) -> tuple[int, int, int]:
