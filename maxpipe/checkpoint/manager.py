@@ -325,9 +325,16 @@ class Checkpointer:
                 return
             where = self._directory if latest is None else self._directory.of(latest)
             self._latest = None  # so that the step may be tried again
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise CheckpointSaveError(
-                f"saving checkpoint {where} failed: {type(error).__name__}: {error}"
+                f"saving checkpoint {where} failed: {reason}; {self._safe_steps()}"
             ) from error
+
+    def _safe_steps(self) -> str:
+        steps = [str(step) for step in self.steps()]
+        if not steps:
+            return "no step is saved yet"
+        return f"safe: step{'s' if len(steps) > 1 else ''} {', '.join(steps)} in {self.place}"
 
     def _log(self, message: str) -> None:
         if jax.process_index() == 0:

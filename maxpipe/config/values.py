@@ -156,6 +156,8 @@ def _string(raw: Raw) -> str:
         raise ValueError(
             f"has no value; write '' for the empty string or '{raw.text}' for the word"
         )
+    if "\0" in raw.text:
+        raise ValueError("holds a NUL character, which no path or name can")
     return raw.text
 
 

@@ -27,7 +27,7 @@ from maxpipe.data.fingerprint import data_digests, fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
-from maxpipe.devices.agreement import check_agreement
+from maxpipe.devices.agreement import check_agreement, source_digest
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads

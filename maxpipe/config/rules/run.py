@@ -13,6 +13,8 @@ from maxpipe.config.sections import Config
 from maxpipe.config.slices import canonical_topology
 from maxpipe.config.values import nearest
 
+LONGEST_NAME = 255  # bytes of a name in file systems
+LONGEST_PATH = 3500  # bytes of a path, of 4096, which leaves room for the names below it
 LEAST_SPIKE_WINDOW = 16
 LEAST_SHARE = 0.001  # of a source in a mixture
 _MIXTURE_FIELDS = ("source", "path", "weight")
@@ -27,6 +29,9 @@ def check_run_name(c: Config) -> None:
             "starting with a letter or digit; output_dir takes the directory"
         )
         raise ConfigError(Problem("run_name", message))
+    if len(c.run_name) > LONGEST_NAME:
+        message = f"has {len(c.run_name)} characters; a directory's name has {LONGEST_NAME} at most"
+        raise ConfigError(Problem("run_name", message))
 
 
 @rule("output_dir", "data.cache_dir")
@@ -35,6 +40,14 @@ def check_directories(c: Config) -> None:
     directories = {"output_dir": c.output_dir, "data.cache_dir": c.data.cache_dir}
     problems = []
     for key, path in directories.items():
+        names = [os.fsencode(name) for name in path.split("/")]
+        longest = max(len(name) for name in names)
+        if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
+            message = (
+                f"has {len(path)} characters; a path may have {LONGEST_PATH} bytes, each name in "
+                f"it {LONGEST_NAME}"
+            )
+            problems.append(Problem(key, message))
         if "://" in path:
             message = (
                 f"{path!r} is not a directory: renames must be atomic there, so give a local or "

@@ -119,7 +119,7 @@ class DataConfig:
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24
     )
-    sequence_length: int = option(128, "tokens per sequence", minimum=1)
+    sequence_length: int = option(128, "tokens per sequence", minimum=1, maximum=2**24)
     packing: bool = option(
         True, "fill each sequence with several documents; false = pad one document per sequence"
     )

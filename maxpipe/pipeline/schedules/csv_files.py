@@ -31,9 +31,10 @@ from maxpipe.pipeline.schedules.table import (
 )
 from maxpipe.pipeline.schedules.validate import validate, validate_units
 
-CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+MAX_SLOTS = 1 << 26  # of a table, which is kept as arrays of this size
 
 
 class Cell(NamedTuple):
@@ -222,8 +223,10 @@ def _timed(path: Path, file: CsvFile, table: Table) -> Table:
 def _read(path: Path) -> CsvFile:
     try:
         rows = list(csv.reader(path.read_text(encoding="utf-8").rstrip("\r\n").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        if isinstance(error, csv.Error):
+            reason = str(error)
         raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {reason}") from error
     file = CsvFile(len(rows), [], Counter(), any("OVERLAP" in t for row in rows for t in row))
     for row, texts in enumerate(rows):
@@ -241,7 +244,23 @@ def _read(path: Path) -> CsvFile:
                     )
     if not file.cells:
         raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
+    _check_size(path, file)
     return file
+
+
+def _check_size(path: Path, file: CsvFile) -> None:
+    """Raise ScheduleError before memory is taken for a table that cannot be valid."""
+    chunk = max(file.cells, key=lambda cell: cell.chunk)
+    microbatch = max(file.cells, key=lambda cell: cell.microbatch)
+    num_units = (chunk.chunk + 1) * (microbatch.microbatch + 1)
+    if num_units > len(file.cells):
+        raise ScheduleError(
+            f"pipeline.schedule={path}: {chunk} and {microbatch} are the last chunk and the last "
+            f"microbatch, so there must be {num_units} units of each kind; the file has "
+            f"{len(file.cells)} in all"
+        )
+    if file.num_rows * (1 + max(cell.column for cell in file.cells)) > MAX_SLOTS:
+        raise ScheduleError(f"pipeline.schedule={path}: more than {MAX_SLOTS} cells are too many")
 
 
 def _parts(text: str) -> list[str]:
