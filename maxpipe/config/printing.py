@@ -8,7 +8,7 @@ from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS
 from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
-from maxpipe.config.rules.batches import data_shards, least_microbatches
+from maxpipe.config.rules.batches import least_microbatches
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
@@ -162,21 +162,16 @@ def _without_effect(c: Config) -> list[str]:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
     if not (c.checkpoint.every or c.checkpoint.every_minutes):
         if c.checkpoint.resume in ("auto", "must"):
-            lines.append("checkpoint.every=0: this run cannot be resumed")
+            lines.append("this run cannot be resumed, since checkpoint.every=0 saves nothing")
         if is_set(c, "checkpoint.keep"):
             lines.append("checkpoint.keep has no effect with checkpoint.every=0")
     return lines
 
 
 def _pipeline_notes(c: Config) -> list[str]:
-    """Return what a run without stages leaves out, or that a third gathered repeat is needed."""
+    """Return a line if a third gathered repeat is in memory."""
     if not ENGINES[c.pipeline.engine].has_stages:
-        rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
-        return [
-            f"the {c.pipeline.engine} engine has no pipeline: schedule, repeats, layers per stage, "
-            "delayed forwarding, overlap, idle slots and FSDP gathers do not apply; remat_policy "
-            f"acts on each layer; gradients add up over microbatches of {rows} rows a device"
-        ]
+        return []
     microbatches, least = c.pipeline.num_microbatches, least_microbatches(c)
     is_third_needed = c.pipeline.fsdp_gather == "per_repeat" and c.pipeline.num_repeats > 2
     if is_third_needed and microbatches == least:

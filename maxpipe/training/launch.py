@@ -111,6 +111,8 @@ def run(
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
+    if not config.compile.load:
+        current.recorder.say("compiling   the first step, minutes for a large model")
     exit_code = run_and_close(current, lambda: train(current))
     log(_farewell(current, exit_code, str(directory.root), time.perf_counter() - started))
     return exit_code

@@ -1,5 +1,6 @@
 """The report at the start of a run: what runs, what was decided automatically, and why."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +20,8 @@ from maxpipe.planning.simulate import simulate
 
 MAX_LINES = 25
 MAX_STAGES = 8
+MAX_NOTES = 6
+CHOICE = re.compile(r"[\w.]+=\S+: ")  # a decision that is a value with its reason
 
 
 class Decisions:
@@ -88,13 +91,19 @@ class RunSummary:
 
 
 def start_summary(run: RunSummary) -> list[str]:
-    """Return the report, one string per line, at most `MAX_LINES` of them."""
+    """Return the report, one string per line, at most `MAX_LINES` of them.
+
+    What the user should know comes right after the run; values that follow from others come last.
+    """
     simulated = " simulated on one machine" if run.is_simulated else ""
     processes = _count(run.num_processes, "process")
     start = "fresh" if run.resumed_step is None else f"resumed after step {run.resumed_step}"
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.items() if size > 1)
+    chosen = [decision for decision in run.decisions if CHOICE.match(decision)]
+    notes = [decision for decision in run.decisions if not CHOICE.match(decision)]
     lines = [
         _line("run", f"{run.run_dir}, {run.steps} steps, {start}"),
+        *(_line("note", note) for note in notes[:MAX_NOTES]),
         _line("devices", f"{run.num_devices} x {run.device_kind}{simulated}, {processes}"),
         _line("mesh", axes or "one device"),
         _line("parameters", f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"),
@@ -103,10 +112,10 @@ def start_summary(run: RunSummary) -> list[str]:
         _line("data", run.data),
     ]
     room = MAX_LINES - len(lines)
-    shown = run.decisions if len(run.decisions) <= room else run.decisions[: room - 1]
+    hidden = max(len(notes) - MAX_NOTES, 0)
+    shown = chosen if len(chosen) <= room and not hidden else chosen[: room - 1]
     lines += [_line("chosen", decision) for decision in shown]
-    if len(shown) < len(run.decisions):
-        hidden = len(run.decisions) - len(shown)
+    if hidden := hidden + len(chosen) - len(shown):
         lines.append(_line("chosen", f"{hidden} more values; --print-config shows them all"))
     return lines
 
@@ -123,7 +132,8 @@ def compress(indices: Sequence[int]) -> str:
 def _pipeline(run: RunSummary) -> str:
     microbatches = _count(run.num_microbatches, "microbatch")
     if not run.stage_layers:
-        return f"none ({run.schedule}), {microbatches}"
+        summed = ", whose gradients add up" if run.num_microbatches > 1 else ""
+        return f"none ({run.schedule}), {microbatches}{summed}"
     return f"{run.schedule}, {microbatches}, bubble {100 * run.bubble:.1f} %"
 
 
