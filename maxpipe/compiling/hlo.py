@@ -53,7 +53,7 @@ class Instruction:
       type: the result's type as text.
       operands: names of the operands.
       arguments: the text between the parentheses.
-      attributes: the text after the operands: attributes, metadata.
+      attributes: the text after the operands, metadata included.
     """
 
     name: str
