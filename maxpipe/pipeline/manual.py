@@ -106,8 +106,8 @@ class Gather:
         it first.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        # All of them: XLA of jax 0.12 ends the process where some are left to the partitioner, even
-        # of size one.
+        # All of them, even axes of size one: XLA of jax 0.12 aborts the process if any is left to
+        # the partitioner.
         automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
         spec = only(PartitionSpec(*leading, *self._spec), automatic)
         if not self._dims or not any(spec):

@@ -52,7 +52,7 @@ class Bounds:
     """Least seconds of a step, each as if the others were free.
 
     Attributes:
-      compute: FLOPs at the chip's peak; the bubble is inside, since idle slots are computed masked.
+      compute: FLOPs at the chip's peak, bubble included: idle slots are computed masked.
       hbm: weights, optimizer state and activations through memory, counted from shapes.
       network: the slower of ICI and DCN; None if a needed bandwidth is unknown.
       mfu: model FLOPs utilisation of a step that takes as long as the largest of these.

@@ -225,7 +225,7 @@ class CircularEngine(SpmdEngine):
             scan_iterations=self._config.scan_iterations,
             scan_repeats=self._config.scan_repeats,
         )
-        # A key is no array of numbers: it crosses the border of the manual program as its data.
+        # A PRNG key is not an array of numbers, so it enters the manual program as its raw data.
         key_data = None if key is None else jax.random.key_data(key)
         return run_iterations(iterations, layers, io, side, key_data)
 
