@@ -1,4 +1,4 @@
-"""From a resolved configuration to a trainer: the one place where model and engine are picked."""
+"""Build a trainer from a resolved configuration; model and engine are picked nowhere else."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,30 +26,37 @@ from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
 
 
+def _ignore(text: str) -> None:
+    """Drop a line that nothing should print."""
+
+
 def build_engine_inputs(
-    config: Config, mesh: Mesh, *, note: Callable[[str], None] = lambda decision: None
+    config: Config, mesh: Mesh, *, note: Callable[[str], None] = _ignore
 ) -> EngineInputs:
     """Build what an engine is built from; arguments as for `build_trainer`.
 
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
     of every stage.
     """
-    watch = {"show": print} if config.sharding.debug and jax.process_index() == 0 else {}
     engine = ENGINES[config.pipeline.engine]
-    bound: Any = mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh
-    rules = AxisRules(config.sharding.logical_axis_rules, bound, note, **watch)
+    rules = AxisRules(
+        config.sharding.logical_axis_rules,
+        mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh,
+        note,
+        show=print if config.sharding.debug and jax.process_index() == 0 else _ignore,
+    )
     table = build_table(config) if engine.has_stages else None
     if table and table.note:
         note(table.note)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, note)
     return EngineInputs(
-        ModelProgram(config.model, attention),
-        rules,
-        config.pipeline,
-        build_layout(config),
-        mesh,
-        (config.data.global_batch_size, config.data.sequence_length),
-        table,
+        program=ModelProgram(config.model, attention),
+        rules=rules,
+        config=config.pipeline,
+        layout=build_layout(config),
+        mesh=mesh,
+        batch_shape=(config.data.global_batch_size, config.data.sequence_length),
+        table=table,
     )
 
 
@@ -65,9 +72,7 @@ def build_engine(config: Config, inputs: EngineInputs) -> Any:
     return implementation(ENGINES[config.pipeline.engine])(inputs)
 
 
-def build_trainer(
-    config: Config, mesh: Mesh, *, note: Callable[[str], None] = lambda decision: None
-) -> Trainer:
+def build_trainer(config: Config, mesh: Mesh, *, note: Callable[[str], None] = _ignore) -> Trainer:
     """Build the trainer of a resolved configuration, with the engine that it names.
 
     Args:
@@ -81,6 +86,9 @@ def build_trainer(
     """
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
+        # The rules check this for schedules of the catalogue, but cannot look into a CSV file.
+        if inputs.table is not None and "W" in inputs.table.kinds:
+            check_split_backwards(config)
         one_program = ENGINES[config.pipeline.engine].one_program
         build = build_spmd_trainer if one_program else build_mpmd_trainer
         return build(config, mesh, inputs)
@@ -89,17 +97,11 @@ def build_trainer(
 
 
 def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:
-    """Build a trainer with one program on all devices; arguments as for `build_trainer`.
-
-    Raises:
-      ConfigError: the schedule splits backwards, which another option does not allow.
-    """
+    """Build a trainer with one program on all devices; arguments as for `build_trainer`."""
     specs = inputs.program.specs
-    engine = build_engine(config, inputs)
-    _check_split_backwards(config, inputs)
     return SpmdTrainer(
         specs,
-        engine,
+        build_engine(config, inputs),
         inputs.rules,
         Optimizer(config.optimizer, specs),
         load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
@@ -111,11 +113,9 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
     """Build a trainer with programs per stage; arguments as for `build_trainer`.
 
     Raises:
-      ConfigError: there are several processes, or the schedule splits backwards, which another
-        option does not allow.
+      ConfigError: there are several processes.
     """
     check_processes(config, jax.process_count())
-    _check_split_backwards(config, inputs)
     return MpmdTrainer(
         inputs.program.specs,
         build_engine(config, inputs),
@@ -123,8 +123,3 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
         partial(Optimizer, config.optimizer),
         adds_batch_digest=config.telemetry.batch_digest,
     )
-
-
-def _check_split_backwards(config: Config, inputs: EngineInputs) -> None:
-    if inputs.table is not None and "W" in inputs.table.kinds:
-        check_split_backwards(config)

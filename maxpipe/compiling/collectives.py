@@ -22,7 +22,7 @@ COLLECTIVE_KINDS = (
 )
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _NAMED = rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{((?:'\w+',?)+)\}}"
-# Names of TPU computations that hold a part of a collective and what runs at the same time.
+# On TPUs, a name of computations that hold a part of a collective and what runs at the same time.
 ASYNC_FUSION = "async_collective_fusion"
 
 

@@ -53,7 +53,7 @@ class Instruction:
       type: the result's type as text.
       operands: names of the operands.
       arguments: the text between the parentheses.
-      attributes: the text after the operands: attributes, metadata.
+      attributes: the text after the operands, metadata included.
     """
 
     name: str
@@ -224,7 +224,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
-    """Return the value of an integer constant, through copies; None if it is none."""
+    """Return the value of an integer constant, through copies; None if it is not one."""
     source = _source(instructions, name, ("copy", "convert", "bitcast", "reshape"))
     if source is None or source.opcode != "constant":
         return None

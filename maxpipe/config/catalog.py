@@ -1,4 +1,4 @@
-"""The facts about every variant that a configuration key can name; data only.
+"""Hold the facts about every variant that a configuration key can name; data only.
 
 A variant is one entry here and one function or class, which `implementation` names as
 "module:attribute"; it is imported when a run uses it. Those of engines are in `engine_facts`.
@@ -172,7 +172,7 @@ class RematPolicy:
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether only the layer's input is saved, whatever `pipeline.remat_tensors` says."""
+        """Return whether only the layer's input is saved, without asking `remat_tensors`."""
         return not (self.device or self.host or self.everything or self.by_tensor)
 
 

@@ -1,4 +1,4 @@
-"""Before the first step all processes of a run compare what they are about to run.
+"""Compare what the processes of a run are about to run, before the first step.
 
 Processes that differ in a learning rate or in their data would train to the end and leave a state
 that no configuration describes. Those that differ in shapes would wait for each other in a
@@ -49,7 +49,7 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
         differences = _differences(texts, digest)
         processes.post(_VERDICT, json.dumps(differences))
     else:
-        # The texts are there before the digest, upon which process 0 may ask for them.
+        # Texts first: process 0 may read them as soon as it has seen the digest.
         processes.post(_key("texts", index), json.dumps(texts))
         processes.post(_key("digest", index), digest)
         differences = json.loads(processes.read(_VERDICT))
@@ -106,7 +106,7 @@ def compare(
 
 
 def _named(indices: Sequence[int]) -> str:
-    """Return such as "processes 0, 1, 2, 3 and 12 more"."""
+    """Name processes in words, such as "processes 0, 1, 2, 3 and 12 more"."""
     shown = ", ".join(map(str, sorted(indices)[:_PROCESSES_SHOWN]))
     more = len(indices) - _PROCESSES_SHOWN
     return f"process{'es' if len(indices) > 1 else ''} {shown}" + (

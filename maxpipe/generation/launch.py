@@ -1,4 +1,4 @@
-"""The body of `python -m maxpipe.generate`: load a checkpoint, continue a text, print it."""
+"""Run `python -m maxpipe.generate`: load a checkpoint, continue a text, print it."""
 
 import argparse
 import sys

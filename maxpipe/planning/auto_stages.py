@@ -6,7 +6,7 @@ from math import inf
 
 import numpy as np
 
-from maxpipe.config.catalog import ENGINES
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
@@ -21,7 +21,7 @@ from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
 from maxpipe.planning.stage_memory import StageMemory
 from maxpipe.planning.stage_times import UnitTimes, unit_times
 
-KEY = "pipeline.layers_per_stage"
+LAYERS_KEY = "pipeline.layers_per_stage"
 LIMIT_KEY = "pipeline.memory_limit_gib"
 
 
@@ -43,13 +43,13 @@ class Prediction:
 
     @property
     def layers(self) -> list[int]:
-        """Layers of each stage."""
+        """Return the layers of each stage."""
         stages = self.run.table.stage_of_chunk
         return np.bincount(stages, self.sizes).astype(int).tolist()
 
     @property
     def slowest(self) -> float:
-        """Time of the slowest stage for one microbatch, all its chunks, forward and backward."""
+        """Return the slowest stage's time for a microbatch: all chunks, forward and backward."""
         return float(self.run.work.max()) / self.run.table.num_microbatches
 
 
@@ -77,7 +77,7 @@ def run_table(config: Config) -> Table:
 
 
 def predict(config: Config, sizes: Sequence[int]) -> Prediction:
-    """Simulate chunks of so many layers.
+    """Simulate the schedule with chunks of these sizes.
 
     Args:
       config: resolved; its own numbers of layers are ignored.
@@ -156,7 +156,9 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str]
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
         note(line)
-    return update(config, {KEY: chosen.sizes, "pipeline.num_layers_per_stage": max(chosen.sizes)})
+    return update(
+        config, {LAYERS_KEY: chosen.sizes, "pipeline.num_layers_per_stage": max(chosen.sizes)}
+    )
 
 
 def memory_limit(config: Config, chip_bytes: float | None) -> float:
@@ -171,7 +173,13 @@ def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
 def _distribute(
     config: Config, table: Table, cost: Callable[[int, list[int]], float]
 ) -> list[int] | None:
-    """Deal all layers out by `balance_layers`; `cost` is of a stage and the sizes of its chunks."""
+    """Distribute all layers by `balance_layers`; return the sizes of chunks, None if none fits.
+
+    Args:
+      config: resolved.
+      table: the schedule.
+      cost: of a stage with chunks of some sizes; infinite if they do not fit.
+    """
     total, times = config.pipeline.parallel_layers, unit_times(config)
     head_stage = table.stage_of_chunk[-1]
 
@@ -207,7 +215,7 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
             against += " that does not fit"
     sizes = str(chosen.sizes).replace(" ", "")
     yield (
-        f"{KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
+        f"{LAYERS_KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
         f"a microbatch{against}"
     )
     forward = " ".join(map(str, chosen.layers))
@@ -241,7 +249,7 @@ def _does_not_fit(config: Config, limit: float) -> ConfigError:
         if _fits(update(config, changes), limit)
     ]
     remedies.append("more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage")
-    return ConfigError(Problem(KEY, f"{message}; what would help: {'; '.join(remedies)}"))
+    return ConfigError(Problem(LAYERS_KEY, f"{message}; what would help: {'; '.join(remedies)}"))
 
 
 def _words(changes: Updates) -> str:
@@ -263,7 +271,8 @@ def _fits(config: Config, limit: float) -> bool:
 
 def _alternatives(c: Config) -> Iterator[Updates]:
     """Yield legal changes that may save memory."""
-    if c.pipeline.remat_policy not in ("full", "custom"):
+    policy = REMAT_POLICIES[c.pipeline.remat_policy]
+    if not (policy.saves_nothing or policy.by_tensor):
         yield {"pipeline.remat_policy": "full"}
     elif not c.pipeline.remat_layers:
         yield {"pipeline.remat_layers": True}

@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return self.parameters + self.optimizer + self.gradients + self.activations
 
 
@@ -52,7 +52,7 @@ class Bounds:
     """Least seconds of a step, each as if the others were free.
 
     Attributes:
-      compute: FLOPs at the chip's peak; the bubble is inside, since idle slots are computed masked.
+      compute: FLOPs at the chip's peak, bubble included: idle slots are computed masked.
       hbm: weights, optimizer state and activations through memory, counted from shapes.
       network: the slower of ICI and DCN; None if a needed bandwidth is unknown.
       mfu: model FLOPs utilisation of a step that takes as long as the largest of these.
@@ -65,7 +65,7 @@ class Bounds:
 
     @property
     def step(self) -> float:
-        """Least seconds of a step."""
+        """Return the least seconds of a step."""
         return max(self.compute, self.hbm, self.network or 0.0)
 
 
@@ -159,7 +159,7 @@ def _activations(config: Config) -> float:
         # The conveyor of inputs and outputs, and its gradient.
         stored = iterations * unit + 2 * microbatches / stages * chunk_input
     tokens = microbatch_tokens(config)
-    # A lockstep engine deals the tokens of the head out to all stages.
+    # A lockstep engine divides the tokens of the head among all stages.
     head_shards = num_stages(config) if engine.lockstep else 1
     # One layer at a time is recomputed.
     columns = stored + working_width(config)

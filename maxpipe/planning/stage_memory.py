@@ -110,7 +110,7 @@ class StageMemory:
 
     @cached_property
     def _column_bytes(self) -> float:
-        """Bytes of one column of a microbatch's activations."""
+        """Return the bytes of one column of a microbatch's activations."""
         return microbatch_tokens(self._config) * itemsize(self._config.model.dtype)
 
 

@@ -39,7 +39,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Frame:
-    """Place things: `scale` is pixels per unit of time, `horizon` the time at the right edge."""
+    """The geometry of a chart, in pixels.
+
+    Attributes:
+      scale: pixels per unit of time.
+      horizon: the time at the right edge.
+      num_stages: rows.
+    """
 
     scale: float
     horizon: float
@@ -51,6 +57,7 @@ class Frame:
 
     @property
     def rows_end(self) -> float:
+        """Return the lower edge of the last row of the Gantt chart."""
         return TOP + self.num_stages * (ROW + GAP)
 
     @property
@@ -62,9 +69,11 @@ class Frame:
         return self.curves_top + CURVES + 14
 
     def x(self, time: float) -> float:
+        """Return where a time is."""
         return LEFT + self.scale * time
 
     def y(self, stage: int) -> float:
+        """Return the upper edge of a stage's row."""
         return TOP + stage * (ROW + GAP)
 
 

@@ -53,7 +53,7 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
     if arguments.compare:
         raise UsageError(
             "--compare: is for schedules by name; "
-            "a configuration is set beside uniform stages anyway"
+            "a configuration is compared with uniform stages anyway"
         )
     # Traces a layer of the model. Schedules by name need no JAX, which takes seconds to import.
     from maxpipe.render.stages import draw_configuration

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 
@@ -17,7 +17,7 @@ class AxisRules:
 
     Args:
       rules: `sharding.logical_axis_rules`, pairs of a logical axis and its mesh axes.
-      mesh: the device mesh.
+      mesh: the device mesh; an abstract one gives specs and constraints for any mesh like it.
       note: called once for every dimension that is not split over a mesh axis that does not divide
         it.
       show: called once for every constraint that is applied, while a program is traced.
@@ -26,7 +26,7 @@ class AxisRules:
     def __init__(
         self,
         rules: Sequence[tuple[str, Sequence[str]]],
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         note: Callable[[str], None] = lambda text: None,
         show: Callable[[str], None] = lambda text: None,
     ):

@@ -1,4 +1,4 @@
-"""Rules about the run: its directory, data, checkpoints, learning rate and telemetry."""
+"""Check the run: its directory, data, checkpoints, learning rate and telemetry."""
 
 import math
 import os

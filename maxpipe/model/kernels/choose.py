@@ -99,7 +99,8 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
         manual = set(current.manual_axes)
         query = rules.automatic_spec(("activation_batch", length, "heads", None), q.shape)
         if query != rules.automatic_spec(("activation_batch", length, "kv_heads", None), k.shape):
-            # There are more devices than key heads: each needs those of its own query heads.
+            # There are more devices than key heads, so each gets the keys of its own query heads:
+            # [B, T, K, C] -> [B, T, H, C].
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         split = jax.shard_map(
             attention,

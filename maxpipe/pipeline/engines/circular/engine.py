@@ -60,6 +60,7 @@ class CircularEngine(SpmdEngine):
         self._rules = rules
         self._config = config
         self._layout = layout
+        self._mesh = inputs.mesh
         self._context = inputs.context
         self._bubble_fill = bubble_fill
         self.weights = Weights(rules, program.specs, self.layer_axes, layout.shape)
@@ -219,12 +220,12 @@ class CircularEngine(SpmdEngine):
             inputs_of,
             map_specs(self._gather, self._program.specs["layers"]),
             self._batch_specs(side),
-            self._rules.mesh,
+            self._mesh,
             gather_once=self._config.fsdp_gather == "once",
             scan_iterations=self._config.scan_iterations,
             scan_repeats=self._config.scan_repeats,
         )
-        # A key is no array of numbers: it crosses the border of the manual program as its data.
+        # A PRNG key is not an array of numbers, so it enters the manual program as its raw data.
         key_data = None if key is None else jax.random.key_data(key)
         return run_iterations(iterations, layers, io, side, key_data)
 

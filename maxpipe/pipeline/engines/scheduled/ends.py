@@ -81,8 +81,8 @@ class ShardedEmbedding:
 
     def _all_tokens(self, tokens: jax.Array) -> jax.Array:
         """Return the tokens of all devices that share the table, [B, T] -> [n*B, T]."""
-        # Not in reverse, so that the outermost rows are those of the axis that `lookup` exchanges
-        # first.
+        # In the order of the axes, which `lookup` exchanges in reverse: the axis gathered last has
+        # the outermost rows, and its exchange comes first.
         for axis in self._axes:
             if axis in BATCH_AXES:
                 tokens = lax.all_gather(tokens, axis, axis=0, tiled=True)

@@ -281,7 +281,7 @@ class StageProgram:
         def idle(sums: Sums) -> tuple[Sums, jax.Array]:
             return sums, jnp.full_like(y, self.settings.idle_fill)
 
-        # Only the predicate of the tick: the head scatters tokens, so all stages take part.
+        # The predicate is the tick's, not the stage's: the head scatters tokens over all stages.
         (loss, outer), gradient = lax.cond(
             tick.ends.head >= 0, active, idle, (carry.loss, carry.outer_gradients)
         )
