@@ -22,7 +22,7 @@ from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
-from maxpipe.data.fingerprint import fingerprint_data
+from maxpipe.data.fingerprint import data_digests, fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
@@ -76,7 +76,7 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
     with failing_fast():
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
-            check_agreement(loaded.config, run_contents())
+            check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
         config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
@@ -294,10 +294,18 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     return flops / (chip.peak_flops[config.model.dtype] * mesh.size)
 
 
-def run_contents() -> dict[str, str]:
-    """Return digests and versions of what the result of a run depends on, by name."""
-    versions = {f"version of {name}": version for name, version in package_versions().items()}
-    return versions | {"code of maxpipe": source_digest()}
+def run_contents(config: Config) -> dict[str, str]:
+    """Return digests and versions of what the result of a run depends on, by name.
+
+    Data and tokenizer have the names of the keys that give their paths. What cannot be read has its
+    error in place of a digest: if no process can read it, opening it says so later.
+    """
+    try:
+        contents = data_digests(config)
+    except ConfigError as error:
+        contents = {problem.key: problem.message for problem in error.problems}
+    contents |= {f"version of {name}": version for name, version in package_versions().items()}
+    return contents | {"code of maxpipe": source_digest()}
 
 
 def package_versions() -> dict[str, str]:
@@ -313,8 +321,9 @@ def _continue_loader(
     """Return a loader that continues at the data position of a checkpoint, one row per sequence."""
     loader.close()
     state = position[place.rows]
-    if "data" in config.checkpoint.accept_changes and meta.get(FINGERPRINT):
-        state = moved_state(state, meta[FINGERPRINT][DOCUMENTS], loader.num_documents)
+    num_before = (meta.get(FINGERPRINT) or {}).get(DOCUMENTS)
+    if "data" in config.checkpoint.accept_changes and num_before:
+        state = moved_state(state, num_before, loader.num_documents)
     return make_loader(config, "train", place.rows, state)
 
 

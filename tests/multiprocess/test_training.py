@@ -73,7 +73,9 @@ VALUES_OF_ITS_OWN = """
 import os, sys
 from maxpipe import train
 
-own = ["seed=1", "steps=7", "model.mlp_dim=48"] if os.environ["JAX_PROCESS_ID"] == "1" else []
+number = os.environ["JAX_PROCESS_ID"]
+own = ["seed=1", "steps=7", "model.mlp_dim=48"] if number == "1" else []
+own += [f"data.path={os.environ['CORPUS']}{number}"]
 sys.exit(train.main(sys.argv[1:] + own))
 """
 
@@ -209,16 +211,24 @@ def test_train_unshared_output_dir_exits_with_2(tmp_path):
     assert "output_dir: not all processes see the same" in output
 
 
-def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(tmp_path):
-    with members(
-        tmp_path, 2, command(tmp_path, *ENDLESS, "seed=0"), program=VALUES_OF_ITS_OWN
-    ) as started:
+def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus"))
+    for number in (0, 1):
+        directory = tmp_path / f"corpus{number}"
+        directory.mkdir()
+        (directory / "a.jsonl").write_text(f'{{"text": "{number}"}}\n' * 9)
+    words = command(tmp_path, *ENDLESS, "seed=0", "data.source=jsonl")
+    with members(tmp_path, 2, words, program=VALUES_OF_ITS_OWN) as started:
         codes, output = ends(started)
     assert codes == [2, 2], output
     for process in started:
         for key, values in (("seed", (0, 1)), ("steps", (1000, 7)), ("model.mlp_dim", (32, 48))):
             sides = "{} in process 0; {} in process 1".format(*values)
             assert f"{key}: the processes of this run differ: {sides}" in process.output
+        assert "data.path: the processes of this run differ: " in process.output
+        assert "corpus0" not in process.output, "contents are compared, not paths"
     assert not (tmp_path / "base").exists()
 
 
