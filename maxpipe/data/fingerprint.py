@@ -150,6 +150,8 @@ class Corpus:
             return CHANGED, f"{before} has become {ours.weight:.3g} of {ours.source}"
         if ours.digest == saved.digest:
             return None
+        if not SOURCES[ours.source].needs_path:
+            return CHANGED, f"{ours.source} has other documents here, as with another Python"
         more = ours.count - saved.count
         if more > 0 and self._digest_of(saved.count) == saved.digest:
             return APPENDED, f"{_number(more)} added after the {_number(saved.count)} of then"

@@ -305,13 +305,17 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
 
 
 def run_contents(config: Config) -> dict[str, str]:
-    """Return digests and versions of what the result of a run depends on, by key or name.
+    """Return digests and versions of what the result of a run depends on, by name.
 
-    Raises:
-      ConfigError: data or tokenizer cannot be read.
+    Data and tokenizer have the names of the keys that give their paths. What cannot be read has its
+    error in place of a digest: if no process can read it, opening it says so later.
     """
-    versions = {f"version of {name}": version for name, version in package_versions().items()}
-    return data_digests(config) | versions | {"code of maxpipe": source_digest()}
+    try:
+        contents = data_digests(config)
+    except ConfigError as error:
+        contents = {problem.key: problem.message for problem in error.problems}
+    contents |= {f"version of {name}": version for name, version in package_versions().items()}
+    return contents | {"code of maxpipe": source_digest()}
 
 
 def package_versions() -> dict[str, str]:
@@ -327,8 +331,9 @@ def _continue_loader(
     """Return a loader that continues at the data position of a checkpoint, one row per sequence."""
     loader.close()
     state = position[place.rows]
-    if "data" in config.checkpoint.accept_changes and meta.get(FINGERPRINT):
-        state = moved_state(state, meta[FINGERPRINT][DOCUMENTS], loader.num_documents)
+    num_before = (meta.get(FINGERPRINT) or {}).get(DOCUMENTS)
+    if "data" in config.checkpoint.accept_changes and num_before:
+        state = moved_state(state, num_before, loader.num_documents)
     return make_loader(config, "train", place.rows, state)
 
 

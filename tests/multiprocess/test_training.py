@@ -73,9 +73,10 @@ VALUES_OF_ITS_OWN = """
 import os, sys
 from maxpipe import train
 
-index = os.environ["JAX_PROCESS_ID"]
-own = ["seed=1", "steps=7", "model.mlp_dim=48"] if index == "1" else []
-sys.exit(train.main([word.replace("OWN", index) for word in sys.argv[1:]] + own))
+number = os.environ["JAX_PROCESS_ID"]
+own = ["seed=1", "steps=7", "model.mlp_dim=48"] if number == "1" else []
+own += [f"data.path={os.environ['CORPUS']}{number}"]
+sys.exit(train.main(sys.argv[1:] + own))
 """
 
 
@@ -210,13 +211,15 @@ def test_train_unshared_output_dir_exits_with_2(tmp_path):
     assert "output_dir: not all processes see the same" in output
 
 
-def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(tmp_path):
-    for index in range(2):
-        # Of the same size and name in other directories: only the contents differ.
-        (tmp_path / str(index)).mkdir()
-        (tmp_path / str(index) / "data.txt").write_text(f"text {index} " * 1000)
-    data = ("data.source=text", f"data.path={tmp_path}/OWN/data.txt")
-    words = command(tmp_path, *ENDLESS, *data, "seed=0")
+def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus"))
+    for number in (0, 1):
+        directory = tmp_path / f"corpus{number}"
+        directory.mkdir()
+        (directory / "a.jsonl").write_text(f'{{"text": "{number}"}}\n' * 9)
+    words = command(tmp_path, *ENDLESS, "seed=0", "data.source=jsonl")
     with members(tmp_path, 2, words, program=VALUES_OF_ITS_OWN) as started:
         codes, output = ends(started)
     assert codes == [2, 2], output
@@ -225,6 +228,7 @@ def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(
             sides = "{} in process 0; {} in process 1".format(*values)
             assert f"{key}: the processes of this run differ: {sides}" in process.output
         assert "data.path: the processes of this run differ: " in process.output
+        assert "corpus0" not in process.output, "contents are compared, not paths"
     assert not (tmp_path / "base").exists()
 
 

@@ -19,7 +19,7 @@ from maxpipe.training.continuity import (
     rate_change,
     version_changes,
 )
-from maxpipe.training.launch import finished_step
+from maxpipe.training.launch import finished_step, run_contents
 from maxpipe.training.run_directory import RunDirectory
 
 
@@ -133,6 +133,19 @@ def test_continuity_without_a_fingerprint_compares_keys_and_says_so(config, chec
 def test_continuity_with_a_fingerprint_of_another_form_is_refused(config, check):
     with pytest.raises(ConfigError, match="has another form"):
         check(config, {"config": asdict(config), "fingerprint": {"data": 3}})
+
+
+def test_run_contents_have_digests_of_data_in_place_of_paths(config, tmp_path):
+    contents = run_contents(config)
+    assert contents["data.tokenizer"] == "byte"
+    (tmp_path / "other").mkdir()
+    target = corpus(config).rename(tmp_path / "other" / "corpus.jsonl")
+    moved = replace(config, **{"data.path": str(target)})
+    assert run_contents(moved) == contents
+    rewrite(moved, ["{}"])
+    assert run_contents(moved)["data.path"] != contents["data.path"]
+    gone = replace(config, **{"data.tokenizer": "gone.json"})
+    assert "cannot be read" in run_contents(gone)["data.tokenizer"]
 
 
 def test_version_changes_lists_packages_of_another_version():
