@@ -37,6 +37,7 @@ EXPLAINED = (
 _REASON = "maxpipe/end"  # in the store of the coordination service: exit code, and why the run ends
 _POLL_SECONDS = 1.0
 _BARRIER_TIMEOUT_MS = 7_000
+_ABORT_SECONDS = 2.0  # within which JAX ends this process if another one is lost
 
 
 @contextmanager
@@ -59,21 +60,21 @@ def failing_fast() -> Iterator[None]:
         _end_all(CONFIG_ERROR, error)
     except Exception as error:
         is_one_of_several = processes.count() > 1
-        if is_one_of_several and _comes_from_jax(error):
-            raise
         if isinstance(error, EXPLAINED):
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
             if is_one_of_several:
+                if _comes_from_jax(error):
+                    time.sleep(_ABORT_SECONDS)
                 _end_all(FAILED, error)
             raise SystemExit(FAILED) from None
-        if not is_one_of_several:
+        if not is_one_of_several or isinstance(error, jax.errors.JaxRuntimeError):
             raise
         traceback.print_exc()
         leave(FAILED)
 
 
 def _comes_from_jax(error: BaseException | None) -> bool:
-    """Return whether JAX has raised an error, or the one that it was raised from."""
+    """Return whether an error was raised from one of JAX, such as that of a lost process."""
     while error is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
             return True
