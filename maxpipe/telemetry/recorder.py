@@ -99,9 +99,11 @@ class Recorder:
         self._metrics.write(row)
         self._console.step(Progress(step, loss, learning_rate, step_seconds))
         if self._tensorboard is not None and self._is_logged(step):
-            self._tensorboard.write(
-                step, {f"train/{key}": row[key] for key in row if key != "step"}
-            )
+            # A card of zeros for the skipped steps that most runs do not have would only distract.
+            shown = {
+                key: row[key] for key in row if key != "step" and (key != "skipped" or row[key])
+            }
+            self._tensorboard.write(step, {f"train/{key}": shown[key] for key in shown})
 
     def evaluation(self, step: int, eval_loss: float) -> None:
         """Record the loss on held-out data after `step`, nats per token."""
