@@ -6,12 +6,12 @@ continues the run from its last checkpoint.
 """
 
 import faulthandler
-import sys
 from collections.abc import Sequence
 
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.supervision import supervise
+from maxpipe.supervision.ending import run_command
 
 
 @exit_on_config_error()
@@ -37,4 +37,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     # Shows what Python was doing when JAX aborts because another process was lost.
     faulthandler.enable()
-    sys.exit(main())
+    run_command(main)

@@ -3,6 +3,7 @@
 What is shortened or left out is listed here.
 """
 
+import inspect
 import re
 import runpy
 import shlex
@@ -29,6 +30,8 @@ from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.data import __main__ as data
+from maxpipe.model.kernels.dot_product import DotProduct
+from maxpipe.model.program import ModelProgram
 from maxpipe.supervision.failure import FAILED
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
@@ -171,6 +174,30 @@ def test_one_way_rule_lists_every_package():
     rooms = set(re.findall(r"\w+", fences("text", rule)[0])) - {"commands"}
     packages = {path.parent.name for path in (REPOSITORY / "maxpipe").glob("*/__init__.py")}
     assert rooms == packages | {"builder"}
+
+
+def calls(text):
+    """Return name -> arguments of the calls that begin a line of code or a table's row."""
+    matches = re.findall(r"^(?:\| `)?(\w+)\(([^)]*)\)", text, re.MULTILINE)
+    return {name: arguments.split(", ") for name, arguments in matches}
+
+
+def test_architecture_has_the_functions_of_the_model():
+    section = PAGES["docs/architecture.md"].partition("**ModelProgram**")[2]
+    functions = calls(fences("text", section)[0])
+    assert functions == {
+        name: [*inspect.signature(getattr(ModelProgram, name)).parameters][1:]  # without self
+        for name in ("embed", "block", "head_loss", "logits")
+    }
+
+
+def test_extending_has_the_methods_of_an_attention_kernel():
+    section = PAGES["docs/extending.md"].partition("## An attention kernel")[2]
+    methods = calls(section.partition("\n## ")[0])
+    public = [name for name in vars(DotProduct) if not name.startswith("_")]
+    assert methods == {
+        name: [*inspect.signature(getattr(DotProduct, name)).parameters] for name in public
+    }
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ TIERS = (
     ("compiling", "render", "generation"),
     ("planning", "supervision"),
     ("pipeline",),
-    ("hf",),
+    ("hf", "migration"),
     ("checkpoint", "data", "model", "telemetry"),
     ("sharding", "devices", "storage"),
     ("config",),

@@ -124,6 +124,7 @@ def load(
     in_flight = 0
     for name, sharding in shardings.items():
         store = _open(step_directory / ITEM, name, context)
+        _check(name, store, leaves[name])
         pending.append((name, _start(store, leaves[name].shape, sharding)))
         in_flight += nbytes(leaves[name])
         while in_flight > BYTES_IN_FLIGHT:
@@ -139,6 +140,18 @@ def _open(database: Path, name: str, context: "ts.Context") -> "ts.TensorStore":
     base = {"driver": "file", "path": f"{database}/"}
     spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
     return ts.open(spec, open=True, read=True, context=context).result()
+
+
+def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:
+    """Raise ValueError before memory is taken for an array that is not the one expected."""
+    actual = Leaf(tuple(store.shape), store.dtype.name, leaf.digest)
+    if actual != leaf:
+        raise ValueError(f"{name} is {actual}, not {leaf}")
+    # TensorStore decodes whole chunks.
+    chunk = store.chunk_layout.read_chunk.shape or ()
+    lengths = zip(chunk, leaf.shape, strict=True)
+    if any(length is not None and length > max(size, 1) for length, size in lengths):
+        raise ValueError(f"{name} has chunks of {list(chunk)}")
 
 
 def _start(

@@ -1,5 +1,7 @@
 """A 32-bit digest of an array that does not depend on how the array is laid out over devices.
 
+The same pass over the array tells whether all of its numbers are finite.
+
 Every element's bit pattern is read as 32-bit words, word i becomes mix(word + i * GOLDEN), and the
 results are summed, all modulo 2^32. `mix` is the finalizer of MurmurHash3 (Austin Appleby, public
 domain), a bijection: a change confined to one word always changes the digest. Other changes go
@@ -11,7 +13,7 @@ in an array would cancel.)
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,33 +27,62 @@ _CHUNK = 1 << 17  # words per step on the host, so that two temporaries fit the 
 Words = TypeVar("Words", jax.Array, np.ndarray)
 
 
+class Summary(NamedTuple):
+    """What one pass over an array tells.
+
+    Attributes:
+      digest: in [0, 2^32).
+      is_finite: whether the array has neither NaN nor infinity; true for integers.
+      has_finite_squares: whether the square of each number is finite in the array's dtype, too.
+    """
+
+    digest: int
+    is_finite: bool
+    has_finite_squares: bool
+
+
+class _Pending(NamedTuple):
+    """uint32 scalars that the devices may still be computing: the digest and two counts."""
+
+    digest: jax.Array | int
+    nonfinite: jax.Array | int
+    nonfinite_squares: jax.Array | int
+
+
 def digests(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, int]:
-    """Return the digests of all arrays; the devices compute those of `jax.Array`s in parallel.
+    """Return name -> digest of all arrays; arguments as for `summaries`."""
+    return {name: summary.digest for name, summary in summaries(arrays).items()}
+
+
+def summaries(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, Summary]:
+    """Return the summaries of all arrays; the devices compute those of `jax.Array`s in parallel.
 
     Args:
       arrays: name -> `jax.Array` of any sharding (with several processes: the same global arrays in
         all of them) or NumPy array; element size 1, 2, 4 or 8 bytes.
 
     Returns:
-      name -> digest in [0, 2^32).
+      name -> summary, the same in all processes.
     """
     pending = {name: _start(array) for name, array in arrays.items()}
     # A scalar is replicated, so a local copy suffices even if other processes cannot be reached.
-    local = {
-        name: digest.addressable_data(0) if isinstance(digest, jax.Array) else digest
-        for name, digest in pending.items()
+    local = jax.tree.map(
+        lambda x: x.addressable_data(0) if isinstance(x, jax.Array) else x, pending
+    )
+    return {
+        name: Summary(int(digest), not nonfinite, not nonfinite_squares)
+        for name, (digest, nonfinite, nonfinite_squares) in jax.device_get(local).items()
     }
-    return {name: int(digest) for name, digest in jax.device_get(local).items()}
 
 
-def _start(array: jax.Array | np.ndarray) -> jax.Array | int:
+def _start(array: jax.Array | np.ndarray) -> _Pending:
     if not isinstance(array, jax.Array):
-        return _host_digest(array)
+        return _host_summary(array)
     device_memory = jax.local_devices()[0].default_memory().kind
     if array.sharding.memory_kind in (None, device_memory):
-        return device_digest(array)
+        return _device_summary(array)
     # One at a time: the devices may not have room for everything that was moved to the host.
-    return device_digest(move(array, device_memory)).block_until_ready()
+    return jax.block_until_ready(_device_summary(move(array, device_memory)))
 
 
 def _mix(
@@ -69,16 +100,20 @@ def _mix(
 
 def device_digest(array: jax.Array) -> jax.Array:
     """Return the digest as a uint32 scalar; may be called inside a compiled function."""
+    return jnp.asarray(_device_summary(array).digest)
+
+
+def _device_summary(array: jax.Array) -> _Pending:
     if array.size == 0:
-        return jnp.uint32(0)
+        return _Pending(jnp.uint32(0), 0, 0)
     # 64-bit arrays can be handled only with x64 on, whatever the calling program uses.
     with jax.enable_x64(array.dtype.itemsize == 8):
         return _compiled()(array)
 
 
 @functools.cache
-def _compiled() -> Callable[[jax.Array], jax.Array]:
-    def digest(array: jax.Array) -> jax.Array:
+def _compiled() -> Callable[[jax.Array], _Pending]:
+    def summarize(array: jax.Array) -> _Pending:
         words = _device_words(array)
         index = jnp.zeros(words.shape, jnp.uint32)
         for dim in range(words.ndim):
@@ -89,9 +124,17 @@ def _compiled() -> Callable[[jax.Array], jax.Array]:
             multiply=lambda word, factor: word * np.uint32(factor),
             fold=lambda word, shift: word ^ (word >> np.uint32(shift)),
         )
-        return jnp.sum(mixed, dtype=jnp.uint32)
+        digest = jnp.sum(mixed, dtype=jnp.uint32)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            return _Pending(digest, 0, 0)
+        squares = array * array
+        return _Pending(
+            digest,
+            jnp.sum(~jnp.isfinite(array), dtype=jnp.uint32),
+            jnp.sum(~jnp.isfinite(squares), dtype=jnp.uint32),
+        )
 
-    return jax.jit(digest)
+    return jax.jit(summarize)
 
 
 def _device_words(array: jax.Array) -> jax.Array:
@@ -107,11 +150,15 @@ def _device_words(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 
 
-def _host_digest(array: np.ndarray) -> int:
-    """Return the same digest of an array in host memory, computed a cache-sized piece at a time."""
+def _host_summary(array: np.ndarray) -> _Pending:
+    """Return the same for an array in host memory, computed a cache-sized piece at a time."""
     flat = np.ascontiguousarray(array).reshape(-1)
     words = flat.view(np.uint32 if flat.itemsize >= 4 else f"u{flat.itemsize}")
+    is_floating = jnp.issubdtype(array.dtype, jnp.floating)
+    words_per_element = 2 if flat.itemsize == 8 else 1
     total = 0
+    nonfinite = 0
+    nonfinite_squares = 0
     offsets = np.arange(_CHUNK, dtype=np.uint32) * np.uint32(GOLDEN)
     for start in range(0, words.size, _CHUNK):
         word = words[start : start + _CHUNK].astype(np.uint32)
@@ -119,7 +166,14 @@ def _host_digest(array: np.ndarray) -> int:
         word += np.uint32(start * GOLDEN & 0xFFFFFFFF)
         word = _mix(word, multiply=_multiply_in_place, fold=_fold_in_place)
         total += int(word.sum(dtype=np.uint64))
-    return total & 0xFFFFFFFF
+        if is_floating:
+            first = start // words_per_element
+            piece = flat[first : first + _CHUNK // words_per_element]
+            nonfinite += piece.size - int(np.count_nonzero(np.isfinite(piece)))
+            with np.errstate(over="ignore", invalid="ignore"):
+                squares = piece * piece
+            nonfinite_squares += piece.size - int(np.count_nonzero(np.isfinite(squares)))
+    return _Pending(total & 0xFFFFFFFF, nonfinite, nonfinite_squares)
 
 
 def _multiply_in_place(word: np.ndarray, factor: int) -> np.ndarray:

@@ -1,9 +1,27 @@
 """What can go wrong with a checkpoint, one class for each thing the user has to do about it."""
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
 LINES_SHOWN = 20
+NAMES_SHOWN = 3
+
+
+# Errors of a file system that may pass, or that are about this process, not about the file.
+_PASSING = (
+    "EACCES",
+    "EAGAIN",
+    "EINTR",
+    "EIO",
+    "EMFILE",
+    "ENFILE",
+    "ENOMEM",
+    "EPERM",
+    "ESTALE",
+    "ETIMEDOUT",
+)
+PASSING_ERRNOS = frozenset(getattr(errno, name) for name in _PASSING)
 
 
 class CheckpointDamaged(RuntimeError):
@@ -16,6 +34,21 @@ class CheckpointUnreadable(RuntimeError):
 
 class CheckpointSaveError(RuntimeError):
     """A save failed; a background failure is raised at the next step, at the latest at the end."""
+
+
+class StateNotFinite(RuntimeError):
+    """A state with numbers that are not finite, or nearly so, was to be saved; nothing is written.
+
+    Args:
+      step: after which the state was taken.
+      names: of the arrays that are not finite.
+    """
+
+    def __init__(self, step: int, names: Sequence[str]):
+        assert names
+        shown = ", ".join(names[:NAMES_SHOWN])
+        more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+        super().__init__(f"the state after step {step} is not finite ({shown}{more})")
 
 
 class CheckpointMismatch(ValueError):

@@ -12,13 +12,18 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.arrays import Array, named_leaves, saveable
-from maxpipe.checkpoint.digest import digests
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointSaveError, CheckpointUnreadable
+from maxpipe.checkpoint.digest import summaries
+from maxpipe.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointSaveError,
+    CheckpointUnreadable,
+    StateNotFinite,
+)
 from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.mirror_sync import MirrorSync
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.policies import Retention, SaveTimer
-from maxpipe.checkpoint.reader import Restored, read_step
+from maxpipe.checkpoint.reader import PARAMS, Restored, read_step
 from maxpipe.checkpoint.record import ITERATOR, Leaf, Record
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
 from maxpipe.config.sections import CheckpointConfig
@@ -71,7 +76,7 @@ class Checkpointer:
         self._directory = StepsDirectory(Path(directory).absolute())
         self._stores: list[StepStore] = [self._directory, *([mirror] if mirror else [])]
         self._timer = SaveTimer(settings, clock)
-        self._retention = Retention(settings, self._record_of)
+        self._retention = Retention(settings, self.record)
         # With a mirror a step is safe when it has been copied, otherwise when it is committed.
         on_written = (lambda: None) if mirror else self._timer.finished
         self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
@@ -86,6 +91,15 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Return committed steps in ascending order, including those that only the mirror has."""
         return sorted({step for store in self._stores for step in store.steps()})
+
+    def record(self, step: int) -> Record:
+        """Return the record of a step from the directory, or from the mirror if only it has it.
+
+        Raises:
+          CheckpointDamaged, CheckpointUnreadable: as `read_record`.
+        """
+        stores = [store for store in self._stores if step in store.steps()]
+        return (stores or self._stores)[0].record(step)
 
     def due(self, step: int) -> bool:
         """Return whether to save after this step; false for a step just saved or restored.
@@ -123,6 +137,8 @@ class Checkpointer:
 
         Raises:
           CheckpointSaveError: the previous save failed, or this one could not be started.
+          StateNotFinite: an array of the state holds NaN or infinity, or a parameter a number whose
+            square is infinite; raised in all processes.
           TypeError, ValueError: a leaf is not an array, or `meta` is not JSON.
         """
         if step == self._latest:
@@ -133,7 +149,7 @@ class Checkpointer:
         self._timer.began()
         # A save has to copy the state to the host, also in a loop that forbids transfers.
         with jax.transfer_guard("allow"):
-            record = Record(step, meta, _describe(arrays)).to_json()
+            record = Record(step, meta, _describe(step, arrays)).to_json()
             self._latest = step
             self._retention.note(step, meta)
             # Before the save has begun, a committed step of this number is one that it replaces.
@@ -292,11 +308,6 @@ class Checkpointer:
             f"{names}"
         )
 
-    def _record_of(self, step: int) -> Record:
-        """Return the record of a step from the directory, or from the mirror if only it has it."""
-        stores = [store for store in self._stores if step in store.steps()]
-        return (stores or self._stores)[0].record(step)
-
     @contextlib.contextmanager
     def _failures(self, may_be_committed: bool = True) -> Iterator[None]:
         """Turn any error into a `CheckpointSaveError`, unless the step is committed.
@@ -314,19 +325,37 @@ class Checkpointer:
                 return
             where = self._directory if latest is None else self._directory.of(latest)
             self._latest = None  # so that the step may be tried again
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             raise CheckpointSaveError(
-                f"saving checkpoint {where} failed: {type(error).__name__}: {error}"
+                f"saving checkpoint {where} failed: {reason}; {self._safe_steps()}"
             ) from error
+
+    def _safe_steps(self) -> str:
+        steps = [str(step) for step in self.steps()]
+        if not steps:
+            return "no step is saved yet"
+        return f"safe: step{'s' if len(steps) > 1 else ''} {', '.join(steps)} in {self.place}"
 
     def _log(self, message: str) -> None:
         if jax.process_index() == 0:
             self._log_in_process_0(message)
 
 
-def _describe(arrays: dict[str, Array]) -> dict[str, Leaf]:
-    """Return shape, dtype and digest of every array."""
-    digest_of = digests(arrays)
+def _describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
+    """Return shape, dtype and digest of every array.
+
+    Raises:
+      StateNotFinite: a number is not finite, or so large a parameter that its norm is not.
+    """
+    summary_of = summaries(arrays)
+    names = [
+        name
+        for name, summary in summary_of.items()
+        if not (summary.has_finite_squares if name.startswith(f"{PARAMS}.") else summary.is_finite)
+    ]
+    if names:
+        raise StateNotFinite(step, names)
     return {
-        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, digest_of[name])
+        name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, summary_of[name].digest)
         for name, array in arrays.items()
     }

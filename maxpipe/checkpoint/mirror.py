@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.record import FILE, ITEM, Record, parse_record
@@ -30,7 +30,9 @@ from maxpipe.checkpoint.steps import (
 )
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.storage.object_store import explained, is_remote, open_store
+from maxpipe.config.sections import CheckpointConfig
+from maxpipe.storage.lease_places import LeaseObjects
+from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -51,15 +53,28 @@ class Mirror:
     Args:
       url: such as `s3://bucket/runs/base/checkpoints`.
       store: the fsspec file system that the URL belongs to.
+      deadline_seconds: how long the store may be silent before `StoreSilent` is raised; 0 = for
+        ever.
     """
 
-    def __init__(self, url: str, store: "AbstractFileSystem"):
+    def __init__(
+        self,
+        url: str,
+        store: "AbstractFileSystem",
+        deadline_seconds: float = CheckpointConfig.mirror_deadline_seconds,
+    ):
         self.url = url.rstrip("/")
         self._store = store
+        self._seconds = deadline_seconds
+        self._deadline = Deadline(deadline_seconds)
         self._names = self._list()  # replaced, never mutated: other threads may be reading it
 
     def __str__(self) -> str:
         return self.url
+
+    def lease_place(self) -> LeaseObjects:
+        """Return where the lease of the run lies: next to the directory of its steps."""
+        return LeaseObjects(self.url.rpartition("/")[0], self._store, Deadline(self._seconds))
 
     def entries(self) -> list[StepEntry]:
         """Return every step whatever its state, by step, then name.
@@ -89,8 +104,8 @@ class Mirror:
         """Yield every entry with its bytes and the time at which it got into its state."""
         for entry in self.entries():
             try:
-                objects = self._store.find(self._path(str(entry.step)), detail=True)
-                time = self._store.modified(self._path(entry.name)).astimezone()
+                objects = self._find(self._path(str(entry.step)))
+                time = self._modified(self._path(entry.name))
             except FileNotFoundError:
                 continue  # a running training has just committed or deleted it
             yield entry, sum(info["size"] for info in objects.values()), time
@@ -102,7 +117,7 @@ class Mirror:
           CheckpointDamaged, CheckpointUnreadable: as `read_record`.
         """
         try:
-            data = self._store.cat_file(self._path(str(step), ITEM, FILE))
+            data = self._read(self._path(str(step), ITEM, FILE))
         except FileNotFoundError as error:
             raise CheckpointDamaged(f"record is missing: {error}") from error
         return parse_record(data, str(step))
@@ -128,7 +143,10 @@ class Mirror:
         # 2. Copy the files.
         sources = [str(directory / name) for name in sizes]
         targets = [self._path(str(step), name) for name in sizes]
-        self._store.put(sources, targets, batch_size=FILES_AT_ONCE)
+        callback = self._deadline.callback()
+        self._deadline.wait(
+            lambda: self._store.put(sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
+        )
         self._names |= {str(step)}
         # 3. Commit, then remove the mark.
         self._write(f"{step}.json", {"files": sizes})
@@ -143,14 +161,17 @@ class Mirror:
         """
         sizes = self._committed_files(f"{step}.json")
         root = self._path(str(step))
-        objects = self._store.find(root, detail=True)  # by name without protocol
+        objects = self._find(root)
         for name, size in sizes.items():
             if objects.get(f"{root.partition('://')[2]}/{name}", {}).get("size") != size:
                 raise CheckpointDamaged(f"{root}/{name} is missing or has not {size} bytes")
         directory.mkdir(parents=True)
         sources = [f"{root}/{name}" for name in sizes]
         targets = [str(directory / name) for name in sizes]
-        self._store.get(sources, targets, batch_size=FILES_AT_ONCE)
+        callback = self._deadline.callback()
+        self._deadline.wait(
+            lambda: self._store.get(sources, targets, callback=callback, batch_size=FILES_AT_ONCE)
+        )
 
     @contextlib.contextmanager
     def local_copy(self, step: int) -> Iterator[Path]:
@@ -180,7 +201,8 @@ class Mirror:
         commit; restoring its old name undoes this.
         """
         name = f"{step}.{state}.json"
-        self._store.cp_file(self._path(f"{step}.json"), self._path(name))
+        commit = self._path(f"{step}.json")
+        self._deadline.wait(lambda: self._store.cp_file(commit, self._path(name)))
         self._names |= {name}
         self._remove(f"{step}.json")
         return self._path(name)
@@ -191,17 +213,36 @@ class Mirror:
             self._write(f"{step}.{UNFINISHED}.json", {})
             self._remove(f"{step}.json")
         with contextlib.suppress(FileNotFoundError):
-            self._store.rm(self._path(str(step)), recursive=True)
+            self._deadline.wait(lambda: self._store.rm(self._path(str(step)), recursive=True))
         self._names -= {str(step)}
         self._remove(f"{step}.{UNFINISHED}.json")
 
-    def write_config(self, text: str) -> None:
-        """Write the configuration of the run as `config.yml` next to the directory of its steps."""
-        self._store.pipe_file(f"{self.url.rpartition('/')[0]}/config.yml", text.encode())
+    @contextlib.contextmanager
+    def local_files(self, name: str) -> Iterator[list[Path]]:
+        """Yield temporary copies of the files of a directory of the run; none if there is none."""
+        with TemporaryDirectory(prefix="maxpipe-") as scratch:
+            try:
+                names = self._deadline.wait(
+                    lambda: self._store.ls(self._in_run(name), detail=False)
+                )
+            except FileNotFoundError:
+                names = []
+            files = [Path(scratch, source.rpartition("/")[2]) for source in names]
+            if names:
+                targets = [str(file) for file in files]
+                self._deadline.wait(lambda: self._store.get(names, targets))
+            yield files
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a file of the run, such as `config.yml`, next to the directory of its steps."""
+        self._deadline.wait(lambda: self._store.pipe_file(self._in_run(name), content))
+
+    def _in_run(self, name: str) -> str:
+        return f"{self.url.rpartition('/')[0]}/{name}"
 
     def _list(self) -> frozenset[str]:
         try:
-            paths = self._store.ls(self.url, detail=False)
+            paths = self._deadline.wait(lambda: self._store.ls(self.url, detail=False))
         except FileNotFoundError:
             return frozenset()
         return frozenset(path.rstrip("/").rpartition("/")[2] for path in paths)
@@ -209,25 +250,45 @@ class Mirror:
     def _committed_files(self, commit: str) -> dict[str, int]:
         """Return names and sizes of the objects that a commit lists."""
         try:
-            sizes = json.loads(self._store.cat_file(self._path(commit)))["files"]
+            sizes = json.loads(self._read(self._path(commit)))["files"]
             is_valid = all(map(_is_inside, sizes)) and all(
                 isinstance(size, int) for size in sizes.values()
             )
-        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            FileNotFoundError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointDamaged(f"{commit} cannot be read: {error}") from error
         if not is_valid:
             raise CheckpointDamaged(f"{commit} is not a list of files and sizes")
         return sizes
 
     def _write(self, name: str, content: Mapping[str, object]) -> None:
-        self._store.pipe_file(self._path(name), json.dumps(content).encode())
+        data = json.dumps(content).encode()
+        self._deadline.wait(lambda: self._store.pipe_file(self._path(name), data))
         self._names |= {name}
 
     def _remove(self, name: str) -> None:
         # Google's store raises an error for an object that is not there, Amazon's does not.
         with contextlib.suppress(FileNotFoundError):
-            self._store.rm_file(self._path(name))
+            self._deadline.wait(lambda: self._store.rm_file(self._path(name)))
         self._names -= {name}
+
+    def _read(self, path: str) -> bytes:
+        return cast(bytes, self._deadline.wait(lambda: self._store.cat_file(path)))
+
+    def _find(self, root: str) -> dict[str, dict[str, int]]:
+        """Return facts about the objects below a path, by name without protocol."""
+        objects = self._deadline.wait(lambda: self._store.find(root, detail=True))
+        return cast(dict[str, dict[str, int]], objects)
+
+    def _modified(self, path: str) -> datetime:
+        time = self._deadline.wait(lambda: self._store.modified(path))
+        return cast(datetime, time).astimezone()
 
     def _path(self, *names: str) -> str:
         return "/".join((self.url, *names))
@@ -242,13 +303,15 @@ def open_mirror(config: Config) -> Mirror | None:
     if not config.checkpoint.mirror:
         return None
     url = f"{config.checkpoint.mirror.rstrip('/')}/{config.run_name}/{CHECKPOINTS}"
-    return open_url(url, KEY)
+    return open_url(url, KEY, config.checkpoint.mirror_deadline_seconds)
 
 
-def open_url(url: str, key: str) -> Mirror:
+def open_url(
+    url: str, key: str, deadline_seconds: float = CheckpointConfig.mirror_deadline_seconds
+) -> Mirror:
     """Return the mirror at a URL that `key` gave; raises as `open_mirror`."""
     with explained(url, key):
-        return Mirror(url, open_store(url, key))
+        return Mirror(url, open_store(url, key), deadline_seconds)
 
 
 def open_steps(run: str, key: str) -> StepStore:

@@ -1,5 +1,8 @@
 """Reads a committed step: first the record, then the arrays, and verifies every digest."""
 
+import errno
+import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,12 @@ import numpy as np
 
 from maxpipe.checkpoint.arrays import Array, differences, load, named_leaves, nbytes
 from maxpipe.checkpoint.digest import digests
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
+from maxpipe.checkpoint.errors import (
+    PASSING_ERRNOS,
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointUnreadable,
+)
 from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record
 from maxpipe.devices.processes import agree
 
@@ -27,6 +35,7 @@ _LOCAL_STATUS = (
     "DEADLINE_EXCEEDED",
     "CANCELLED",
 )
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in TensorStore's messages
 
 State = TypeVar("State")
 Value = TypeVar("Value")
@@ -148,19 +157,19 @@ def read_arrays(
     arrays: dict[str, Array] = {}
     failure: Exception | None = None
     try:
+        _check_files(directory)
+        _check_memory(leaves, shardings)
         for name, array in load(directory, leaves, shardings):
-            if (array.shape, array.dtype.name) != (leaves[name].shape, leaves[name].dtype):
-                actual = f"{array.dtype.name}{list(array.shape)}"
-                raise ValueError(f"{name} is {actual}, not {leaves[name]}")
             arrays[name] = array
     except READ_ERRORS as error:
         failure = error
     # Digests of sharded arrays are collective: no process may start while another has no array.
     if not agree(failure is None):
-        if failure is None:
-            raise CheckpointDamaged("arrays cannot be read by another process")
-        kind = CheckpointUnreadable if _is_local(failure) else CheckpointDamaged
-        raise kind(f"arrays cannot be read: {_brief(failure)}") from failure
+        # All processes have to raise the same, or only some would try an older step.
+        is_local = not agree(failure is None or not _is_local(failure))
+        kind = CheckpointUnreadable if is_local else CheckpointDamaged
+        reason = "by another process" if failure is None else _brief(failure)
+        raise kind(f"arrays cannot be read: {reason}") from failure
     changed = [name for name, digest in digests(arrays).items() if digest != leaves[name].digest]
     if not agree(not changed):
         names = _first_three(changed) or "an array of another process"
@@ -169,17 +178,37 @@ def read_arrays(
 
 
 def _read_record_everywhere(directory: Path) -> Record:
-    """Read the record in every process; raise in all if it is damaged in one."""
+    """Read the record in every process; raise the same in all if one cannot."""
     record = None
-    problem = "record cannot be read by another process"
+    failure: CheckpointDamaged | CheckpointUnreadable | None = None
     try:
         record = read_record(directory)
-    except CheckpointDamaged as error:
-        problem = str(error)
+    except (CheckpointDamaged, CheckpointUnreadable) as error:
+        failure = error
     if not agree(record is not None):
-        raise CheckpointDamaged(problem)
+        is_unreadable = not agree(not isinstance(failure, CheckpointUnreadable))
+        kind = CheckpointUnreadable if is_unreadable else CheckpointDamaged
+        raise kind(failure or "record cannot be read by another process") from failure
     assert record is not None
     return record
+
+
+def _check_files(directory: Path) -> None:
+    """Raise ValueError for a file that may never end or never answer, such as a pipe."""
+    for path in directory.rglob("*"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path.relative_to(directory)} is not a regular file")
+
+
+def _check_memory(
+    leaves: Mapping[str, Leaf], shardings: Mapping[str, jax.sharding.Sharding | None]
+) -> None:
+    """Raise OSError for arrays that the memory of this machine cannot hold as a whole."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name, sharding in shardings.items():
+        if sharding is None and (size := nbytes(leaves[name])) > memory:
+            message = f"{name} takes {size:.3g} bytes, this machine has {memory:.3g}"
+            raise OSError(errno.ENOMEM, message)
 
 
 def _part(leaves: Mapping[str, Value], name: str) -> dict[str, Value]:
@@ -204,6 +233,11 @@ def _batches(leaves: Mapping[str, Leaf]) -> Iterator[list[str]]:
 
 def _is_local(error: Exception) -> bool:
     """Return whether the error is about this machine and says nothing about the checkpoint."""
+    if isinstance(error, OSError) and error.errno in PASSING_ERRNOS:
+        return True
+    number = _OS_ERROR.search(str(error))
+    if number and int(number[1]) in PASSING_ERRNOS:
+        return True
     return isinstance(error, PermissionError) or str(error).startswith(_LOCAL_STATUS)
 
 

@@ -10,11 +10,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.errors import PASSING_ERRNOS, CheckpointDamaged, CheckpointUnreadable
 
 FORMAT = 1
 ITEM = "meta"  # directory of the record within that of a step
 FILE = "metadata"
+# NumPy names of all dtypes that a state may have.
+DTYPES = frozenset(("bool", "bfloat16", "float16", "float32", "float64")) | frozenset(
+    f"{kind}{bits}" for kind in ("int", "uint") for bits in (4, 8, 16, 32, 64)
+)
 ITERATOR = "iterator"  # name of the data position among the leaves, next to the state's own
 
 
@@ -71,23 +75,46 @@ class Record:
         """Return the record that `to_json` was called on.
 
         Raises:
-          CheckpointDamaged: the checksum does not match.
+          CheckpointDamaged: the checksum does not match, or the contents are not those of a record.
           CheckpointUnreadable: it was written in a format that this version does not know.
         """
         content = dict(data)
         if content.pop("checksum", None) != _checksum(content):
             raise CheckpointDamaged("checksum of the record does not match")
-        if content["format"] != FORMAT:
+        if content.get("format") != FORMAT:
             raise CheckpointUnreadable(
-                f"checkpoint format {content['format']} is not known to this version "
+                f"checkpoint format {content.get('format')} is not known to this version "
                 f"(knows {FORMAT}); read it with the version of maxpipe that wrote it, "
                 "or a newer one"
             )
-        leaves = {
-            name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
-            for name, leaf in content["leaves"].items()
-        }
-        return cls(content["step"], content["meta"], leaves)
+        try:
+            leaves = {
+                name: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"])
+                for name, leaf in content["leaves"].items()
+            }
+            record = cls(content["step"], content["meta"], leaves)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise CheckpointDamaged(f"record has not the form of one: {error!r}") from error
+        if problem := record._problem():
+            raise CheckpointDamaged(f"record has not the form of one: {problem}")
+        return record
+
+    def _problem(self) -> str:
+        """Return what no save of this program would have written; empty if there is nothing."""
+        if not isinstance(self.meta, dict):
+            return "meta is not an object"
+        if not isinstance(self.meta.get("config", {}), dict):
+            return "config is not an object"
+        if not isinstance(self.meta.get("eval_loss"), int | float | None):
+            return "eval_loss is not a number"
+        if ITERATOR not in self.leaves:
+            return "there is no data position"
+        for name, leaf in self.leaves.items():
+            if not all(isinstance(size, int) and size >= 0 for size in leaf.shape):
+                return f"the shape of {name} is {list(leaf.shape)}"
+            if leaf.dtype not in DTYPES:
+                return f"the dtype of {name} is {leaf.dtype!r}"
+        return ""
 
 
 def record_file(step_directory: Path) -> Path:
@@ -101,14 +128,17 @@ def read_record(step_directory: Path) -> Record:
     Raises:
       CheckpointDamaged: it is missing, unreadable, changed, or belongs to another step.
       CheckpointUnreadable: it was written in a format that this version does not know, or this
-        process has no permission to read it.
+        process cannot read it now: it has no permission, or the disk reports an error.
     """
+    file = record_file(step_directory)
     try:
-        data = record_file(step_directory).read_bytes()
-    except PermissionError as error:
-        raise CheckpointUnreadable(f"record cannot be read: {error}") from error
+        if file.exists() and not file.is_file():
+            raise CheckpointDamaged("record cannot be read: it is not a regular file")
+        data = file.read_bytes()
     except OSError as error:
-        raise CheckpointDamaged(f"record cannot be read: {error}") from error
+        is_passing = error.errno in PASSING_ERRNOS
+        kind = CheckpointUnreadable if is_passing else CheckpointDamaged
+        raise kind(f"record cannot be read: {error}") from error
     return parse_record(data, step_directory.name.partition(".")[0])
 
 

@@ -12,12 +12,14 @@ from maxpipe.compiling.knobs import Gain, gains, knobs
 from maxpipe.compiling.report import CompilerMemory, Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step
 from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.pipeline.engines.scheduled.engine import skips_idle
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token
-from maxpipe.planning.jaxpr_flops import program_flops
+from maxpipe.planning.jaxpr_flops import BranchRuns, every_time, program_flops
 from maxpipe.planning.simulate import simulate
 
 
@@ -41,7 +43,7 @@ def analyse(
       The report, and the step; None if the compiler gave up.
     """
     devices = mesh.devices.reshape(-1).tolist()
-    is_pipelined = config.pipeline.engine != "sequential"
+    is_pipelined = ENGINES[config.pipeline.engine].has_stages
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = Report(
         device_kind=devices[0].device_kind,
@@ -103,7 +105,7 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )
     hlo = step.text()
-    runs = branch_runs(config, mesh.devices.flat[0].platform)
+    runs = branch_runs(config, mesh)
     report = replace(
         report,
         compiler=compiler,
@@ -145,17 +147,15 @@ def _bounds(
     )
 
 
-def branch_runs(config: Config, platform: str) -> Callable[[float], float]:
+def branch_runs(config: Config, mesh: Mesh) -> BranchRuns:
     """Return a function from a conditional's runs to how often it does its work.
 
     On the scheduled engine embedding, head and embedding gradient have one conditional each, taken
     once a microbatch, however many ticks there are. Where idle slots are skipped, as on simulated
     devices, they are counted as if they were computed.
     """
-    microbatches = config.pipeline.num_microbatches
-    skips = config.pipeline.skip_idle == "true" or (
-        config.pipeline.skip_idle == "auto" and platform == "cpu"
-    )
-    if config.pipeline.engine != "scheduled" or skips:
-        return lambda runs: runs
-    return lambda runs: min(runs, microbatches)
+    is_lockstep = ENGINES[config.pipeline.engine].lockstep
+    if not is_lockstep or skips_idle(config.pipeline, mesh):
+        return every_time
+    num_microbatches = config.pipeline.num_microbatches
+    return lambda runs: min(runs, num_microbatches)

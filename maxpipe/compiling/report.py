@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Gain, Knob
 from maxpipe.compiling.topology import LinkUse
+from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import short_name
 from maxpipe.planning.estimate import Bounds, Memory
 
@@ -119,7 +120,7 @@ class Report:
         )
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
         pipeline = self.engine
-        if self.engine != "sequential":
+        if ENGINES[self.engine].has_stages:
             pipeline = (
                 f"{self.schedule} on the {self.engine} engine, bubble {100 * self.bubble:.1f} %"
             )

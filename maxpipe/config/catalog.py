@@ -1,4 +1,4 @@
-"""The facts about every variant that a configuration key can name; data only.
+"""Hold the facts about every variant that a configuration key can name; data only.
 
 A variant is one entry here and one function or class, which `implementation` names as
 "module:attribute"; it is imported when a run uses it. Those of engines are in `engine_facts`.
@@ -100,6 +100,13 @@ SCHEDULES: dict[str, Schedule] = {
         splits_backward=True,
         summary="split backwards: a third of 1F1B's bubble in the memory of 1F1B",
     ),
+    "interleaved_zb": Schedule(
+        _SCHEDULES + "zero_bubble:interleaved_zb",
+        ("mpmd",),
+        repeats=None,
+        splits_backward=True,
+        summary="interleaved 1F1B with split backwards: weight gradients fill the bubble",
+    ),
     "zb_h2": Schedule(
         _SCHEDULES + "zero_bubble:zb_h2",
         ("mpmd",),
@@ -114,14 +121,14 @@ SCHEDULES: dict[str, Schedule] = {
         summary="two chunks per stage in a V: no bubble in the memory of 1F1B",
     ),
     "v_half": Schedule(
-        _SCHEDULES + "v_shape:v_half",
+        _SCHEDULES + "building_block:v_half",
         ("mpmd",),
         repeats=2,
         splits_backward=True,
         summary="two chunks per stage in a V: half of 1F1B's memory",
     ),
     "v_min": Schedule(
-        _SCHEDULES + "v_shape:v_min",
+        _SCHEDULES + "building_block:v_min",
         ("mpmd",),
         repeats=2,
         splits_backward=True,
@@ -165,7 +172,7 @@ class RematPolicy:
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether only the layer's input is saved, whatever `pipeline.remat_tensors` says."""
+        """Return whether only the layer's input is saved, without asking `remat_tensors`."""
         return not (self.device or self.host or self.everything or self.by_tensor)
 
 
@@ -277,22 +284,40 @@ class DataSource:
     Attributes:
       implementation: "module:function".
       needs_path: whether `data.path` says where the documents are; other sources read no path.
+      suffixes: endings of the files that are read in a directory.
+      companion: ending of a file next to each of them that is read with it, "" if there is none.
+      version: "module:function" of a source without a path: returns a text that changes whenever
+        the documents do. "" for documents that never change.
       summary: a phrase for `--help`.
     """
 
     implementation: str
     needs_path: bool = True
+    suffixes: tuple[str, ...] = ("",)
+    companion: str = ""
+    version: str = ""
     summary: str = ""
 
 
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
-    "array_record": DataSource(_SOURCES + "array_record:array_record", summary="ArrayRecord files"),
-    "jsonl": DataSource(_SOURCES + "text:jsonl", summary="files of JSON lines, their `text`"),
-    "parquet": DataSource(_SOURCES + "parquet:parquet", summary="columns of parquet files"),
+    "array_record": DataSource(
+        _SOURCES + "array_record:array_record",
+        suffixes=(".array_record", ".arrayrecord"),
+        summary="ArrayRecord files",
+    ),
+    "jsonl": DataSource(
+        _SOURCES + "text:jsonl",
+        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"),
+        summary="files of JSON lines, their `text`",
+    ),
+    "parquet": DataSource(
+        _SOURCES + "parquet:parquet", suffixes=(".parquet",), summary="columns of parquet files"
+    ),
     "python_stdlib": DataSource(
         _SOURCES + "text:python_stdlib",
         needs_path=False,
+        version=_SOURCES + "text:version_of_stdlib",
         summary="the source of Python's standard library",
     ),
     "synthetic": DataSource(
@@ -301,7 +326,12 @@ SOURCES: dict[str, DataSource] = {
         summary="random tokens, made as they are read",
     ),
     "text": DataSource(_SOURCES + "text:text", summary="text files, each a document"),
-    "token_bin": DataSource(_SOURCES + "tokens:token_bin", summary="files of token ids"),
+    "token_bin": DataSource(
+        _SOURCES + "tokens:token_bin",
+        suffixes=(".bin", ".npy"),
+        companion=".idx.npy",
+        summary="files of token ids",
+    ),
 }
 
 

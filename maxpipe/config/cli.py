@@ -14,6 +14,7 @@ from maxpipe.config.load import Loaded, load
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.config.printing import print_config
 from maxpipe.config.shipped import names_config, shipped_configs
+from maxpipe.config.terminal import no_tracebacks
 from maxpipe.config.values import nearest
 
 CONFIG_ERROR = 2
@@ -41,10 +42,11 @@ def exit_on_config_error() -> Iterator[None]:
     """Turn a ConfigError into one line per problem on stderr and exit code 2, without a traceback.
 
     A context manager and a decorator for `main`, so that problems before and after JAX's start look
-    the same.
+    the same. A closed pipe and Ctrl-C leave no traceback either, see `no_tracebacks`.
     """
     try:
-        yield
+        with no_tracebacks():
+            yield
     except ConfigError as error:
         print_problems(error)
         raise SystemExit(CONFIG_ERROR) from None

@@ -32,6 +32,9 @@ class Engine:
       refusals: values that it refuses.
       no_offloading: why it cannot save tensors in the host's memory; empty if it can.
       has_stages: whether it divides layers into stages; otherwise it needs no schedule.
+      one_program: whether one program runs on all devices; otherwise each stage has its own.
+      lockstep: whether the ticks of its program follow the table of a lockstep schedule, and all
+        stages share the head's tokens.
       runs_csv: whether it runs the table of a CSV file.
       whole_rounds: whether the microbatches must be a multiple of the stages.
       outside_layers: whether layers may run outside the pipeline, `pipeline.parallel_layers`.
@@ -45,6 +48,8 @@ class Engine:
     refusals: tuple[Refusal, ...] = ()
     no_offloading: str = ""
     has_stages: bool = True
+    one_program: bool = True
+    lockstep: bool = False
     runs_csv: bool = False
     whole_rounds: bool = False
     outside_layers: bool = False
@@ -130,6 +135,7 @@ ENGINES: dict[str, Engine] = {
         ),
         no_offloading="it updates its residuals in place on the device, where their size does not "
         "depend on the number of microbatches",
+        lockstep=True,
         runs_csv=True,
     ),
     "mpmd": Engine(
@@ -170,6 +176,7 @@ ENGINES: dict[str, Engine] = {
             ),
         ),
         no_offloading="its residuals pass from one program to another on the device",
+        one_program=False,
         runs_csv=True,
         auto_stages=True,
         several_processes=False,

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import yaml
@@ -24,6 +25,9 @@ _SCALAR_TAGS = {
     for name in ("str", "null", "bool", "int", "float", "timestamp", "value")
 }
 _MAX_DEPTH = 6
+_MAX_BRACKETS = 200
+_MAX_CHARACTERS = 1 << 20  # of a file, and of a value with its references followed
+_MAX_VALUES = 10_000  # in one file, aliases written out
 _REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.\w+)*\}")
 
 
@@ -117,7 +121,13 @@ def nearest_files(path: str) -> list[str]:
 
 def _read(path: str, origin: str) -> Iterator[Setting]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
+        if len(text) > _MAX_CHARACTERS:
+            message = f"{path} has more than {_MAX_CHARACTERS} characters; is it a configuration?"
+            raise ConfigError(Problem("", message, origin))
+    except ConfigError:
+        raise
     except FileNotFoundError:
         near = nearest_files(path)
         hint = f"; the nearest are {', '.join(near)}" if near else ""
@@ -133,6 +143,13 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
 
 
 def _compose(text: str, path: str) -> yaml.Node | None:
+    # PyYAML's time grows with the square of the depth.
+    depth = accumulate(
+        (character in "[{") - (character in "]}") for character in text if character in "[]{}"
+    )
+    if max(depth, default=0) > _MAX_BRACKETS:
+        message = f"not valid YAML: more than {_MAX_BRACKETS} brackets are open at once"
+        raise ConfigError(Problem("", message, path))
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -148,6 +165,9 @@ def _compose(text: str, path: str) -> yaml.Node | None:
 
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting]:
+    if not prefix and _count_values(node, {}) > _MAX_VALUES:
+        message = f"more than {_MAX_VALUES} values, aliases written out; is it a configuration?"
+        raise ConfigError(Problem("", message, path))
     for key_node, value in node.value:
         source = f"{path}:{key_node.start_mark.line + 1}" if path != COMMAND_LINE else path
         if not isinstance(key_node, yaml.ScalarNode):
@@ -165,6 +185,25 @@ def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting
             continue
         else:
             yield Setting(key, _raw(value, source), source)
+
+
+def _count_values(node: yaml.Node, known: dict[int, int], depth: int = 0) -> int:
+    """Return the number of scalars below a node, those of an alias at each of its uses.
+
+    Args:
+      node: the node.
+      known: counts by identity of the node, extended here.
+      depth: of the node; what is deeper than any configuration counts as 1 and is refused later.
+    """
+    if isinstance(node, yaml.ScalarNode) or depth > 2 * _MAX_DEPTH:
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 1  # while inside: a node may contain itself, which is refused later
+        items = node.value
+        if isinstance(node, yaml.MappingNode):
+            items = [item for pair in node.value for item in pair]
+        known[id(node)] = sum(_count_values(item, known, depth + 1) for item in items)
+    return known[id(node)]
 
 
 def _raw(node: yaml.Node, source: str, depth: int = 0) -> Raw:
@@ -213,9 +252,34 @@ def follow_references(chosen: Mapping[str, Setting]) -> tuple[dict[str, Setting]
         if any("${" in _REFERENCE.sub("", text) for text in _texts(setting.raw)):
             problems.append(Problem(key, _refusal(setting.raw), setting.source))
             del settings[key]
+    lengths: dict[str, int] = {}
+    for key, setting in list(settings.items()):
+        if _length(key, settings, lengths) > _MAX_CHARACTERS:
+            message = f"has more than {_MAX_CHARACTERS} characters with its references followed"
+            problems.append(Problem(key, message, setting.source))
+            del settings[key]
     if any("${" in text for setting in settings.values() for text in _texts(setting.raw)):
         problems += _resolve(settings)
     return settings, problems
+
+
+def _length(key: str, settings: Mapping[str, Setting], known: dict[str, int]) -> int:
+    """Return how long a value is with its references followed; a circle counts once.
+
+    Args:
+      key: of the value.
+      settings: all of them.
+      known: lengths by key, extended here.
+    """
+    if key not in known:
+        known[key] = 0  # while inside: references may go in a circle
+        texts = [*_texts(settings[key].raw)] if key in settings else []
+        known[key] = sum(
+            len(text)
+            + sum(_length(match[0][2:-1], settings, known) for match in _REFERENCE.finditer(text))
+            for text in texts
+        )
+    return known[key]
 
 
 def _resolve(settings: dict[str, Setting]) -> list[Problem]:

@@ -35,13 +35,22 @@ def implementation(variant: Variant) -> Any:
     Raises:
       ConfigError: a variant of a user cannot be imported.
     """
-    module, _, attribute = variant.implementation.partition(":")
+    return attribute_of(variant.implementation)
+
+
+def attribute_of(name: str) -> Any:
+    """Import and return what a catalogue entry names as "module:attribute".
+
+    Raises:
+      ConfigError: a variant of a user cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         if module.startswith("maxpipe."):
             raise
-        message = f"cannot import {variant.implementation}, which the catalogue names: {error}"
+        message = f"cannot import {name}, which the catalogue names: {error}"
         raise ConfigError(Problem("", message)) from error
 
 

@@ -1,6 +1,6 @@
 """Print a config as YAML, plain or with the sources of values; explain automatic decisions."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import yaml
 
@@ -36,9 +36,9 @@ def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
     return unused
 
 
-def to_yaml(config: Config) -> str:
-    """Return YAML text that `load` reads back to an equal config."""
-    return "".join(f"{line}\n" for line, _ in _lines(config))
+def to_yaml(config: Config, keys: Collection[str] = OPTIONS.keys()) -> str:
+    """Return YAML text that `load` reads back to an equal config, if other `keys` have defaults."""
+    return "".join(f"{line}\n" for line, _ in _lines(config, keys))
 
 
 def print_config(loaded: Loaded) -> str:
@@ -76,7 +76,8 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
             if (reason := _reason(resolved, key))
         ]
         lines += _unused_options(before, resolved)
-    lines += [*_outside(resolved), *_without_effect(resolved)]
+    remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
+    lines = [*remarks, *lines, *_outside(resolved), *_without_effect(resolved)]
     if isinstance(loaded, Loaded) and loaded.sources["compile.topology"] == COMMAND_LINE:
         lines.append("compile.topology: for maxpipe.compile only; a run uses the devices there are")
     return lines
@@ -182,10 +183,12 @@ def _pipeline_notes(c: Config) -> list[str]:
     return []
 
 
-def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
+def _lines(
+    config: Config, keys: Collection[str] = OPTIONS.keys()
+) -> Iterator[tuple[str, str | None]]:
     """Yield lines of YAML, each with its key; None for lines that set no value."""
     opened: tuple[str, ...] = ()
-    for key in OPTIONS:
+    for key in (key for key in OPTIONS if key in keys):
         *path, name = key.split(".")
         for depth, section in enumerate(path):
             if opened[: depth + 1] != tuple(path[: depth + 1]):

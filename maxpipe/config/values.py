@@ -62,6 +62,8 @@ def convert(option: Option, raw: Raw) -> object:
         return [_integer(item) for item in raw]
     if option.type == list[MixtureEntry]:
         return [_mapping(item, option) for item in raw]
+    if option.type == list[str]:
+        return [_string(item) for item in raw]
     return [_plain(item) for item in raw]
 
 
@@ -73,6 +75,8 @@ def check_type(option: Option, value: object) -> None:
         legal = isinstance(value, int) and not isinstance(value, bool)
     elif option.type == list[int]:
         legal = isinstance(value, list) and all(type(item) is int for item in value)
+    elif option.type == list[str]:
+        legal = isinstance(value, list) and all(type(item) is str for item in value)
     elif option.type == list[MixtureEntry]:
         legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
@@ -124,6 +128,8 @@ def example(option: Option) -> str:
             "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
             "{source: text, path: b.txt, weight: 0.3}]"
         )
+    if option.type == list[str]:
+        return "[data, tokenizer]"
     return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
 
 
@@ -150,6 +156,8 @@ def _string(raw: Raw) -> str:
         raise ValueError(
             f"has no value; write '' for the empty string or '{raw.text}' for the word"
         )
+    if "\0" in raw.text:
+        raise ValueError("holds a NUL character, which no path or name can")
     return raw.text
 
 

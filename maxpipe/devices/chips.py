@@ -46,7 +46,7 @@ class Torus(NamedTuple):
 
     @property
     def links(self) -> int:
-        """Links of a chip."""
+        """Return the number of links of a chip."""
         return 2 * self.dimensions
 
     def rings(self, sizes: Sequence[int]) -> list[bool]:
@@ -88,12 +88,12 @@ class Chip:
 
     @property
     def links(self) -> int:
-        """Links of a chip within its slice; 1 to a switch."""
+        """Return the number of links of a chip within its slice; 1 to a switch."""
         return self.torus.links if self.torus else 1
 
     @property
     def link_bandwidth(self) -> float:
-        """Bytes/s one way of one link within a slice."""
+        """Return the bytes/s one way of one link within a slice."""
         return self.ici_bandwidth / self.links
 
 

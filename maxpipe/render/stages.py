@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, replace
 from math import inf
 
 from maxpipe.config import Config, ConfigError, Problem, load, resolve
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.slices import canonical_topology, num_chips, num_devices
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, chip_of
@@ -47,7 +48,8 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     """
     loaded = load(path, overrides)
     config = resolve(loaded, *_devices(loaded.config))
-    if config.pipeline.engine == "sequential":
+    engine = ENGINES[config.pipeline.engine]
+    if not engine.has_stages:
         message = "one stage has no schedule to draw; 2 or more make a pipeline"
         raise ConfigError(Problem("mesh.ici.stage", message))
     even = uniform_sizes(config)
@@ -62,10 +64,9 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     predictions = [chosen]
     if uniform and uniform.sizes != chosen.sizes:
         predictions.append(uniform)
-    memory_is_known = config.pipeline.engine == "mpmd"
     return Drawing(
         [_named_after_chunks(prediction) for prediction in predictions],
-        stages_text(chosen, uniform, limit if memory_is_known else None),
+        stages_text(chosen, uniform, None if engine.one_program else limit),
         f"{path}, {config.pipeline.parallel_layers} layers; the forward of a layer takes 1",
     )
 
@@ -95,7 +96,7 @@ def stages_text(chosen: Prediction, uniform: Prediction | None, limit: float | N
 
 
 def _stage(prediction: Prediction, stage: int) -> str:
-    table, times, layers = prediction.run.table, prediction.work, prediction.layers[stage]
+    table, times, layers = prediction.run.table, prediction.times, prediction.layers[stage]
     chunks = [
         str(n) for n, s in zip(prediction.sizes, table.stage_of_chunk, strict=True) if s == stage
     ]

@@ -1,14 +1,22 @@
 """Object stores (`s3://`, `gs://`) through fsspec: libraries, options, and helpful errors."""
 
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+    from fsspec.callbacks import Callback
+
+DEADLINE = "checkpoint.mirror_deadline_seconds"
+
+Answer = TypeVar("Answer")
 
 
 class Protocol(NamedTuple):
@@ -40,6 +48,69 @@ PROTOCOLS = {
         "GOOGLE_APPLICATION_CREDENTIALS to the path of a key file",
     ),
 }
+
+
+class StoreSilent(TimeoutError):
+    """A store has accepted a request and does not answer."""
+
+
+class Deadline:
+    """Bounds how long a store may be silent, whatever its library does about timeouts.
+
+    s3fs waits for ever for the answer to a write that a store has accepted, and retries reads for
+    minutes.
+
+    Args:
+      seconds: without an answer and without progress of a transfer; 0 = for ever.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._last_sign = time.monotonic()
+
+    def wait(self, request: Callable[[], Answer]) -> Answer:
+        """Return `request()`, which runs in a thread of its own.
+
+        Raises:
+          StoreSilent: it has neither ended nor made progress in time; its thread is left alone.
+        """
+        if not self._seconds:
+            return request()
+        future: Future[Answer] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(request())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.progress()
+        threading.Thread(target=run, name="object store", daemon=True).start()
+        while not wait([future], timeout=self._last_sign + self._seconds - time.monotonic()).done:
+            if time.monotonic() - self._last_sign >= self._seconds:
+                raise StoreSilent(
+                    f"the store has not answered for {self._seconds:g} s ({DEADLINE})"
+                )
+        return future.result()
+
+    def progress(self) -> None:
+        """Note a sign of life."""
+        self._last_sign = time.monotonic()
+
+    def callback(self) -> "Callback":
+        """Return a callback of fsspec, for transfers, whose calls are signs of life."""
+        from fsspec.callbacks import Callback
+
+        deadline = self
+
+        class SignOfLife(Callback):
+            def call(self, hook_name: str | None = None, **_: object) -> None:
+                deadline.progress()
+
+            def branched(self, *_: object, **__: object) -> Callback:
+                return self
+
+        return SignOfLife()
 
 
 def is_remote(path: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Self
 
 from maxpipe.telemetry.console import format_seconds
+from maxpipe.telemetry.sink import REQUIRED, TelemetryError
 
 PHASES = ("init", "compile", "data", "step", "checkpoint", "evaluation")
 SHORT_SECONDS = 600.0  # of a process whose share of steps says nothing yet
@@ -133,11 +134,22 @@ class Profiler:
     Args:
       profile_steps: `telemetry.profile_steps`: [first, last], counted from 1; empty = no trace.
       directory: JAX writes `plugins/profile/...` there; every process writes files of its own.
+      is_required: `telemetry.required`: whether a trace that cannot be written ends the run.
+      say: prints a line.
     """
 
-    def __init__(self, profile_steps: Sequence[int], directory: Path):
+    def __init__(
+        self,
+        profile_steps: Sequence[int],
+        directory: Path,
+        *,
+        is_required: bool = False,
+        say: Callable[[str], None] = print,
+    ):
         self._window = range(profile_steps[0], profile_steps[1] + 1) if profile_steps else range(0)
         self._directory = directory
+        self._is_required = is_required
+        self._say = say
         self._is_tracing = False
 
     def before(self, step: int) -> None:
@@ -145,8 +157,9 @@ class Profiler:
         if step in self._window and not self._is_tracing:
             import jax
 
-            jax.profiler.start_trace(str(self._directory))
-            self._is_tracing = True
+            with self._reported():
+                jax.profiler.start_trace(str(self._directory))
+                self._is_tracing = True
 
     def after(self, step: int) -> None:
         """Write the trace if `step` is the last of the window."""
@@ -159,4 +172,22 @@ class Profiler:
             import jax
 
             self._is_tracing = False
-            jax.profiler.stop_trace()
+            with self._reported():
+                jax.profiler.stop_trace()
+                self._say(
+                    f"profiler trace written; to look at it, `pip install tensorboard xprof`, then "
+                    f"`tensorboard --logdir {self._directory}` and its tab PROFILE"
+                )
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Say that a trace cannot be written, or raise `TelemetryError` if it must be."""
+        try:
+            yield
+        # JAX raises errors of its own for files.
+        except Exception as error:
+            reason = f"profiler trace cannot be written to {self._directory}: {error}"
+            if self._is_required:
+                raise TelemetryError(f"{reason} ({REQUIRED})") from error
+            self._window = range(0)
+            self._say(f"warning: {reason}; training continues; {REQUIRED}=true would end it")

@@ -6,15 +6,19 @@ two runs that agree in every bit write the same digits. JSON has no NaN and no i
 null.
 """
 
+import errno
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
 
 from maxpipe.storage.local_files import write_atomically
 
+FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
+
 Row = Mapping[str, float | int | None]
+CHANGED = "changed"  # in rows about changed keys
 
 
 class MetricsFile:
@@ -22,11 +26,14 @@ class MetricsFile:
 
     Opening the file drops rows of steps after `last_step`, because this process repeats those
     steps. It also drops lines that are not rows, which a crash may leave: they must not prevent an
-    unattended restart.
+    unattended restart. After a failed write the next row begins on a line of its own.
 
     Args:
       path: the file; made with its directory if it does not exist.
       last_step: step of the restored checkpoint, 0 for a new run.
+
+    Raises:
+      OSError: the file cannot be read or written, or is not a regular one; `write` likewise.
 
     Attributes:
       lost_seconds: step time in the dropped rows.
@@ -34,14 +41,28 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
         self.lost_seconds = _drop_after(path, last_step) if path.exists() else 0.0
-        self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
+        self._file = path.open("ab", buffering=0)
+        self._is_torn = False
 
     def write(self, row: Row) -> None:
         """Append one row, which has an integer `step`."""
-        finite = {key: _finite_or_none(value) for key, value in row.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        self._append({key: _finite_or_none(value) for key, value in row.items()})
+
+    def write_change(self, step: int, key: str, before: object, now: object) -> None:
+        """Append a row about a key whose value was changed after `step`."""
+        self._append({"step": step, CHANGED: key, "before": before, "now": now})
+
+    def _append(self, row: Mapping[str, object]) -> None:
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        if self._is_torn:
+            line = b"\n" + line
+        self._is_torn = True
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "only a part of a row could be written")
+        self._is_torn = False
 
     def close(self) -> None:
         """Close the file."""
@@ -60,8 +81,9 @@ def _drop_after(path: Path, last_step: int) -> float:
         row = _parse(line)
         if row is None:
             continue
-        step, seconds = row
-        if step <= last_step:
+        step, seconds, is_change = row
+        # A start from the same step writes its changes again.
+        if step < last_step or (step == last_step and not is_change):
             kept.append(line)
         else:
             lost_seconds += seconds
@@ -69,42 +91,63 @@ def _drop_after(path: Path, last_step: int) -> float:
     return lost_seconds
 
 
-def _parse(line: bytes) -> tuple[int, float] | None:
-    """Return step and step time (0 if it has none) of a row; None if the line is not a row."""
+def _parse(line: bytes) -> tuple[int, float, bool] | None:
+    """Return step, step time (0 if it has none) and whether it is about a change, of a row.
+
+    None if the line is not a row.
+    """
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not (line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int)):
         return None
     seconds = row.get("step_seconds")
-    return row["step"], seconds if isinstance(seconds, float) else 0.0
+    return row["step"], seconds if isinstance(seconds, float) else 0.0, CHANGED in row
 
 
 class TensorBoard:
-    """Writes scalars as TensorBoard events through tensorboardX.
+    """Writes scalars as TensorBoard events.
+
+    The calling thread writes, so it also gets the errors: tensorboardX's own writer has a thread
+    and a queue, and when the thread dies of a full disk, the queue fills and blocks the caller.
 
     Args:
-      directory: of the event files.
+      directory: of the event files; made if it does not exist.
       last_step: points that an earlier process wrote after this step are hidden.
     """
 
     def __init__(self, directory: Path, last_step: int):
         # The import takes a quarter of a second, which only the process that writes should pay.
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
 
-        self._writer = SummaryWriter(str(directory), purge_step=last_step + 1)
+        self._event = Event
+        self._scalar = scalar
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = EventsWriter(str(directory / "events"))
+        started = SessionLog(status=SessionLog.START)
+        self._file.write_event(
+            Event(wall_time=time.time(), step=last_step + 1, session_log=started)
+        )
+        self.flush()
 
     def write(self, step: int, scalars: Row) -> None:
         """Write one point for each name that has a value."""
+        now = time.time()
         for name, value in scalars.items():
             if value is not None:
-                self._writer.add_scalar(name, value, step)
+                summary = self._scalar(name, value)
+                self._file.write_event(self._event(wall_time=now, step=step, summary=summary))
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
 
     def flush(self) -> None:
-        """Hand all points to the operating system."""
-        self._writer.flush()
+        """Write all points to the disk."""
+        self._file.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()
+        self._file.close()

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
+from maxpipe.checkpoint.errors import StateNotFinite
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.config.sections import Config
@@ -37,6 +39,7 @@ class Run:
       meta: what a checkpoint records about its run.
       supervision: signals, deadlines and time accounting.
       eval_loader: of the evaluation split; None without evaluations.
+      token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
     """
 
@@ -53,6 +56,7 @@ class Run:
     meta: dict[str, Any]
     supervision: Supervision = field(default_factory=Supervision)
     eval_loader: Loader | None = None
+    token_bytes: np.ndarray | None = None
     eval_losses: dict[int, float] = field(default_factory=dict)
 
 
@@ -60,8 +64,16 @@ def train(run: Run) -> int:
     """Train to the last step, or until a signal asks to stop.
 
     Returns:
-      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row were not finite.
+      The exit code: 0, 75 or 130 after a signal, or 42 if too many steps in a row were not finite,
+      or the state to save is not.
     """
+    try:
+        return _train(run)
+    except StateNotFinite as error:
+        return _diverged(run, f"{error}: the learning rate is too high for the update")
+
+
+def _train(run: Run) -> int:
     config, clock, signals = run.config, run.supervision.time, run.supervision.interruption
     last_step = min(config.steps, config.stop_after or config.steps)
     step_log = StepLog(
@@ -79,6 +91,7 @@ def train(run: Run) -> int:
             is_interrupted = signals.after(run.step)
             if is_interrupted:
                 break
+            run.supervision.lease.check()
             # 1. Batch and step; the step is only dispatched, not waited for.
             run.profiler.before(run.step + 1)
             with clock.phase("data"):
@@ -93,7 +106,7 @@ def train(run: Run) -> int:
                 step_log.finish()
             run.profiler.after(run.step)
             if step_log.has_diverged:
-                return _diverged(run)
+                return _too_many_skips(run, step_log, saved_step)
             # 3. Evaluate and save.
             if due.evaluate:
                 evaluate(run)
@@ -103,7 +116,7 @@ def train(run: Run) -> int:
             step_log.resume()
         step_log.finish()
         if step_log.has_diverged:
-            return _diverged(run)
+            return _too_many_skips(run, step_log, saved_step)
         saves = config.checkpoint.every or config.checkpoint.every_minutes
         if saves and run.step > saved_step and step_log.last_is_finite:
             save(run)
@@ -131,18 +144,34 @@ def _due(run: Run) -> _Due:
     )
 
 
-def _diverged(run: Run) -> int:
-    """Report that too many steps were not finite, and return the exit code."""
-    run.recorder.say(
-        f"{run.config.optimizer.max_consecutive_skips} steps in a row were not finite "
-        f"(optimizer.max_consecutive_skips); stopped without saving. Lower "
-        f"optimizer.learning_rate and start again: the run continues from its last checkpoint"
-    )
+def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
+    """End a run after the last recorded step; a step dispatched after it counts for nothing."""
+    run.step = step_log.last_step
+    count = run.config.optimizer.max_consecutive_skips
+    remedy = ""
+    if saved_step and saved_step == run.step - count:
+        remedy = (
+            f". They began with what is saved as step {saved_step}; if the next start ends like "
+            f"this, go back to an earlier step with checkpoint.resume, or choose another run_name"
+        )
+    reason = f"{count} steps in a row were not finite (optimizer.max_consecutive_skips)"
+    return _diverged(run, reason, remedy)
+
+
+def _diverged(run: Run, reason: str, remedy: str = "") -> int:
+    """Report why a run cannot continue from its state, and return the exit code."""
+    lower = "Lower optimizer.learning_rate and start again"
+    run.recorder.say(f"{reason}; stopped without saving. {lower}{remedy}")
     return DIVERGED
 
 
 def save(run: Run) -> None:
-    """Start an asynchronous checkpoint of the state and the data position after `run.step`."""
+    """Start an asynchronous checkpoint of the state and the data position after `run.step`.
+
+    Raises:
+      LeaseLost: the run directory is gone or has another owner.
+    """
+    run.supervision.lease.verify()
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
         meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
@@ -151,25 +180,44 @@ def save(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Record the mean cross-entropy over `eval.batches` evaluation batches, in nats per token."""
+    """Record the mean cross-entropy over `eval.batches` evaluation batches."""
     loader = run.eval_loader
     assert loader is not None
     with run.supervision.time.phase("evaluation"):
         loader.restart()
-        batches = (run.place_eval(next(loader)) for _ in range(run.config.eval.batches))
-        sums = jax.device_get([run.trainer.forward(run.state, batch) for batch in batches])
+        sums = []
+        num_bytes = []
+        for _ in range(run.config.eval.batches):
+            batch = next(loader)
+            sums.append(run.trainer.forward(run.state, run.place_eval(batch)))
+            if run.token_bytes is not None:
+                per_target = run.token_bytes[batch["targets"]] * (batch["weights"] > 0)
+                num_bytes.append(_sum(run.place_eval({"bytes": per_target})["bytes"]))
+        sums, num_bytes = jax.device_get((sums, num_bytes))
         cross_entropy = sum(batch_sums["cross_entropy"] for batch_sums in sums)
         weight = sum(batch_sums["weight"] for batch_sums in sums)
         loss = float(cross_entropy / max(weight, 1e-6))
         run.eval_losses = {run.step: loss} if math.isfinite(loss) else {}
-        run.recorder.evaluation(run.step, loss)
+        all_bytes = sum(map(int, num_bytes))
+        bits_per_byte = float(cross_entropy) / math.log(2) / all_bytes if all_bytes else None
+        run.recorder.evaluation(run.step, loss, bits_per_byte)
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 
+@jax.jit
+def _sum(x: jax.Array) -> jax.Array:
+    """Return the sum of an array over all processes, in its dtype."""
+    return x.sum()
+
+
 def run_and_close(run: Run, train: Callable[[], int]) -> int:
-    """Call `train`, then close everything however it ended; raise an error of the last save."""
+    """Call `train`, then close everything however it ended; raise an error of the last save.
+
+    Raises:
+      LeaseLost: the run directory is gone or has another owner, even if all steps are done.
+    """
     try:
-        return train()
+        exit_code = train()
     finally:
         for loader in (run.loader, run.eval_loader):
             if loader is not None:
@@ -177,10 +225,13 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
         run.profiler.close()
         try:
             with run.supervision.time.phase("checkpoint"):
-                run.checkpointer.close()
+                if not run.supervision.lease.is_lost:
+                    run.checkpointer.close()
         finally:
             run.recorder.time_account(run.step, run.supervision.time.seconds())
             run.recorder.close()
+    run.supervision.lease.verify()
+    return exit_code
 
 
 class StepLog:
@@ -192,6 +243,10 @@ class StepLog:
       recorder: where steps are written.
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
       progress: called with the name of each finished step.
+
+    Attributes:
+      last_step: the last recorded step, 0 before the first.
+      last_is_finite: whether its loss and gradients were finite.
     """
 
     def __init__(
@@ -203,6 +258,7 @@ class StepLog:
         self._pending: tuple[int, Metrics] | None = None
         self._since = time.perf_counter()
         self._skips_in_row = 0
+        self.last_step = 0
         self.last_is_finite = True
 
     @property
@@ -223,6 +279,7 @@ class StepLog:
         values = {name: value.item() for name, value in jax.device_get(metrics).items()}
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self._progress(f"step {step}")
+        self.last_step = step
         self.last_is_finite = values.pop("finite")
         self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
         if values["skipped"]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
@@ -181,7 +182,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
     parameters = parameter_count(config.model)
     data = config.data
     tokens = data.global_batch_size * data.sequence_length
-    pipelined = config.pipeline.engine != "sequential"
+    pipelined = ENGINES[config.pipeline.engine].has_stages
     layout = build_layout(config)
     stages = range(layout.num_stages) if pipelined else ()
     summary = RunSummary(
@@ -210,7 +211,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
 
 def _bubble(config: Config) -> float:
     """Return the bubble of equal chunks; for the MPMD engine, of what its stages really hold."""
-    if config.pipeline.engine != "mpmd":
+    if ENGINES[config.pipeline.engine].one_program:
         return simulate(build_table(config)).bubble_fraction
     return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
 

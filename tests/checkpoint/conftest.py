@@ -131,7 +131,10 @@ def start(directory, mirror_url, messages):
         settings = CheckpointConfig(**{"every": 10, "keep": 3} | settings)
         made.append(
             Checkpointer(
-                directory, settings, mirror=Mirror(mirror_url, store()), log=messages.append
+                directory,
+                settings,
+                mirror=Mirror(mirror_url, store(), settings.mirror_deadline_seconds),
+                log=messages.append,
             )
         )
         return made[-1]

@@ -1,13 +1,19 @@
+import errno
+import json
+import os
 import random
 import shutil
 
 import jax
 import numpy as np
 import pytest
+import tensorstore as ts
 
-from maxpipe.checkpoint import reader
+from maxpipe.checkpoint import reader, record
+from maxpipe.checkpoint.__main__ import main
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
 
@@ -207,6 +213,8 @@ def test_restore_damaged_step_by_number_raises(copied, checkpointer, messages, s
     [
         (PermissionError("not yours"), CheckpointUnreadable),
         (ValueError("RESOURCE_EXHAUSTED: too much"), CheckpointUnreadable),
+        (ValueError("UNKNOWN: Error reading [os_error_code='5']"), CheckpointUnreadable),
+        (OSError(errno.EIO, "Input/output error"), CheckpointUnreadable),
         (MemoryError(), MemoryError),
         (TypeError("bug"), TypeError),
     ],
@@ -251,3 +259,87 @@ def test_restore_damage_prints_no_traceback(copied, checkpointer, samples, capfd
     jax.block_until_ready(np.zeros(1))
     out, err = capfd.readouterr()
     assert out + err == ""
+
+
+def rewrite_record(step_directory, change):
+    """Change a record and give it a right checksum."""
+    file = record_file(step_directory)
+    content = json.loads(file.read_text())
+    content.pop("checksum")
+    change(content)
+    file.write_text(json.dumps({**content, "checksum": record._checksum(content)}))
+
+
+CRAFTED = {
+    "no leaves": lambda c: c.pop("leaves"),
+    "leaves are a list": lambda c: c.update(leaves=[]),
+    "a leaf is a number": lambda c: c["leaves"].update({"params.scale": 3}),
+    "no iterator": lambda c: c["leaves"].pop("iterator"),
+    "shape is a number": lambda c: c["leaves"]["params.scale"].update(shape=33),
+    "shape is negative": lambda c: c["leaves"]["params.scale"].update(shape=[-33]),
+    "shape is text": lambda c: c["leaves"]["iterator"].update(shape=["4", "3"]),
+    "dtype is unknown": lambda c: c["leaves"]["params.scale"].update(dtype="object"),
+    "dtype is a list": lambda c: c["leaves"]["params.scale"].update(dtype="V8"),
+    "meta is a list": lambda c: c.update(meta=[]),
+    "config is text": lambda c: c["meta"].update(config="x"),
+    "eval_loss is text": lambda c: c["meta"].update(eval_loss="low"),
+    "no step": lambda c: c.pop("step"),
+    "digest is text": lambda c: c["leaves"]["params.scale"].update(digest="abc"),
+    "iterator is huge": lambda c: c["leaves"]["iterator"].update(shape=[2**40, 2**20]),
+}
+
+
+@pytest.mark.parametrize("change", CRAFTED.values(), ids=CRAFTED)
+def test_restore_record_with_right_checksum_and_wrong_content_goes_back(
+    copied, samples, messages, change
+):
+    rewrite_record(copied / "20", change)
+    checkpointer = Checkpointer(copied, SETTINGS, log=messages.append)
+    if change is CRAFTED["iterator is huge"]:
+        with pytest.raises(CheckpointUnreadable, match="this machine has"):
+            checkpointer.restore(samples.abstract(samples.state(10)))
+        return
+    samples.assert_restored(checkpointer.restore(samples.abstract(samples.state(10))), 10)
+    assert main(["verify", str(copied)]) == 0
+    assert (copied / "20.damaged").is_dir()
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b'{"a":' * 200_000], ids=["list", "object"])
+def test_restore_record_of_deep_json_goes_back(copied, samples, content):
+    record_file(copied / "20").write_bytes(content)
+    restored = Checkpointer(copied, SETTINGS).restore(samples.abstract(samples.state(10)))
+    samples.assert_restored(restored, 10)
+
+
+@pytest.mark.parametrize("change", [{"shape": [2**40, 2**20]}, {"chunks": [2**30, 2**20]}], ids=str)
+def test_read_step_array_of_a_huge_shape_or_chunk_is_refused_before_it_is_read(
+    copied, samples, change
+):
+    spec = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{copied / '20' / 'arrays'}/"},
+    }
+    store = ts.KvStore.open(spec).result()
+    key = "params.weight/.zarray"
+    content = json.loads(store.read(key).result().value) | change
+    store.write(key, json.dumps(content).encode()).result()
+    restored = Checkpointer(copied, SETTINGS).restore(samples.abstract(samples.state(10)))
+    samples.assert_restored(restored, 10)
+
+
+@pytest.mark.parametrize("name", ["meta/metadata", "arrays/manifest.ocdbt"])
+def test_restore_pipe_in_place_of_a_file_goes_back(copied, samples, name):
+    path = copied / "20" / name
+    path.unlink()
+    os.mkfifo(path)
+    restored = Checkpointer(copied, SETTINGS).restore(samples.abstract(samples.state(10)))
+    samples.assert_restored(restored, 10)
+
+
+def test_restore_disk_that_reports_an_error_sets_nothing_aside(copied, samples):
+    path = record_file(copied / "20")
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # whose first bytes cannot be read: EIO
+    with pytest.raises(CheckpointUnreadable, match="Input/output error"):
+        Checkpointer(copied, SETTINGS).restore(samples.abstract(samples.state(10)))
+    assert StepsDirectory(copied).steps() == [10, 20]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.checkpoint.digest import digests
+from maxpipe.checkpoint.digest import digests, summaries
 
 DTYPES = [
     np.float32,
@@ -99,3 +99,32 @@ def test_digest_changes_with_every_single_bit():
 def test_digest_changes_with_permutations_and_sign_pairs(change):
     array = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
     assert digest(change(array)) != digest(array)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [np.float32, jnp.bfloat16, np.float16, np.float64],
+    ids=lambda dtype: np.dtype(dtype).name,
+)
+def test_summaries_one_number_that_is_not_finite_is_found(dtype, value):
+    sound = np.zeros(300_000, dtype)
+    damaged = sound.copy()
+    damaged[-1] = value
+    arrays = {"sound": sound, "damaged": damaged, "whole": np.zeros(3, np.int32)}
+    with jax.enable_x64(True):
+        arrays |= {f"device_{name}": jnp.asarray(array) for name, array in arrays.items()}
+    assert arrays["device_damaged"].dtype == dtype
+    found = summaries(arrays)
+    is_sound = {name: "damaged" not in name for name in arrays}
+    assert {name: summary.is_finite for name, summary in found.items()} == is_sound
+    assert {name: summary.has_finite_squares for name, summary in found.items()} == is_sound
+
+
+def test_summaries_number_with_an_infinite_square_is_found():
+    array = np.full((3, 5), 1e18, np.float32)
+    large = np.where(np.arange(5) == 2, np.float32(1e20), array)
+    arrays = {"array": array, "large": large, "device": jnp.asarray(large)}
+    found = summaries(arrays)
+    assert all(summary.is_finite for summary in found.values())
+    assert [name for name in arrays if not found[name].has_finite_squares] == ["large", "device"]

@@ -13,7 +13,12 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointSaveError
+from maxpipe.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointSaveError,
+    StateNotFinite,
+)
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import StepsDirectory
@@ -372,3 +377,15 @@ class TestGrace:
     @pytest.mark.parametrize("grace_seconds", [0, 1000])
     def test_grace_fast_save_or_no_limit_does_not_warn(self, warnings_of, grace_seconds):
         assert warnings_of(grace_seconds) == []
+
+
+def test_save_state_that_is_not_finite_writes_nothing(checkpointer, samples, directory):
+    samples.save(checkpointer, 1)
+    state = samples.state(2)
+    state["params"]["scale"] = state["params"]["scale"].at[3].set(jnp.inf)
+    with pytest.raises(StateNotFinite, match=r"step 2 is not finite \(params.scale\)"):
+        checkpointer.save(2, state, samples.iterator(2), samples.meta(2))
+    assert StepsDirectory(directory).steps() == [1]
+    samples.save(checkpointer, 2)
+    checkpointer.wait()
+    assert StepsDirectory(directory).steps() == [1, 2]

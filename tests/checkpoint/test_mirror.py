@@ -460,3 +460,28 @@ def test_command_verify_without_credentials_names_variables(without_s3_keys, cap
         error := capsys.readouterr().err
     )
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in error
+
+
+def test_save_mirror_that_stops_answering_ends_with_the_reason(start, samples):
+    checkpointer = start(mirror_deadline_seconds=1)
+    mirror = mirror_of(checkpointer)
+    mirror._store = Silent(mirror._store)
+    samples.save(checkpointer, 10)
+    with pytest.raises(
+        CheckpointSaveError,
+        match=r"not answered for 1 s \(checkpoint.mirror_dead.*they are safe in",
+    ):
+        checkpointer.wait()
+
+
+class Silent:
+    """A store that accepts files and never says so."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def put(self, *_, **__):
+        threading.Event().wait()

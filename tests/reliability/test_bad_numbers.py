@@ -62,7 +62,9 @@ def test_train_diverged_exits_with_42_and_keeps_last_good_step(tmp_path, poison,
         "3 steps in a row were not finite (optimizer.max_consecutive_skips); stopped without saving"
         in output
     )
-    assert "step 2 is saved" in output.splitlines()[-1]
+    # Step 7 was dispatched before the loss of step 6 was known.
+    assert max(steps_of(tmp_path)) == 6
+    assert "stopped after step 6 of 100, step 2 is saved" in output.splitlines()[-1]
     assert checkpoints(tmp_path / "base") == [2]
 
 
@@ -70,6 +72,20 @@ def test_train_non_finite_last_steps_are_not_saved(tmp_path, poison):
     poison(4, 1000)
     assert run(tmp_path, "steps=5", "optimizer.max_consecutive_skips=3") == 0
     assert checkpoints(tmp_path / "base") == [2, 4]
+
+
+def test_train_non_finite_parameters_are_not_saved_and_a_lower_rate_recovers(tmp_path, capsys):
+    words = ("checkpoint.every=1", "optimizer.grad_clip_norm=0", "optimizer.warmup_steps=0")
+    # The loss of step 1 is that of the initial parameters, and finite.
+    assert run(tmp_path, *words, "steps=1", "optimizer.learning_rate=3e38") == 42
+    output = capsys.readouterr().out
+    assert steps_of(tmp_path)[1] is not None
+    assert "the state after step 1 is not finite (params." in output
+    assert "stopped without saving. Lower optimizer.learning_rate" in output
+    assert "stopped after step 1 of 1, nothing is saved" in output.splitlines()[-1]
+    assert checkpoints(tmp_path / "base") == []
+    assert run(tmp_path, *words, "steps=2", "optimizer.learning_rate=1e-3") == 0
+    assert checkpoints(tmp_path / "base") == [1, 2]
 
 
 def judge(values, window=16, deviations=6.0):

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxpipe.telemetry.profiling import Profiler
+from maxpipe.telemetry.sink import TelemetryError
 
 
 @pytest.fixture
@@ -45,3 +46,28 @@ def test_profiler_writes_trace(tmp_path):
     jnp.ones(8).sum().block_until_ready()
     profiler.after(1)
     assert list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))
+
+
+def test_profiler_trace_names_the_viewer_and_its_failure_ends_nothing(tmp_path, monkeypatch):
+    said = []
+    profiler = Profiler([1, 1], tmp_path, say=said.append)
+    profiler.before(1)
+    profiler.after(1)
+    assert f"tensorboard --logdir {tmp_path}" in said[0]
+
+    def fail():
+        jax.profiler.original()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(jax.profiler, "original", jax.profiler.stop_trace, raising=False)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+    profiler = Profiler([1, 2], tmp_path, say=said.append)
+    profiler.before(1)
+    profiler.close()
+    profiler.before(2)
+    assert "warning: profiler trace cannot be written" in said[1]
+    assert len(said) == 2
+    profiler = Profiler([1, 2], tmp_path, is_required=True)
+    profiler.before(1)
+    with pytest.raises(TelemetryError, match="No space left on device"):
+        profiler.close()

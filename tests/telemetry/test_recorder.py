@@ -1,23 +1,34 @@
 import dataclasses
+import io
 import json
+import math
 
 import pytest
 
 from maxpipe.config.sections import Config, TelemetryConfig
+from maxpipe.telemetry.profiling import PHASES
 from maxpipe.telemetry.recorder import Recorder
+from maxpipe.telemetry.sink import TelemetryError
 
 
-def recorder(tmp_path, *, start_step=0, log_every=10, peak_flops=None, is_main=True, steps=20):
-    config = dataclasses.replace(
-        Config(), steps=steps, telemetry=TelemetryConfig(log_every=log_every)
-    )
+def recorder(
+    tmp_path,
+    *,
+    start_step=0,
+    log_every=10,
+    peak_seconds=None,
+    is_main=True,
+    steps=20,
+    required=False,
+):
+    telemetry = TelemetryConfig(log_every=log_every, required=required)
+    config = dataclasses.replace(Config(), steps=steps, telemetry=telemetry)
     return Recorder(
         config,
         tmp_path / "run",
         start_step=start_step,
         tokens_per_step=4096,
-        flops_per_step=2e9,
-        peak_flops=peak_flops,
+        peak_seconds=peak_seconds,
         is_main=is_main,
     )
 
@@ -44,13 +55,14 @@ def logged_scalars(directory):
 
 
 def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
-    r = recorder(tmp_path, log_every=10, peak_flops=1e10)
+    r = recorder(tmp_path, log_every=10, peak_seconds=0.2)
     for step in range(1, 13):
         r.step(step, 5.0 / step, 1.5, 3e-4, 0.5, skipped=0)
-    r.evaluation(12, 2.25)
+    r.evaluation(11, 800.0)
+    r.evaluation(12, 2.25, bits_per_byte=3.0)
     r.close()
     written = rows(tmp_path)
-    assert [row["step"] for row in written] == [*range(1, 13), 12]
+    assert [row["step"] for row in written] == [*range(1, 13), 11, 12]
     assert written[2] == {
         "step": 3,
         "loss": 5.0 / 3,
@@ -61,7 +73,13 @@ def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
         "mfu": 0.4,
         "skipped": 0,
     }
-    assert written[-1] == {"step": 12, "eval_loss": 2.25}
+    assert written[-2] == {"step": 11, "eval_loss": 800.0, "eval_perplexity": None}
+    assert written[-1] == {
+        "step": 12,
+        "eval_loss": 2.25,
+        "eval_perplexity": math.exp(2.25),
+        "eval_bits_per_byte": 3.0,
+    }
 
 
 def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
@@ -75,9 +93,10 @@ def test_recorder_tensorboard_has_first_tenth_and_last_step(tmp_path):
     r = recorder(tmp_path, steps=13)
     for step in range(1, 14):
         r.step(step, 5.0, 1.5, 3e-4, 0.5, skipped=int(step == 10))
-    r.evaluation(13, 2.25)
+    r.evaluation(13, 2.25, bits_per_byte=3.0)
     r.close()
     scalars = logged_scalars(tmp_path / "run" / "tensorboard")
+    assert {("eval/perplexity", 13), ("eval/bits_per_byte", 13)} <= set(scalars)
     assert [step for tag, step in scalars if tag == "train/loss"] == [1, 10, 13]
     assert [step for tag, step in scalars if tag == "train/skipped"] == [10]
     assert ("eval/loss", 13) in scalars
@@ -122,3 +141,70 @@ def test_recorder_extra_value_must_not_hide_another(tmp_path):
     with pytest.raises(AssertionError, match="mfu"):
         r.step(1, 5.0, 1.5, 3e-4, 0.5, mfu=1.0)
     r.close()
+
+
+class TestFilesThatCannotBeWritten:
+    """`/dev/full` takes no byte: every write to it is one to a full disk."""
+
+    @pytest.fixture
+    def full(self, tmp_path):
+        """Make the metrics of a run a link to a full disk, and TensorBoard's directory a file."""
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "tensorboard").write_text("in the way")
+
+        def fill(recorder):
+            recorder._metrics.writer._file = io.FileIO("/dev/full", "a")
+
+        return fill
+
+    def test_recorder_warns_once_and_training_continues(self, tmp_path, full, capsys):
+        r = recorder(tmp_path)
+        r.step(1, 5.0, 1.5, 3e-4, 0.5)
+        sound = r._metrics.writer._file
+        full(r)
+        for step in (2, 3):
+            r.step(step, 5.0, 1.5, 3e-4, 0.5)
+        r._metrics.writer._file = sound
+        r.step(4, 5.0, 1.5, 3e-4, 0.5)
+        r.evaluation(4, 2.0)
+        r.time_account(4, dict.fromkeys(PHASES, 1.0))
+        r.close()
+        said = capsys.readouterr().out
+        assert said.count("warning: ") == 2
+        assert (
+            "metrics.jsonl cannot be written: No space left on device; training continues" in said
+        )
+        assert "tensorboard cannot be written: " in said
+        assert "telemetry.required=true would end it" in said
+        assert "metrics.jsonl lacks what could not be written 2 times" in said
+        text = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in text if line] == [1, 4, 4, 4]
+
+    def test_recorder_required_raises(self, tmp_path, full):
+        (tmp_path / "run" / "tensorboard").unlink()
+        r = recorder(tmp_path, required=True)
+        full(r)
+        with pytest.raises(TelemetryError, match=r"No space left on device \(telemetry.required\)"):
+            r.step(1, 5.0, 1.5, 3e-4, 0.5)
+
+    def test_recorder_tensorboard_disk_fills_up(self, tmp_path, capsys):
+        r = recorder(tmp_path)
+        r._tensorboard.writer._file._py_recordio_writer._writer = io.BufferedWriter(
+            io.FileIO("/dev/full", "w")
+        )
+        r._tensorboard.writer._flushed = float("-inf")
+        for step in range(1, 21):
+            r.step(step, 5.0, 1.5, 3e-4, 0.5)
+        r.close()
+        assert capsys.readouterr().out.count("tensorboard cannot be written: No space left") == 1
+        assert len(rows(tmp_path)) == 20
+
+    def test_recorder_metrics_that_is_a_directory_is_said(self, tmp_path, capsys):
+        (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+        r = recorder(tmp_path)
+        r.step(1, 5.0, 1.5, 3e-4, 0.5)
+        r.time_account(1, dict.fromkeys(PHASES, 1.0))
+        r.close()
+        assert (
+            "metrics.jsonl cannot be written: it is not a regular file" in capsys.readouterr().out
+        )

@@ -62,7 +62,8 @@ def test_metrics_file_of_new_run_is_empty(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", [b"not json", b"[1]", b"\0\0\0", b"\xff", b'{"loss": 1.0}', b'{"step": "two"}']
+    "line",
+    [b"not json", b"[1]", b"\0\0\0", b"\xff", b"[" * 100_000, b'{"loss": 1.0}', b'{"step": "two"}'],
 )
 def test_metrics_file_damaged_lines_are_dropped_and_others_kept(tmp_path, line):
     path = tmp_path / "metrics.jsonl"

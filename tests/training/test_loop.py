@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from helpers.engines import tiny
 
+from maxpipe.checkpoint.errors import StateNotFinite
 from maxpipe.training import loop
 from maxpipe.training.loop import DIVERGED, DONE, Run, train
 
@@ -53,11 +54,14 @@ class Checkpointer:
     def __init__(self, notes, every, late):
         self.notes, self.every, self.late = notes, every, late
         self.losses = {}
+        self.not_finite = set()
 
     def due(self, step):
         return step in self.late or (bool(self.every) and step % self.every == 0)
 
     def save(self, step, state, rows, meta):
+        if step in self.not_finite:
+            raise StateNotFinite(step, ["params.weight"])
         self.notes.append(f"save {step}: {state}, batch {rows[0, 0]}")
         self.losses[step] = meta["eval_loss"]
 
@@ -95,11 +99,15 @@ def notes(monkeypatch):
 
 @pytest.fixture
 def run(notes):
-    """Return run(start, bad, late, **config) -> exit code; `run.losses` holds the saved losses."""
+    """Return run(start, bad, late, not_finite, **config) -> exit code.
 
-    def _run(start=0, bad=(), late=(), **values):
+    `run.losses` holds the saved losses. States after the steps in `not_finite` cannot be saved.
+    """
+
+    def _run(start=0, bad=(), late=(), not_finite=(), **values):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
         checkpointer = Checkpointer(notes, config.checkpoint.every, late)
+        checkpointer.not_finite = set(not_finite)
         parts = Run(
             config=config,
             trainer=Trainer(notes, bad),
@@ -202,6 +210,11 @@ def test_loop_with_too_many_bad_steps_ends_diverged_without_a_save(run, notes):
     )
     assert of(notes, "save") == ["save 1: state 1, batch 1"]
     assert "optimizer.max_consecutive_skips" in notes[-1]
+    assert "They began with what is saved as step 1" in notes[-1]
+    run(bad={3, 4, 5}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 1, "steps": 9})
+    assert "saved as step 2" in notes[-1]
+    run(bad={4, 5, 6}, **{"optimizer.max_consecutive_skips": 3, "checkpoint.every": 2, "steps": 9})
+    assert "They began" not in notes[-1]
 
 
 def test_loop_with_bad_last_steps_ends_diverged(run):
@@ -211,3 +224,10 @@ def test_loop_with_bad_last_steps_ends_diverged(run):
 def test_loop_with_bad_steps_below_the_limit_ends_done(run):
     assert run(bad={1, 3, 5}, **{"optimizer.max_consecutive_skips": 2}) == DONE
     assert run(bad={1, 2, 3, 4, 5, 6}, **{"optimizer.max_consecutive_skips": 0}) == DONE
+
+
+@pytest.mark.parametrize("step", [4, 6])
+def test_loop_with_a_state_that_is_not_finite_ends_diverged(run, notes, step):
+    assert run(not_finite={step}, **{"checkpoint.every": 2}) == DIVERGED
+    assert of(notes, "save")[-1] == f"save {step - 2}: state {step - 2}, batch {step - 2}"
+    assert notes[-1].startswith(f"the state after step {step} is not finite (params.weight)")

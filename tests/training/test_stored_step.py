@@ -1,7 +1,7 @@
 """Train steps in files: the same results as compiled here, and refusals with a reason."""
 
 import errno
-from pathlib import Path
+import os
 
 import jax
 import numpy as np
@@ -124,11 +124,10 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(config, mesh, tmp_pat
     file = tmp_path / "step.bin"
     file.write_bytes(b"old")
 
-    def full(path, content):
-        path.touch()
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match=r"compile\.save: cannot write .*No space left"):
         write(str(file), _Compiled, config, mesh)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]

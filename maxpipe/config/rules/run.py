@@ -1,4 +1,4 @@
-"""Rules about the run: its directory, data, checkpoints, learning rate and telemetry."""
+"""Check the run: its directory, data, checkpoints, learning rate and telemetry."""
 
 import math
 import os
@@ -7,11 +7,14 @@ from collections.abc import Mapping
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.rules.rule import Updates, rule
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import canonical_topology
 from maxpipe.config.values import nearest
 
+LONGEST_NAME = 255  # bytes of a name in file systems
+LONGEST_PATH = 3500  # bytes of a path, of 4096, which leaves room for the names below it
 LEAST_SPIKE_WINDOW = 16
 LEAST_SHARE = 0.001  # of a source in a mixture
 _MIXTURE_FIELDS = ("source", "path", "weight")
@@ -26,6 +29,9 @@ def check_run_name(c: Config) -> None:
             "starting with a letter or digit; output_dir takes the directory"
         )
         raise ConfigError(Problem("run_name", message))
+    if len(c.run_name) > LONGEST_NAME:
+        message = f"has {len(c.run_name)} characters; a directory's name has {LONGEST_NAME} at most"
+        raise ConfigError(Problem("run_name", message))
 
 
 @rule("output_dir", "data.cache_dir")
@@ -34,6 +40,14 @@ def check_directories(c: Config) -> None:
     directories = {"output_dir": c.output_dir, "data.cache_dir": c.data.cache_dir}
     problems = []
     for key, path in directories.items():
+        names = [os.fsencode(name) for name in path.split("/")]
+        longest = max(len(name) for name in names)
+        if longest > LONGEST_NAME or len(os.fsencode(path)) > LONGEST_PATH:
+            message = (
+                f"has {len(path)} characters; a path may have {LONGEST_PATH} bytes, each name in "
+                f"it {LONGEST_NAME}"
+            )
+            problems.append(Problem(key, message))
         if "://" in path:
             message = (
                 f"{path!r} is not a directory: renames must be atomic there, so give a local or "
@@ -59,10 +73,16 @@ def check_tokenizer(c: Config) -> None:
         raise ConfigError(Problem("data.tokenizer", message))
 
 
-@rule("data.source", "data.path", "data.mixture")
+@rule("data.source", "data.path", "data.eval_path", "data.mixture")
 def check_data_path(c: Config) -> None:
     """Refuse a path for a source that reads none."""
     source = c.data.source
+    if c.data.eval_path and _reads_no_path(source):
+        message = (
+            f"data.source={source} reads no path, and it reads the validation set"
+            f"{' of a mixture, too' if c.data.mixture else ''}: {_propose_readers('data.source=')}"
+        )
+        raise ConfigError(Problem("data.eval_path", message))
     if c.data.path and not c.data.mixture and _reads_no_path(source):
         message = f"data.source={source} reads no path: {_propose_readers('data.source=')}"
         raise ConfigError(Problem("data.path", message))
@@ -133,6 +153,21 @@ def check_resume(c: Config) -> None:
             f"{nearest(value, words)}"
         )
         raise ConfigError(Problem("checkpoint.resume", message))
+
+
+@rule("checkpoint.accept_changes")
+def check_accept_changes(c: Config) -> None:
+    """Check that the changes to accept are groups of keys."""
+    unknown = [name for name in c.checkpoint.accept_changes if name not in GROUPS]
+    if unknown:
+        raise ConfigError(
+            *(
+                Problem(
+                    ACCEPT, f"{name!r} is not one of {', '.join(GROUPS)}{nearest(name, [*GROUPS])}"
+                )
+                for name in unknown
+            )
+        )
 
 
 @rule("checkpoint.mirror")
@@ -247,6 +282,7 @@ RUN_RULES = (
     check_data_path,
     check_mixture,
     check_resume,
+    check_accept_changes,
     check_mirror,
     check_keep_every,
     check_keep_best,

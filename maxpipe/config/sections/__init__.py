@@ -40,7 +40,7 @@ class Config:
         minimum=0,
         maximum=2**32 - 1,
     )
-    steps: int = option(200, "number of training steps", minimum=1)
+    steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
     stop_after: int = option(
         0, "end after this step as if the run were interrupted; 0 = run to the end", minimum=0
     )

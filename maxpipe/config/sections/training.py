@@ -98,6 +98,11 @@ class DataConfig:
         "file, directory or glob that the source reads, several separated by commas; "
         "s3:// and gs:// work, too",
     )
+    eval_path: str = option(
+        "",
+        "file, directory or glob of a separate validation set, read by data.source; "
+        "empty = hold out data.eval_fraction",
+    )
     mixture: list[MixtureEntry] = option(  # noqa: RUF009
         [],
         "several sources instead of one: a list of {source, path, weight}, "
@@ -114,13 +119,19 @@ class DataConfig:
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24
     )
-    sequence_length: int = option(128, "tokens per sequence", minimum=1)
+    sequence_length: int = option(128, "tokens per sequence", minimum=1, maximum=2**24)
     packing: bool = option(
         True, "fill each sequence with several documents; false = pad one document per sequence"
     )
     shuffle: bool = option(True, "read documents in a new order in each epoch, derived from seed")
     eval_fraction: float = option(
         0.02, "share of the documents set aside for evaluation", minimum=0, maximum=0.5
+    )
+    on_bad_document: str = option(
+        "stop",
+        "what a document that cannot be read as text or token ids does: stop ends the run, skip "
+        "leaves it out and counts it",
+        choices=("stop", "skip"),
     )
     num_workers: int = option(
         0, "worker processes that prepare batches; 0 = a thread of the training process", minimum=0
@@ -219,10 +230,21 @@ class CheckpointConfig:
         "s3://bucket/path or gs://bucket/path that gets a copy of every checkpoint, from which a "
         "run can resume when its directory is lost; empty = none",
     )
+    mirror_deadline_seconds: float = option(
+        300,
+        "end with exit code 1 when the mirror has neither answered nor taken a part of a file for "
+        "this long; 0 = never",
+        minimum=0,
+    )
     resume: str = option("auto", "auto, never, must, or the number of the step to resume from")
     convert_dtype: bool = option(
         False,
         "resume with parameters or optimizer state of another floating dtype than the saved one",
+    )
+    accept_changes: list[str] = option(  # noqa: RUF009
+        [],
+        "what may differ from the checkpoint that a run resumes from: a list of model, seed, "
+        "optimizer, data, tokenizer",
     )
 
 
@@ -232,6 +254,11 @@ class TelemetryConfig:
 
     log_every: int = option(
         10, "write to the console and TensorBoard every this many steps; 0 = never", minimum=0
+    )
+    required: bool = option(
+        False,
+        "end with exit code 1 when metrics, TensorBoard events or profiler traces cannot be "
+        "written; false = warn once and continue",
     )
     batch_digest: bool = option(
         False, "write a digest of every batch to metrics.jsonl, so that runs can be compared"

@@ -1,0 +1,72 @@
+"""Standard output of a command: closed pipes, full disks, encodings with few characters, Ctrl-C."""
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+INTERRUPTED = 130  # 128 + SIGINT
+CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has ended
+
+
+@contextmanager
+def no_tracebacks() -> Iterator[None]:
+    """End a command without a traceback when its reader has ended, or after Ctrl-C.
+
+    Characters that standard output cannot show are written as escapes, such as `\\\\xe9`.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        raise SystemExit(CLOSED_PIPE) from None
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        # Otherwise the interpreter's own flush at the end fails, and with it the exit code.
+        try:
+            sys.stdout.flush()
+        except (OSError, ValueError):
+            _discard(sys.stdout)
+
+
+def emit(text: str, stream: TextIO | None = None) -> None:
+    """Print lines of a run that must not end because its console cannot be written.
+
+    When the reader of the console has ended, or its disk is full, standard error gets one line.
+
+    Args:
+      text: without the last newline.
+      stream: standard output if None.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno == errno.EPIPE:
+            _discard(stream)
+        elif stream in _FAILED:
+            return
+        _FAILED.append(stream)
+        with suppress(OSError):
+            message = f"warning: standard output cannot be written: {reason}; the run continues"
+            print(message, file=sys.stderr, flush=True)
+
+
+_FAILED: list[TextIO] = []  # streams of which standard error has been told
+
+
+def _discard(stream: TextIO) -> None:
+    """Let everything that is written to a stream from now on vanish."""
+    with suppress(OSError, ValueError):
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, stream.fileno())
+        os.close(sink)

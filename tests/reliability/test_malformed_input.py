@@ -1,0 +1,161 @@
+"""Hostile or damaged YAML and schedules end with a message, soon, and take no memory.
+
+FUZZ_CASES=5000 runs that many random cases of each kind instead of a few.
+"""
+
+import os
+import random
+import time
+from itertools import pairwise
+
+import pytest
+
+from maxpipe.config import ConfigError, load, resolve
+from maxpipe.pipeline.schedules.csv_files import csv_sizes, load_csv, to_csv
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.table import ScheduleError
+from tests.reliability.test_config_mutations import BASE, check, mutate
+
+CASES = int(os.environ.get("FUZZ_CASES", "60"))
+DEADLINE_SECONDS = 5
+PATHS = ("run_name", "output_dir", "data.path", "data.tokenizer", "data.cache_dir")
+
+
+def refusal(*words, text=None, tmp_path=None):
+    """Return the message for words or for a file's text, and check that it came in time."""
+    file = BASE
+    if text is not None:
+        file = tmp_path / "config.yml"
+        file.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        load(str(file), words)
+    assert time.monotonic() - began < DEADLINE_SECONDS
+    return str(caught.value)
+
+
+def alias_bomb(width, depth):
+    lines = ["a0: &a0 [x]"]
+    for level in range(1, depth + 1):
+        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * width)}]")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (alias_bomb(60, 7), "aliases written out"),
+        (alias_bomb(20, 7), "aliases written out"),
+        ("a: &a [*a]", "nested too deeply"),
+        ("base: /dev/zero", "/dev/zero has more than"),
+        ("[" * 200_000, "brackets"),
+        ("a: " + "{a: " * 5_000, "brackets"),
+        ("- " * 3_000, "not valid YAML"),
+        ("x" * 2_000_000, "characters"),
+    ],
+    ids=["60 aliases", "20 aliases", "itself", "zeros", "brackets", "braces", "dashes", "long"],
+)
+def test_load_bomb_in_a_file_is_refused_in_time(tmp_path, text, message):
+    assert message in refusal(text=text, tmp_path=tmp_path)
+
+
+def test_load_nested_references_are_refused_in_time():
+    words = [f"{key}={f'${{{other}}}' * 100}" for key, other in pairwise(PATHS)]
+    message = refusal(*words, f"{PATHS[-1]}={'x' * 100}")
+    assert "characters with its references followed" in message
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("output_dir=a\0b", "output_dir (command line): holds a NUL character"),
+        ("run_name=" + "a" * 5000, "run_name (command line): has 5000 characters"),
+        ("output_dir=" + "a" * 300, "output_dir (command line): has 300 characters"),
+        ("output_dir=" + "a/" * 3000, "output_dir (command line): has 6000 characters"),
+        ("steps=1e18", "steps (command line): must be at most 2147483647"),
+        ("data.sequence_length=1e8", "data.sequence_length (command line): must be at most"),
+    ],
+)
+def test_load_value_that_nothing_can_hold_is_refused(word, message):
+    assert message in refusal(word)
+
+
+def test_load_random_words_are_accepted_or_explained():
+    draw = random.Random(1)
+    for _ in range(CASES):
+        words = mutate(draw)
+        try:
+            resolve(load(str(BASE), words), num_devices=4)
+        except ConfigError as error:
+            check(error.problems, words)
+
+
+PIECES = (
+    *("[", "]", "{", "}", ":", ": ", "- ", "\n", "\n  ", ",", "&a ", "*a", "!!x ", "|", ">", "'"),
+    *('"', "#", "${seed}", "${", "}", "\t", "\\", "%YAML 1.1\n", "---\n", "...\n", "? ", "<<: *a"),
+    *("model", "data", "steps", "base", "optimizer", "1", "-1", "1e9", "true", "~", "x", "\u00e9"),
+)
+
+
+def test_load_random_yaml_is_accepted_or_explained(tmp_path):
+    draw = random.Random(2)
+    file = tmp_path / "config.yml"
+    for _ in range(CASES):
+        text = "".join(draw.choices(PIECES, k=draw.randint(1, 60)))
+        file.write_text(text)
+        try:
+            resolve(load(str(file)), num_devices=4)
+        except ConfigError as error:
+            check(error.problems, text)
+
+
+class TestSchedules:
+    MUTATIONS = (
+        *("0F99999999999", "999999999F0", "0F999999999", "99999F99999", "-1F0", "0X0", "F", "\0"),
+        *("0F0", "1B1", "", ",", ",,,,", "\n", '"', "'", " ", "\u0661F0", "0f0", "0F0F0", "1I0"),
+        *("1W0", "\r", "x" * 200_000, '"' + "x" * 200_000, "\ufeff", "3F3"),
+    )
+
+    def read(self, path):
+        """Return an error's text, None if the file is legal, as the train command would read it."""
+        try:
+            load_csv(path, *csv_sizes(path))
+        except ScheduleError as error:
+            return str(error)
+        return None
+
+    @pytest.fixture
+    def damaged(self, tmp_path):
+        """Return a function of a random generator that writes a damaged table."""
+        path = tmp_path / "schedule.csv"
+        texts = [to_csv(load_schedule(name, 3, 4)) for name in ("1f1b", "zb_h1", "gpipe")]
+
+        def _damaged(draw):
+            text = draw.choice(texts)
+            for _ in range(draw.randint(1, 4)):
+                start = draw.randrange(len(text) + 1)
+                end = start + draw.choice((0, 1, 3, 30))
+                text = text[:start] + draw.choice(self.MUTATIONS) + text[end:]
+            path.write_text(text, encoding="utf-8", newline="")
+            return path
+
+        return _damaged
+
+    def test_load_csv_damaged_files_are_accepted_or_explained(self, damaged):
+        draw = random.Random(3)
+        for _ in range(CASES):
+            path = damaged(draw)
+            began = time.monotonic()
+            message = self.read(path)
+            assert time.monotonic() - began < DEADLINE_SECONDS
+            assert message is None or message
+
+    @pytest.mark.parametrize(
+        "text",
+        ["0F99999999999", "999999999F0", "99999F99999", '"' + "x" * 200_000, "0F0\0", "0F0," * 9],
+        ids=["microbatch", "chunk", "both", "field", "NUL", "columns"],
+    )
+    def test_load_csv_impossible_file_is_explained(self, tmp_path, text):
+        path = tmp_path / "schedule.csv"
+        path.write_text(text)
+        assert "schedule.csv" in self.read(path)

@@ -1,0 +1,54 @@
+import socket
+import threading
+import time
+
+import pytest
+
+from maxpipe.checkpoint.mirror import Mirror
+from maxpipe.config import ConfigError
+from maxpipe.storage.object_store import Deadline, StoreSilent, explained, open_store
+
+
+def test_deadline_request_that_ends_is_returned_or_raised():
+    assert Deadline(60).wait(lambda: 3) == 3
+    assert Deadline(0).wait(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        Deadline(60).wait(lambda: 1 // 0)
+    with pytest.raises(TimeoutError, match="of the store itself"):
+        Deadline(60).wait(lambda: (_ for _ in ()).throw(TimeoutError("of the store itself")))
+
+
+def test_deadline_silent_request_is_given_up():
+    with pytest.raises(StoreSilent, match=r"not answered for 0\.2 s"):
+        Deadline(0.2).wait(threading.Event().wait)
+
+
+def test_deadline_transfer_that_makes_progress_is_waited_for():
+    deadline = Deadline(1)
+    callback = deadline.callback()
+
+    def transfer():
+        for _ in range(20):
+            time.sleep(0.1)
+            with callback.branched("local", "remote") as child:
+                child.relative_update(1)
+        return "done"
+
+    assert deadline.wait(transfer) == "done"
+
+
+def test_mirror_store_that_never_answers_is_given_up(monkeypatch, s3):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.getsockname()[1]}")
+        url = "s3://bucket/runs/base/checkpoints"
+        store = open_store(url, "checkpoint.mirror")
+        with (
+            pytest.raises(ConfigError, match=r"has not answered for 0\.5 s"),
+            explained(url, "checkpoint.mirror"),
+        ):
+            Mirror(url, store, deadline_seconds=0.5)
+        monkeypatch.setattr(Mirror, "_list", lambda self: frozenset())
+        mirror = Mirror(url, store, deadline_seconds=0.5)
+        # s3fs alone would wait for this one without end.
+        with pytest.raises(StoreSilent):
+            mirror.write_config("steps: 1\n")
