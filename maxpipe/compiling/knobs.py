@@ -73,9 +73,8 @@ def gains(
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
             continue
-        words = {"pipeline.remat_policy": name}
         try:
-            changed = resolve(replace(written, **words), *devices)
+            changed = resolve(replace(written, **{"pipeline.remat_policy": name}), *devices)
             would_need = needed + estimate(changed).total - now
         except (ConfigError, ValueError):
             continue
