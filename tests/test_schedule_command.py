@@ -231,7 +231,9 @@ def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(capsys):
 
 def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
     page = tmp_path / "stages.html"
-    assert output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)) == ""
+    words = [*LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)]
+    assert main(words) == 0
+    assert capsys.readouterr() == ("", f"wrote {page}\n")
     charts = re.findall(r'<text class="title"[^>]*>([^<]*)</text>', page.read_text())
     assert charts == ["1f1b [16,12]", "1f1b [14,14]"]
     assert "28 layers; the forward of a layer takes 1" in page.read_text()

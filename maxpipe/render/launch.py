@@ -83,6 +83,7 @@ def _write(option: str, path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot write it: {error.strerror}") from error
+    print(f"wrote {path}", file=sys.stderr)  # stdout may be the file
 
 
 def _print(runs: Sequence[Simulation]) -> None:
