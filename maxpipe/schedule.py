@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
 from maxpipe.render.request import in_own_keys
 
@@ -40,6 +41,7 @@ those of compile.topology, else as many as the mesh names, where -1 is 1.
 """
 
 
+@no_tracebacks()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 for a wrong command line or file."""
     arguments = _arguments(argv)

@@ -17,7 +17,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointUnreadable,
 )
 from maxpipe.config.cli import CONFIG_ERROR, print_problems
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices.processes import coordinator
 from maxpipe.telemetry.sink import TelemetryError
 
@@ -61,7 +61,7 @@ def failing_fast() -> Iterator[None]:
         is_explained = isinstance(error, EXPLAINED)
         is_one_of_several = jax.process_count() > 1
         if is_explained:
-            print(f"error: {error}", file=sys.stderr)
+            print(redacted(f"error: {error}"), file=sys.stderr)
         elif not is_one_of_several or isinstance(error, jax.errors.JaxRuntimeError):
             raise
         else:

@@ -82,7 +82,7 @@ def run(
     newest_step = max(checkpointer.steps(), default=0)
     if newest_step >= config.steps and config.checkpoint.resume in ("auto", "must"):
         checkpointer.close()  # copies to the mirror what an earlier process could not
-        finished = f"step {newest_step} of steps={config.steps} is saved; nothing to do"
+        finished = f"step {newest_step} is saved, and steps={config.steps}; nothing to do"
         log(f"{directory.root} is finished: {finished}")
         return DONE
     started = time.perf_counter()
