@@ -7,8 +7,9 @@ ARG EXTRA=cpu
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
 WORKDIR /build
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY maxpipe maxpipe
+COPY configs configs
 RUN case "$EXTRA" in \
       cpu) pip install -c constraints.txt . ;; \
       tpu|cuda) pip install -c constraints.txt ".[$EXTRA]" ;; \

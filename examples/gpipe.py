@@ -40,7 +40,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", arguments.stages)
 
     mesh = Mesh(np.array(jax.devices()[: arguments.stages]), ("stage",))
-    model = PipelineModule(Block, num_microbatches=arguments.microbatches, model_axis_name="stage")
+    model = PipelineModule("stage", arguments.microbatches, Block)
     stacked, replicated = PartitionSpec("stage"), PartitionSpec()
 
     def loss_of_stage(params: dict, x: jax.Array) -> jax.Array:

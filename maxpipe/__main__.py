@@ -12,8 +12,9 @@ COMMANDS = {
     "compile": "compile the train step ahead of time: memory, collectives, bounds",
     "schedule": "draw, price and compare pipeline schedules",
     "generate": "write text with a trained model",
-    "data": "show what the model reads",
+    "data": "show what the model reads, or check all of it",
     "checkpoint": "list, verify and show checkpoints",
+    "from_maxtext": "translate a MaxText configuration",
 }
 USAGE = 2
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stream = sys.stdout if asks_for_help else sys.stderr
     if not asks_for_help:
         print(f"maxpipe: there is no command {words[0]!r}", file=stream)
-    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<14}{text}" for name, text in COMMANDS.items()]
     print("usage: maxpipe COMMAND ...", "", "commands:", *lines, sep="\n", file=stream)
     print("\n`maxpipe COMMAND --help` tells more about one.", file=stream)
     return 0 if asks_for_help else USAGE

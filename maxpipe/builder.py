@@ -1,4 +1,4 @@
-"""From a resolved configuration to a trainer: the one place where model and engine are picked."""
+"""Build a trainer from a resolved configuration; model and engine are picked nowhere else."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,16 +7,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import implementation
 from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.base import Engine, EngineInputs, SpmdEngine
-from maxpipe.pipeline.engines.circular.engine import CircularEngine
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, stage_meshes
-from maxpipe.pipeline.engines.scheduled.engine import ScheduledEngine
-from maxpipe.pipeline.engines.sequential import SequentialEngine
+from maxpipe.pipeline.engines.base import EngineInputs
+from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
@@ -26,42 +25,54 @@ from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
 
-SPMD_ENGINES: dict[str, type[SpmdEngine]] = {
-    "sequential": SequentialEngine,
-    "circular": CircularEngine,
-    "scheduled": ScheduledEngine,
-}
-ENGINES: dict[str, type[Engine]] = {**SPMD_ENGINES, "mpmd": MpmdEngine}
+
+def _ignore(text: str) -> None:
+    """Drop a line that nothing should print."""
 
 
 def build_engine_inputs(
-    config: Config, mesh: Mesh, *, note: Callable[[str], None] = lambda decision: None
+    config: Config, mesh: Mesh, *, note: Callable[[str], None] = _ignore
 ) -> EngineInputs:
     """Build what an engine is built from; arguments as for `build_trainer`.
 
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
     of every stage.
     """
-    watch = {"show": print} if config.sharding.debug and jax.process_index() == 0 else {}
-    per_stage = config.pipeline.engine == "mpmd"
-    bound: Any = stage_meshes(mesh)[0].abstract_mesh if per_stage else mesh
-    rules = AxisRules(config.sharding.logical_axis_rules, bound, note, **watch)
-    table = None if config.pipeline.engine == "sequential" else build_table(config)
+    engine = ENGINES[config.pipeline.engine]
+    rules = AxisRules(
+        config.sharding.logical_axis_rules,
+        mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh,
+        note,
+        show=print if config.sharding.debug and jax.process_index() == 0 else _ignore,
+    )
+    table = build_table(config) if engine.has_stages else None
+    if table and table.note:
+        note(table.note)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, note)
     return EngineInputs(
-        ModelProgram(config.model, attention),
-        rules,
-        config.pipeline,
-        build_layout(config),
-        mesh,
-        (config.data.global_batch_size, config.data.sequence_length),
-        table,
+        program=ModelProgram(config.model, attention),
+        rules=rules,
+        config=config.pipeline,
+        layout=build_layout(config),
+        mesh=mesh,
+        batch_shape=(config.data.global_batch_size, config.data.sequence_length),
+        table=table,
     )
 
 
-def build_trainer(
-    config: Config, mesh: Mesh, *, note: Callable[[str], None] = lambda decision: None
-) -> Trainer:
+def build_engine(config: Config, inputs: EngineInputs) -> Any:
+    """Build the engine that the configuration names, whose class is the catalogue's.
+
+    Returns:
+      An `SpmdEngine` where the catalogue says `one_program`, else an `MpmdEngine`.
+
+    Raises:
+      ConfigError: the engine cannot run this configuration.
+    """
+    return implementation(ENGINES[config.pipeline.engine])(inputs)
+
+
+def build_trainer(config: Config, mesh: Mesh, *, note: Callable[[str], None] = _ignore) -> Trainer:
     """Build the trainer of a resolved configuration, with the engine that it names.
 
     Args:
@@ -75,24 +86,22 @@ def build_trainer(
     """
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
-        build = build_mpmd_trainer if config.pipeline.engine == "mpmd" else build_spmd_trainer
+        # The rules check this for schedules of the catalogue, but cannot look into a CSV file.
+        if inputs.table is not None and "W" in inputs.table.kinds:
+            check_split_backwards(config)
+        one_program = ENGINES[config.pipeline.engine].one_program
+        build = build_spmd_trainer if one_program else build_mpmd_trainer
         return build(config, mesh, inputs)
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
 
 
 def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:
-    """Build a trainer with one program on all devices; arguments as for `build_trainer`.
-
-    Raises:
-      ConfigError: the schedule splits backwards, which another option does not allow.
-    """
+    """Build a trainer with one program on all devices; arguments as for `build_trainer`."""
     specs = inputs.program.specs
-    engine = SPMD_ENGINES[config.pipeline.engine](inputs)
-    _check_split_backwards(config, inputs)
     return SpmdTrainer(
         specs,
-        engine,
+        build_engine(config, inputs),
         inputs.rules,
         Optimizer(config.optimizer, specs),
         load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
@@ -104,20 +113,13 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
     """Build a trainer with programs per stage; arguments as for `build_trainer`.
 
     Raises:
-      ConfigError: there are several processes, or the schedule splits backwards, which another
-        option does not allow.
+      ConfigError: there are several processes.
     """
     check_processes(config, jax.process_count())
-    _check_split_backwards(config, inputs)
     return MpmdTrainer(
         inputs.program.specs,
-        MpmdEngine(inputs),
+        build_engine(config, inputs),
         AxisRules(config.sharding.logical_axis_rules, mesh),
         partial(Optimizer, config.optimizer),
         adds_batch_digest=config.telemetry.batch_digest,
     )
-
-
-def _check_split_backwards(config: Config, inputs: EngineInputs) -> None:
-    if inputs.table is not None and "W" in inputs.table.kinds:
-        check_split_backwards(config)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.supervision.signals import INTERRUPTED
 
 
@@ -18,6 +19,7 @@ from maxpipe.supervision.signals import INTERRUPTED
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     flags = _parser().parse_args(argv)
+    import_variants(flags.imports)
     try:
         # Imports JAX, for which a wrong command line should not wait.
         from maxpipe.generation.launch import launch
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="end before this token, as before the end of document; may be repeated",
     )
+    add_import_flag(parser)
     return parser
 
 

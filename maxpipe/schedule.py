@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
 from maxpipe.render.request import in_own_keys
@@ -44,9 +45,8 @@ those of compile.topology, else as many as the mesh names, where -1 is 1.
 @no_tracebacks()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 for a wrong command line or file."""
-    arguments = _arguments(argv)
     try:
-        launch(arguments)
+        launch(_arguments(argv))
     except ConfigError as error:
         print_problems(error)
         return 2
@@ -77,7 +77,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--compare", action="store_true", help="one line per schedule; all of them if none is named"
     )
-    return parser.parse_intermixed_args(argv)
+    add_import_flag(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    import_variants(arguments.imports)
+    return arguments
 
 
 if __name__ == "__main__":

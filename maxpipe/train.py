@@ -7,7 +7,6 @@ continues the run from its last checkpoint.
 
 import os
 import signal
-import sys
 
 if __name__ == "__main__":
     # Until `supervise` takes over, also while modules are imported, there is nothing to save.
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.supervision import supervise
+from maxpipe.supervision.ending import run_command
 
 
 @exit_on_config_error()
@@ -48,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     # Shows what Python was doing when JAX aborts because another process was lost.
     faulthandler.enable()
-    sys.exit(main())
+    run_command(main)

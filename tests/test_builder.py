@@ -3,13 +3,15 @@
 from importlib import metadata
 
 import jax
+import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 
 import maxpipe
-from maxpipe.builder import ENGINES, build_engine_inputs, build_trainer
+from maxpipe.builder import build_engine_inputs, build_trainer
 from maxpipe.config import ConfigError, catalog
-from maxpipe.config.imports import implementation
+from maxpipe.pipeline import microbatches
+from maxpipe.pipeline.engines.sequential import SequentialEngine
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
@@ -19,9 +21,27 @@ from maxpipe.training.trainer import SpmdTrainer
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
 
 
-def test_builder_engines_are_those_of_the_catalogue():
-    classes = {name: implementation(entry) for name, entry in catalog.ENGINES.items()}
-    assert classes == ENGINES
+class DoubledLoss(SequentialEngine):
+    """An engine of another package."""
+
+    def loss_and_gradients(self, params, batch, key):
+        metrics, gradients = super().loss_and_gradients(params, batch, key)
+        return {"loss": 2 * metrics["loss"]}, gradients
+
+
+def test_engine_of_another_package_is_built_and_trains(monkeypatch):
+    entry = catalog.Engine(f"{__name__}:DoubledLoss", "twice the loss", has_stages=False)
+    monkeypatch.setitem(catalog.ENGINES, "doubled", entry)
+    losses = {}
+    for engine in ("sequential", "doubled"):
+        config = tiny(**{"pipeline.engine": engine})
+        trainer = build_trainer(config, make_mesh(config))
+        shape = config.data.global_batch_size, config.data.sequence_length
+        batch = {name: np.ones(shape, np.int32) for name in microbatches.ARRAYS}
+        batch["weights"] = np.ones(shape, np.float32)
+        _, metrics = trainer.step(trainer.init(jax.random.key(0)), batch)
+        losses[engine] = float(metrics["loss"])
+    assert losses["doubled"] == pytest.approx(2 * losses["sequential"])
 
 
 def test_layout_of_even_layers_has_equal_chunks():
@@ -75,9 +95,21 @@ def test_trainer_with_a_table_file_not_in_lockstep_needs_the_mpmd_engine(tmp_pat
     with pytest.raises(ConfigError, match=r"scheduled engine: .*; pipeline\.engine=mpmd runs it"):
         build_trainer(config, make_mesh(config))
     config = tiny(**values, **{"pipeline.engine": "mpmd"})
-    table = build_trainer(config, make_mesh(config)).engine.table
+    decisions = []
+    table = build_trainer(config, make_mesh(config), note=decisions.append).engine.table
+    assert not any("read as an order" in decision for decision in decisions)
     assert (table.placement, table.kinds) == ("v", ("F", "I", "W"))
     assert build_layout(config).stage_layers(0) == [[0, 1], [6, 7]]
+
+
+def test_trainer_with_a_table_file_of_torch_notes_once_what_is_ignored(tmp_path):
+    values = PIPELINE | {"pipeline.schedule": "1f1b", "pipeline.num_repeats": 1}
+    rows = to_csv(build_table(tiny(**values))).splitlines()
+    (tmp_path / "torch.csv").write_text("\n".join(f"0UNSHARD,{row}" for row in rows))
+    values |= {"pipeline.schedule": str(tmp_path / "torch.csv"), "pipeline.engine": "mpmd"}
+    decisions = []
+    build_trainer(tiny(**values), make_mesh(tiny(**values)), note=decisions.append)
+    assert len([line for line in decisions if "2 cells (UNSHARD) are ignored" in line]) == 1
 
 
 def test_trainer_with_a_split_backward_table_file_refuses_scanned_layers(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from helpers.compile_command import NARROW, report_of, run, tpu_aot
 
 from maxpipe import compile as command
-from maxpipe.compiling.collectives import BESIDE
+from maxpipe.compiling.collectives import ASYNC_FUSION
 from maxpipe.compiling.hlo import executions, parse
 from maxpipe.config import load, resolve
 from maxpipe.devices.xla_flags import RECOMMENDED
@@ -212,7 +212,7 @@ class TestTpu:
                     {i.opcode for i in rest[:done]}
                     & {"fusion", "custom-call", "while", "convolution"}
                 )
-            if computation.name.startswith(BESIDE) and start.opcode == "all-gather":
+            if computation.name.startswith(ASYNC_FUSION) and start.opcode == "all-gather":
                 gathers.append(
                     {i.opcode for i in computation.instructions.values()}
                     & {"convolution", "fusion"}

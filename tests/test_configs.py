@@ -1,13 +1,29 @@
-"""Test the files in configs/ besides the model presets."""
+"""Test the files in configs/, and that all of them compile for the slices that are named.
 
+The full compilations take ten to twenty minutes: pytest -m 'grid and tpu_aot' tests/test_configs.py
+"""
+
+import re
 from pathlib import Path
 
 import pytest
+from helpers.compile_command import report_of, tpu_aot
+from helpers.documentation import COMMANDS
 
 from maxpipe.config import load, resolve
+from maxpipe.config.slices import canonical_topology, num_devices
 from maxpipe.data.loader import make_loader
 
-FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yml"))
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "configs").glob("*.yml"))
+FOR_SLICES = sorted((ROOT / "configs").glob("*/*.yml"))
+COMPILE = "python -m maxpipe.compile "
+# What the documentation compiles for TPU slices; it has other examples for simulated devices.
+DOCUMENTED = [
+    command.removeprefix(COMPILE).split()
+    for command in COMMANDS
+    if command.startswith(COMPILE) and "topology=cpu" not in command
+]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -18,3 +34,38 @@ def test_config_opens_with_its_command_and_names_its_run_after_the_file(path, mo
     config = resolve(loaded, loaded.config.mesh.simulated_devices)
     assert config.run_name == path.stem
     make_loader(config, "train", [0]).close()
+
+
+@pytest.mark.parametrize("path", FOR_SLICES, ids=lambda path: path.stem)
+def test_config_for_a_slice_resolves_on_the_slice_that_it_names(path):
+    config = resolve_for_its_slice([str(path)])
+    slice_names = re.findall(r"\bv\d[a-z]*-\d+\b", path.read_text())
+    assert config.compile.topology in {canonical_topology(name) for name in slice_names}
+
+
+@pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
+def test_documented_compile_command_resolves_on_the_slice_that_it_names(words):
+    resolve_for_its_slice(words)
+
+
+def resolve_for_its_slice(words):
+    """Return the configuration of a command of `maxpipe.compile` for the devices of its slices."""
+    loaded = load(str(ROOT / words[0]), words[1:])
+    topology = canonical_topology(loaded.config.compile.topology)
+    slices = loaded.config.compile.num_slices
+    return resolve(loaded, num_devices(topology) * slices, slices)
+
+
+@pytest.mark.grid
+class TestTpu:
+    pytestmark = tpu_aot
+
+    @pytest.mark.parametrize("path", FOR_SLICES, ids=lambda path: path.stem)
+    def test_config_for_a_slice_compiles_and_fits(self, tmp_path, path):
+        report, _ = report_of(tmp_path, path)
+        assert report["fits"]
+
+    @pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
+    def test_documented_compile_command_compiles_and_fits(self, tmp_path, words):
+        report, _ = report_of(tmp_path, *words)
+        assert report["fits"]

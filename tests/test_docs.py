@@ -3,15 +3,25 @@
 What is shortened or left out is listed here.
 """
 
+import inspect
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
+from helpers.documentation import (
+    COMMANDS,
+    PAGES,
+    REPOSITORY,
+    TEXT,
+    commands,
+    fences,
+    titled_files,
+)
 
 from maxpipe import compile as compile_command
 from maxpipe import generate, schedule, train
@@ -20,17 +30,13 @@ from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.data import __main__ as data
+from maxpipe.model.kernels.dot_product import DotProduct
+from maxpipe.model.program import ModelProgram
 from maxpipe.supervision.failure import FAILED
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
 
-REPOSITORY = Path(__file__).parents[1]
-PAGES = {
-    path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
-    for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-}
-TEXT = "\n".join(PAGES.values())
 OPERATIONS = PAGES["docs/operations.md"]
 MAINS = {
     "maxpipe.train": train.main,
@@ -80,24 +86,6 @@ SCRIPTS = {
 OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 
 
-def fences(language, text=TEXT):
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-
-
-def commands(text):
-    """Return all lines of shell fences, and inline code that is a command, without comments."""
-    lines = [line for fence in fences("bash", text) for line in fence.splitlines()]
-    lines += re.findall(r"`(python (?:-m [\w.]+ |scripts/)[^`]*)`", text)
-    words = (shlex.join(shlex.split(line, comments=True)) for line in lines)
-    return [*dict.fromkeys(command for command in words if command)]
-
-
-# The first page that has a command runs it.
-COMMANDS = {
-    command: page for page, text in reversed(PAGES.items()) for command in reversed(commands(text))
-}
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Yield a directory with the repository's files, in which the first run has been made."""
@@ -112,23 +100,13 @@ def place(tmp_path_factory):
         "maxpipe",
     ):
         (directory / name).symlink_to(REPOSITORY / name)
-    for name, text in titled_files("docs/extending.md").items():
-        (directory / name).write_text(text, encoding="utf-8")
+    for page in ("docs/extending.md", "docs/python.md"):
+        for name, text in titled_files(page).items():
+            (directory / name).write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
         yield directory
-
-
-def titled_files(page):
-    """Return {name: text} of a page's Python blocks with a title, those of one title together."""
-    files = {}
-    blocks = re.findall(
-        r'^```python title="([\w.]+)"\n(.*?)^```', PAGES[page], re.MULTILINE | re.DOTALL
-    )
-    for name, text in blocks:
-        files[name] = files.get(name, "") + text + "\n\n"
-    return files
 
 
 def test_readme_has_the_first_run():
@@ -146,12 +124,14 @@ def test_command(command, place, capfd):
     words = shlex.split(command)
     named = [word for word in words if re.match(r"(configs|scripts|examples|docs)/", word)]
     assert [word for word in named if not (place / word).exists()] == []
-    if words[:2] == ["python", "-m"]:
+    if "--import" in words:  # in a process of its own, since it changes the catalogue
+        run(sys.executable, *words[1:], *["--print-config"][: words[2] == "maxpipe.train"])
+    elif words[:2] == ["python", "-m"]:
         run_module(words[2], words[3:])
     elif script := next((word for word in words[:2] if word in SCRIPTS), None):
         run(*SCRIPTS[script])
-    elif words[:2] == ["python", "my_train.py"]:
-        run(sys.executable, *words[1:], "--print-config")
+    elif words[:2] == ["python", "sweep.py"]:
+        pass  # run by test_main_trains_twice_in_one_process
     elif words[0] == "python":
         run(sys.executable, *words[1:])
     else:
@@ -178,27 +158,15 @@ def run(*words):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_variants_of_extending_train_together(place):
-    words = [
-        *TINY,
-        "run_name=variants",
-        "steps=1",
-        "eval.every=0",
-        "checkpoint.every=0",
-        "mesh.simulated_devices=2",
-        "mesh.ici.fsdp=1",
-        "model.num_layers=2",
-        "model.block=parallel",
-        "data.source=counting",
-        "data.tokenizer=characters",
-        "optimizer.name=sign_sgd",
-        "optimizer.schedule=halves",
-        "pipeline.remat_policy=save_context",
-        "pipeline.schedule=patient_1f1b",
-        "pipeline.num_repeats=1",
-    ]
-    run(sys.executable, "my_train.py", "configs/base.yml", *words)
-    assert (place / "runs" / "variants" / "metrics.jsonl").exists()
+def test_main_trains_twice_in_one_process(place, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *SMALL])
+    runpy.run_path("sweep.py")
+    printed = capsys.readouterr().out
+    for rate in ("1e-3", "3e-3"):
+        assert re.search(
+            rf"^learning rate {rate}: exit code 0, last loss \d", printed, re.MULTILINE
+        )
+        assert (place / "runs" / f"rate-{rate}" / "checkpoints" / "2").is_dir()
 
 
 def test_one_way_rule_lists_every_package():
@@ -206,6 +174,30 @@ def test_one_way_rule_lists_every_package():
     rooms = set(re.findall(r"\w+", fences("text", rule)[0])) - {"commands"}
     packages = {path.parent.name for path in (REPOSITORY / "maxpipe").glob("*/__init__.py")}
     assert rooms == packages | {"builder"}
+
+
+def calls(text):
+    """Return name -> arguments of the calls that begin a line of code or a table's row."""
+    matches = re.findall(r"^(?:\| `)?(\w+)\(([^)]*)\)", text, re.MULTILINE)
+    return {name: arguments.split(", ") for name, arguments in matches}
+
+
+def test_architecture_has_the_functions_of_the_model():
+    section = PAGES["docs/architecture.md"].partition("**ModelProgram**")[2]
+    functions = calls(fences("text", section)[0])
+    assert functions == {
+        name: [*inspect.signature(getattr(ModelProgram, name)).parameters][1:]  # without self
+        for name in ("embed", "block", "head_loss", "logits")
+    }
+
+
+def test_extending_has_the_methods_of_an_attention_kernel():
+    section = PAGES["docs/extending.md"].partition("## An attention kernel")[2]
+    methods = calls(section.partition("\n## ")[0])
+    public = [name for name in vars(DotProduct) if not name.startswith("_")]
+    assert methods == {
+        name: [*inspect.signature(getattr(DotProduct, name)).parameters] for name in public
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from helpers.training_process import command
 from maxpipe import generate as cli
 from maxpipe import train
 from maxpipe.checkpoint.record import read_record
+from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
 from maxpipe.generation import launch
@@ -141,7 +142,10 @@ def test_find_tokenizer_missing_file_names_remedy(capsys, run_dir):
     config = from_record(read_record(run_dir / "checkpoints" / "1").meta["config"])
     with pytest.raises(ConfigError) as error:
         launch.find_tokenizer(
-            None, replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"})
+            None,
+            replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"}),
+            {},
+            StepsDirectory(run_dir / "checkpoints"),
         )
     assert [problem.key for problem in error.value.problems] == ["data.tokenizer", "--tokenizer"]
 

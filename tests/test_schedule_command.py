@@ -194,6 +194,7 @@ def test_schedule_of_manual_stages_uses_their_own_times(capsys):
     assert "none: 28 layers do not divide into 3 chunks" in output(
         capsys,
         *LARGE_HEAD,
+        "compile.topology=",
         "mesh.ici.stage=3",
         "pipeline.layers_per_stage=[10,10,8]",
         "data.global_batch_size=72",
@@ -216,8 +217,9 @@ def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(capsys):
         str(CONFIGS / "models" / "llama3-8b.yml"),
         "pipeline.schedule=zb_v",
         "pipeline.layers_per_stage=auto",
+        "pipeline.num_microbatches=16",
     ]
-    free, tight = output(capsys, *words), output(capsys, *words, "compile.topology=v5p:2x2x2")
+    free, tight = output(capsys, *words, "compile.topology="), output(capsys, *words)
     assert free.startswith("zb_v [8,9,8,7]")
     assert "limit           95 GiB a device\n" in tight
     assert "GiB, which is too much\n" in tight

@@ -1,5 +1,6 @@
 """Test the train command from end to end, and its answers to bad input."""
 
+import math
 import shutil
 
 import pytest
@@ -43,6 +44,11 @@ class TestFinishedRun:
         }
         assert sorted(evaluations) == [3, 6]
         assert 0 < evaluations[6] < evaluations[3]
+        (last,) = (row for row in rows(finished[0]) if row["step"] == 6 and "eval_loss" in row)
+        assert last["eval_perplexity"] == math.exp(last["eval_loss"])
+        # A byte is a token, and only ends of documents are tokens without a byte.
+        bits_per_token = last["eval_loss"] / math.log(2)
+        assert bits_per_token <= last["eval_bits_per_byte"] < 1.05 * bits_per_token
 
     def test_run_directory_has_checkpoints_events_profile_and_config(self, finished):
         root, _ = finished
@@ -97,9 +103,28 @@ class TestFinishedRun:
         self, words, finished, tmp_path
     ):
         shutil.copytree(finished[0], tmp_path / "tiny")
-        train([*words, f"output_dir={tmp_path}", "steps=8", "optimizer.decay_steps=6"])
-        assert sorted(losses(tmp_path / "tiny")) == list(range(1, 9))
-        assert checkpoints(tmp_path / "tiny") == [2, 4, 6, 8]
+        root = tmp_path / "tiny"
+        changed = ["steps=8", "optimizer.decay_steps=6", "optimizer.learning_rate=1e-4"]
+        printed = train([*words, f"output_dir={tmp_path}", *changed])
+        assert sorted(losses(root)) == list(range(1, 9))
+        assert checkpoints(root) == [2, 4, 6, 8]
+        for line in (
+            "changed since step 6: steps 6 -> 8",
+            "changed since step 6: optimizer.learning_rate 0.003 -> 0.0001",
+            "the learning rate of step 7 is 1e-05; it was to be 0.0003",
+        ):
+            assert f"{line}\n" in printed
+        assert [row for row in rows(root) if "changed" in row] == [
+            {"step": 6, "changed": "steps", "before": 6, "now": 8},
+            {"step": 6, "changed": "optimizer.learning_rate", "before": 0.003, "now": 0.0001},
+        ]
+        history = root / "config_history"
+        assert [path.name for path in sorted(history.iterdir())] == [
+            "0001-step-0.yml",
+            "0002-step-6.yml",
+        ]
+        first, second = (yaml.safe_load(path.read_text()) for path in sorted(history.iterdir()))
+        assert (first["steps"], second["steps"]) == (6, 8)
 
 
 def test_train_pipelined_has_the_losses_of_a_sequential_run(tmp_path):

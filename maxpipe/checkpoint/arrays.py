@@ -149,7 +149,8 @@ def _check(name: str, store: "ts.TensorStore", leaf: Leaf) -> None:
         raise ValueError(f"{name} is {actual}, not {leaf}")
     # TensorStore decodes whole chunks.
     chunk = store.chunk_layout.read_chunk.shape or ()
-    if any((length or 0) > max(size, 1) for length, size in zip(chunk, leaf.shape, strict=True)):
+    lengths = zip(chunk, leaf.shape, strict=True)
+    if any(length is not None and length > max(size, 1) for length, size in lengths):
         raise ValueError(f"{name} has chunks of {list(chunk)}")
 
 

@@ -76,7 +76,7 @@ class Checkpointer:
         self._directory = StepsDirectory(Path(directory).absolute())
         self._stores: list[StepStore] = [self._directory, *([mirror] if mirror else [])]
         self._timer = SaveTimer(settings, clock)
-        self._retention = Retention(settings, self._record_of)
+        self._retention = Retention(settings, self.record)
         # With a mirror a step is safe when it has been copied, otherwise when it is committed.
         on_written = (lambda: None) if mirror else self._timer.finished
         self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
@@ -91,6 +91,15 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Return committed steps in ascending order, including those that only the mirror has."""
         return sorted({step for store in self._stores for step in store.steps()})
+
+    def record(self, step: int) -> Record:
+        """Return the record of a step from the directory, or from the mirror if only it has it.
+
+        Raises:
+          CheckpointDamaged, CheckpointUnreadable: as `read_record`.
+        """
+        stores = [store for store in self._stores if step in store.steps()]
+        return (stores or self._stores)[0].record(step)
 
     def due(self, step: int) -> bool:
         """Return whether to save after this step; false for a step just saved or restored.
@@ -298,11 +307,6 @@ class Checkpointer:
             f"continuing from checkpoint {sound}; damaged and set aside as <step>.{DAMAGED}: "
             f"{names}"
         )
-
-    def _record_of(self, step: int) -> Record:
-        """Return the record of a step from the directory, or from the mirror if only it has it."""
-        stores = [store for store in self._stores if step in store.steps()]
-        return (stores or self._stores)[0].record(step)
 
     @contextlib.contextmanager
     def _failures(self, may_be_committed: bool = True) -> Iterator[None]:

@@ -31,6 +31,7 @@ from maxpipe.checkpoint.steps import (
 from maxpipe.config import Config
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import CheckpointConfig
+from maxpipe.storage.lease_places import LeaseObjects
 from maxpipe.storage.object_store import Deadline, explained, is_remote, open_store
 
 if TYPE_CHECKING:
@@ -64,11 +65,16 @@ class Mirror:
     ):
         self.url = url.rstrip("/")
         self._store = store
+        self._seconds = deadline_seconds
         self._deadline = Deadline(deadline_seconds)
         self._names = self._list()  # replaced, never mutated: other threads may be reading it
 
     def __str__(self) -> str:
         return self.url
+
+    def lease_place(self) -> LeaseObjects:
+        """Return where the lease of the run lies: next to the directory of its steps."""
+        return LeaseObjects(self.url.rpartition("/")[0], self._store, Deadline(self._seconds))
 
     def entries(self) -> list[StepEntry]:
         """Return every step whatever its state, by step, then name.
@@ -211,10 +217,28 @@ class Mirror:
         self._names -= {str(step)}
         self._remove(f"{step}.{UNFINISHED}.json")
 
-    def write_config(self, text: str) -> None:
-        """Write the configuration of the run as `config.yml` next to the directory of its steps."""
-        path = f"{self.url.rpartition('/')[0]}/config.yml"
-        self._deadline.wait(lambda: self._store.pipe_file(path, text.encode()))
+    @contextlib.contextmanager
+    def local_files(self, name: str) -> Iterator[list[Path]]:
+        """Yield temporary copies of the files of a directory of the run; none if there is none."""
+        with TemporaryDirectory(prefix="maxpipe-") as scratch:
+            try:
+                names = self._deadline.wait(
+                    lambda: self._store.ls(self._in_run(name), detail=False)
+                )
+            except FileNotFoundError:
+                names = []
+            files = [Path(scratch, source.rpartition("/")[2]) for source in names]
+            if names:
+                targets = [str(file) for file in files]
+                self._deadline.wait(lambda: self._store.get(names, targets))
+            yield files
+
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a file of the run, such as `config.yml`, next to the directory of its steps."""
+        self._deadline.wait(lambda: self._store.pipe_file(self._in_run(name), content))
+
+    def _in_run(self, name: str) -> str:
+        return f"{self.url.rpartition('/')[0]}/{name}"
 
     def _list(self) -> frozenset[str]:
         try:

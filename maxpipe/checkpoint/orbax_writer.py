@@ -1,6 +1,7 @@
 """Writes steps in the background, each as one atomic commit, with Orbax."""
 
 import functools
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ from maxpipe.checkpoint.arrays import Array
 from maxpipe.checkpoint.policies import Retention
 from maxpipe.checkpoint.record import FILE
 from maxpipe.checkpoint.record import ITEM as RECORD
+from maxpipe.devices import processes
+
+_POLL_SECONDS = 0.02
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -19,6 +23,10 @@ class OrbaxWriter:
     """Saves one step at a time; Orbax deletes steps that need not be kept after each commit.
 
     The first `start`, also after `close`, makes Orbax's manager, which looks at the directory.
+
+    With several processes Orbax would report an error of this one only after all others have
+    finished the save, which they cannot do without it. Here `wait` raises the error at once, and
+    nothing of Orbax is waited for afterwards: the process has to tell the others and to end.
 
     Args:
       directory: holds the steps; made by the first save.
@@ -34,6 +42,7 @@ class OrbaxWriter:
         self._retention = retention
         self._on_written = on_written
         self._manager: ocp.CheckpointManager | None = None
+        self._error: Exception | None = None  # of this process, found with several processes
         self.is_pending = False
 
     @property
@@ -43,8 +52,9 @@ class OrbaxWriter:
 
     @property
     def is_running(self) -> bool:
-        """Whether a save is running in the background."""
-        return self._manager is not None and self._manager.is_saving_in_progress()
+        """Whether a save is running in the background and has not failed in this process."""
+        is_saving = self._manager is not None and self._manager.is_saving_in_progress()
+        return is_saving and self._error is None
 
     def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
         """Copy the arrays to host memory and start saving; may raise any error of Orbax.
@@ -60,25 +70,45 @@ class OrbaxWriter:
             self._manager = self._make_manager()
         items = {ARRAYS: ocp.args.PyTreeSave(dict(arrays)), RECORD: ocp.args.JsonSave(record)}
         self.is_pending = True
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        except Exception as error:
+            self._note_error(error)
+            raise
 
     def wait(self) -> None:
         """Wait until the last save is committed; raise its error, if any, once."""
         if self._manager is not None and self.is_pending:
-            self.is_pending = False
-            self._manager.wait_until_finished()
+            self._wait(self._manager)
 
     def close(self) -> None:
         """Wait for the last save and stop Orbax's threads; raise its error, if any, once."""
         manager, self._manager = self._manager, None
-        self.is_pending = False
         if manager is not None:
-            manager.close()
+            self._wait(manager)
+            if self._error is None:
+                manager.close()
+
+    def _wait(self, manager: "ocp.CheckpointManager") -> None:
+        """Wait until a manager has finished its save, or until it has failed in this process."""
+        was_pending, self.is_pending = self.is_pending, False
+        if processes.count() > 1:
+            while self._error is None and manager.is_saving_in_progress():
+                time.sleep(_POLL_SECONDS)
+        if self._error is None:
+            manager.wait_until_finished()
+        elif was_pending:
+            raise self._error
+
+    def _note_error(self, error: Exception) -> None:
+        if processes.count() > 1:
+            self._error = error
 
     def _make_manager(self) -> "ocp.CheckpointManager":
         import orbax.checkpoint as ocp
 
         return _manager_class()(
+            self._note_error,
             self._directory,
             item_handlers={
                 ARRAYS: ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False),
@@ -99,13 +129,32 @@ def _manager_class() -> type["ocp.CheckpointManager"]:
     import orbax.checkpoint as ocp
 
     class Manager(ocp.CheckpointManager):
-        """Orbax's manager without its questions about preemption.
+        """Orbax's manager that tells of errors at once and does not ask about preemption.
 
         Orbax asks JAX's preemption service about the step being saved, also from the thread that
         commits it, while the training loop asks about later steps. The service takes the latest
         question for the current step of the process, so the processes would agree on a step that
         has passed.
+
+        Args:
+          on_error: called by a background thread with an error of this process.
         """
+
+        def __init__(
+            self,
+            on_error: Callable[[Exception], None],
+            directory: Path,
+            **settings: object,
+        ):
+            super().__init__(directory, **settings)
+            self._on_error = on_error
+
+        def _wait_for_checkpointers(self) -> None:
+            try:
+                super()._wait_for_checkpointers()
+            except Exception as error:
+                self._on_error(error)
+                raise
 
         def reached_preemption(self, step: int) -> bool:
             return False

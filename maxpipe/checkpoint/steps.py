@@ -72,6 +72,13 @@ class StepStore(Protocol):
         """Return a context with a directory that holds a committed step."""
         ...
 
+    def local_files(self, name: str) -> AbstractContextManager[list[Path]]:
+        """Return a context with the files of a directory of the run, such as `tokenizer`.
+
+        The list is empty if there is no such directory.
+        """
+        ...
+
 
 class StepsDirectory:
     """The `StepStore` of a directory in a file system with atomic renames.
@@ -129,6 +136,12 @@ class StepsDirectory:
     def local_copy(self, step: int) -> AbstractContextManager[Path]:
         """Return a context with the step's own directory."""
         return nullcontext(self.of(step))
+
+    def local_files(self, name: str) -> AbstractContextManager[list[Path]]:
+        """Return a context with the files of a directory of the run; empty if there is none."""
+        directory = self.path.parent / name
+        files = sorted(directory.iterdir()) if directory.is_dir() else []
+        return nullcontext(files)
 
     def of(self, step: int) -> Path:
         """Return the path of a committed step."""

@@ -1,1 +1,1 @@
-"""Ahead-of-time compilation for devices that are not there, and what can be read off the result."""
+"""Compile ahead of time for devices that are not there, and report what the result costs."""

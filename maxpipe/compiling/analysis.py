@@ -6,23 +6,29 @@ from dataclasses import replace
 import jax
 from jax.sharding import Mesh
 
-from maxpipe.compiling.collectives import Collective, find_collectives
+from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
-from maxpipe.compiling.knobs import knobs
+from maxpipe.compiling.knobs import Gain, gains, knobs
 from maxpipe.compiling.report import CompilerMemory, Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step
-from maxpipe.compiling.topology import link_uses, network_seconds
+from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.pipeline.engines.scheduled.engine import skips_idle
 from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.planning.estimate import estimate, step_bounds
+from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token
-from maxpipe.planning.jaxpr_flops import program_flops
+from maxpipe.planning.jaxpr_flops import BranchRuns, every_time, program_flops
 from maxpipe.planning.simulate import simulate
 
 
 def analyse(
-    config: Config, written: Config, mesh: Mesh, trainer: StepTrainer
+    config: Config,
+    written: Config,
+    mesh: Mesh,
+    trainer: StepTrainer,
+    note: Callable[[str], None],
 ) -> tuple[Report, jax.stages.Compiled | None]:
     """Compile the train step and report what it costs.
 
@@ -31,12 +37,13 @@ def analyse(
       written: what it was resolved from; alternatives are derived from it.
       mesh: of the devices to compile for.
       trainer: of the configuration.
+      note: prints a line on how far the compilation is.
 
     Returns:
       The report, and the step; None if the compiler gave up.
     """
     devices = mesh.devices.reshape(-1).tolist()
-    is_pipelined = config.pipeline.engine != "sequential"
+    is_pipelined = ENGINES[config.pipeline.engine].has_stages
     tokens = config.data.global_batch_size * config.data.sequence_length
     report = Report(
         device_kind=devices[0].device_kind,
@@ -51,7 +58,7 @@ def analyse(
         model_flops=tokens * model_flops_per_token(config.model, config.data.sequence_length),
     )
     try:
-        step = compile_step(config, mesh, trainer)
+        step = compile_step(config, mesh, trainer, note)
     except OutOfMemory as error:
         report = replace(report, needed=error.needed, capacity=error.available)
         executable = None
@@ -60,7 +67,31 @@ def analyse(
     if not report.fits:
         changes = knobs(written, config, mesh.size, config.compile.num_slices)
         report = replace(report, knobs=changes)
+    elif report.bounds and report.capacity:
+        report = replace(report, gains=_gains(report, written, config, mesh))
     return report, executable
+
+
+def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[Gain]:
+    """Return what the memory that the step leaves idle could buy."""
+    assert report.bounds is not None
+    assert report.capacity is not None
+    assert report.flops is not None
+
+    def bound_mfu(changed: Config, flops: float) -> float:
+        bounds = _bounds(report, changed, mesh, flops, estimate(changed), report.links)
+        return bounds.mfu if bounds else 0.0
+
+    return gains(
+        written,
+        config,
+        (mesh.size, config.compile.num_slices),
+        needed=report.needed,
+        capacity=report.capacity,
+        flops=report.flops,
+        mfu=report.bounds.mfu,
+        bound_mfu=bound_mfu,
+    )
 
 
 def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -> Report:
@@ -74,7 +105,7 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )
     hlo = step.text()
-    runs = branch_runs(config, mesh.devices.flat[0].platform)
+    runs = branch_runs(config, mesh)
     report = replace(
         report,
         compiler=compiler,
@@ -84,41 +115,47 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
         compile_seconds=step.seconds,
         hlo=hlo,
     )
-    return _with_bounds(report, config, mesh, report.collectives)
-
-
-def _with_bounds(
-    report: Report, config: Config, mesh: Mesh, collectives: Sequence[Collective]
-) -> Report:
-    """Return the report with bounds of the step, if the device's figures are known."""
     chip = chip_for(report.device_kind)
     if chip is None:
         return report
     assert report.flops is not None
-    links = link_uses(collectives, mesh, chip)
-    bounds = step_bounds(
-        config,
-        chip,
-        num_chips=mesh.size // devices_per_chip(mesh.devices.reshape(-1).tolist()),
-        flops=report.flops,
-        model_flops=report.model_flops,
-        memory=report.shapes,
-        network=network_seconds(links, chip),
-    )
+    links = link_uses(report.collectives, mesh, chip)
+    bounds = _bounds(report, config, mesh, report.flops, report.shapes, links)
     return replace(report, bounds=bounds, links=links)
 
 
-def branch_runs(config: Config, platform: str) -> Callable[[float], float]:
+def _bounds(
+    report: Report,
+    config: Config,
+    mesh: Mesh,
+    flops: float,
+    memory: Memory,
+    links: Sequence[LinkUse],
+) -> Bounds | None:
+    """Return bounds of a step with so many FLOPs; None if the device's figures are unknown."""
+    chip = chip_for(report.device_kind)
+    if chip is None:
+        return None
+    return step_bounds(
+        config,
+        chip,
+        num_chips=mesh.size // devices_per_chip(mesh.devices.reshape(-1).tolist()),
+        flops=flops,
+        model_flops=report.model_flops,
+        memory=memory,
+        network=network_seconds(links, chip),
+    )
+
+
+def branch_runs(config: Config, mesh: Mesh) -> BranchRuns:
     """Return a function from a conditional's runs to how often it does its work.
 
     On the scheduled engine embedding, head and embedding gradient have one conditional each, taken
     once a microbatch, however many ticks there are. Where idle slots are skipped, as on simulated
     devices, they are counted as if they were computed.
     """
-    microbatches = config.pipeline.num_microbatches
-    skips = config.pipeline.skip_idle == "true" or (
-        config.pipeline.skip_idle == "auto" and platform == "cpu"
-    )
-    if config.pipeline.engine != "scheduled" or skips:
-        return lambda runs: runs
-    return lambda runs: min(runs, microbatches)
+    is_lockstep = ENGINES[config.pipeline.engine].lockstep
+    if not is_lockstep or skips_idle(config.pipeline, mesh):
+        return every_time
+    num_microbatches = config.pipeline.num_microbatches
+    return lambda runs: min(runs, num_microbatches)

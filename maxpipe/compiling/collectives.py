@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from maxpipe.compiling.hlo import Computation, Instruction, Module, array_bytes, executions
 from maxpipe.devices.chips import slice_of
 
-KINDS = (
+COLLECTIVE_KINDS = (
     "all-gather",
     "all-reduce",
     "reduce-scatter",
@@ -22,8 +22,8 @@ KINDS = (
 )
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _NAMED = rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{((?:'\w+',?)+)\}}"
-# Names of TPU computations that hold a part of a collective and what runs at the same time.
-BESIDE = "async_collective_fusion"
+# On TPUs, a name of computations that hold a part of a collective and what runs at the same time.
+ASYNC_FUSION = "async_collective_fusion"
 
 
 @dataclass
@@ -85,7 +85,7 @@ def kind_of(computation: Computation, instruction: Instruction) -> str | None:
     earlier has a part in each fusion that runs at the same time. The fusions' names tell both.
     """
     opcode = instruction.opcode.removesuffix("-start")
-    if opcode not in KINDS or computation.name.startswith(BESIDE):
+    if opcode not in COLLECTIVE_KINDS or computation.name.startswith(ASYNC_FUSION):
         return None
     if opcode == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
         return "reduce-scatter"
@@ -98,11 +98,11 @@ def between_slices(instruction: Instruction) -> str | None:
     TPUs hand what crosses slices to their hosts, by sends that carry the kind of the collective as
     an attribute.
     """
-    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+    transfer = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
     if instruction.opcode != "send" or not transfer:
         return None
     kind = transfer[1].lower().replace("_", "-")
-    return kind if kind in KINDS else "collective-permute"
+    return kind if kind in COLLECTIVE_KINDS else "collective-permute"
 
 
 def dcn_axes(mesh: Mesh) -> str:
@@ -160,11 +160,11 @@ def sent_bytes(kind: str, operand: float, size: int) -> float:
 
 def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
     """Return groups of partitions that exchange data; for permutes (source, target)."""
-    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.rest):
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", instruction.attributes):
         return [[int(n) for n in p.split(",")] for p in re.findall(r"\{?(\d+,\d+)\}?", pairs[1])]
-    if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", instruction.rest):
+    if iota := re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", instruction.attributes):
         return _iota(iota[2], iota[3]).reshape(_numbers(iota[1])).tolist()
-    if named := re.search(_NAMED, instruction.rest):
+    if named := re.search(_NAMED, instruction.attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         inside, names = re.findall(r"\w+", named[4]), list(sizes)
         ids = _iota(named[2], named[3]) if named[2] else np.arange(num_devices)
@@ -173,7 +173,7 @@ def groups_of(instruction: Instruction, num_devices: int) -> list[list[int]]:
             [names.index(name) for name in outside_first]
         )
         return ids.reshape(-1, math.prod(sizes[name] for name in inside)).tolist()
-    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.rest):
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", instruction.attributes):
         return [[int(n) for n in g.split(",")] for g in re.findall(r"\{([\d,]+)\}", listed[1])]
     return [list(range(num_devices))]
 

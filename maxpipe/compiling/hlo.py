@@ -53,7 +53,7 @@ class Instruction:
       type: the result's type as text.
       operands: names of the operands.
       arguments: the text between the parentheses.
-      rest: the text after the operands: attributes, metadata.
+      attributes: the text after the operands, metadata included.
     """
 
     name: str
@@ -61,14 +61,14 @@ class Instruction:
     type: str
     operands: tuple[str, ...]
     arguments: str
-    rest: str
+    attributes: str
 
     def called(self) -> dict[str, list[str]]:
         """Return computations by role: calls, to_apply, body, condition, branches."""
         roles: dict[str, list[str]] = {}
-        for role, name in _CALLS.findall(self.rest):
+        for role, name in _CALLS.findall(self.attributes):
             roles.setdefault("branches" if role.endswith("_computation") else role, []).append(name)
-        for names in _BRANCHES.findall(self.rest):
+        for names in _BRANCHES.findall(self.attributes):
             roles.setdefault("branches", []).extend(n.strip().lstrip("%") for n in names.split(","))
         return roles
 
@@ -207,14 +207,14 @@ def _executions(
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
     """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`."""
-    if known := _TRIPS.search(loop.rest):
+    if known := _TRIPS.search(loop.attributes):
         return int(known[1])
     conditions = loop.called().get("condition", [])
     if not conditions or conditions[0] not in module.computations:
         return 1
     body = module.computations[conditions[0]].instructions
     for compare in reversed(list(body.values())):
-        if compare.opcode != "compare" or "direction=LT" not in compare.rest:
+        if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
             continue
         bounds = [_constant(body, name) for name in compare.operands]
         if len(bounds) == 2 and bounds[0] is None and bounds[1] is not None:
@@ -224,7 +224,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
-    """Return the value of an integer constant, through copies; None if it is none."""
+    """Return the value of an integer constant, through copies; None if it is not one."""
     source = _source(instructions, name, ("copy", "convert", "bitcast", "reshape"))
     if source is None or source.opcode != "constant":
         return None
@@ -234,7 +234,7 @@ def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:
 def _tuple_index(instructions: Mapping[str, Instruction], name: str) -> int | None:
     """Return which element of a tuple a value is, through copies; None if unknown."""
     source = _source(instructions, name, ("copy", "convert", "bitcast"))
-    index = re.search(r"index=(\d+)", source.rest) if source is not None else None
+    index = re.search(r"index=(\d+)", source.attributes) if source is not None else None
     return int(index[1]) if index else None
 
 

@@ -1,11 +1,15 @@
-"""Find what to change when a step does not fit: each knob with its effect on the estimate."""
+"""Find what to change when a step does not fit, or leaves memory idle, by the estimate."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from maxpipe.config import Config, ConfigError, replace, resolve
+from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.planning.estimate import estimate
+from maxpipe.planning.stage_work import work
+
+MOST_GAINS = 2
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,72 @@ class Knob:
 
     words: str
     saves: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One way to use idle memory for a faster step.
+
+    Attributes:
+      words: to append to the command.
+      needed: bytes that the program would need on each device, by estimate.
+      mfu: the bound of the model FLOPs utilisation, by estimate.
+    """
+
+    words: str
+    needed: float
+    mfu: float
+
+
+BoundMfu = Callable[[Config, float], float]  # (config, FLOPs of a step) -> bound of MFU
+MARGIN = 0.95  # of a device's memory, since estimates are coarse
+LEAST_GAIN = 1.01  # of the bound of MFU
+
+
+def gains(
+    written: Config,
+    resolved: Config,
+    devices: tuple[int, int],
+    *,
+    needed: float,
+    capacity: float,
+    flops: float,
+    mfu: float,
+    bound_mfu: BoundMfu,
+) -> list[Gain]:
+    """Return rematerialisation policies that save more, still fit and raise the bound of MFU.
+
+    Args:
+      written: as loaded, with -1 for what is derived.
+      resolved: the configuration that fits.
+      devices: devices and slices to stay on.
+      needed: bytes that the compiled program needs on a device.
+      capacity: bytes of a device.
+      flops: of the compiled step over all devices.
+      mfu: bound of the compiled step.
+      bound_mfu: the bound of another configuration.
+    """
+    now, step = estimate(resolved).total, _layer_times(resolved)
+    better = []
+    for name, policy in REMAT_POLICIES.items():
+        if policy.by_tensor or policy.host:
+            continue
+        words = {"pipeline.remat_policy": name}
+        try:
+            changed = resolve(replace(written, **words), *devices)
+            would_need = needed + estimate(changed).total - now
+        except (ConfigError, ValueError):
+            continue
+        faster = bound_mfu(changed, flops * _layer_times(changed) / step)
+        if would_need <= MARGIN * capacity and faster > LEAST_GAIN * mfu:
+            better.append(Gain(f"pipeline.remat_policy={name}", would_need, faster))
+    return sorted(better, key=lambda gain: (-round(gain.mfu, 3), gain.needed))[:MOST_GAINS]
+
+
+def _layer_times(config: Config) -> float:
+    """Return the time of a microbatch on all stages, in units of the forward of a layer."""
+    one = work(config)
+    return config.model.num_layers * one.layer + one.head
 
 
 def knobs(written: Config, resolved: Config, num_devices: int, num_slices: int) -> list[Knob]:

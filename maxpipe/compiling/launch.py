@@ -15,7 +15,9 @@ from maxpipe.compiling.report import size
 from maxpipe.compiling.step import OutOfMemory, StagesTrainer, StepTrainer, write_programs
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
+from maxpipe.config.slices import explain_topology
 from maxpipe.devices.chips import device_memory
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
@@ -47,14 +49,16 @@ def launch(
     Raises:
       ConfigError: the configuration does not fit the devices, or a file cannot be written.
     """
+    if understood := explain_topology(loaded.config.compile.topology):
+        _print(understood)
     devices = devices_of(loaded.config)
     config = resolve(loaded, len(devices), loaded.config.compile.num_slices)
     _check_engine(config, flags)
     mesh = build_mesh(config, devices)
-    if config.pipeline.engine == "mpmd":
+    if not ENGINES[config.pipeline.engine].one_program:
         return _compile_programs(config, mesh, Path(flags.programs), build_trainer)
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
-    report, executable = analyse(config, loaded.config, mesh, trainer)
+    report, executable = analyse(config, loaded.config, mesh, trainer, _print)
     print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
     _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     _write("--hlo", flags.hlo, report.hlo)
@@ -94,7 +98,7 @@ def _compile_programs(
 def _check_engine(config: Config, flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags of one program if there are several, or the other way round."""
     engine = config.pipeline.engine
-    if engine != "mpmd":
+    if ENGINES[engine].one_program:
         if flags.programs:
             message = f"is for the mpmd engine; the {engine} engine has one program: --hlo FILE"
             raise ConfigError(Problem("--programs", message))

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.knobs import Knob
+from maxpipe.compiling.knobs import Gain, Knob
 from maxpipe.compiling.topology import LinkUse
+from maxpipe.config.catalog import ENGINES
+from maxpipe.devices.chips import short_name
 from maxpipe.planning.estimate import Bounds, Memory
 
 
@@ -45,6 +47,7 @@ class Report:
       bounds: None if the device's figures are unknown.
       compile_seconds: tracing and compilation.
       knobs: ways to save memory, if it does not fit.
+      gains: ways to use the memory that is left, if it fits.
       hlo: text of the optimized program.
     """
 
@@ -66,6 +69,7 @@ class Report:
     bounds: Bounds | None = None
     compile_seconds: float = 0.0
     knobs: Sequence[Knob] = ()
+    gains: Sequence[Gain] = ()
     hlo: str = ""
 
     @property
@@ -105,6 +109,7 @@ class Report:
             "bounds": bounds,
             "compile_seconds": self.compile_seconds,
             "knobs": [asdict(k) for k in self.knobs],
+            "gains": [asdict(gain) for gain in self.gains],
         }
 
     def lines(self) -> list[str]:
@@ -115,12 +120,12 @@ class Report:
         )
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
         pipeline = self.engine
-        if self.engine != "sequential":
+        if ENGINES[self.engine].has_stages:
             pipeline = (
                 f"{self.schedule} on the {self.engine} engine, bubble {100 * self.bubble:.1f} %"
             )
         return [
-            f"devices     {self.num_devices} x {self.device_kind}{slices}: {axes}",
+            f"devices     {self.num_devices} x {short_name(self.device_kind)}{slices}: {axes}",
             f"pipeline    {pipeline}",
             f"compiled    in {self.compile_seconds:.0f} s",
             *self._memory_lines(),
@@ -130,6 +135,7 @@ class Report:
             *self._bound_lines(),
             self._verdict(),
             *self._knob_lines(),
+            *self._gain_lines(),
         ]
 
     def _memory_lines(self) -> list[str]:
@@ -172,6 +178,8 @@ class Report:
 
     def _bound_lines(self) -> list[str]:
         bounds = self.bounds
+        if bounds is None and self.compiler is None:
+            return ["bounds      none, since the compiler gave up"]
         if bounds is None:
             return ["bounds      unknown: this device's peak figures are not in the table of chips"]
         network = "unknown" if bounds.network is None else f"{bounds.network:.3g} s"
@@ -205,6 +213,16 @@ class Report:
         for knob in self.knobs:
             enough = "  enough" if knob.saves >= missing else ""
             lines.append(f"  {knob.words:<60} saves {size(knob.saves)}{enough}")
+        return lines
+
+    def _gain_lines(self) -> list[str]:
+        if not self.gains or not self.bounds or not self.capacity:
+            return []
+        lines = ["            what the idle memory would buy, by estimate:"]
+        for gain in self.gains:
+            memory = f"{size(gain.needed)} of {size(self.capacity)}"
+            mfu = f"{100 * self.bounds.mfu:.1f} -> {100 * gain.mfu:.1f} %"
+            lines.append(f"  {gain.words:<32} would fit: {memory}, MFU at most {mfu}")
         return lines
 
 

@@ -1,8 +1,10 @@
 """Compile a train step, or the separate programs of its stages, from shapes alone."""
 
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.compiling.report import size
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.imports import install_command
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
+PROGRESS_SECONDS = 15.0
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -67,12 +71,14 @@ class CompiledStep:
         except jax.errors.JaxRuntimeError as error:
             reason = str(error).splitlines()[0][:120]
             message = f"this JAX cannot read the compiler's result ({reason})"
-            remedy = "install the libtpu that it was made for: pip install -e '.[tpu]'"
+            remedy = f"install the libtpu that it was made for: {install_command('tpu')}"
             raise ConfigError(Problem("compile.topology", f"{message}; {remedy}")) from None
 
 
-def compile_step(config: Config, mesh: Mesh, trainer: StepTrainer) -> CompiledStep:
-    """Compile `trainer.jitted_step`; no array is made.
+def compile_step(
+    config: Config, mesh: Mesh, trainer: StepTrainer, note: Callable[[str], None]
+) -> CompiledStep:
+    """Compile `trainer.jitted_step`; no array is made. `note` prints a line at each phase.
 
     Raises:
       OutOfMemory: the compiler says that the program does not fit.
@@ -85,12 +91,37 @@ def compile_step(config: Config, mesh: Mesh, trainer: StepTrainer) -> CompiledSt
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for name, dtype in (dtypes | {"weights": jnp.float32}).items()
     }
+    note(f"{'tracing':<12}the train step")
     traced = trainer.jitted_step.trace(trainer.abstract_state(), batch)
     try:
-        executable = traced.lower().compile()
+        lowered = traced.lower()
+        with progress("compiling", note):
+            executable = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         raise (out_of_memory(str(error)) or error) from None
     return CompiledStep(traced.jaxpr, executable, time.perf_counter() - started)
+
+
+@contextmanager
+def progress(
+    phase: str, note: Callable[[str], None], every_seconds: float = PROGRESS_SECONDS
+) -> Iterator[None]:
+    """Note a phase when it begins, and again while it lasts, with the seconds so far."""
+    note(f"{phase:<12}the program, minutes for a large model")
+    done = threading.Event()
+    began = time.perf_counter()
+
+    def report() -> None:
+        while not done.wait(every_seconds):
+            note(f"{phase:<12}for {time.perf_counter() - began:.0f} s")
+
+    reporter = threading.Thread(target=report, name="progress", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
 
 
 def write_programs(trainer: StagesTrainer, directory: Path) -> Iterator[str]:

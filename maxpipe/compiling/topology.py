@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.imports import install_command
+from maxpipe.config.slices import canonical_topology, examples_of
 from maxpipe.devices.chips import Chip, coordinates, slice_of
 
 KEY = "compile.topology"
@@ -43,7 +45,8 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     Raises:
       ConfigError: libtpu is not installed, or does not know the topology.
     """
-    topology, slices = config.compile.topology, config.compile.num_slices
+    topology = config.compile.topology
+    slices = config.compile.num_slices
     # The host's own accelerator is not needed; looking for one may take long or fail.
     jax.config.update("jax_platforms", "cpu")
     if topology == SIMULATED:
@@ -52,21 +55,22 @@ def devices_of(config: Config) -> Sequence[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         message = (
             f"{topology} needs libtpu, which also works without a TPU; "
-            "install it: pip install -e '.[tpu]'"
+            f"install it: {install_command('tpu')}"
         )
         raise ConfigError(Problem(KEY, message))
     for name, value in _NO_MACHINE.items():
         os.environ.setdefault(name, value)
     from jax.experimental import topologies
 
+    topology = canonical_topology(topology)
     options = {"num_slices": slices} if slices > 1 else {}
     try:
         return topologies.get_topology_desc(topology, platform="tpu", **options).devices
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        example = "v4:2x2x2, v5e:4x4, v5p:4x4x4 or v6e:8x8"
+        usual = ", ".join(examples_of(topology))
         raise ConfigError(
-            Problem(KEY, f"libtpu has no topology {topology}: {reason}; examples: {example}")
+            Problem(KEY, f"libtpu has no topology {topology}: {reason}; usual slices: {usual}")
         ) from None
 
 

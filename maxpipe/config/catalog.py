@@ -1,15 +1,20 @@
-"""The facts about every variant that a configuration key can name; data only.
+"""Hold the facts about every variant that a configuration key can name; data only.
 
 A variant is one entry here and one function or class, which `implementation` names as
-"module:attribute"; it is imported when a run uses it. This module imports nothing of maxpipe.
+"module:attribute"; it is imported when a run uses it. Those of engines are in `engine_facts`.
 Errors, checks, `--help`, the documentation and the tests read these tables, so a fact stands
-nowhere else. Another package adds a variant by adding an entry before it calls a command:
+nowhere else. Another package adds a variant by an entry in a module that `--import MODULE`, or an
+entry point of the group `maxpipe.variants`, imports before the configuration is read:
 
     from maxpipe.config import catalog
     catalog.OPTIMIZERS["mine"] = catalog.Optimizer("my_package.optimizers:mine", moments=1)
 """
 
 from dataclasses import dataclass
+
+from maxpipe.config.engine_facts import ENGINES as ENGINES
+from maxpipe.config.engine_facts import Engine as Engine
+from maxpipe.config.engine_facts import Refusal as Refusal
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Schedule:
         `forwarding_delay`.
       overlaps: whether `pipeline.overlap_slots` applies; the function then takes `slack`.
       splits_backward: whether the table has units for input and weight gradients.
+      summary: a phrase for `--help`.
     """
 
     implementation: str
@@ -33,6 +39,7 @@ class Schedule:
     delays: bool = False
     overlaps: bool = False
     splits_backward: bool = False
+    summary: str = ""
 
     def repeats_for(self, num_repeats: int) -> int:
         """Return the chunks per stage when `pipeline.num_repeats` is `num_repeats`."""
@@ -42,15 +49,25 @@ class Schedule:
 _SCHEDULES = "maxpipe.pipeline.schedules."
 SCHEDULES: dict[str, Schedule] = {
     "circular": Schedule(
-        _SCHEDULES + "circular:circular", ("circular",), repeats=None, delays=True
+        _SCHEDULES + "circular:circular",
+        ("circular",),
+        repeats=None,
+        delays=True,
+        summary="all forwards, then all backwards, several chunks per stage",
     ),
-    "gpipe": Schedule(_SCHEDULES + "circular:gpipe", ("circular", "mpmd"), delays=True),
+    "gpipe": Schedule(
+        _SCHEDULES + "circular:gpipe",
+        ("circular", "mpmd"),
+        delays=True,
+        summary="all forwards, then all backwards, one chunk per stage",
+    ),
     "lockstep_1f1b": Schedule(
         _SCHEDULES + "lockstep:lockstep_1f1b",
         ("scheduled",),
         repeats=None,
         delays=True,
         overlaps=True,
+        summary="1F1B with several chunks per stage, in ticks of a forward and a backward",
     ),
     "lockstep_zb": Schedule(
         _SCHEDULES + "lockstep:lockstep_zb",
@@ -59,193 +76,70 @@ SCHEDULES: dict[str, Schedule] = {
         delays=True,
         overlaps=True,
         splits_backward=True,
+        summary="lockstep 1F1B with split backwards",
     ),
-    "1f1b": Schedule(_SCHEDULES + "one_f_one_b:one_f_one_b", ("mpmd",)),
-    "eager_1f1b": Schedule(_SCHEDULES + "one_f_one_b:eager_1f1b", ("mpmd",)),
+    "1f1b": Schedule(
+        _SCHEDULES + "one_f_one_b:one_f_one_b",
+        ("mpmd",),
+        summary="forward and backward in turn: few microbatches are in flight",
+    ),
+    "eager_1f1b": Schedule(
+        _SCHEDULES + "one_f_one_b:eager_1f1b",
+        ("mpmd",),
+        summary="1F1B with twice as many forwards at first, which hides transfers",
+    ),
     "interleaved_1f1b": Schedule(
-        _SCHEDULES + "one_f_one_b:interleaved_1f1b", ("mpmd",), repeats=None
+        _SCHEDULES + "one_f_one_b:interleaved_1f1b",
+        ("mpmd",),
+        repeats=None,
+        summary="1F1B with several chunks per stage: a smaller bubble, more transfers",
     ),
-    "zb_h1": Schedule(_SCHEDULES + "zero_bubble:zb_h1", ("mpmd",), splits_backward=True),
-    "zb_h2": Schedule(_SCHEDULES + "zero_bubble:zb_h2", ("mpmd",), splits_backward=True),
-    "zb_v": Schedule(_SCHEDULES + "v_shape:zb_v", ("mpmd",), repeats=2, splits_backward=True),
-    "v_half": Schedule(_SCHEDULES + "v_shape:v_half", ("mpmd",), repeats=2, splits_backward=True),
-    "v_min": Schedule(_SCHEDULES + "v_shape:v_min", ("mpmd",), repeats=2, splits_backward=True),
+    "zb_h1": Schedule(
+        _SCHEDULES + "zero_bubble:zb_h1",
+        ("mpmd",),
+        splits_backward=True,
+        summary="split backwards: a third of 1F1B's bubble in the memory of 1F1B",
+    ),
+    "interleaved_zb": Schedule(
+        _SCHEDULES + "zero_bubble:interleaved_zb",
+        ("mpmd",),
+        repeats=None,
+        splits_backward=True,
+        summary="interleaved 1F1B with split backwards: weight gradients fill the bubble",
+    ),
+    "zb_h2": Schedule(
+        _SCHEDULES + "zero_bubble:zb_h2",
+        ("mpmd",),
+        splits_backward=True,
+        summary="split backwards: almost no bubble in twice the memory of 1F1B",
+    ),
+    "zb_v": Schedule(
+        _SCHEDULES + "v_shape:zb_v",
+        ("mpmd",),
+        repeats=2,
+        splits_backward=True,
+        summary="two chunks per stage in a V: no bubble in the memory of 1F1B",
+    ),
+    "v_half": Schedule(
+        _SCHEDULES + "building_block:v_half",
+        ("mpmd",),
+        repeats=2,
+        splits_backward=True,
+        summary="two chunks per stage in a V: half of 1F1B's memory",
+    ),
+    "v_min": Schedule(
+        _SCHEDULES + "building_block:v_min",
+        ("mpmd",),
+        repeats=2,
+        splits_backward=True,
+        summary="two chunks per stage in a V: a third of 1F1B's memory",
+    ),
     "dualpipe_v": Schedule(
-        _SCHEDULES + "v_shape:dualpipe_v", ("mpmd",), repeats=2, splits_backward=True
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Values of a key that an engine refuses: "VALUE is not for the ENGINE engine: REASON; REMEDY".
-
-    Attributes:
-      key: the full key.
-      values: refused values; empty for all but the default.
-      reason: why the engine cannot take them.
-      remedy: what to write instead.
-    """
-
-    key: str
-    values: tuple[object, ...]
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine, `pipeline.engine`: a class that runs the model, most of them by a schedule.
-
-    Attributes:
-      implementation: "module:class".
-      summary: what it is, a phrase.
-      unused: keys of `pipeline.*` that it does not read, without the section; a value of theirs is
-        refused or has no effect.
-      refusals: values that it refuses.
-      no_offloading: why it cannot save tensors in the host's memory; empty if it can.
-      has_stages: whether it divides layers into stages; otherwise it needs no schedule.
-      runs_csv: whether it runs the table of a CSV file.
-      whole_rounds: whether the microbatches must be a multiple of the stages.
-      outside_layers: whether layers may run outside the pipeline, `pipeline.parallel_layers`.
-      auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
-      several_processes: whether devices of several processes may take part.
-    """
-
-    implementation: str
-    summary: str
-    unused: tuple[str, ...] = ()
-    refusals: tuple[Refusal, ...] = ()
-    no_offloading: str = ""
-    has_stages: bool = True
-    runs_csv: bool = False
-    whole_rounds: bool = False
-    outside_layers: bool = False
-    auto_stages: bool = False
-    several_processes: bool = True
-
-    def takes(self, key: str) -> bool:
-        """Return whether it reads a key; True for every key outside `pipeline.*`."""
-        section, _, name = key.partition(".")
-        return section != "pipeline" or name not in self.unused
-
-
-_ENGINES = "maxpipe.pipeline.engines."
-_LOCKSTEP = "use it with pipeline.schedule=lockstep_1f1b"
-_CIRCULAR = "use true, or pipeline.schedule=circular"
-_LOOPS = "it always loops over the ticks of a phase"
-_SINGLE_UNITS = "it dispatches units one by one"
-_NO_TICKS = "it has no ticks and starts a unit as soon as its inputs have arrived"
-ENGINES: dict[str, Engine] = {
-    "sequential": Engine(
-        _ENGINES + "sequential:SequentialEngine",
-        "the whole model on every device, without stages",
-        unused=(
-            "schedule",
-            "num_repeats",
-            "num_layers_per_stage",
-            "layers_per_stage",
-            "parallel_layers",
-            "outside_layers",
-            "delay_activation_forwarding",
-            "overlap_slots",
-            "skip_idle",
-            "fsdp_gather",
-            "scan_iterations",
-            "scan_repeats",
-            "scan_layers_per_stage",
-            "remat_iterations",
-            "remat_layers",
-            "memory_limit_gib",
-        ),
-        has_stages=False,
-    ),
-    "circular": Engine(
-        _ENGINES + "circular.engine:CircularEngine",
-        "one program in which activations go around a ring of stages; JAX derives the backward",
-        unused=("overlap_slots", "skip_idle", "memory_limit_gib"),
-        refusals=(
-            Refusal(
-                "pipeline.overlap_slots",
-                (True,),
-                "its backwards begin after all forwards",
-                _LOCKSTEP,
-            ),
-            Refusal(
-                "pipeline.skip_idle",
-                ("true",),
-                "all stages compute in one batched operation, the idle ones masked",
-                _LOCKSTEP,
-            ),
-        ),
-        whole_rounds=True,
-        outside_layers=True,
-    ),
-    "scheduled": Engine(
-        _ENGINES + "scheduled.engine:ScheduledEngine",
-        "one program whose ticks follow the table of a lockstep schedule",
-        unused=(
-            "parallel_layers",
-            "outside_layers",
-            "scan_iterations",
-            "scan_repeats",
-            "memory_limit_gib",
-        ),
-        refusals=(
-            Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
-            Refusal("pipeline.scan_repeats", (False,), _LOOPS, _CIRCULAR),
-            Refusal(
-                "pipeline.fsdp_gather",
-                ("per_repeat",),
-                "F and B of a tick are in different repeats, so 4 to 6 would be kept gathered",
-                "use per_iteration, or use once if all repeats fit, or pipeline.schedule=circular",
-            ),
-        ),
-        no_offloading="it updates its residuals in place on the device, where their size does not "
-        "depend on the number of microbatches",
-        runs_csv=True,
-    ),
-    "mpmd": Engine(
-        _ENGINES + "mpmd.engine:MpmdEngine",
-        "a program per stage and kind of unit, dispatched from one process in the schedule's order",
-        unused=(
-            "parallel_layers",
-            "outside_layers",
-            "delay_activation_forwarding",
-            "overlap_slots",
-            "skip_idle",
-            "fsdp_gather",
-            "scan_iterations",
-            "scan_repeats",
-        ),
-        refusals=(
-            Refusal("pipeline.overlap_slots", (True,), _NO_TICKS, _LOCKSTEP),
-            Refusal("pipeline.skip_idle", ("true",), _NO_TICKS, _LOCKSTEP),
-            Refusal(
-                "pipeline.delay_activation_forwarding",
-                (True,),
-                "it has no ticks, and its transfers overlap with units anyway",
-                "use false",
-            ),
-            Refusal(
-                "pipeline.fsdp_gather",
-                ("per_repeat", "once"),
-                "every unit is a program of its own that gathers its weights",
-                "use per_iteration",
-            ),
-            Refusal("pipeline.scan_iterations", (False,), _SINGLE_UNITS, _CIRCULAR),
-            Refusal("pipeline.scan_repeats", (False,), _SINGLE_UNITS, _CIRCULAR),
-            Refusal(
-                "compile.load",
-                (),
-                "a file holds one program for all devices, and it runs many",
-                "leave it empty",
-            ),
-        ),
-        no_offloading="its residuals pass from one program to another on the device",
-        runs_csv=True,
-        auto_stages=True,
-        several_processes=False,
+        _SCHEDULES + "v_shape:dualpipe_v",
+        ("mpmd",),
+        repeats=2,
+        splits_backward=True,
+        summary="two chunks per stage in a V: a forward of one with a backward of the other",
     ),
 }
 
@@ -278,7 +172,7 @@ class RematPolicy:
 
     @property
     def saves_nothing(self) -> bool:
-        """Whether only the layer's input is saved, whatever `pipeline.remat_tensors` says."""
+        """Return whether only the layer's input is saved, without asking `remat_tensors`."""
         return not (self.device or self.host or self.everything or self.by_tensor)
 
 
@@ -303,20 +197,43 @@ class Optimizer:
       implementation: "module:function".
       moments: float32 values of state per parameter.
       unused: keys of `optimizer.*` that it does not read.
+      summary: a phrase for `--help`.
     """
 
     implementation: str
     moments: float
     unused: tuple[str, ...] = ()
+    summary: str = ""
 
 
 _OPTIMIZERS = "maxpipe.training.optimizers:"
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adafactor": Optimizer(_OPTIMIZERS + "adafactor", moments=0, unused=("beta1", "beta2", "eps")),
-    "adamw": Optimizer(_OPTIMIZERS + "adamw", moments=2),
-    "lion": Optimizer(_OPTIMIZERS + "lion", moments=1, unused=("eps",)),
-    "muon": Optimizer(_OPTIMIZERS + "muon", moments=2),
-    "sgd": Optimizer(_OPTIMIZERS + "sgd", moments=1, unused=("beta2", "eps")),
+    "adafactor": Optimizer(
+        _OPTIMIZERS + "adafactor",
+        moments=0,
+        unused=("beta1", "beta2", "eps"),
+        summary="factored second moments, next to no state",
+    ),
+    "adamw": Optimizer(
+        _OPTIMIZERS + "adamw", moments=2, summary="Adam with decoupled weight decay"
+    ),
+    "lion": Optimizer(
+        _OPTIMIZERS + "lion",
+        moments=1,
+        unused=("eps",),
+        summary="the sign of an average of gradients",
+    ),
+    "muon": Optimizer(
+        _OPTIMIZERS + "muon",
+        moments=2,
+        summary="orthogonal updates of matrices; AdamW for everything else",
+    ),
+    "sgd": Optimizer(
+        _OPTIMIZERS + "sgd",
+        moments=1,
+        unused=("beta2", "eps"),
+        summary="gradient descent with momentum",
+    ),
 }
 
 
@@ -330,21 +247,33 @@ class LearningRateSchedule:
     Attributes:
       implementation: "module:function".
       unused: keys of `optimizer.*` that it does not read.
+      summary: a phrase for `--help`.
     """
 
     implementation: str
     unused: tuple[str, ...] = ("stable_fraction",)
+    summary: str = ""
 
 
 _LR_SCHEDULES = "maxpipe.training.lr_schedules:"
 LR_SCHEDULES: dict[str, LearningRateSchedule] = {
     "constant": LearningRateSchedule(
-        _LR_SCHEDULES + "constant", unused=("stable_fraction", "final_fraction")
+        _LR_SCHEDULES + "constant",
+        unused=("stable_fraction", "final_fraction"),
+        summary="the peak rate after warm-up",
     ),
-    "cosine": LearningRateSchedule(_LR_SCHEDULES + "cosine"),
-    "inverse_sqrt": LearningRateSchedule(_LR_SCHEDULES + "inverse_sqrt"),
-    "linear": LearningRateSchedule(_LR_SCHEDULES + "linear"),
-    "wsd": LearningRateSchedule(_LR_SCHEDULES + "wsd", unused=()),
+    "cosine": LearningRateSchedule(
+        _LR_SCHEDULES + "cosine", summary="half a cosine down to final_fraction"
+    ),
+    "inverse_sqrt": LearningRateSchedule(
+        _LR_SCHEDULES + "inverse_sqrt", summary="one over the square root of the step"
+    ),
+    "linear": LearningRateSchedule(
+        _LR_SCHEDULES + "linear", summary="a straight line down to final_fraction"
+    ),
+    "wsd": LearningRateSchedule(
+        _LR_SCHEDULES + "wsd", unused=(), summary="warm-up, stable, then a linear decay"
+    ),
 }
 
 
@@ -355,21 +284,54 @@ class DataSource:
     Attributes:
       implementation: "module:function".
       needs_path: whether `data.path` says where the documents are; other sources read no path.
+      suffixes: endings of the files that are read in a directory.
+      companion: ending of a file next to each of them that is read with it, "" if there is none.
+      version: "module:function" of a source without a path: returns a text that changes whenever
+        the documents do. "" for documents that never change.
+      summary: a phrase for `--help`.
     """
 
     implementation: str
     needs_path: bool = True
+    suffixes: tuple[str, ...] = ("",)
+    companion: str = ""
+    version: str = ""
+    summary: str = ""
 
 
 _SOURCES = "maxpipe.data.sources."
 SOURCES: dict[str, DataSource] = {
-    "array_record": DataSource(_SOURCES + "array_record:array_record"),
-    "jsonl": DataSource(_SOURCES + "text:jsonl"),
-    "parquet": DataSource(_SOURCES + "parquet:parquet"),
-    "python_stdlib": DataSource(_SOURCES + "text:python_stdlib", needs_path=False),
-    "synthetic": DataSource(_SOURCES + "tokens:synthetic", needs_path=False),
-    "text": DataSource(_SOURCES + "text:text"),
-    "token_bin": DataSource(_SOURCES + "tokens:token_bin"),
+    "array_record": DataSource(
+        _SOURCES + "array_record:array_record",
+        suffixes=(".array_record", ".arrayrecord"),
+        summary="ArrayRecord files",
+    ),
+    "jsonl": DataSource(
+        _SOURCES + "text:jsonl",
+        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"),
+        summary="files of JSON lines, their `text`",
+    ),
+    "parquet": DataSource(
+        _SOURCES + "parquet:parquet", suffixes=(".parquet",), summary="columns of parquet files"
+    ),
+    "python_stdlib": DataSource(
+        _SOURCES + "text:python_stdlib",
+        needs_path=False,
+        version=_SOURCES + "text:version_of_stdlib",
+        summary="the source of Python's standard library",
+    ),
+    "synthetic": DataSource(
+        _SOURCES + "tokens:synthetic",
+        needs_path=False,
+        summary="random tokens, made as they are read",
+    ),
+    "text": DataSource(_SOURCES + "text:text", summary="text files, each a document"),
+    "token_bin": DataSource(
+        _SOURCES + "tokens:token_bin",
+        suffixes=(".bin", ".npy"),
+        companion=".idx.npy",
+        summary="files of token ids",
+    ),
 }
 
 
@@ -381,17 +343,28 @@ class AttentionKernel:
       implementation: "module:class".
       platforms: backends that it runs on.
       preferred_on: backends on which `model.attention=auto` picks it if the sizes fit.
+      summary: a phrase for `--help`.
     """
 
     implementation: str
     platforms: tuple[str, ...]
     preferred_on: tuple[str, ...] = ()
+    summary: str = ""
 
 
 _KERNELS = "maxpipe.model.kernels."
 KERNELS: dict[str, AttentionKernel] = {
-    "dot_product": AttentionKernel(_KERNELS + "dot_product:DotProduct", ("cpu", "gpu", "tpu")),
-    "splash": AttentionKernel(_KERNELS + "splash:Splash", ("tpu",), preferred_on=("tpu",)),
+    "dot_product": AttentionKernel(
+        _KERNELS + "dot_product:DotProduct",
+        ("cpu", "gpu", "tpu"),
+        summary="two matrix products, on every backend",
+    ),
+    "splash": AttentionKernel(
+        _KERNELS + "splash:Splash",
+        ("tpu",),
+        preferred_on=("tpu",),
+        summary="a TPU kernel that never holds all scores",
+    ),
 }
 
 
@@ -401,12 +374,18 @@ class Block:
 
     Attributes:
       implementation: "module:class".
+      summary: a phrase for `--help`.
     """
 
     implementation: str
+    summary: str = ""
 
 
-BLOCKS: dict[str, Block] = {"llama": Block("maxpipe.model.block:LlamaBlock")}
+BLOCKS: dict[str, Block] = {
+    "llama": Block(
+        "maxpipe.model.block:LlamaBlock", summary="attention, then a gated MLP, each behind a norm"
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -415,9 +394,13 @@ class Tokenizer:
 
     Attributes:
       implementation: "module:class".
+      summary: a phrase for `--help`.
     """
 
     implementation: str
+    summary: str = ""
 
 
-TOKENIZERS: dict[str, Tokenizer] = {"byte": Tokenizer("maxpipe.data.tokenizers:ByteTokenizer")}
+TOKENIZERS: dict[str, Tokenizer] = {
+    "byte": Tokenizer("maxpipe.data.tokenizers:ByteTokenizer", summary="bytes of UTF-8")
+}

@@ -16,6 +16,7 @@ import yaml
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, SECTIONS
+from maxpipe.config.shipped import config_root, locate_base, shown_path
 from maxpipe.config.values import Raw, Scalar
 
 COMMAND_LINE = "command line"
@@ -69,7 +70,7 @@ def read_files(path: str) -> tuple[list[Setting], list[Problem]]:
         directory, path = os.path.dirname(path), ""
         for base in bases:
             if isinstance(base.raw, Scalar) and base.raw.text:
-                path, origin = os.path.normpath(os.path.join(directory, base.raw.text)), base.source
+                path, origin = locate_base(directory, base.raw.text), base.source
             else:
                 problems.append(Problem("base", "expected the path of one YAML file", base.source))
     return [setting for settings in reversed(chain) for setting in settings], problems
@@ -102,9 +103,8 @@ def read_overrides(words: Sequence[str]) -> tuple[list[Setting], list[Problem]]:
 
 def nearest_files(path: str) -> list[str]:
     """Return up to three YAML files that a mistyped path may have meant, the most likely first."""
-    roots = [
-        Path(root) for root in {os.path.dirname(path) or ".", "configs"} if os.path.isdir(root)
-    ]
+    directories = {os.path.dirname(path) or ".", shown_path(config_root())}
+    roots = [Path(root) for root in directories if os.path.isdir(root)]
     files = {
         os.path.normpath(p)
         for root in roots

@@ -1,11 +1,25 @@
-"""Import on demand: implementations of the catalogue, and libraries that only some runs need."""
+"""Import on demand: implementations of the catalogue, users' variants, optional libraries.
 
+A user's module adds its variants to the catalogue when it is imported: `--import MODULE` names it
+for one command, and an installed package names it as an entry point of the group `maxpipe.variants`
+for all.
+"""
+
+import argparse
 import importlib
-from collections.abc import Iterator
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any, Protocol
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.shipped import is_checkout
+
+ENTRY_POINTS = "maxpipe.variants"
+OWN_VARIANTS = "one of your own: --import MODULE"
 
 
 class Variant(Protocol):
@@ -16,9 +30,78 @@ class Variant(Protocol):
 
 
 def implementation(variant: Variant) -> Any:
-    """Import and return the function or class of a catalogue entry, named "module:attribute"."""
-    module, _, attribute = variant.implementation.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    """Import and return the function or class of a catalogue entry, named "module:attribute".
+
+    Raises:
+      ConfigError: a variant of a user cannot be imported.
+    """
+    return attribute_of(variant.implementation)
+
+
+def attribute_of(name: str) -> Any:
+    """Import and return what a catalogue entry names as "module:attribute".
+
+    Raises:
+      ConfigError: a variant of a user cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        if module.startswith("maxpipe."):
+            raise
+        message = f"cannot import {name}, which the catalogue names: {error}"
+        raise ConfigError(Problem("", message)) from error
+
+
+def add_import_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--import MODULE`, whose values are in `imports` of the parsed flags."""
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module that adds variants of your own; may be repeated",
+    )
+
+
+def import_variants(modules: Sequence[str]) -> None:
+    """Import users' variants: those of installed packages, then the modules named.
+
+    Modules are looked for in the working directory, too. A package that cannot be imported is
+    reported on stderr, and its variants are missing.
+
+    Raises:
+      ConfigError: a module that is named cannot be imported.
+    """
+    if modules and os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where `python -m` looks and a console command does not
+    for entry in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            entry.load()
+        except Exception as error:
+            package = entry.dist.name if entry.dist else entry.value
+            print(f"the variants of {package} are missing: {_reason(error)}", file=sys.stderr)
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            message = f"cannot import {module}: {_reason(error)}"
+            raise ConfigError(Problem("--import", message)) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what went wrong, and in which line of which file if that is not in here."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    is_elsewhere = frames and "importlib" not in frames[-1].filename
+    return f"{type(error).__name__}: {error}{place if is_elsewhere else ''}"
+
+
+def install_command(extra: str) -> str:
+    """Return how to install an extra: into a checkout, or of a maxpipe from an index."""
+    return f"pip install -e '.[{extra}]'" if is_checkout() else f"pip install 'maxpipe[{extra}]'"
 
 
 @contextmanager
@@ -44,5 +127,5 @@ def optional(library: str, extra: str, key: str) -> Iterator[None]:
             and (cause.name or "").partition(".")[0] == library
         )
         reason = "is not installed" if is_missing else f"cannot be imported ({cause})"
-        message = f"needs {library}, which {reason}: pip install 'maxpipe[{extra}]'"
+        message = f"needs {library}, which {reason}: {install_command(extra)}"
         raise ConfigError(Problem(key, message)) from error

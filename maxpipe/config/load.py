@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import Setting, follow_references, read_files, read_overrides
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
+from maxpipe.config.paths import locate
 from maxpipe.config.rules import RULES
 from maxpipe.config.rules.mesh import check_unknown_axes, fit_mesh, unknown_axes
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
+from maxpipe.config.shipped import locate_config
 from maxpipe.config.values import check_bounds, check_type, convert
 
 DEFAULT = "default"
@@ -23,14 +25,18 @@ class Loaded:
     Attributes:
       config: checked as far as no device is needed.
       sources: for every key `file.yml:12`, `command line` or `default`.
+      remarks: what is to be said of how the values were read.
     """
 
     config: Config
     sources: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     """Read a YAML file, the files it inherits from and `key=value` words, and check the config.
+
+    `path` may also name a shipped configuration, such as llama3-8b.
 
     Checks that depend on the number of devices are left to `resolve`. Precedence, weakest first:
     defaults, the furthest `base:`, ..., the file, the overrides in their order.
@@ -38,7 +44,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
       ConfigError: with all problems.
     """
-    settings, problems = read_files(str(path))
+    settings, problems = read_files(locate_config(str(path)))
     words, word_problems = read_overrides(overrides)
     problems += word_problems
     chosen: dict[str, Setting] = {}
@@ -54,6 +60,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
             message = unknown_key(setting.key, is_section=isinstance(setting.raw, dict))
             problems.append(Problem(setting.key, message, setting.source))
     chosen, reference_problems = follow_references(chosen)
+    chosen, remarks = locate(chosen)
     values, value_problems = _values(chosen)
     problems += reference_problems + value_problems
     config = update(Config(), values)
@@ -62,7 +69,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     problems += _sourced(apply_rules((check_unknown_axes, *RULES), config, broken)[1], sources)
     if problems:
         raise ConfigError(*problems)
-    return Loaded(config, sources)
+    return Loaded(config, sources, remarks)
 
 
 def derive_known(config: Config) -> Config:

@@ -1,13 +1,19 @@
-"""MaxText's keys and ours, for error messages and the migration table of the documentation.
+"""MaxText's keys and ours, for error messages, translation and the tables of the documentation.
 
 python -m maxpipe.config.maxtext            print the table
 python -m maxpipe.config.maxtext FILE.md    write it between the marks in that file
 """
 
+import difflib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from maxpipe.config.maxtext_limits import IDLE, LIMITS, idle_of, limit_of
+
 NONE = ""  # our key, where there is no counterpart
+
+SAME_NAMES = ("run_name", "steps")  # keys that both have
 
 # MaxText's key -> our key, and what differs.
 KEYS: dict[str, tuple[str, str]] = {
@@ -33,16 +39,18 @@ KEYS: dict[str, tuple[str, str]] = {
     ),
     "set_remat_policy_on_pipeline_iterations": ("pipeline.remat_iterations", ""),
     "set_remat_policy_on_layers_per_stage": ("pipeline.remat_layers", "sequential always does"),
-    "scan_layers": (
-        "pipeline.scan_layers_per_stage",
-        "the layers of a chunk; the sequential engine always scans",
-    ),
+    "scan_layers_per_stage": ("pipeline.scan_layers_per_stage", ""),
+    "scan_layers": (NONE, "the sequential engine always loops over the layers"),
     "param_scan_axis": (NONE, "checkpoints always keep layers in dimension 0"),
-    "remat_policy": ("pipeline.remat_policy", "minimal keeps what minimal_with_context does"),
+    "remat_policy": (
+        "pipeline.remat_policy",
+        "minimal also keeps context, as MaxText's minimal_with_context does",
+    ),
     "query_proj": ("pipeline.remat_tensors.query_proj", "with remat_policy=custom"),
     "key_proj": ("pipeline.remat_tensors.key_proj", "with remat_policy=custom"),
     "value_proj": ("pipeline.remat_tensors.value_proj", "with remat_policy=custom"),
     "context": ("pipeline.remat_tensors.context", "with remat_policy=custom"),
+    "attention_out": ("pipeline.remat_tensors.context", "with remat_policy=custom"),
     "out_proj": ("pipeline.remat_tensors.out_proj", "with remat_policy=custom"),
     "mlpwi_0": ("pipeline.remat_tensors.mlp_gate", "with remat_policy=custom"),
     "mlpwi_1": ("pipeline.remat_tensors.mlp_up", "with remat_policy=custom"),
@@ -74,6 +82,7 @@ KEYS: dict[str, tuple[str, str]] = {
     ),
     "data_sharding": (NONE, "batches are split over data and fsdp"),
     "num_slices": (NONE, "taken from the devices"),
+    "hardware": ("mesh.simulated_devices", "cpu: the devices that a CPU pretends to have"),
     # model
     "base_num_decoder_layers": ("model.num_layers", ""),
     "num_decoder_layers": ("model.num_layers", ""),
@@ -83,26 +92,47 @@ KEYS: dict[str, tuple[str, str]] = {
     "base_num_kv_heads": ("model.num_kv_heads", ""),
     "base_mlp_dim": ("model.mlp_dim", ""),
     "model_name": (NONE, "start from a preset: python -m maxpipe.train configs/models/NAME.yml"),
-    "decoder_block": ("model.block", ""),
+    "override_model_config": (NONE, "of several values for a key the last one counts"),
+    "global_parameter_scale": (NONE, "write the sizes themselves"),
+    "decoder_block": (
+        "model.block",
+        "llama for llama2, mistral, qwen2 and qwen3; there are no others",
+    ),
+    "head_dim": ("model.head_dim", ""),
+    "vocab_size": ("model.vocab_size", ""),
+    "dtype": ("model.dtype", ""),
     "weight_dtype": ("model.param_dtype", ""),
     "logits_via_embedding": ("model.tie_embeddings", ""),
-    "dropout_rate": ("model.dropout", ""),
+    "normalize_embedding_logits": (NONE, "logits of tied embeddings are not divided: false"),
+    "dropout_rate": ("model.dropout", "the masks lie on the outputs of attention and MLP"),
+    "enable_dropout": ("model.dropout", "false is written 0"),
     "z_loss_multiplier": ("model.z_loss", ""),
     "final_logits_soft_cap": ("model.logit_soft_cap", "0 = no cap, where MaxText has null"),
     "num_vocab_tiling": ("model.logit_tiles", ""),
     "use_qk_norm": ("model.qk_norm", ""),
+    "attention_bias": ("model.attention_bias", ""),
+    "attention": ("model.attention", "flash is called splash, autoselected auto"),
     "normalization_layer_epsilon": ("model.norm_eps", ""),
     "rope_max_timescale": ("model.rope_theta", ""),
-    "rope_type": (NONE, "model.rope_scaling.factor > 1 is Llama-3's scaling"),
+    "rope_type": (
+        "model.rope_scaling.factor",
+        "8 for llama3.1, as MaxText has it for model names that begin so; no YaRN",
+    ),
+    "rope_use_scale": ("model.rope_scaling.factor", "false is written 1"),
     # data
     "dataset_type": ("data.source", "other sources; --help data.source lists them"),
     "dataset_path": ("data.path", ""),
     "grain_train_files": ("data.path", ""),
+    "grain_file_type": ("data.source", "array_record or parquet"),
+    "grain_train_mixture_config_path": ("data.mixture", "a list of sources with weights"),
+    "hf_train_files": ("data.path", "with data.source=jsonl, parquet or text"),
     "hf_path": (NONE, "data.source=text or jsonl with data.path reads local files"),
     "tokenizer_path": (
         "data.tokenizer",
         "byte, or the path of a tokenizer.json or SentencePiece model",
     ),
+    "tokenizer_type": ("data.tokenizer", "told from the file's name"),
+    "packing": ("data.packing", ""),
     "max_target_length": ("data.sequence_length", ""),
     "per_device_batch_size": (
         "data.global_batch_size",
@@ -114,7 +144,7 @@ KEYS: dict[str, tuple[str, str]] = {
     ),
     "gradient_accumulation_steps": (
         "pipeline.num_microbatches",
-        "with engine=sequential; it divides the batch",
+        "times those of the pipeline; they divide the batch",
     ),
     "grain_worker_count": ("data.num_workers", ""),
     "enable_data_shuffling": ("data.shuffle", ""),
@@ -127,7 +157,26 @@ KEYS: dict[str, tuple[str, str]] = {
     "adam_b2": ("optimizer.beta2", ""),
     "adam_eps": ("optimizer.eps", ""),
     "adam_weight_decay": ("optimizer.weight_decay", "matrices only"),
+    "muon_beta": (NONE, "muon's momentum is 0.95"),
+    "muon_consistent_rms": (NONE, "muon's updates are scaled as with 0.2"),
+    "muon_weight_decay": ("optimizer.weight_decay", "matrices only"),
     "gradient_clipping_threshold": ("optimizer.grad_clip_norm", ""),
+    "skip_step_on_spikes": ("optimizer.spike_window", "false is written 0"),
+    "skip_step_interval": ("optimizer.spike_window", ""),
+    "skip_step_scaling_factor": ("optimizer.spike_deviations", ""),
+    "abort_on_nan_loss": (
+        "optimizer.max_consecutive_skips",
+        "such steps are skipped; 0 = a run never ends for that",
+    ),
+    "abort_on_inf_loss": (
+        "optimizer.max_consecutive_skips",
+        "such steps are skipped; 0 = a run never ends for that",
+    ),
+    "learning_rate": ("optimizer.learning_rate", ""),
+    "wsd_decay_steps_fraction": (
+        "optimizer.stable_fraction",
+        "the share after warm-up that is not decay",
+    ),
     "lr_schedule_type": ("optimizer.schedule", ""),
     "learning_rate_schedule_steps": ("optimizer.decay_steps", ""),
     "warmup_steps_fraction": ("optimizer.warmup_steps", "in steps"),
@@ -143,21 +192,73 @@ KEYS: dict[str, tuple[str, str]] = {
     "profiler": ("telemetry.profile_steps", "[first, last]"),
     "profiler_steps": ("telemetry.profile_steps", "[first, last]"),
     "skip_first_n_steps_for_profiler": ("telemetry.profile_steps", "[first, last]"),
+    "compile_topology": ("compile.topology", "v5p-16 is written v5p:2x2x2"),
+    "compile_topology_num_slices": ("compile.num_slices", ""),
     "jax_cache_dir": ("compile.cache_dir", "off = none"),
     "base_config": (NONE, "a YAML file inherits with base: other.yml"),
 }
+
+
+def maxtext_hint(key: str) -> str:
+    """Return what to use for a key of MaxText; empty if it is none, or if ours has its name."""
+    if key in KEYS:
+        ours, differs = KEYS[key]
+        if not ours:
+            return f"MaxText's {key} has no counterpart: {differs}"
+        if differs:
+            return f"MaxText's {key} is called {ours} here ({differs})"
+        return "" if ours.endswith(f".{key}") else f"MaxText's {key} is called {ours} here"
+    if limit := limit_of(key):
+        return f"MaxText's {key} has no counterpart: {limit.advice}"
+    if idle := idle_of(key):
+        return f"MaxText's {key} plays no part here: {idle.reason}"
+    return ""
+
+
+def unknown_maxtext_key(key: str) -> str:
+    """Return the message for a key that MaxText does not know either, with one that is like it."""
+    near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.8)
+    return "is no key of MaxText 0.2.5" + (f"; did you mean {near[0]}?" if near else "")
 
 
 START, END = "<!-- MaxText keys: start -->", "<!-- MaxText keys: end -->"
 
 
 def table() -> str:
-    """Return all keys as a Markdown table."""
-    rows = [
+    """Return all keys as Markdown tables: with a counterpart, with one legal value, idle."""
+    translated = [
         f"| `{key}` | {f'`{ours}`' if ours else '-'} | {differs} |"
         for key, (ours, differs) in KEYS.items()
     ]
-    return "\n".join(["| MaxText | maxpipe | what differs |", "|---|---|---|", *rows])
+    limited = [
+        f"| {_names(limit.values)} | {limit.advice} | {'refused' if limit.blocks else 'noted'} |"
+        for limit in LIMITS
+    ]
+    idle = [f"| {_names(idle.names.split())} | {idle.reason} |" for idle in IDLE]
+    return "\n".join(
+        [
+            "| MaxText | maxpipe | what differs |",
+            "|---|---|---|",
+            *translated,
+            "",
+            "These have no key here. maxpipe does what their default does; `maxpipe.from_maxtext`",
+            "refuses or notes another value:",
+            "",
+            "| MaxText | here | another value |",
+            "|---|---|---|",
+            *limited,
+            "",
+            "These play no part, whatever their values:",
+            "",
+            "| MaxText | why |",
+            "|---|---|",
+            *idle,
+        ]
+    )
+
+
+def _names(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in keys)
 
 
 def with_table(text: str) -> str:

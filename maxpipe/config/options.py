@@ -8,12 +8,65 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxpipe.config.maxtext import KEYS
+from maxpipe.config.maxtext import KEYS, maxtext_hint
 from maxpipe.config.sections import Config
 from maxpipe.config.sections.fields import Bounds
 
 _CUTOFF = 0.6  # likeness from which on a key is proposed
+_PART = 0.7  # likeness of parts of a key from which on they are taken for each other
 _TYPO = 0.9  # a key more like one of MaxText than this is taken for a misspelling of it
+
+# What other trainers call our keys.
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "lr": ("optimizer.learning_rate",),
+    "wd": ("optimizer.weight_decay",),
+    "optimizer": ("optimizer.name",),
+    "lr_scheduler": ("optimizer.schedule",),
+    "warmup": ("optimizer.warmup_steps",),
+    "clip_grad_norm": ("optimizer.grad_clip_norm",),
+    "max_grad_norm": ("optimizer.grad_clip_norm",),
+    "max_steps": ("steps",),
+    "num_steps": ("steps",),
+    "train_steps": ("steps",),
+    "train_iters": ("steps",),
+    "hidden_size": ("model.embed_dim",),
+    "d_model": ("model.embed_dim",),
+    "d_ff": ("model.mlp_dim",),
+    "ffn_dim": ("model.mlp_dim",),
+    "intermediate_size": ("model.mlp_dim",),
+    "n_layers": ("model.num_layers",),
+    "num_hidden_layers": ("model.num_layers",),
+    "n_heads": ("model.num_query_heads",),
+    "num_heads": ("model.num_query_heads",),
+    "num_attention_heads": ("model.num_query_heads",),
+    "num_key_value_heads": ("model.num_kv_heads",),
+    "rms_norm_eps": ("model.norm_eps",),
+    "tie_word_embeddings": ("model.tie_embeddings",),
+    "weight_tying": ("model.tie_embeddings",),
+    "seq_len": ("data.sequence_length",),
+    "max_seq_len": ("data.sequence_length",),
+    "context_length": ("data.sequence_length",),
+    "block_size": ("data.sequence_length",),
+    "dataset": ("data.source", "data.path"),
+    "micro_batches": ("pipeline.num_microbatches",),
+    "microbatches": ("pipeline.num_microbatches",),
+    "num_stages": ("mesh.ici.stage",),
+    "stages": ("mesh.ici.stage",),
+    "pipeline_parallel_size": ("mesh.ici.stage",),
+    "tensor_parallel_size": ("mesh.ici.tensor",),
+    "pp": ("mesh.ici.stage",),
+    "tp": ("mesh.ici.tensor",),
+    "dp": ("mesh.ici.data",),
+    "cp": ("mesh.ici.context",),
+    "num_devices": ("mesh.simulated_devices",),
+    "devices": ("mesh.simulated_devices",),
+    "gradient_checkpointing": ("pipeline.remat_policy",),
+    "remat": ("pipeline.remat_policy",),
+    "save_every": ("checkpoint.every",),
+    "save_interval": ("checkpoint.every",),
+    "save_steps": ("checkpoint.every",),
+    "eval_every": ("eval.every",),
+}
 
 
 @dataclass(frozen=True)
@@ -73,36 +126,60 @@ def update(config: Config, values: Mapping[str, object]) -> Config:
 def unknown_key(key: str, is_section: bool = False) -> str:
     """Return the message for a key that does not exist.
 
-    It gives our name of a key of MaxText, else the nearest keys.
+    It gives our name of a key of MaxText or of another trainer, else the keys that are spelt alike,
+    else the keys of the section.
     """
-    if key in KEYS:
-        ours, differs = KEYS[key]
-        if not ours:
-            return f"MaxText's {key} has no counterpart: {differs}"
-        return f"MaxText's {key} is called {ours} here" + (f" ({differs})" if differs else "")
-    if theirs := difflib.get_close_matches(key, KEYS, n=1, cutoff=_TYPO):
-        return f"unknown key; {unknown_key(theirs[0])}"
+    section, _, last = key.rpartition(".")
+    is_a_last_word = any(name.rpartition(".")[2] == last for name in OPTIONS)
+    may_be_theirs = not is_section and not (section and is_a_last_word)
+    if may_be_theirs and (theirs := maxtext_hint(last)):
+        return theirs
     if near := nearest_keys(key, is_section):
         return f"unknown key; did you mean {' or '.join(near)}?"
-    return "unknown key; --print-config lists all of them"
+    misspelt = difflib.get_close_matches(last, KEYS, n=1, cutoff=_TYPO)
+    if misspelt and (theirs := maxtext_hint(misspelt[0])):
+        return f"unknown key; {theirs}"
+    if section in SECTIONS:
+        names = ", ".join(field.name for field in dataclasses.fields(SECTIONS[section]))
+        return f"unknown key; the keys of {section} are {names}"
+    top = ", ".join(name for name in SECTIONS if "." not in name)
+    return f"unknown key; the sections are {top}, and --help SECTION lists their keys"
 
 
 def nearest_keys(key: str, is_section: bool = False) -> list[str]:
-    """Return up to three full keys, at any level, that are like `key`, the most alike first.
+    """Return up to three full keys, at any level, that `key` may stand for, the likeliest first.
 
-    Keys that end in the same word come before all others, those of the same section first.
+    Keys that end in the same word come before all others, those of the same section first; then
+    keys that other trainers call so; then keys that are spelt alike.
     """
     names = list(SECTIONS if is_section else OPTIONS)
     section, _, last = key.rpartition(".")
     same = [name for name in names if name.rpartition(".")[2] == last]
     if same:
         return sorted(same, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
-    scores = {
-        name: max(_likeness(name, key), 0.95 * _likeness(name.rpartition(".")[2], last))
-        for name in names
-    }
-    best = max(scores.values())
-    return [name for name in names if scores[name] >= max(_CUTOFF, best - 1e-9)][:3]
+    if not is_section and last in SYNONYMS:
+        return [*SYNONYMS[last]]
+    scores = {name: _spelling(name.rpartition(".")[2], last) for name in names}
+    best = max(_CUTOFF, *scores.values())
+    near = [name for name in names if scores[name] >= best - 1e-9]
+    inside = [name for name in near if name.rpartition(".")[0] == section]
+    return (inside or near)[:3]
+
+
+def _spelling(a: str, b: str) -> float:
+    """Return how much two words are alike; 0 unless each part of one is like a part of the other.
+
+    Parts stand between underscores. So `num_repeats` is like `num_repeat`, but not like
+    `num_experts`; `batch_size`, of which `global_batch_size` has all parts, is like it.
+    """
+    parts, others = a.split("_"), b.split("_")
+    likenesses = [max(_likeness(part, other) for other in others) for part in parts]
+    likenesses += [max(_likeness(part, other) for part in parts) for other in others]
+    has_all_parts = {*parts} <= {*others} or {*others} <= {*parts}
+    differs_in_underscores = a.replace("_", "") == b.replace("_", "")
+    if has_all_parts or differs_in_underscores or min(likenesses) >= _PART:
+        return _likeness(a, b)
+    return 0.0
 
 
 def _likeness(a: str, b: str) -> float:

@@ -1,13 +1,14 @@
 """Print a config as YAML, plain or with the sources of values; explain automatic decisions."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import yaml
 
 from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS
+from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
-from maxpipe.config.rules.batches import data_shards, least_microbatches
+from maxpipe.config.rules.batches import least_microbatches
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
@@ -35,9 +36,9 @@ def unused_keys() -> dict[tuple[str, str | int], tuple[str, ...]]:
     return unused
 
 
-def to_yaml(config: Config) -> str:
-    """Return YAML text that `load` reads back to an equal config."""
-    return "".join(f"{line}\n" for line, _ in _lines(config))
+def to_yaml(config: Config, keys: Collection[str] = OPTIONS.keys()) -> str:
+    """Return YAML text that `load` reads back to an equal config, if other `keys` have defaults."""
+    return "".join(f"{line}\n" for line, _ in _lines(config, keys))
 
 
 def print_config(loaded: Loaded) -> str:
@@ -75,7 +76,11 @@ def notes(resolved: Config, loaded: Loaded | Config | None = None) -> list[str]:
             if (reason := _reason(resolved, key))
         ]
         lines += _unused_options(before, resolved)
-    return [*lines, *_outside(resolved), *_without_effect(resolved)]
+    remarks = loaded.remarks if isinstance(loaded, Loaded) else ()
+    lines = [*remarks, *lines, *_outside(resolved), *_without_effect(resolved)]
+    if isinstance(loaded, Loaded) and loaded.sources["compile.topology"] == COMMAND_LINE:
+        lines.append("compile.topology: for maxpipe.compile only; a run uses the devices there are")
+    return lines
 
 
 def _unused_options(before: Config, resolved: Config) -> list[str]:
@@ -155,28 +160,18 @@ def _without_effect(c: Config) -> list[str]:
             ]
     if c.stop_after >= c.steps:
         lines.append(f"stop_after={c.stop_after} has no effect: the run ends at steps={c.steps}")
-    if c.compile.topology:
-        topology = f"compile.topology={c.compile.topology}"
-        if c.compile.num_slices > 1:
-            topology += f" compile.num_slices={c.compile.num_slices}"
-        lines.append(f"{topology}: for maxpipe.compile only; a run uses the devices that there are")
     if not (c.checkpoint.every or c.checkpoint.every_minutes):
         if c.checkpoint.resume in ("auto", "must"):
-            lines.append("checkpoint.every=0: this run cannot be resumed")
+            lines.append("this run cannot be resumed, since checkpoint.every=0 saves nothing")
         if is_set(c, "checkpoint.keep"):
             lines.append("checkpoint.keep has no effect with checkpoint.every=0")
     return lines
 
 
 def _pipeline_notes(c: Config) -> list[str]:
-    """Return what a run without stages leaves out, or that a third gathered repeat is needed."""
+    """Return a line if a third gathered repeat is in memory."""
     if not ENGINES[c.pipeline.engine].has_stages:
-        rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
-        return [
-            f"the {c.pipeline.engine} engine has no pipeline: schedule, repeats, layers per stage, "
-            "delayed forwarding, overlap, idle slots and FSDP gathers do not apply; remat_policy "
-            f"acts on each layer; gradients add up over microbatches of {rows} rows a device"
-        ]
+        return []
     microbatches, least = c.pipeline.num_microbatches, least_microbatches(c)
     is_third_needed = c.pipeline.fsdp_gather == "per_repeat" and c.pipeline.num_repeats > 2
     if is_third_needed and microbatches == least:
@@ -188,10 +183,12 @@ def _pipeline_notes(c: Config) -> list[str]:
     return []
 
 
-def _lines(config: Config) -> Iterator[tuple[str, str | None]]:
+def _lines(
+    config: Config, keys: Collection[str] = OPTIONS.keys()
+) -> Iterator[tuple[str, str | None]]:
     """Yield lines of YAML, each with its key; None for lines that set no value."""
     opened: tuple[str, ...] = ()
-    for key in OPTIONS:
+    for key in (key for key in OPTIONS if key in keys):
         *path, name = key.split(".")
         for depth, section in enumerate(path):
             if opened[: depth + 1] != tuple(path[: depth + 1]):

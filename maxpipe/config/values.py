@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, TypeAlias
 
+from maxpipe.config.imports import OWN_VARIANTS
 from maxpipe.config.options import Option
 from maxpipe.config.sections.training import MixtureEntry
 
@@ -61,6 +62,8 @@ def convert(option: Option, raw: Raw) -> object:
         return [_integer(item) for item in raw]
     if option.type == list[MixtureEntry]:
         return [_mapping(item, option) for item in raw]
+    if option.type == list[str]:
+        return [_string(item) for item in raw]
     return [_plain(item) for item in raw]
 
 
@@ -72,6 +75,8 @@ def check_type(option: Option, value: object) -> None:
         legal = isinstance(value, int) and not isinstance(value, bool)
     elif option.type == list[int]:
         legal = isinstance(value, list) and all(type(item) is int for item in value)
+    elif option.type == list[str]:
+        legal = isinstance(value, list) and all(type(item) is str for item in value)
     elif option.type == list[MixtureEntry]:
         legal = isinstance(value, list) and all(isinstance(item, dict) for item in value)
     else:
@@ -85,8 +90,9 @@ def check_bounds(option: Option, value: Any) -> None:
     bounds = option.bounds
     choices = option.choices
     if choices and value not in choices:
+        own = f" ({OWN_VARIANTS})" if bounds.variants is not None and not bounds.also else ""
         raise ValueError(
-            f"{value!r} is not one of {', '.join(choices)}{nearest(str(value), choices)}"
+            f"{value!r} is not one of {', '.join(choices)}{own}{nearest(str(value), choices)}"
         )
     if bounds.derived and value == -1:
         return
@@ -122,6 +128,8 @@ def example(option: Option) -> str:
             "[{source: jsonl, path: a.jsonl, weight: 0.7}, "
             "{source: text, path: b.txt, weight: 0.3}]"
         )
+    if option.type == list[str]:
+        return "[data, tokenizer]"
     return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
 
 

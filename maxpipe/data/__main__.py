@@ -1,7 +1,8 @@
-"""`python -m maxpipe.data show CONFIG.yml key=value ...`: show data as a run would see it.
+"""`python -m maxpipe.data show|check CONFIG.yml key=value ...`: look at data before a run reads it.
 
-The command prints a few rows as text, one line per segment, and measures the loader. It builds no
-model. Exit codes: 0; 2 if the configuration or the data is wrong.
+`show` prints a few rows as text, one line per segment, and measures the loader. `check` reads every
+document once and names those that would end a run. Neither builds a model. Exit codes: 0; 1 if
+`check` found such a document; 2 if the configuration or the data is wrong.
 """
 
 import argparse
@@ -14,24 +15,41 @@ import numpy as np
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.data.check import check
 from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
-PROG = "python -m maxpipe.data show"
-DESCRIPTION = (
-    "Prints rows of data as a run would see them, and measures the loader. No model is built."
-)
+PROG = "python -m maxpipe.data"
+DESCRIPTIONS = {
+    "show": (
+        "Prints rows of data as a run would see them, and measures the loader. No model is built. "
+        "`check` in place of `show` reads every document and names those that would end a run."
+    ),
+    "check": (
+        "Reads every document once and names those that would end a run; exit code 1 if there are "
+        "any. No model is built."
+    ),
+}
 
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["show"]:
-        words = words[1:]
+    command = "show"
+    if words[:1] and words[0] in DESCRIPTIONS:
+        command = words.pop(0)
     elif words[:1] not in (["--help"], ["-h"]):
-        raise ConfigError(Problem("", f"the only command is: {PROG} CONFIG.yml key=value ..."))
-    arguments = parse_args(words, prog=PROG, description=DESCRIPTION, add_flags=_add_flags)
+        message = f"the commands are: {PROG} show|check CONFIG.yml key=value ..."
+        raise ConfigError(Problem("", message))
+    arguments = parse_args(
+        words,
+        prog=f"{PROG} {command}",
+        description=DESCRIPTIONS[command],
+        add_flags=_add_flags if command == "show" else None,
+    )
+    if command == "check":
+        return check(arguments.loaded.config)
     show(arguments.loaded.config, arguments.flags.rows, arguments.flags.seconds)
     return 0
 

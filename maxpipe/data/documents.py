@@ -1,5 +1,6 @@
 """Documents: random access to texts or token ids, split into training and evaluation, encoding."""
 
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -8,6 +9,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
+from maxpipe.data.files import BadDocument
 from maxpipe.data.tokenizers import Tokenizer
 
 Split = Literal["train", "eval"]
@@ -36,17 +38,41 @@ class Subset:
     def __getitem__(self, index: int) -> str | np.ndarray:
         return self._documents[int(self._indices[index])]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return notes_of(self._documents)
+
+
+def notes_of(documents: Documents) -> tuple[str, ...]:
+    """Return what is to be said of documents; sources give it as an attribute `notes`."""
+    notes: tuple[str, ...] = getattr(documents, "notes", ())
+    return notes
+
 
 def open_documents(config: DataConfig, split: Split) -> Documents:
     """Return the documents of one split of `data.source`.
 
+    With `data.eval_path` these are all of its documents, or all of those of `data.path`.
+
     Raises:
       ConfigError: files are missing or unusable, or the split would be empty.
     """
+    if not config.eval_path:
+        return split_documents(_open_all(config), split, config.eval_fraction)
+    if split == "train":
+        return _open_all(config)
+    try:
+        return _open_all(replace(config, path=config.eval_path))
+    except ConfigError as error:
+        messages = (problem.message for problem in error.problems)
+        raise ConfigError(*(Problem("data.eval_path", text) for text in messages)) from error
+
+
+def _open_all(config: DataConfig) -> Documents:
     documents: Documents = implementation(SOURCES[config.source])(config)
     if not len(documents):
         raise ConfigError(Problem("data.path", f"there is no document in {config.path!r}"))
-    return split_documents(documents, split, config.eval_fraction)
+    return documents
 
 
 def split_documents(documents: Documents, split: Split, eval_fraction: float) -> Documents:
@@ -67,7 +93,8 @@ def split_documents(documents: Documents, split: Split, eval_fraction: float) ->
     if len(documents) < 2:
         message = (
             f"{len(documents)} document cannot serve both training and evaluation; "
-            "add documents, or set data.eval_fraction=0 eval.every=0"
+            "add documents, give a validation set with data.eval_path, or set "
+            "data.eval_fraction=0 eval.every=0"
         )
         raise ConfigError(Problem("data.path", message))
     hashes = _hash(np.arange(len(documents)))
@@ -93,23 +120,45 @@ class EncodedDocuments:
       documents: texts or token ids.
       tokenizer: encodes texts; its special ids frame both.
       vocab_size: ids must be below it, because JAX would clamp larger ones silently.
+      skips_bad: whether a `BadDocument` counts as one without tokens instead of ending the run.
     """
 
-    def __init__(self, documents: Documents, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        skips_bad: bool = False,
+    ):
         self._documents = documents
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._skips_bad = skips_bad
+        self._skipped: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._documents)
+
+    def take_skipped(self) -> dict[int, str]:
+        """Return index and reason of the documents skipped since the last call."""
+        skipped = self._skipped
+        self._skipped = {}
+        return skipped
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Return [bos?, tokens..., eos], int32; empty if the document has no tokens.
 
         Raises:
           ConfigError: a token id is outside the vocabulary.
+          BadDocument: the document cannot be read, and is not to be skipped.
         """
-        document = self._documents[index]
+        try:
+            document = self._documents[index]
+        except BadDocument as error:
+            if not self._skips_bad:
+                raise
+            self._skipped[index] = str(error)
+            return np.empty(0, np.int32)
         if isinstance(document, str):
             ids = self._tokenizer.encode(document)
         else:

@@ -14,6 +14,14 @@ from maxpipe.storage.object_store import is_remote
 _BLOCK = 1 << 24  # elements compared at a time, so that the temporary is small next to the file
 
 
+class BadDocument(ConfigError):
+    """A document that is neither text nor token ids, whenever it is read.
+
+    `data.on_bad_document=skip` leaves it out. An error of reading, which may pass, is not of this
+    kind: leaving out what another start can read would change the batches.
+    """
+
+
 def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") -> list[str]:
     """Return the files of a comma-separated list of files, directories and globs, each once.
 
@@ -31,12 +39,12 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
     local: set[str] = set()
     copies: dict[str, None] = {}  # an ordered set
     problems = []
-    for part in filter(None, (part.strip() for part in path.split(","))):
+    for part in parts_of(path):
         if is_remote(part):
             files = fetch(part, suffixes, cache_dir)
             copies.update(dict.fromkeys(files))
         else:
-            files = _local_files(Path(part).expanduser(), suffixes)
+            files = local_files(part, suffixes)
             local.update(files)
         if not files:
             endings = " or ".join(f"*{suffix}" for suffix in suffixes)
@@ -52,7 +60,14 @@ def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") 
     return [*sorted(local), *copies]
 
 
-def _local_files(path: Path, suffixes: Sequence[str]) -> list[str]:
+def parts_of(path: str) -> list[str]:
+    """Return the files, directories, globs and URLs that `data.path` lists."""
+    return [part for part in (part.strip() for part in path.split(",")) if part]
+
+
+def local_files(part: str, suffixes: Sequence[str]) -> list[str]:
+    """Return the files of one entry of `data.path` on this machine; empty if there are none."""
+    path = Path(part).expanduser()
     if path.is_file():
         return [str(path)]
     is_directory = path.is_dir()
@@ -93,7 +108,7 @@ class FileDocuments:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             message = f"{path} is not UTF-8 text: byte {error.start}"
-            raise ConfigError(Problem("data.path", message)) from error
+            raise BadDocument(Problem("data.path", message)) from error
         except OSError as error:
             message = f"{path} cannot be read: {error.strerror}"
             raise ConfigError(Problem("data.path", message)) from error

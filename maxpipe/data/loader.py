@@ -8,19 +8,25 @@ prefetched batches.
 Shapes: B global batch size, R rows of this process, T sequence length.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import EncodedDocuments, Split
+from maxpipe.data.documents import EncodedDocuments, Split, notes_of
 from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     import grain
+
+
+SKIPPED_NAMED = 5  # skipped documents that are named
+SKIPPED_COUNTS = {10**power for power in range(1, 10)}  # numbers of them that are said
 
 
 class Loader(Iterator[Batch]):
@@ -33,22 +39,52 @@ class Loader(Iterator[Batch]):
     Args:
       iterators: worker w yields (batch, state) of rows w::len(iterators).
       state: int64 [R, 3], the state before the first batch.
+      num_documents: of the split, over all sources.
+      notes: what is to be said of the documents.
+
+    Attributes:
+      num_documents, notes: as given.
     """
 
-    def __init__(self, iterators: "list[grain.DatasetIterator]", state: np.ndarray):
+    def __init__(
+        self,
+        iterators: "list[grain.DatasetIterator]",
+        state: np.ndarray,
+        num_documents: int,
+        notes: Sequence[str] = (),
+    ):
+        self.num_documents = num_documents
+        self.notes = notes
         self._iterators = iterators
+        self._skipped: set[str] = set()
+        self._is_closed = False
         self._state = self._first_state = state
         self._starts = [iterator.get_state() for iterator in iterators]
 
     def __next__(self) -> Batch:
-        batches, states = zip(*[next(iterator) for iterator in self._iterators], strict=True)
+        elements = [next(iterator) for iterator in self._iterators]
+        batches, states, skipped = zip(*elements, strict=True)
         self._state = _interleave(states)
+        for reasons in filter(None, skipped):
+            self._report_skipped(json.loads(reasons))
         return {name: _interleave([batch[name] for batch in batches]) for name in batches[0]}
 
     @property
     def state(self) -> np.ndarray:
         """State after the last batch: a copy, int64 [R, 3] (epoch, position, offset)."""
         return self._state.copy()
+
+    def _report_skipped(self, reasons: Mapping[str, str]) -> None:
+        """Name the first skipped documents, and count the others."""
+        for index, reason in reasons.items():
+            if index in self._skipped:
+                continue  # in another epoch
+            self._skipped.add(index)
+            count = len(self._skipped)
+            if count <= SKIPPED_NAMED:
+                print(f"skipped a document: {reason}", file=sys.stderr, flush=True)
+            elif count in SKIPPED_COUNTS:
+                print(f"skipped {count:,} documents so far", file=sys.stderr, flush=True)
 
     def restart(self) -> None:
         """Go back to the first batch."""
@@ -60,6 +96,10 @@ class Loader(Iterator[Batch]):
         """Stop threads and worker processes; may be called twice."""
         for iterator in self._iterators:
             iterator.close()
+        if self._skipped and not self._is_closed:
+            count = f"{len(self._skipped):,} of {self.num_documents:,} documents were skipped"
+            print(f"{count} (data.on_bad_document=skip)", file=sys.stderr, flush=True)
+        self._is_closed = True
 
 
 def make_loader(
@@ -98,7 +138,12 @@ def make_loader(
         state = initial_state(rows, len(documents))
     check_state(state, rows, len(documents), batch_size)
     source = RowSource(
-        documents=EncodedDocuments(documents, tokenizer, config.model.vocab_size),
+        documents=EncodedDocuments(
+            documents,
+            tokenizer,
+            config.model.vocab_size,
+            skips_bad=data.on_bad_document == "skip",
+        ),
         order=order,
         global_batch_size=batch_size,
         sequence_length=data.sequence_length,
@@ -108,7 +153,7 @@ def make_loader(
     workers = min(max(data.num_workers, 1), len(rows))
     states = [state[worker::workers] for worker in range(workers)]
     iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
-    return Loader(iterators, state)
+    return Loader(iterators, state, len(documents), notes_of(documents))
 
 
 def global_batch_size(config: Config, split: Split) -> int:
@@ -122,6 +167,23 @@ def initial_state(rows: Sequence[int], num_documents: int) -> np.ndarray:
     """Return int64 [R, 3]: row r starts at document r of the concatenated epochs."""
     row = np.asarray(rows, np.int64)
     return np.stack([row // num_documents, row % num_documents, np.zeros_like(row)], axis=1)
+
+
+def moved_state(state: np.ndarray, num_before: int, num_now: int) -> np.ndarray:
+    """Return the state that continues a run whose number of documents has changed.
+
+    Every row keeps the number of documents that it has passed, and so its place among the rows. It
+    continues at the start of a document. With the same number of documents the state stays.
+
+    Args:
+      state: int64 [R, 3], from `Loader.state`.
+      num_before, num_now: documents of the split.
+    """
+    if num_before == num_now:
+        return state
+    epoch, position, offset = state.T
+    epoch, position = np.divmod(epoch * num_before + position, num_now)
+    return np.stack([epoch, position, np.zeros_like(offset)], axis=1)
 
 
 def check_state(

@@ -17,7 +17,7 @@ from grain.experimental import index_shuffle
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Documents, Split, open_documents
+from maxpipe.data.documents import Documents, Split, notes_of, open_documents
 
 ROUND = round(1 / LEAST_SHARE)  # draws
 
@@ -58,12 +58,13 @@ class DocumentOrder:
 def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:
     """Return the documents of one split and the order in which to visit them.
 
-    They come from `data.mixture`, each source split by itself, or from `data.source` without one.
+    They come from `data.mixture`, each source split by itself, or from `data.source` without one
+    and for `data.eval_path`.
 
     Raises:
       ConfigError: as `open_documents`; with a mixture the message names the entry.
     """
-    if not config.mixture:
+    if not config.mixture or (split == "eval" and config.eval_path):
         documents = open_documents(config, split)
         return documents, DocumentOrder(len(documents), seed, config.shuffle)
     sources = []
@@ -97,6 +98,10 @@ class Concatenation:
     def __getitem__(self, index: int) -> str | np.ndarray:
         source = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return self._sources[source][int(index - self._firsts[source])]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(note for source in self._sources for note in notes_of(source))
 
 
 class MixedOrder:

@@ -1,5 +1,6 @@
 """The rows of a batch as a grain dataset, prefetched by threads or by worker processes."""
 
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -47,7 +48,11 @@ class RowStates(TypedDict):
 
 
 class RowDataset(grain.IterDataset):
-    """Endless batches of some rows; an element is (batch, state after it: int64 [rows, 3])."""
+    """Endless batches of some rows.
+
+    An element is (batch, state after it: int64 [rows, 3], documents skipped for it: JSON of their
+    reasons by index).
+    """
 
     def __init__(self, source: RowSource, state: np.ndarray):
         super().__init__()
@@ -66,12 +71,13 @@ class RowIterator(grain.DatasetIterator):
         self._source = source
         self.set_state({"rows": state})
 
-    def __next__(self) -> tuple[Batch, np.ndarray]:
+    def __next__(self) -> tuple[Batch, np.ndarray, str]:
         source = self._source
         batch = empty_batch(len(self._streams), source.sequence_length, source.pad_id)
         for row, stream in enumerate(self._streams):
             fill_row(batch, row, stream, source.packing)
-        return batch, self.get_state()["rows"]
+        skipped = source.documents.take_skipped()
+        return batch, self.get_state()["rows"], json.dumps(skipped) if skipped else ""
 
     def get_state(self) -> RowStates:
         return {"rows": np.array([stream.state for stream in self._streams], np.int64)}

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation, optional
 
+TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
+_CONFIG = "tokenizer_config.json"
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -29,8 +31,11 @@ class Tokenizer(Protocol):
       eos_id: ends a document.
       bos_id: begins a document; None if the vocabulary has no such token.
       pad_id: fills sequences; never a target.
+      token_bytes: bytes of text that each id stands for, int32 [vocab_size], 0 for special ids;
+        None if they cannot be told exactly.
     """
 
+    token_bytes: np.ndarray | None
     vocab_size: int
     eos_id: int
     bos_id: int | None
@@ -60,6 +65,26 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     return HuggingFaceTokenizer(name_or_path)
 
 
+def tokenizer_files(name_or_path: str) -> list[Path]:
+    """Return the files that make up a tokenizer, existing or not; empty for one of the catalogue.
+
+    Their names are those under which `load_tokenizer` finds them together in another directory.
+    """
+    if name_or_path in TOKENIZERS:
+        return []
+    file = Path(name_or_path).expanduser()
+    if name_or_path.endswith(".model"):
+        return [file]
+    file = file / "tokenizer.json" if file.is_dir() else file
+    config = file.with_name(_CONFIG)
+    return [file, config] if config.is_file() else [file]
+
+
+def main_file(files: Sequence[Path]) -> Path | None:
+    """Return the file of `tokenizer_files` that `load_tokenizer` takes; None if there is none."""
+    return next((file for file in files if file.name != _CONFIG), None)
+
+
 class ByteTokenizer:
     """UTF-8 bytes as tokens: 256 bytes, then begin of document, end of document, padding."""
 
@@ -67,6 +92,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     pad_id = 258
+    token_bytes: np.ndarray | None = np.array([1] * 256 + [0] * 3, np.int32)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes of the text, int32 [bytes]."""
@@ -81,10 +107,14 @@ class ByteTokenizer:
 class SentencePieceTokenizer:
     """A SentencePiece model (`tokenizer.model`), read by the `sentencepiece` library.
 
+    Its pieces stand for normalised text, so the bytes of a token cannot be told exactly.
+
     Raises:
       ConfigError: there is no such file, it is not a model or has no end-of-document token, or the
         library is not installed.
     """
+
+    token_bytes: np.ndarray | None = None
 
     def __init__(self, path: str):
         with optional("sentencepiece", "data", "data.tokenizer"):
@@ -149,7 +179,7 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps, so the number of tokens may be smaller than the largest id.
         self.vocab_size = max(vocabulary.values()) + 1
-        special = _special_tokens(file.with_name("tokenizer_config.json"), vocabulary)
+        special = _special_tokens(file.with_name(_CONFIG), vocabulary)
         if special["eos_token"] not in vocabulary:
             raise _problem(
                 f"{file} has no end-of-document token; "
@@ -158,6 +188,7 @@ class HuggingFaceTokenizer:
         self.eos_id = vocabulary[special["eos_token"]]
         self.bos_id = vocabulary.get(special["bos_token"])
         self.pad_id = vocabulary.get(special["pad_token"], self.eos_id)
+        self.token_bytes = _token_bytes(json.loads(self._tokenizer.to_str()), vocabulary)
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens]."""
@@ -166,6 +197,32 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids` without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+
+def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
+    """Return the bytes of each token of a byte-level tokenizer, int32 [ids]; None for others.
+
+    Such a tokenizer writes each byte as one character, so a token has as many bytes as characters.
+    Special tokens have none, other added tokens are written as they are.
+
+    Args:
+      tokenizer: content of the tokenizer.json.
+      vocabulary: ids by token, added tokens included.
+    """
+    steps = tokenizer.get("pre_tokenizer") or {}
+    levels = [
+        step
+        for step in steps.get("pretokenizers", [steps])
+        if isinstance(step, Mapping) and step.get("type") == "ByteLevel"
+    ]
+    if not levels or any(step.get("add_prefix_space") for step in levels):
+        return None  # a prefix is a byte that the text does not have
+    counts = np.zeros(max(vocabulary.values()) + 1, np.int32)
+    for token, index in vocabulary.items():
+        counts[index] = len(token)
+    for added in tokenizer.get("added_tokens") or ():
+        counts[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+    return counts
 
 
 def _special_tokens(file: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:

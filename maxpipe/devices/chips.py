@@ -1,12 +1,13 @@
 """State what accelerators can do at best, per JAX device, from the vendors' public data sheets.
 
-TPUs: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. NVIDIA: the data sheets of A100 80GB
-SXM, H100 SXM, H200 SXM and HGX B200, without sparsity; network cards as in the DGX system of the
-generation, one per GPU.
+TPUs: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e, /tpu7x. NVIDIA: the data sheets of
+A100 80GB SXM, H100 SXM, H200 SXM and HGX B200, without sparsity; network cards as in the DGX system
+of the generation, one per GPU.
 
 Conventions: FLOP/s and bytes/s, 10^9 per giga; bandwidths of links are per chip and per direction
 (what data sheets call bidirectional is halved), ICI summed over all links of a chip, NVLink in the
-place of ICI on GPUs. A v4 or v5p chip is one JAX device, its two cores working as one.
+place of ICI on GPUs. A v5p chip is one JAX device, its two cores working as one; a v4 chip is one
+or two, a tpu7x chip two.
 """
 
 from collections import Counter
@@ -45,7 +46,7 @@ class Torus(NamedTuple):
 
     @property
     def links(self) -> int:
-        """Links of a chip."""
+        """Return the number of links of a chip."""
         return 2 * self.dimensions
 
     def rings(self, sizes: Sequence[int]) -> list[bool]:
@@ -87,12 +88,12 @@ class Chip:
 
     @property
     def links(self) -> int:
-        """Links of a chip within its slice; 1 to a switch."""
+        """Return the number of links of a chip within its slice; 1 to a switch."""
         return self.torus.links if self.torus else 1
 
     @property
     def link_bandwidth(self) -> float:
-        """Bytes/s one way of one link within a slice."""
+        """Return the bytes/s one way of one link within a slice."""
         return self.ici_bandwidth / self.links
 
 
@@ -108,6 +109,8 @@ CHIPS = (
     Chip("v5p", _peaks(459, 459), 95 * GIB, 2765 * GB, 600 * GB, 6.25 * GB, CUBES),
     # 4 network cards of 200 Gbit/s for 8 chips.
     Chip("v6e", _peaks(918, 918), 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB, POD),
+    # 100 Gbit/s per chip.
+    Chip("tpu7x", _peaks(2307, 2307), 192 * GIB, 7380 * GB, 600 * GB, 12.5 * GB, CUBES),
     Chip("A100", _peaks(312, 156), 80 * GB, 2039 * GB, 300 * GB, 25 * GB),
     Chip("H100", _peaks(989.4, 494.7), 80 * GB, 3350 * GB, 450 * GB, 50 * GB),
     Chip("H200", _peaks(989.4, 494.7), 141 * GB, 4800 * GB, 450 * GB, 50 * GB),
@@ -123,6 +126,7 @@ _TPU_KINDS = {
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
 }
 # Cut-down variants share a name with the full chip but not its figures; unknown is better than
 # wrong.
@@ -149,6 +153,14 @@ def chip_for(device_kind: str) -> Chip | None:
     return next((_BY_NAME[word] for word in words if word in _BY_NAME), None)
 
 
+def short_name(device_kind: str) -> str:
+    """Return the usual name of a device kind: "TPU v5p" for JAX's "TPU v5"."""
+    chip = chip_for(device_kind)
+    if chip is None or not device_kind.startswith("TPU"):
+        return device_kind
+    return device_kind if device_kind.endswith(chip.name[-2:]) else f"TPU {chip.name}"
+
+
 def coordinates(device: Device) -> tuple[int, ...]:
     """Return the place of a device's chip in its slice; empty where devices have none."""
     return tuple(getattr(device, "coords", ()))
@@ -160,7 +172,7 @@ def slice_of(device: Device) -> int:
 
 
 def devices_per_chip(devices: Sequence[Device]) -> int:
-    """Return how many devices share a chip and its memory: 2 on a v4 without megacore, else 1."""
+    """Return how many devices share a chip: 2 on a tpu7x and on a v4 without megacore, else 1."""
     if devices[0].platform != "tpu":
         return 1
     return max(Counter((slice_of(d), coordinates(d)) for d in devices).values())

@@ -8,11 +8,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.devices.chips import slice_of
 
 
 def num_slices(devices: Sequence[jax.Device]) -> int:
     """Return the number of slices (ICI domains) that the devices form."""
-    return len({getattr(d, "slice_index", 0) for d in devices})
+    return len({slice_of(device) for device in devices})
 
 
 def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:

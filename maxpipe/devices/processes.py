@@ -24,6 +24,27 @@ class KeyValueStore(Protocol):
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
 
 
+def count() -> int:
+    """Return the number of processes of the run, without starting the devices."""
+    return _state().num_processes or 1 if coordinator() else 1
+
+
+def index() -> int:
+    """Return this process's index, without starting the devices."""
+    return _state().process_id or 0 if coordinator() else 0
+
+
+def post(key: str, value: str) -> None:
+    """Post a value under a key that no process has used."""
+    coordinator().key_value_set(key, value)
+
+
+def read(key: str) -> str:
+    """Return the value of a key, once a process has posted it."""
+    value: str = coordinator().blocking_key_value_get(key, _ENDLESS_MS)
+    return value
+
+
 def agree(ok: bool) -> bool:
     """Return whether `ok` is true in every process."""
     if jax.process_count() == 1:
@@ -71,9 +92,13 @@ def barrier(name: str) -> None:
 
 def coordinator() -> Any:
     """Return JAX's client of the coordination service, which all processes share; None with one."""
+    return _state().client
+
+
+def _state() -> Any:
     from jax._src import distributed  # there is no public name for it
 
-    return distributed.global_state.client
+    return distributed.global_state
 
 
 def _trace(directory: Path, number: int) -> Path:

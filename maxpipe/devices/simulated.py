@@ -1,4 +1,4 @@
-"""Give simulated devices enough threads that no collective waits for a thread another one holds.
+"""Give simulated devices enough threads that no collective waits for one that another holds.
 
 A collective on a CPU blocks a thread until all devices have joined it. XLA starts the collectives
 of a program in the same order on all devices, with two exceptions: a collective next to a loop that

@@ -86,6 +86,22 @@ def announced_processes() -> int:
     return _num_slurm_tasks()
 
 
+def job_of_process() -> tuple[str, int]:
+    """Return name and attempt of the job that this process belongs to; ("", 0) without a job.
+
+    A scheduler or launcher that starts a job again gives it the same name and a higher attempt,
+    after the attempt before has ended. MAXPIPE_JOB and MAXPIPE_ATTEMPT, which the launchers set,
+    take precedence over the variables of Slurm.
+    """
+    env = os.environ
+    if "MAXPIPE_JOB" in env:
+        return env["MAXPIPE_JOB"], _number(env.get("MAXPIPE_ATTEMPT", ""))
+    if "SLURM_JOB_ID" in env:
+        name = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}"
+        return name, _number(env.get("SLURM_RESTART_COUNT", ""))
+    return "", 0
+
+
 def start_processes(heartbeat_timeout: int) -> None:
     """Call `jax.distributed.initialize` if the environment names several processes.
 
@@ -123,6 +139,10 @@ def start_processes(heartbeat_timeout: int) -> None:
     is_cluster = _num_slurm_tasks() > 1 or any(name in env for name in CLUSTER_VARIABLES)
     if is_requested or is_pod or is_cluster:
         initialize()
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
 
 
 def _num_slurm_tasks() -> int:

@@ -1,1 +1,1 @@
-"""Text from a trained model: sampling, decoding with a cache, the body of the command."""
+"""Generate text with a trained model: sampling, decoding with a cache, the command's body."""

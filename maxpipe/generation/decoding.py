@@ -1,4 +1,4 @@
-"""From a checkpoint's parameters to new tokens, on the devices of this process, without a pipeline.
+"""Generate tokens with a checkpoint's parameters, on this process's devices, without a pipeline.
 
 Attention is a parameter of the model. Decoding passes it a function that also keeps the keys and
 values of earlier tokens, so any block gets a cache without code of its own.
@@ -131,11 +131,11 @@ class Decoder:
         in_use = (jnp.arange(self._window) <= position)[None, None, None]  # [1,1,1,W]
 
         def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, kept: KeysValues | None
+            q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: KeysValues | None
         ) -> tuple[jax.Array, KeysValues]:
-            assert kept is not None
-            keys = jax.lax.dynamic_update_slice_in_dim(kept[0], k, slot, axis=1)  # [B,W,K,C]
-            values = jax.lax.dynamic_update_slice_in_dim(kept[1], v, slot, axis=1)
+            assert layer_cache is not None
+            keys = jax.lax.dynamic_update_slice_in_dim(layer_cache[0], k, slot, axis=1)  # [B,W,K,C]
+            values = jax.lax.dynamic_update_slice_in_dim(layer_cache[1], v, slot, axis=1)
             return jax.nn.dot_product_attention(q, keys, values, mask=in_use), (keys, values)
 
         return self._run(params, token[:, None], position, attend, cache)

@@ -1,15 +1,25 @@
-"""The body of `python -m maxpipe.generate`: load a checkpoint, continue a text, print it."""
+"""Run `python -m maxpipe.generate`: load a checkpoint, continue a text, print it."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.catalog import BLOCKS
 from maxpipe.config.load import from_record
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.data.fingerprint import tokenizer_digest
+from maxpipe.data.tokenizers import (
+    TOKENIZER,
+    Tokenizer,
+    load_tokenizer,
+    main_file,
+    tokenizer_files,
+)
 from maxpipe.generation.decoding import Sampling, generate, load_parameters
 
 DONE, NOT_LOADED = 0, 1  # exit codes
@@ -24,8 +34,10 @@ def launch(flags: argparse.Namespace) -> int:
     store = open_steps(flags.run_dir, "RUN_DIR")
     step = find_step(store, flags.step)
     try:
-        config = from_record(store.record(step).meta["config"])
-        tokenizer = find_tokenizer(flags.tokenizer, config)
+        meta = store.record(step).meta
+        config = from_record(meta["config"])
+        check_block(config)
+        tokenizer = find_tokenizer(flags.tokenizer, config, meta, store)
         check_tokens(flags.stop_token, config.model.vocab_size)
         prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
         with store.local_copy(step) as directory:
@@ -52,6 +64,14 @@ def launch(flags: argparse.Namespace) -> int:
     return DONE
 
 
+def check_block(config: Config) -> None:
+    """Raise ConfigError if the run's block is not known, since its module was not imported."""
+    if config.model.block not in BLOCKS:
+        message = f"the run has {config.model.block!r}, which is not known here; "
+        remedy = "import the module that adds it, as training did: --import MODULE"
+        raise ConfigError(Problem("model.block", message + remedy))
+
+
 def find_step(store: StepStore, step: int | None) -> int:
     """Return `step` if it is committed, or the newest committed step if it is None.
 
@@ -67,15 +87,26 @@ def find_step(store: StepStore, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def find_tokenizer(flag: str | None, config: Config) -> Tokenizer:
+def find_tokenizer(
+    flag: str | None, config: Config, meta: Mapping[str, Any], store: StepStore
+) -> Tokenizer:
     """Return the tokenizer that --tokenizer names, or that of the run if the flag is None.
+
+    Args:
+      flag: value of --tokenizer.
+      config: of the checkpoint.
+      meta: of the checkpoint.
+      store: of the run, which has a copy of its tokenizer.
 
     Raises:
       ConfigError: it does not exist, or no longer, or has ids that the model does not know.
     """
-    name_or_path = config.data.tokenizer if flag is None else flag
+    name_or_path = flag
     try:
-        tokenizer = load_tokenizer(name_or_path)
+        if flag is None:
+            name_or_path, tokenizer = _tokenizer_of_run(config, meta, store)
+        else:
+            tokenizer = load_tokenizer(flag)
     except ConfigError as error:
         if flag is not None:
             problems = [Problem("--tokenizer", problem.message) for problem in error.problems]
@@ -90,6 +121,28 @@ def find_tokenizer(flag: str | None, config: Config) -> Tokenizer:
         )
         raise ConfigError(Problem("--tokenizer", message))
     return tokenizer
+
+
+def _tokenizer_of_run(
+    config: Config, meta: Mapping[str, Any], store: StepStore
+) -> tuple[str, Tokenizer]:
+    """Return path and tokenizer: the run's copy, or the original if that alone fits the step."""
+    original = config.data.tokenizer
+    fingerprint = meta.get("fingerprint")
+    expected = fingerprint.get("tokenizer") if isinstance(fingerprint, Mapping) else None
+    with store.local_files(TOKENIZER) as files:
+        copy = main_file(files)
+        paths = (
+            [original] if copy is None or not tokenizer_files(original) else [str(copy), original]
+        )
+        for path in paths:
+            with suppress(ConfigError):
+                if expected is not None and tokenizer_digest(path) == expected:
+                    return path, load_tokenizer(path)
+        if expected is not None:
+            warning = f"{paths[0]} is not the tokenizer that the run was trained with, or is gone"
+            print(f"warning: {warning}", file=sys.stderr)
+        return paths[0], load_tokenizer(paths[0])
 
 
 def check_tokens(ids: Sequence[int], vocab_size: int) -> None:

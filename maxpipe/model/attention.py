@@ -1,4 +1,4 @@
-"""The attention sublayer: grouped queries, causal within the segments of a packed sequence.
+"""Define the attention sublayer: grouped queries, causal within a packed sequence's segments.
 
 Shapes: B batch, T sequence, D embed, H query heads, K key/value heads, C head_dim.
 """

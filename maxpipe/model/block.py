@@ -1,4 +1,4 @@
-"""Decoder block of the Llama family: attention, then gated MLP, each after a norm, as residuals."""
+"""Define the decoder block of the Llama family: attention, then gated MLP, each after a norm."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Layers that a decoder block is made of: projection, normalisation, rotation, gated MLP, dropout.
+"""Define what a decoder block is made of: projection, norm, rotation, gated MLP and dropout.
 
 Shapes: B batch, T sequence, D embed, H heads, C head_dim, F hidden width of the MLP.
 """
@@ -138,7 +138,7 @@ def rotate(x_BTHC: jax.Array, positions_BT: jax.Array, freq: np.ndarray) -> jax.
     """Rotate the pairs (c, c + C/2) of every head by positions * freq.
 
     Args:
-      x_BTHC: [B, T, H, C], any float dtype, which is that of the result too.
+      x_BTHC: [B, T, H, C] of any float dtype, which the result has too.
       positions_BT: int32 [B, T].
       freq: float32 [C / 2].
     """
@@ -155,7 +155,7 @@ def rotate(x_BTHC: jax.Array, positions_BT: jax.Array, freq: np.ndarray) -> jax.
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
         D, F, dtype = config.embed_dim, config.mlp_dim, config.param_dtype

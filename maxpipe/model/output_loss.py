@@ -108,7 +108,7 @@ def _tiled_losses(
 def _forward(
     output: OutputLoss, x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Losses, Gradients]:
-    """Compute the losses and already their gradients.
+    """Compute the losses, and in the same pass their gradients.
 
     The loss is a scalar, so the backward only has to scale them, and no tile's logits are computed
     a second time.

@@ -122,7 +122,7 @@ def init_layers(specs: Params, key: jax.Array, layer_index: jax.Array) -> Params
             return spec.init(jax.random.fold_in(leaf_key, index))
 
         flat = jax.lax.map(init_one, layer_index.reshape(-1))  # [layers, *spec.shape]
-        return flat.reshape(*layer_index.shape, *spec.shape)
+        return flat.reshape(*layer_index.shape, *spec.shape)  # as `layer_index` is arranged
 
     return jax.tree_util.tree_map_with_path(init, specs, is_leaf=_is_spec)
 

@@ -1,4 +1,4 @@
-"""Offer the model to engines, as pure functions over plain pytrees.
+"""Provide the model to engines, as pure functions over plain pytrees.
 
 Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer's tree with leading
 layer dimensions that the engine chooses. Shapes: B batch, T sequence, D embed, V vocabulary.

@@ -4,6 +4,10 @@ Every device along a mesh axis is a stage and calls its own module on what the p
 it (Huang et al. 2019). The functions take plain callables, Flax NNX modules, and Flax Linen modules
 bound inside another module.
 
+Random numbers, such as dropout masks, differ by microbatch and by stage: both are folded into the
+keys of a bound Linen module or an NNX module. Other state (batch statistics, sown values) can be
+read by stages; what would change it is refused, since no device could return the change.
+
 Letters: S stages (the size of the mesh axis), M microbatches, B sequences of a device's batch.
 """
 
@@ -11,13 +15,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from flax.core.scope import CollectionFilter
 from jax import lax
 
 Stage = Callable[..., Any]  # (x, *args, **kwargs) -> an array like x
+# (microbatch, x, *args, **kwargs) -> an array like x; the microbatch selects random numbers.
+PureStage = Callable[..., Any]
+
+_STATE_CHANGES = (
+    "a stage cannot change its own state, since it runs once per microbatch on one device; {}. "
+    "Use a layer without running statistics, such as LayerNorm, or read them only "
+    "(BatchNorm with use_running_average=True), and sow nothing that is mutable"
+)
 
 
 def execute_pipeline_step(
@@ -32,6 +46,7 @@ def execute_pipeline_step(
 
     Args:
       module: this device's stage; called as module(x, *args, **kwargs), returns an array like x.
+        Its random numbers are as in any call: fold iteration and stage into its keys.
       state: what the previous stage sent in the last iteration, [B / M, ...].
       input: the microbatch that enters the first stage, like `state`; the other stages ignore it.
       *args, **kwargs: passed to the module.
@@ -75,7 +90,7 @@ def execute_pipeline(
 
     Args:
       module: this device's stage; called as module(microbatch, *args, **kwargs), returns an array
-        like the microbatch. Changes that it makes to its own state (batch statistics) are lost.
+        like the microbatch. A Linen module is bound, if it needs random numbers with `rngs`.
       x: batch [B, ...] for the first stage; B is a multiple of M. The other stages use its shape,
         and compute on it while they wait; those results are dropped.
       *args, **kwargs: passed to the module for every microbatch.
@@ -87,8 +102,8 @@ def execute_pipeline(
       every device the result.
 
     Raises:
-      ValueError: the call is not inside a `shard_map` over that axis, M does not divide B, or the
-        module's result is not like its input.
+      ValueError: the call is not inside a `shard_map` over that axis, M does not divide B, the
+        module's result is not like its input, or the module would change its own state.
 
     Example:
       Two stages, parameters stacked along the axis.
@@ -107,22 +122,36 @@ def execute_pipeline(
       >>> jax.grad(lambda w: pipeline(w, jnp.arange(4.0)).sum())(w).tolist()  # d(6 w0 w1)
       [30.0, 12.0]
     """
-    index, size = _stage(model_axis_name)
+    index, _ = _stage(model_axis_name)
     if num_microbatches < 1 or x.shape[0] % num_microbatches:
         raise ValueError(
             f"num_microbatches={num_microbatches} must divide the batch, which has {x.shape[0]} "
             "rows here"
         )
     micro = x.reshape(num_microbatches, -1, *x.shape[1:])  # [B, ...] -> [M, B / M, ...]
-    stage = _pure(module, micro[0], args, kwargs)
-    _check_result(stage, micro[0], args, kwargs)
+    with jax.named_scope("pipeline"):
+        stage = _pure(module, micro[0], index, args, kwargs)
+        outputs = _run(stage, micro, model_axis_name, args, kwargs)
+    return outputs.reshape(x.shape)  # [M, B / M, ...] -> [B, ...]
+
+
+def _run(
+    stage: PureStage,
+    micro: jax.Array,
+    model_axis_name: str,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> jax.Array:
+    """Run microbatches [M, B / M, ...] through the stages; return what the last stage made."""
+    index, size = _stage(model_axis_name)
+    num_microbatches = micro.shape[0]
 
     def iterate(state: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         entering = micro[jnp.clip(t, 0, num_microbatches - 1)]
         # A stage that waits computes on real rows: at zeros a module's derivative may be infinite.
         waits = (t < index) | (t >= index + num_microbatches)
         return execute_pipeline_step(
-            stage,
+            partial(stage, jnp.clip(t - index, 0, num_microbatches - 1)),
             jnp.where(waits, entering, state),
             entering,
             *args,
@@ -132,20 +161,23 @@ def execute_pipeline(
 
     first = _varying_like(iterate, micro[0])
     _, outputs = lax.scan(iterate, first, jnp.arange(num_microbatches + size - 1))
-    return outputs[size - 1 :].reshape(x.shape)
+    return outputs[size - 1 :]
 
 
 class PipelineModule(nn.Module):
     """A Linen module whose stages are `module_fn()`, one on each device along a mesh axis.
 
-    Initialise and apply it inside `jax.shard_map`. Its parameters have a leading dimension of 1
-    there, so that `PartitionSpec(model_axis_name)` stacks the stages' parameters; each stage draws
-    its own initial values.
+    Initialise and apply it inside `jax.shard_map`, with any `rngs` that the stages need. Its
+    variables have a leading dimension of 1 there, so that `PartitionSpec(model_axis_name)` stacks
+    the stages' variables; `nn.Partitioned` names get that axis in front. Each stage draws its own
+    initial values. The variables are those of a submodule with the name that Linen gives a stage,
+    such as `Dense_0`, which is the tree that xlstm-jax's `PipelineModule` has within its
+    `ModelParallelismWrapper`.
 
     Attributes:
-      module_fn: builds a stage, a Linen module that maps [B / M, ...] to an array like it.
-      num_microbatches: M.
       model_axis_name: mesh axis of the stages.
+      num_microbatches: M.
+      module_fn: builds a stage, a Linen module that maps [B / M, ...] to an array like it.
 
     `__call__` takes and returns what `execute_pipeline` does, and raises the same errors.
 
@@ -154,12 +186,11 @@ class PipelineModule(nn.Module):
       >>> from flax import linen as nn
       >>> from jax.sharding import Mesh, PartitionSpec as P
       >>> mesh = Mesh(np.array(jax.devices()[:4]), ("pipe",))
-      >>> dense = lambda: nn.Dense(8)
-      >>> model = PipelineModule(dense, num_microbatches=2, model_axis_name="pipe")
+      >>> model = PipelineModule("pipe", num_microbatches=2, module_fn=lambda: nn.Dense(8))
       >>> shard_map = lambda f, *i, out: jax.shard_map(f, mesh=mesh, in_specs=i, out_specs=out)
       >>> x = jnp.ones((6, 8))
       >>> params = shard_map(model.init, P(), P(), out=P("pipe"))(jax.random.key(0), x)
-      >>> params["params"]["stages"]["kernel"].shape
+      >>> params["params"]["Dense_0"]["kernel"].shape
       (4, 8, 8)
       >>> forward = lambda p, x: jax.lax.psum(model.apply(p, x), "pipe")
       >>> y = shard_map(forward, P("pipe"), P(), out=P())(params, x)
@@ -167,27 +198,39 @@ class PipelineModule(nn.Module):
       (6, 8)
     """
 
-    module_fn: Callable[[], nn.Module]
-    num_microbatches: int
     model_axis_name: str
+    num_microbatches: int
+    module_fn: Callable[[], nn.Module]
 
     @nn.compact
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
         index, _ = _stage(self.model_axis_name)
-        module = self.module_fn().clone(parent=None)
-
-        def stages(key: jax.Array) -> dict[str, Any]:
+        stage = self.module_fn().clone(parent=None)
+        name, axis = f"{type(stage).__name__}_0", self.model_axis_name
+        assert self.scope is not None
+        keys = {stream: self.make_rng(stream) for stream in self.scope.rngs}
+        is_initializing = self.is_initializing()
+        if is_initializing:
             micro = x[: x.shape[0] // self.num_microbatches]  # [B / M, ...]
-            variables = module.init(jax.random.fold_in(key, index), micro, *args, **kwargs)
-            return jax.tree.map(lambda p: p[None], variables["params"])
-
-        own_params = jax.tree.map(lambda p: p[0], self.param("stages", stages))
+            own_keys = {stream: jax.random.fold_in(key, index) for stream, key in keys.items()}
+            for collection, values in stage.init(own_keys, micro, *args, **kwargs).items():
+                self.put_variable(collection, name, _stacked(values, axis))
+        variables = {
+            collection: _unstacked(values[name], axis)
+            for collection, values in self.variables.items()
+            if name in values
+        }
+        bound = stage.bind(
+            variables,
+            rngs={stream: key for stream, key in keys.items() if stream != "params"},
+            mutable=False if is_initializing else self.scope.mutable,
+        )
         return execute_pipeline(
-            partial(module.apply, {"params": own_params}),
+            bound,
             x,
             *args,
             num_microbatches=self.num_microbatches,
-            model_axis_name=self.model_axis_name,
+            model_axis_name=axis,
             **kwargs,
         )
 
@@ -202,22 +245,159 @@ def _stage(axis: str) -> tuple[jax.Array, int]:
 
 
 def _pure(
-    module: Stage, x: jax.Array, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Stage:
-    """Return `module` as a function without state of its own, which a loop can call."""
+    module: Stage,
+    x: jax.Array,
+    index: jax.Array,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> PureStage:
+    """Return `module` as a function without state of its own, which a loop can call.
+
+    Args:
+      module: this device's stage.
+      x: a microbatch [B / M, ...].
+      index: of this device's stage.
+      args, kwargs: further arguments of the module.
+
+    Raises:
+      ValueError: a Linen module is not bound, the module would change its own state, or its result
+        is not like `x`.
+    """
     if isinstance(module, nnx.Module):
-        graph, values = nnx.split(module)
-        return lambda *args, **kwargs: nnx.merge(graph, values)(*args, **kwargs)
-    if isinstance(module, nn.Module):
-        if module.scope is None:
-            message = "a Linen module must be bound: use it inside another module"
-            raise ValueError(f"{message}, module.bind, or PipelineModule")
-        if module.is_initializing():
-            module(x, *args, **kwargs)
-        unbound, variables = module.unbind()
-        rngs = {name: module.make_rng(name) for name in module.scope.rngs if name != "params"}
-        return partial(unbound.apply, variables, rngs=rngs)
-    return module
+        stage = _pure_nnx(module, index)
+    elif isinstance(module, nn.Module):
+        stage = _pure_linen(module, x, index, args, kwargs)
+    else:
+        stage = _without_microbatch(module)
+    _check_result(partial(stage, jnp.int32(0)), x, args, kwargs)
+    if isinstance(module, nnx.Module):
+        _advance_counts(module)
+    return stage
+
+
+def _without_microbatch(function: Stage) -> PureStage:
+    def stage(microbatch: jax.Array, *args: object, **kwargs: object) -> jax.Array:
+        return function(*args, **kwargs)
+
+    return stage
+
+
+def _pure_linen(
+    module: nn.Module,
+    x: jax.Array,
+    index: jax.Array,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
+) -> PureStage:
+    """Return a bound Linen module as a function whose keys depend on microbatch and stage."""
+    if module.scope is None:
+        message = "a Linen module must be bound: use it inside another module"
+        raise ValueError(f"{message}, module.bind, or PipelineModule")
+    mutable = module.scope.mutable
+    if module.is_initializing():
+        module(x, *args, **kwargs)
+        mutable = False
+    unbound, variables = module.unbind()
+    # Within a parent each call draws a key. A module from `bind` keeps its keys, so that tracing
+    # the same function twice gives the same masks.
+    draws = module.scope.parent is not None
+    keys = {
+        stream: module.make_rng(stream) if draws else rng.as_jax_rng()
+        for stream, rng in module.scope.rngs.items()
+        if stream != "params"
+    }
+
+    def apply(microbatch: jax.Array, *args: Any, mutable: CollectionFilter, **kwargs: Any) -> Any:
+        rngs = {stream: _folded(key, microbatch, index) for stream, key in keys.items()}
+        return unbound.apply(variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+
+    try:
+        changed = {}
+        if mutable:
+            trial = partial(apply, jnp.int32(0), mutable=mutable)
+            _, changed = jax.eval_shape(lambda x: trial(x, *args, **kwargs), x)
+        else:
+            jax.eval_shape(lambda x: apply(jnp.int32(0), x, *args, mutable=False, **kwargs), x)
+    except flax.errors.ModifyScopeVariableError as error:
+        raise ValueError(_STATE_CHANGES.format(f"{type(module).__name__} does: {error}")) from None
+    lost = sorted(name for name in changed if name != "params" and jax.tree.leaves(changed[name]))
+    if lost:
+        where = f"{type(module).__name__} writes {', '.join(lost)}, which are mutable in this call"
+        raise ValueError(_STATE_CHANGES.format(where))
+    return partial(apply, mutable=False)
+
+
+def _pure_nnx(module: nnx.Module, index: jax.Array) -> PureStage:
+    """Return an NNX module as a function whose keys depend on microbatch and stage."""
+    graph, *states = nnx.split(module, nnx.RngState, ...)
+    rng_state, other_state = states
+
+    def stage(microbatch: jax.Array, *args: object, **kwargs: object) -> jax.Array:
+        def fold(variable: nnx.Variable) -> nnx.Variable:
+            if not isinstance(variable, nnx.RngKey):
+                return variable
+            return variable.replace(_folded(variable[...], microbatch, index))
+
+        keys = jax.tree.map(fold, rng_state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+        copy = nnx.merge(graph, keys, other_state, copy=True)
+        before = jax.tree.leaves(nnx.state(copy, nnx.Not(nnx.RngState)))
+        result = copy(*args, **kwargs)
+        after = jax.tree.leaves(nnx.state(copy, nnx.Not(nnx.RngState)))
+        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+            raise ValueError(_STATE_CHANGES.format(f"{type(module).__name__} does"))
+        return result
+
+    return stage
+
+
+def _advance_counts(module: nnx.Module) -> None:
+    """Count one draw from every stream of an NNX module, so that the next call differs.
+
+    A module from outside of the traced function cannot be changed and keeps its counts.
+    """
+    for _, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.RngCount) and variable._can_update:
+            variable[...] += 1
+
+
+def _folded(key: jax.Array, microbatch: jax.Array, stage: jax.Array) -> jax.Array:
+    """Fold microbatch and stage into a PRNG key, or into each of an array of keys."""
+
+    def fold(key: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, microbatch), stage)
+
+    for _ in range(key.ndim if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key.ndim - 1):
+        fold = jax.vmap(fold)
+    return fold(key)
+
+
+def _stacked(tree: Any, axis: str) -> Any:
+    """Give the values of a stage a leading dimension of 1; boxes name it after the mesh axis."""
+
+    def stack(leaf: Any) -> Any:
+        if not isinstance(leaf, nn.meta.AxisMetadata):
+            return leaf[None]
+        box = leaf.replace_boxed(_value(leaf)[None])
+        return box.add_axis(0, {nn.PARTITION_NAME: axis})
+
+    return jax.tree.map(stack, tree, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))
+
+
+def _unstacked(tree: Any, axis: str) -> Any:
+    """Undo `_stacked`."""
+
+    def unstack(leaf: Any) -> Any:
+        if not isinstance(leaf, nn.meta.AxisMetadata):
+            return leaf[0]
+        box = leaf.replace_boxed(_value(leaf)[0])
+        return box.remove_axis(0, {nn.PARTITION_NAME: axis})
+
+    return jax.tree.map(unstack, tree, is_leaf=lambda leaf: isinstance(leaf, nn.meta.AxisMetadata))
+
+
+def _value(box: nn.meta.AxisMetadata) -> Any:
+    # `Partitioned.unbox` would constrain the value to axes that are manual here.
+    return box.value if isinstance(box, nn.Partitioned) else box.unbox()
 
 
 def _check_result(

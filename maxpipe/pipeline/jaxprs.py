@@ -103,7 +103,7 @@ def ancestors(equations: Sequence[JaxprEqn], ends: Iterable[Atom]) -> list[Jaxpr
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Return the atoms that are no literals."""
+    """Return the atoms that are not literals."""
     return [v for v in atoms if not isinstance(v, Literal)]
 
 

@@ -18,11 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import stages_of_chunks
+
+# Logical axes of the leading dimensions [V + E, S, L] of live layer parameters.
+LAYER_AXES = ("repeat", "stage", "layers_per_stage")
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class StageLayout:
 
     @property
     def num_layers(self) -> int:
-        """N."""
+        """Return N, layers of the model."""
         return sum(self.chunk_sizes) + self.num_outside
 
     @property
@@ -92,6 +96,7 @@ class StageLayout:
         for chunk, (size, stage) in enumerate(zip(self.chunk_sizes, stages, strict=True)):
             index[chunk // self.num_stages, stage, :size] = np.arange(first, first + size)
             first += size
+        # [E, S, L] -> [E S L], a view: the layers outside fill its first places.
         index[self.num_repeats :].reshape(-1)[: self.num_outside] = self.outside_index
         return index
 
@@ -101,7 +106,7 @@ class StageLayout:
         trailing = leaf.shape[3:]
         inside = leaf[: self.num_repeats].reshape(-1, *trailing)
         if not self._is_in_model_order:
-            # Padding has the largest index, so sorting puts it last.
+            # [V, S, L] -> [V S L]. Padding has the largest index, so sorting puts it last.
             order = np.argsort(self.layer_index[: self.num_repeats].reshape(-1), kind="stable")
             inside = inside[order[: sum(self.chunk_sizes)]]
         if not self.num_outside:
@@ -113,7 +118,7 @@ class StageLayout:
     def from_canonical(self, leaf: jax.Array) -> jax.Array:
         """Convert [N, ...] to [V + E, S, L, ...]; padding layers are zeros."""
         if self._is_in_model_order and not self.num_outside:
-            return leaf.reshape(*self.shape, *leaf.shape[1:])
+            return leaf.reshape(*self.shape, *leaf.shape[1:])  # [N, ...] -> [V, S, L, ...]
         # Padding has index N: a layer of zeros after the others.
         padded = jnp.concatenate([leaf, jnp.zeros_like(leaf[:1])])
         return padded[self.layer_index]
@@ -134,7 +139,8 @@ def build_layout(config: Config) -> StageLayout:
         "stages are not chosen; see planning.auto_stages"
     )
     pipeline, stages = config.pipeline, num_stages(config)
-    if pipeline.engine == "sequential":
+    engine = ENGINES[pipeline.engine]
+    if not engine.has_stages:
         return StageLayout.even(1, 1, config.model.num_layers)
     even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
     return StageLayout(
@@ -143,5 +149,5 @@ def build_layout(config: Config) -> StageLayout:
         tuple(pipeline.layers_per_stage or even),
         num_outside=config.model.num_layers - pipeline.parallel_layers,
         outside_first=pipeline.outside_layers == "before",
-        placement=build_table(config).placement if pipeline.engine == "mpmd" else "loop",
+        placement="loop" if engine.one_program else build_table(config).placement,
     )

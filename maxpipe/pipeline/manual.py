@@ -1,4 +1,4 @@
-"""Collectives inside `shard_map`: gather weights, sum gradients, send activations along a ring.
+"""Gather weights, sum gradients and send activations along a ring, inside `shard_map`.
 
 Such a program is manual over named mesh axes: arrays are one device's parts, and what moves between
 devices is written out. Over the mesh axes that are not manual XLA's partitioner works as elsewhere.
@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
-from maxpipe.sharding.context_parallel import AXIS
+from maxpipe.sharding.context_parallel import CONTEXT_AXIS
 from maxpipe.sharding.rules import only
 
 ROW_AXES = ("data", "fsdp")
-BATCH_AXES = (*ROW_AXES, AXIS)  # axes along which each device has its own tokens
+BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its own tokens
 # Axes over which the scheduled engine's program is manual; the partitioner has the others.
 MANUAL_AXES = ("stage", *BATCH_AXES)
 
@@ -106,8 +106,8 @@ class Gather:
         it first.
         """
         mesh = jax.sharding.get_abstract_mesh()
-        # All of them: XLA of jax 0.12 ends the process where some are left to the partitioner, even
-        # of size one.
+        # All of them, even axes of size one: XLA of jax 0.12 aborts the process if any is left to
+        # the partitioner.
         automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
         spec = only(PartitionSpec(*leading, *self._spec), automatic)
         if not self._dims or not any(spec):
@@ -131,9 +131,9 @@ def gather_tree(gathers: GatherTree, params: Params) -> Params:
 
 
 def sum_replicas(gathers: GatherTree, gradients: Params, axes: Sequence[str]) -> Params:
-    """Sum gradients over those of `axes` that do not split the parameter.
+    """Sum each gradient over the ones of `axes` that do not split its parameter.
 
-    Over the others they have been summed and scattered.
+    Over the other axes it has been summed and scattered already.
     """
 
     def sum_leaf(gather: Gather, gradient: jax.Array) -> jax.Array:
@@ -145,14 +145,15 @@ def sum_replicas(gathers: GatherTree, gradients: Params, axes: Sequence[str]) ->
 def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sum over the axes that have more than one device.
 
-    Sums over one device each, where only automatic axes have several, fail in XLA's partitioner.
+    XLA's partitioner fails on a sum over axes of one device each in a program whose axes of several
+    devices are all automatic.
     """
     several = tuple(axis for axis in axes if lax.axis_size(axis) > 1)
     return lax.psum(x, several) if several else x
 
 
 def ring(x: Tree, size: int, shift: int) -> Tree:
-    """Send every stage's arrays to the stage `shift` places on, in a ring of `size` stages."""
+    """Send every stage's arrays to the stage `shift` places further, in a ring of `size` stages."""
     if size == 1:
         return x
     pairs = [(stage, (stage + shift) % size) for stage in range(size)]

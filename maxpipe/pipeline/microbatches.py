@@ -24,7 +24,7 @@ def prepared(batch: Batch, context: int) -> Batch:
 
 
 def specs(spec: PartitionSpec) -> dict[str, PartitionSpec]:
-    """Return the PartitionSpecs of a prepared batch, from that of a [B, T] array."""
+    """Return the PartitionSpecs of a prepared batch, given the one of its [B, T] arrays."""
     return dict.fromkeys(ARRAYS, spec) | {"sequence_index": PartitionSpec(*spec[:1])}
 
 

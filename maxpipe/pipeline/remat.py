@@ -1,4 +1,4 @@
-"""Rematerialise: decide what the forward saves for the backward, which computes the rest again.
+"""Decide what the forward saves for the backward, which computes the rest again.
 
 A policy is data, see `maxpipe.config.catalog.RematPolicy`: names that the model gives tensors with
 `checkpoint_name`, and where these tensors are saved. Weights are never saved, gathered or not: the
@@ -55,7 +55,7 @@ def remat_policy(config: PipelineConfig) -> RematPolicy:
 
 
 def checkpoint(f: Function, policy: RematPolicy) -> Function:
-    """Return `f` with a backward that computes again what the policy does not save."""
+    """Return `f` with a backward that recomputes what the policy does not save."""
     return jax.checkpoint(f, policy=_everything_but_copies if policy.everything else _names(policy))
 
 

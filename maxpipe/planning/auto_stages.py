@@ -6,6 +6,7 @@ from math import inf
 
 import numpy as np
 
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import update
 from maxpipe.config.rules.batches import data_shards
@@ -16,11 +17,11 @@ from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.planning.simulate import Simulation, simulate
-from maxpipe.planning.stage_cut import chunk_sizes, least_worst
+from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
 from maxpipe.planning.stage_memory import StageMemory
-from maxpipe.planning.stage_work import Work, work
+from maxpipe.planning.stage_times import UnitTimes, unit_times
 
-KEY = "pipeline.layers_per_stage"
+LAYERS_KEY = "pipeline.layers_per_stage"
 LIMIT_KEY = "pipeline.memory_limit_gib"
 
 
@@ -30,25 +31,25 @@ class Prediction:
 
     Attributes:
       sizes: layers of each chunk, in model order.
-      work: time of a layer and of the head.
+      times: of a layer and of the head.
       run: the schedule with these stages, in units of the forward of one layer.
       memory: float [S], bytes on one device of each stage, from shapes; for the MPMD engine.
     """
 
     sizes: list[int]
-    work: Work
+    times: UnitTimes
     run: Simulation
     memory: np.ndarray
 
     @property
     def layers(self) -> list[int]:
-        """Layers of each stage."""
+        """Return the layers of each stage."""
         stages = self.run.table.stage_of_chunk
         return np.bincount(stages, self.sizes).astype(int).tolist()
 
     @property
     def slowest(self) -> float:
-        """Time of the slowest stage for one microbatch, all its chunks, forward and backward."""
+        """Return the slowest stage's time for a microbatch: all chunks, forward and backward."""
         return float(self.run.work.max()) / self.run.table.num_microbatches
 
 
@@ -61,7 +62,7 @@ def run_table(config: Config) -> Table:
       ScheduleError: the schedule cannot be built.
     """
     table = build_table(config)
-    if config.pipeline.engine != "mpmd" or not table.lockstep:
+    if ENGINES[config.pipeline.engine].one_program or not table.lockstep:
         return table
     ticks = {
         kind: np.where(t < 0, -1, len(KINDS) * t + KINDS.index(kind))
@@ -76,7 +77,7 @@ def run_table(config: Config) -> Table:
 
 
 def predict(config: Config, sizes: Sequence[int]) -> Prediction:
-    """Simulate chunks of so many layers.
+    """Simulate the schedule with chunks of these sizes.
 
     Args:
       config: resolved; its own numbers of layers are ignored.
@@ -85,7 +86,7 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     Raises:
       ScheduleError: the schedule cannot be built.
     """
-    table, times = run_table(config), work(config)
+    table, times = run_table(config), unit_times(config)
     memory = StageMemory(config, table)
     return Prediction(
         list(sizes),
@@ -115,14 +116,14 @@ def plan_stages(config: Config, limit: float) -> Prediction:
       ConfigError: no choice fits the limit; the message says by how much, and what would help.
       ScheduleError: the schedule cannot be built.
     """
-    table, times = run_table(config), work(config)
+    table, times = run_table(config), unit_times(config)
     memory = StageMemory(config, table)
     head_stage = int(table.stage_of_chunk[-1])
 
     def time(stage: int, sizes: list[int]) -> float:
         return times.layer * sum(sizes) + (times.head if stage == head_stage else 0.0)
 
-    sizes = _deal(
+    sizes = _distribute(
         config, table, lambda s, sizes: time(s, sizes) if memory.bytes(s, sizes) <= limit else inf
     )
     if sizes is None:
@@ -135,13 +136,13 @@ def plan_stages(config: Config, limit: float) -> Prediction:
     return min(fitting, key=lambda p: round(p.run.makespan, 9))
 
 
-def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str], None]) -> Config:
+def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str], None]) -> Config:
     """Return the configuration with `pipeline.layers_per_stage` decided if it is auto.
 
     Args:
       config: resolved.
       chip_bytes: memory of a device; None if unknown.
-      say: called with the decision and its reason, a line each.
+      note: called with the decision and its reason, a line each.
 
     Raises:
       ConfigError: nothing fits, or the schedule cannot be built.
@@ -154,8 +155,10 @@ def choose_stages(config: Config, chip_bytes: float | None, say: Callable[[str],
     except ScheduleError as error:
         raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
     for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
-        say(line)
-    return update(config, {KEY: chosen.sizes, "pipeline.num_layers_per_stage": max(chosen.sizes)})
+        note(line)
+    return update(
+        config, {LAYERS_KEY: chosen.sizes, "pipeline.num_layers_per_stage": max(chosen.sizes)}
+    )
 
 
 def memory_limit(config: Config, chip_bytes: float | None) -> float:
@@ -167,11 +170,17 @@ def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
     return [size for size, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
 
 
-def _deal(
+def _distribute(
     config: Config, table: Table, cost: Callable[[int, list[int]], float]
 ) -> list[int] | None:
-    """Deal all layers out by `least_worst`; `cost` is of a stage and the sizes of its chunks."""
-    total, times = config.pipeline.parallel_layers, work(config)
+    """Distribute all layers by `balance_layers`; return the sizes of chunks, None if none fits.
+
+    Args:
+      config: resolved.
+      table: the schedule.
+      cost: of a stage with chunks of some sizes; infinite if they do not fit.
+    """
+    total, times = config.pipeline.parallel_layers, unit_times(config)
     head_stage = table.stage_of_chunk[-1]
 
     def chunks(stage: int, layers: int) -> list[int]:
@@ -183,7 +192,7 @@ def _deal(
         [cost(s, chunks(s, n)) if n >= table.num_repeats else inf for n in range(total + 1)]
         for s in range(table.num_stages)
     ]
-    layers = least_worst(costs, total)
+    layers = balance_layers(costs, total)
     if layers is None:
         return None
     sizes = [0] * table.num_chunks
@@ -195,7 +204,7 @@ def _deal(
 
 def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> Iterator[str]:
     """Yield two lines: what was chosen and why."""
-    run, times = chosen.run, chosen.work
+    run, times = chosen.run, chosen.times
     against = ""
     if uniform and uniform.sizes == chosen.sizes:
         against = "; no others are faster"
@@ -206,7 +215,7 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
             against += " that does not fit"
     sizes = str(chosen.sizes).replace(" ", "")
     yield (
-        f"{KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
+        f"{LAYERS_KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
         f"a microbatch{against}"
     )
     forward = " ".join(map(str, chosen.layers))
@@ -223,7 +232,7 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
 def _does_not_fit(config: Config, limit: float) -> ConfigError:
     table = run_table(config)
     memory = StageMemory(config, table)
-    sizes = _deal(config, table, memory.bytes)
+    sizes = _distribute(config, table, memory.bytes)
     assert sizes is not None, "too few layers for the chunks"
     needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
     worst = int(np.argmax(needed))
@@ -240,7 +249,7 @@ def _does_not_fit(config: Config, limit: float) -> ConfigError:
         if _fits(update(config, changes), limit)
     ]
     remedies.append("more devices in mesh.ici.fsdp, mesh.ici.tensor or mesh.ici.stage")
-    return ConfigError(Problem(KEY, f"{message}; what would help: {'; '.join(remedies)}"))
+    return ConfigError(Problem(LAYERS_KEY, f"{message}; what would help: {'; '.join(remedies)}"))
 
 
 def _words(changes: Updates) -> str:
@@ -255,14 +264,15 @@ def _fits(config: Config, limit: float) -> bool:
         return False  # a CSV file is for one number of microbatches
     memory = StageMemory(config, table)
     return (
-        _deal(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf)
+        _distribute(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf)
         is not None
     )
 
 
 def _alternatives(c: Config) -> Iterator[Updates]:
     """Yield legal changes that may save memory."""
-    if c.pipeline.remat_policy not in ("full", "custom"):
+    policy = REMAT_POLICIES[c.pipeline.remat_policy]
+    if not (policy.saves_nothing or policy.by_tensor):
         yield {"pipeline.remat_policy": "full"}
     elif not c.pipeline.remat_layers:
         yield {"pipeline.remat_layers": True}

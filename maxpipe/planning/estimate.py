@@ -9,6 +9,7 @@ Letters: S stages, V repeats, M microbatches, D embed.
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip
@@ -18,11 +19,11 @@ from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
     device_parameters,
     itemsize,
-    kept_width,
     layer_of,
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
+    residual_width,
     stash_width,
     working_width,
 )
@@ -42,7 +43,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return self.parameters + self.optimizer + self.gradients + self.activations
 
 
@@ -51,7 +52,7 @@ class Bounds:
     """Least seconds of a step, each as if the others were free.
 
     Attributes:
-      compute: FLOPs at the chip's peak; the bubble is inside, since idle slots are computed masked.
+      compute: FLOPs at the chip's peak, bubble included: idle slots are computed masked.
       hbm: weights, optimizer state and activations through memory, counted from shapes.
       network: the slower of ICI and DCN; None if a needed bandwidth is unknown.
       mfu: model FLOPs utilisation of a step that takes as long as the largest of these.
@@ -64,7 +65,7 @@ class Bounds:
 
     @property
     def step(self) -> float:
-        """Least seconds of a step."""
+        """Return the least seconds of a step."""
         return max(self.compute, self.hbm, self.network or 0.0)
 
 
@@ -75,7 +76,7 @@ def estimate(config: Config) -> Memory:
     is_gathered = (
         config.mesh.size("fsdp") > 1
         and pipeline.fsdp_gather != "per_iteration"
-        and pipeline.engine != "sequential"
+        and ENGINES[pipeline.engine].has_stages
     )
     gathered = _parameters(config, ("fsdp",)) if is_gathered else 0.0
     return Memory(
@@ -140,11 +141,12 @@ def _parameters(config: Config, whole_over: Collection[str] = ()) -> float:
 def _activations(config: Config) -> float:
     """Return the bytes that grow with tokens: what the engine stores, and one layer's work."""
     model, pipeline = config.model, config.pipeline
-    layers, per_layer = build_layout(config).layers_per_stage, kept_width(config)
+    layers, per_layer = build_layout(config).layers_per_stage, residual_width(config)
     chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer
-    if pipeline.engine == "sequential":
+    engine = ENGINES[pipeline.engine]
+    if not engine.has_stages:
         stored = layers * (model.embed_dim + per_layer)
-    elif pipeline.engine == "scheduled":
+    elif engine.lockstep:
         plan = lockstep_plan(build_table(config))
         slots = plan.sizes.activations + plan.sizes.gradients + 2
         stored = (plan.sizes.residuals + 1) * unit + slots * chunk_input
@@ -157,8 +159,8 @@ def _activations(config: Config) -> float:
         # The conveyor of inputs and outputs, and its gradient.
         stored = iterations * unit + 2 * microbatches / stages * chunk_input
     tokens = microbatch_tokens(config)
-    # The scheduled engine deals the tokens of the head out to all stages.
-    head_shards = num_stages(config) if pipeline.engine == "scheduled" else 1
+    # A lockstep engine divides the tokens of the head among all stages.
+    head_shards = num_stages(config) if engine.lockstep else 1
     # One layer at a time is recomputed.
     columns = stored + working_width(config)
     return tokens * itemsize(model.dtype) * columns + logits_bytes(config, tokens / head_shards)

@@ -1,4 +1,4 @@
-"""Sizes on one device: parameters, and the tensors of a layer that its backward finds or makes.
+"""Compute sizes on one device: parameters, and the tensors of a layer that its backward uses.
 
 Widths are values of `model.dtype` per token of a microbatch.
 """
@@ -6,13 +6,12 @@ Widths are values of `model.dtype` per token of a microbatch.
 import math
 from collections.abc import Collection
 from functools import cache
-from typing import cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from maxpipe.config.catalog import OPTIMIZERS
+from maxpipe.config.catalog import ENGINES, OPTIMIZERS
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
 from maxpipe.model.parameters import ParamSpec
@@ -73,14 +72,14 @@ def layer_of(config: Config) -> Layer:
     return _layer(config.model, config.data.sequence_length, _rules(config), tuple(sizes.items()))
 
 
-def kept_width(config: Config) -> float:
-    """Return the width of what a layer keeps until its backward, besides the input of its chunk.
+def residual_width(config: Config) -> float:
+    """Return the width of a layer's residuals, without the input of its chunk.
 
     Probabilities of attention are not counted: kernels for accelerators never hold them all.
     """
     layer, pipeline = layer_of(config), config.pipeline
     policy = remat_policy(pipeline)
-    by_layer = not pipeline.remat_iterations and pipeline.engine != "sequential"
+    by_layer = not pipeline.remat_iterations and ENGINES[pipeline.engine].has_stages
     if policy.everything or (by_layer and not pipeline.remat_layers):
         return layer.residual_bytes() / itemsize(config.model.dtype)
     layer_input = config.model.embed_dim if by_layer else 0
@@ -154,8 +153,7 @@ def _device_parameters(
 
 def _axis_rules(rules: Rules, sizes: Sizes) -> AxisRules:
     names, counts = zip(*sizes, strict=True)
-    # Rules read names and sizes of axes, which an abstract mesh has too.
-    return AxisRules(rules, cast(Mesh, AbstractMesh(counts, names)))
+    return AxisRules(rules, AbstractMesh(counts, names))
 
 
 def _shards(spec: PartitionSpec, sizes: Sizes) -> int:

@@ -131,12 +131,12 @@ class Layer:
 
     @cached_property
     def weight_flops(self) -> float:
-        """FLOPs per token of a forward's products with weights."""
+        """Return the FLOPs per token of a forward's products with weights."""
         return sum(p.flops for p in self.products if p.has_weight)
 
     @cached_property
     def activation_flops(self) -> float:
-        """FLOPs per token of a forward's products of activations with each other."""
+        """Return the FLOPs per token of a forward's products of activations with each other."""
         return sum(p.flops for p in self.products if not p.has_weight)
 
     def recomputed_flops(self, saved: Collection[str]) -> float:
@@ -164,23 +164,26 @@ class Layer:
 
     @cached_property
     def result_width(self) -> float:
-        """Width of all products' results."""
+        """Return the width of all products' results."""
         return sum(p.result.width for p in self.products)
 
     @cached_property
     def weight_result_width(self) -> float:
-        """Width of the results of products with weights."""
+        """Return the width of the results of products with weights."""
         return sum(p.result.width for p in self.products if p.has_weight)
 
     @cached_property
     def key_value_width(self) -> float:
-        """Width of what attention reads besides queries."""
+        """Return the width of what attention reads besides queries."""
         attention = (p for p in self.products if p.result.name == ATTENTION)
         return sum(operand.width for p in attention for operand in p.operands[1:])
 
     @cached_property
     def elementwise_width(self) -> float:
-        """Width of what norms make, normalised and scaled, and of sums with the residual stream."""
+        """Return the width of what norms make, and of sums with the residual stream.
+
+        A norm makes two tensors: one normalised, one scaled.
+        """
         norms = 2 * sum(scale.width for scale in self.scales)
         sums = sum(
             result.result.width for result in self.output.results if isinstance(result, Product)
@@ -189,12 +192,12 @@ class Layer:
 
     @cached_property
     def operand_width(self) -> float:
-        """Width of the activations that are multiplied with weights, each once."""
+        """Return the width of the activations that are multiplied with weights, each once."""
         return sum(operand.width for operand in self._weight_operands)
 
     @cached_property
     def gradient_width(self) -> float:
-        """Width of the gradients of results that weight gradients are made of.
+        """Return the width of the gradients of results that weight gradients are made of.
 
         Results of which only the same operand of a product is made share that operand's gradient,
         as a gate and what it multiplies do.
@@ -206,7 +209,7 @@ class Layer:
 
     @cached_property
     def activated_width(self) -> float:
-        """Width of results that go through an activation function to become an operand."""
+        """Return the width of results that an activation function turns into an operand."""
         return sum(
             product.result.width
             for product in self.products
@@ -230,7 +233,7 @@ class Layer:
 
     @cached_property
     def _used_tensors(self) -> frozenset[Tensor]:
-        """Tensors that products and the layer's output are made of."""
+        """Return the tensors that products and the layer's output are made of."""
         operands = [operand for product in self.products for operand in product.operands]
         return frozenset[Tensor]().union(*(value.tensors for value in [*operands, self.output]))
 
@@ -240,7 +243,7 @@ class Layer:
 
     @cached_property
     def _ends(self) -> dict[Product | Scale, set[Value]]:
-        """For each result the operands of products, or the output, that are made of it."""
+        """Return for each result the operands of products, or the output, that are made of it."""
         ends: dict[Product | Scale, set[Value]] = {}
         operands = [operand for product in self.products for operand in product.operands]
         for value in [*operands, self.output]:
@@ -400,8 +403,8 @@ class _Walk:
         dimension_shards = inputs[weight].dimension_shards
         contracted, batched = (of[weight] for of in eqn.params["dimension_numbers"])
         summed = math.prod(dimension_shards[d] for d in contracted) if dimension_shards else 1
-        kept = [s for d, s in enumerate(dimension_shards) if d not in (*contracted, *batched)]
-        return max(shards // summed, 1) * math.prod(kept)
+        free = [s for d, s in enumerate(dimension_shards) if d not in (*contracted, *batched)]
+        return max(shards // summed, 1) * math.prod(free)
 
     def _derive(self, atom: Var, activations: Sequence[Value]) -> Value:
         """Return a result that is no product: it is split as what it is made of."""

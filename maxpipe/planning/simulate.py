@@ -21,10 +21,9 @@ _KEYS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gr
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in any one unit; those of units are per chunk and microbatch.
+    """The times that a simulation reckons with, all in the same unit of time.
 
-    One number, one for each stage, or one for each global chunk (which are the same where repeats
-    are 1).
+    The time of an F, B, I or W is one number, or one for each stage, or one for each global chunk.
 
     Attributes:
       forward, backward, input_gradient, weight_gradient: time of an F, B, I, W.
@@ -110,7 +109,7 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Time lost: the longest span minus the work of the busiest stage.
+        """Return the time lost: the longest span minus the work of the busiest stage.
 
         Spans, since steps that follow each other without a barrier overlap where stages start and
         end at different times; zero-bubble schedules count on it.
@@ -120,7 +119,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """`bubble` as a fraction of the longest span."""
+        """Return `bubble` as a fraction of the longest span."""
         return self.bubble / float(self.span.max()) if self.span.max() > 0 else 0.0
 
     def in_flight(self, stage: int) -> tuple[np.ndarray, np.ndarray]:

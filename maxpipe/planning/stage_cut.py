@@ -1,4 +1,4 @@
-"""Deal layers out to stages by dynamic programming.
+"""Distribute layers over stages by dynamic programming.
 
 Layers are alike, so the number of layers on a stage determines its cost.
 """
@@ -8,18 +8,16 @@ from functools import cache
 from math import inf
 
 
-def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
+def balance_layers(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
     """Return numbers of layers such that the most costly stage costs least.
 
-    Among these, take the one whose stages differ least.
-
-    If several are left, take the one with more layers in front: its pipeline is full a little
-    earlier.
+    Of several such choices it is the one whose stages differ least, and of those the one with more
+    layers in front, whose pipeline is full a little earlier.
 
     Args:
       costs: for each stage, the cost of holding 0, 1, ..., `total` layers; infinite where it
         cannot.
-      total: layers to deal out.
+      total: layers to distribute.
 
     Returns:
       Numbers that add up to `total`, or None if every choice has a stage that cannot hold its
@@ -29,7 +27,7 @@ def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | Non
 
     @cache
     def worst(stage: int, left: int) -> float:
-        """Cost of the most costly stage from `stage` on, if these hold `left` layers."""
+        """Return the cost of the most costly stage from `stage` on, if these hold `left` layers."""
         if stage == num_stages - 1:
             return costs[stage][left]
         return min(max(costs[stage][n], worst(stage + 1, left - n)) for n in range(left + 1))
@@ -40,7 +38,11 @@ def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | Non
 
     @cache
     def spread(stage: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """Sum of squared costs from `stage` on, infinite above the limit, and minus the layers."""
+        """Return (sum of squared costs from `stage` on, layers of each stage with a minus sign).
+
+        The sum is infinite if a cost is above the limit. With the sign, the least of equal sums has
+        more layers in front.
+        """
         if stage == num_stages - 1:
             return square(costs[stage][left]), (-left,)
         choices = []
@@ -60,7 +62,7 @@ def least_worst(costs: Sequence[Sequence[float]], total: int) -> list[int] | Non
 
 
 def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0) -> list[int]:
-    """Deal a stage's layers out to its chunks, at least one each and otherwise evenly.
+    """Distribute a stage's layers over its chunks, at least one each and otherwise evenly.
 
     The first chunks get more where the layers do not divide.
 

@@ -20,11 +20,11 @@ from maxpipe.planning.footprint import (
     device_parameters,
     handed_over_width,
     itemsize,
-    kept_width,
     layer_of,
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
+    residual_width,
     working_width,
 )
 
@@ -69,7 +69,7 @@ class StageMemory:
     def in_flight_bytes(self, stage: int, sizes: Sequence[int]) -> float:
         """Return the bytes of chunks in flight, and of inputs and gradients not yet used."""
         embed, layers = self._config.model.embed_dim, np.asarray(sizes, float)
-        unit = embed + layers * kept_width(self._config)
+        unit = embed + layers * residual_width(self._config)
         handed_over = embed + layers * handed_over_width(self._config)
         peak = float((self._units_in_flight[stage] @ np.concatenate([unit, handed_over])).max())
         return self._column_bytes * (peak + float(self._arrived[stage]) * embed)
@@ -78,7 +78,7 @@ class StageMemory:
         """Return the bytes of what a chunk's backward recomputes, and of one layer's work."""
         config = self._config
         # A chunk is recomputed as a whole, unless layer by layer.
-        recomputed = max(layer_of(config).result_width - kept_width(config), 0.0)
+        recomputed = max(layer_of(config).result_width - residual_width(config), 0.0)
         if config.pipeline.remat_layers:
             recomputed = config.model.embed_dim
         return self._column_bytes * (working_width(config) + layers * recomputed)
@@ -110,7 +110,7 @@ class StageMemory:
 
     @cached_property
     def _column_bytes(self) -> float:
-        """Bytes of one column of a microbatch's activations."""
+        """Return the bytes of one column of a microbatch's activations."""
         return microbatch_tokens(self._config) * itemsize(self._config.model.dtype)
 
 

@@ -39,7 +39,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Frame:
-    """Place things: `scale` is pixels per unit of time, `horizon` the time at the right edge."""
+    """The geometry of a chart, in pixels.
+
+    Attributes:
+      scale: pixels per unit of time.
+      horizon: the time at the right edge.
+      num_stages: rows.
+    """
 
     scale: float
     horizon: float
@@ -51,6 +57,7 @@ class Frame:
 
     @property
     def rows_end(self) -> float:
+        """Return the lower edge of the last row of the Gantt chart."""
         return TOP + self.num_stages * (ROW + GAP)
 
     @property
@@ -62,13 +69,15 @@ class Frame:
         return self.curves_top + CURVES + 14
 
     def x(self, time: float) -> float:
+        """Return where a time is."""
         return LEFT + self.scale * time
 
     def y(self, stage: int) -> float:
+        """Return the upper edge of a stage's row."""
         return TOP + stage * (ROW + GAP)
 
 
-def frame(runs: list[Simulation]) -> Frame:
+def fit_frame(runs: list[Simulation]) -> Frame:
     """Return a frame with one time scale for all runs, wide enough to number cells if possible."""
     horizon = max(run.makespan for run in runs) or 1.0
     lengths = [float(np.nanmin(run.end[k] - run.start[k])) for run in runs for k in run.table.kinds]
@@ -78,16 +87,16 @@ def frame(runs: list[Simulation]) -> Frame:
     return Frame(width / horizon, horizon, max(run.table.num_stages for run in runs))
 
 
-def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = True) -> str:
+def chart_svg(run: Simulation, frame: Frame | None = None, *, standalone: bool = True) -> str:
     """Draw a run.
 
     Args:
       run: the simulated schedule.
-      at: a frame shared with other charts; None for one that fits.
+      frame: shared with other charts; None for one that fits this chart.
       standalone: for a file of its own, with styles, background and a `<title>` per unit; else for
         a page, whose script reads `data-unit` (stage, start, end as `data-at`) and `data-curves`.
     """
-    at = at or frame([run])
+    frame = frame or fit_frame([run])
     table = run.table
     title = (
         f"{table.name}, {table.num_stages} stages, {table.num_microbatches} microbatches, "
@@ -95,9 +104,9 @@ def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = Tr
     )
     parts = [
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'aria-label="{escape(title)}" viewBox="0 0 {_n(at.width)} {_n(at.height)}" '
-        f'width="{_n(at.width)}" height="{_n(at.height)}" '
-        f'data-stages="{table.num_stages}" data-left="{LEFT}" data-scale="{at.scale:.6g}">'
+        f'aria-label="{escape(title)}" viewBox="0 0 {_n(frame.width)} {_n(frame.height)}" '
+        f'width="{_n(frame.width)}" height="{_n(frame.height)}" '
+        f'data-stages="{table.num_stages}" data-left="{LEFT}" data-scale="{frame.scale:.6g}">'
     ]
     if standalone:
         parts.append(
@@ -106,16 +115,16 @@ def chart_svg(run: Simulation, at: Frame | None = None, *, standalone: bool = Tr
             f'<rect width="100%" height="100%" fill="var(--ground)"/>'
         )
     parts += [
-        *_heading(run, at),
-        *_rows(run, at),
-        *_units(run, at, standalone),
-        *_head(run, at, standalone),
+        *_heading(run, frame),
+        *_rows(run, frame),
+        *_units(run, frame, standalone),
+        *_head(run, frame, standalone),
     ]
-    parts += [*_curves(run, at), "</svg>"]
+    parts += [*_curves(run, frame), "</svg>"]
     return "\n".join(parts)
 
 
-def _heading(run: Simulation, at: Frame) -> list[str]:
+def _heading(run: Simulation, frame: Frame) -> list[str]:
     """Draw name and figures, and the legend next to them."""
     table = run.table
     facts = (
@@ -144,25 +153,27 @@ def _heading(run: Simulation, at: Frame) -> list[str]:
     return parts
 
 
-def _rows(run: Simulation, at: Frame) -> list[str]:
+def _rows(run: Simulation, frame: Frame) -> list[str]:
     """Draw stage labels, the background of idle time, and the axis of time."""
-    parts = [f'<text class="end muted" x="{LEFT - 10}" y="{_n(at.rows_end + 14)}">time</text>']
+    parts = [f'<text class="end muted" x="{LEFT - 10}" y="{_n(frame.rows_end + 14)}">time</text>']
     for stage in range(run.table.num_stages):
-        y = at.y(stage)
+        y = frame.y(stage)
         parts.append(
             f'<text class="end" x="{LEFT - 10}" y="{_n(y + ROW / 2 + 4)}">stage {stage}</text>'
         )
-        width = _n(at.scale * run.makespan)
+        width = _n(frame.scale * run.makespan)
         parts.append(
             f'<rect class="idle" x="{LEFT}" y="{_n(y)}" width="{width}" height="{ROW}" rx="3"/>'
         )
-    for time in _nice(at.horizon, at.scale * at.horizon / 60):
-        x = _n(at.x(time))
-        parts.append(f'<text class="mid muted" x="{x}" y="{_n(at.rows_end + 14)}">{time:g}</text>')
+    for time in _nice(frame.horizon, frame.scale * frame.horizon / 60):
+        x = _n(frame.x(time))
+        parts.append(
+            f'<text class="mid muted" x="{x}" y="{_n(frame.rows_end + 14)}">{time:g}</text>'
+        )
     return parts
 
 
-def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
+def _units(run: Simulation, frame: Frame, titles: bool) -> list[str]:
     """Draw boxes and numbers, a group for every kind and chunk, so that each is styled once."""
     table, parts = run.table, []
     overlapping = _overlapping(run)
@@ -172,7 +183,7 @@ def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
             fill = unit_colour(kind, chunk, table.num_repeats)
             for position in range(chunk * table.num_stages, (chunk + 1) * table.num_stages):
                 stage = int(table.stage_of_chunk[position])
-                y, height = at.y(stage), float(ROW)
+                y, height = frame.y(stage), float(ROW)
                 if overlapping:
                     y, height = (y, ROW / 2) if kind == "F" else (y + ROW / 2, ROW / 2)
                 for microbatch in range(table.num_microbatches):
@@ -183,7 +194,7 @@ def _units(run: Simulation, at: Frame, titles: bool) -> list[str]:
                     if math.isnan(start):
                         continue
                     unit = Unit(kind, microbatch, position)
-                    x, width = at.x(start), at.scale * (end - start)
+                    x, width = frame.x(start), frame.scale * (end - start)
                     boxes.append(
                         _box(unit, stage, chunk, (start, end), (x, y, width, height), titles)
                     )
@@ -231,7 +242,7 @@ def _box(
     return f"<rect {shape}><title>{text}</title></rect>"
 
 
-def _head(run: Simulation, at: Frame, titles: bool) -> list[str]:
+def _head(run: Simulation, frame: Frame, titles: bool) -> list[str]:
     """Draw the loss: on every stage in lockstep, else on the stage of the last chunk."""
     table = run.table
     stages = range(table.num_stages) if table.lockstep else [int(table.stage_of_chunk[-1])]
@@ -241,8 +252,8 @@ def _head(run: Simulation, at: Frame, titles: bool) -> list[str]:
             continue
         for stage in stages:
             shape = (
-                f'class="head" x="{_n(at.x(start))}" y="{_n(at.y(stage))}" '
-                f'width="{_n(at.scale * (end - start))}" height="{ROW}"'
+                f'class="head" x="{_n(frame.x(start))}" y="{_n(frame.y(stage))}" '
+                f'width="{_n(frame.scale * (end - start))}" height="{ROW}"'
             )
             if titles:
                 title = f"<title>head of microbatch {microbatch}</title>"
@@ -253,15 +264,15 @@ def _head(run: Simulation, at: Frame, titles: bool) -> list[str]:
     return parts
 
 
-def _curves(run: Simulation, at: Frame) -> list[str]:
+def _curves(run: Simulation, frame: Frame) -> list[str]:
     """Draw the chunks in flight over time, a step line for each stage."""
-    table, top = run.table, at.curves_top
+    table, top = run.table, frame.curves_top
     peak = int(run.peak_in_flight.max())
     bottom = top + CURVES
     parts = [f'<text class="muted" x="{LEFT}" y="{_n(top - 16)}">in flight</text>']
     for value in _nice(peak, 4):
         y = _n(bottom - CURVES * value / peak)
-        parts.append(f'<path class="grid" d="M{LEFT} {y}H{_n(at.x(at.horizon))}"/>')
+        parts.append(f'<path class="grid" d="M{LEFT} {y}H{_n(frame.x(frame.horizon))}"/>')
         parts.append(
             f'<text class="end muted" x="{LEFT - 10}" y="{_n(float(y) + 4)}">{value:g}</text>'
         )
@@ -277,7 +288,7 @@ def _curves(run: Simulation, at: Frame) -> list[str]:
         times, counts = times[last].tolist(), counts[last].tolist()
         steps.append([[round(t, 4) for t in times], counts])
         path = "".join(
-            f"H{_n(at.x(t))}V{_n(bottom - CURVES * c / peak)}"
+            f"H{_n(frame.x(t))}V{_n(bottom - CURVES * c / peak)}"
             for t, c in zip(times, counts, strict=True)
         )
         colour = stage_colour(stage, table.num_stages).hex
@@ -290,7 +301,7 @@ def _curves(run: Simulation, at: Frame) -> list[str]:
             x += 34 + 5.8 * len(label)
     parts.append(
         f'<rect class="hover" x="{LEFT}" y="{_n(top)}" '
-        f'width="{_n(at.scale * at.horizon)}" height="{CURVES}" '
+        f'width="{_n(frame.scale * frame.horizon)}" height="{CURVES}" '
         f"fill=\"transparent\" data-curves='{json.dumps(steps, separators=(',', ':'))}'/>"
     )
     return parts

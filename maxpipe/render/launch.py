@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxpipe.config.shipped import names_config
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.page import page_html
-from maxpipe.render.request import UsageError, parse_request, simulate_schedule
+from maxpipe.render.request import UsageError, in_own_keys, parse_request, simulate_schedule
 from maxpipe.render.terminal import comparison_text, render_terminal, wants_colour
 
 
@@ -25,7 +26,7 @@ def launch(arguments: argparse.Namespace) -> None:
       ValueError: the command line is wrong, a schedule cannot be built, or a file not be written.
     """
     words = arguments.words
-    if words and words[0].endswith((".yml", ".yaml")):
+    if words and names_config(words[0]):
         _draw_configuration(arguments)
     else:
         _draw_schedules(arguments)
@@ -38,6 +39,9 @@ def _draw_schedules(arguments: argparse.Namespace) -> None:
         if getattr(arguments, option) and several:
             raise UsageError(f"--{option}: name one schedule; it holds no more")
     runs = [simulate_schedule(name, request, lenient=several) for name in request.schedules]
+    for run in runs:
+        if run.table.note:
+            print(in_own_keys(run.table.note), file=sys.stderr)
     _write_files(arguments, runs, request.subtitle(runs))
     if arguments.compare:
         sys.stdout.write(comparison_text(runs))
@@ -49,7 +53,7 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
     if arguments.compare:
         raise UsageError(
             "--compare: is for schedules by name; "
-            "a configuration is set beside uniform stages anyway"
+            "a configuration is compared with uniform stages anyway"
         )
     # Traces a layer of the model. Schedules by name need no JAX, which takes seconds to import.
     from maxpipe.render.stages import draw_configuration

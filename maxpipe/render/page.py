@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from maxpipe.planning.simulate import Simulation
-from maxpipe.render.chart import DARK, LIGHT, STYLE, chart_svg, frame
+from maxpipe.render.chart import DARK, LIGHT, STYLE, chart_svg, fit_frame
 from maxpipe.render.terminal import FOOTNOTE, HEADER, comparison_rows
 
 PAGE_STYLE = """
@@ -109,11 +109,13 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
       runs: one or more simulated schedules.
       subtitle: sizes and costs, in words.
     """
-    at = frame(list(runs))
+    frame = fit_frame(list(runs))
     # Charts stand side by side if that shrinks them little; on narrower screens they scroll.
-    least, most = round(0.7 * at.width), round(1.1 * at.width)
+    least, most = round(0.7 * frame.width), round(1.1 * frame.width)
     columns = f"grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))"
-    charts = "\n".join(f"<figure>{chart_svg(run, at, standalone=False)}</figure>" for run in runs)
+    charts = "\n".join(
+        f"<figure>{chart_svg(run, frame, standalone=False)}</figure>" for run in runs
+    )
     names = ", ".join(run.table.name for run in runs)
     return f"""<!doctype html>
 <html lang="en">

@@ -34,8 +34,8 @@ class Request:
 
     Attributes:
       schedules: names or CSV files.
-      sizes: those of `SIZES` that were given.
-      switches: those of `SWITCHES` that are on.
+      sizes: the ones of `SIZES` that the command line gives.
+      switches: the ones of `SWITCHES` that are on.
       costs: times of whole stages, not of chunks.
     """
 

@@ -6,6 +6,8 @@ from dataclasses import astuple, dataclass, replace
 from math import inf
 
 from maxpipe.config import Config, ConfigError, Problem, load, resolve
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.slices import canonical_topology, num_chips, num_devices
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, chip_of
 from maxpipe.planning.auto_stages import (
@@ -46,11 +48,12 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     """
     loaded = load(path, overrides)
     config = resolve(loaded, *_devices(loaded.config))
-    if config.pipeline.engine == "sequential":
+    engine = ENGINES[config.pipeline.engine]
+    if not engine.has_stages:
         message = "one stage has no schedule to draw; 2 or more make a pipeline"
         raise ConfigError(Problem("mesh.ici.stage", message))
-    chip, even = chip_of(config.compile.topology), uniform_sizes(config)
-    limit = memory_limit(config, chip.hbm_bytes if chip else None)
+    even = uniform_sizes(config)
+    limit = memory_limit(config, _device_memory(config.compile.topology))
     uniform = predict(config, even) if even else None
     if config.pipeline.layers_per_stage == AUTO:
         chosen = plan_stages(config, limit)
@@ -61,10 +64,9 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     predictions = [chosen]
     if uniform and uniform.sizes != chosen.sizes:
         predictions.append(uniform)
-    memory_is_known = config.pipeline.engine == "mpmd"
     return Drawing(
         [_named_after_chunks(prediction) for prediction in predictions],
-        stages_text(chosen, uniform, limit if memory_is_known else None),
+        stages_text(chosen, uniform, None if engine.one_program else limit),
         f"{path}, {config.pipeline.parallel_layers} layers; the forward of a layer takes 1",
     )
 
@@ -94,7 +96,7 @@ def stages_text(chosen: Prediction, uniform: Prediction | None, limit: float | N
 
 
 def _stage(prediction: Prediction, stage: int) -> str:
-    table, times, layers = prediction.run.table, prediction.work, prediction.layers[stage]
+    table, times, layers = prediction.run.table, prediction.times, prediction.layers[stage]
     chunks = [
         str(n) for n, s in zip(prediction.sizes, table.stage_of_chunk, strict=True) if s == stage
     ]
@@ -120,14 +122,21 @@ def _uniform_against(uniform: Prediction, chosen: Prediction, limit: float | Non
 
 def _devices(config: Config) -> tuple[int, int]:
     """Return the number of devices and of slices."""
-    grid, slices = config.compile.topology.partition(":")[2], config.compile.num_slices
-    if grid:
-        return math.prod(map(int, grid.split("x"))) * slices, slices
+    topology = config.compile.topology
+    slices = config.compile.num_slices
+    if topology not in ("", "cpu"):
+        return num_devices(canonical_topology(topology)) * slices, slices
     ici, dcn = (
         math.prod(max(size, 1) for size in astuple(axes))
         for axes in (config.mesh.ici, config.mesh.dcn)
     )
     return ici * dcn, dcn
+
+
+def _device_memory(topology: str) -> float | None:
+    """Return the bytes of a device of a resolved `compile.topology`; None if they are unknown."""
+    chip = chip_of(topology)
+    return chip.hbm_bytes * num_chips(topology) / num_devices(topology) if chip else None
 
 
 def _named_after_chunks(prediction: Prediction) -> Simulation:

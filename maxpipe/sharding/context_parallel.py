@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-AXIS = "context"
+CONTEXT_AXIS = "context"
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 # (query [B,P,H,D], key and value [B,T,K,D], segment_ids int32 [B,T], index of the part) ->
@@ -53,10 +53,10 @@ def over_context(attention: PartAttention) -> Attention:
     """
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        count = lax.axis_size(AXIS)
+        count = lax.axis_size(CONTEXT_AXIS)
         k, v = (in_order(gathered(x), count) for x in (k, v))
         segment_ids = in_order(_gather(segment_ids), count)
-        return attention(q, k, v, segment_ids, lax.axis_index(AXIS))
+        return attention(q, k, v, segment_ids, lax.axis_index(CONTEXT_AXIS))
 
     return run
 
@@ -68,13 +68,15 @@ def gathered(x: jax.Array) -> jax.Array:
 
 
 def _gather(x: jax.Array) -> jax.Array:
-    return lax.all_gather(x, AXIS, axis=1, tiled=True)
+    return lax.all_gather(x, CONTEXT_AXIS, axis=1, tiled=True)
 
 
 def _scattered(_: None, gradient: jax.Array) -> tuple[jax.Array]:
     # Sums are float32 for accuracy; bfloat16 ones also abort XLA's CPU backend in partially manual
     # programs.
-    total = lax.psum_scatter(gradient.astype(jnp.float32), AXIS, scatter_dimension=1, tiled=True)
+    total = lax.psum_scatter(
+        gradient.astype(jnp.float32), CONTEXT_AXIS, scatter_dimension=1, tiled=True
+    )
     return (total.astype(gradient.dtype),)
 
 

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 
 MeshAxes = tuple[str, ...]
-KEY = "sharding.logical_axis_rules"
+AXIS_RULES_KEY = "sharding.logical_axis_rules"
 
 
 class AxisRules:
@@ -17,8 +17,8 @@ class AxisRules:
 
     Args:
       rules: `sharding.logical_axis_rules`, pairs of a logical axis and its mesh axes.
-      mesh: the device mesh.
-      say: called once for every dimension that is not split over a mesh axis that does not divide
+      mesh: the device mesh; an abstract one gives specs and constraints for any mesh like it.
+      note: called once for every dimension that is not split over a mesh axis that does not divide
         it.
       show: called once for every constraint that is applied, while a program is traced.
     """
@@ -26,13 +26,13 @@ class AxisRules:
     def __init__(
         self,
         rules: Sequence[tuple[str, Sequence[str]]],
-        mesh: Mesh,
-        say: Callable[[str], None] = lambda text: None,
+        mesh: Mesh | AbstractMesh,
+        note: Callable[[str], None] = lambda text: None,
         show: Callable[[str], None] = lambda text: None,
     ):
         self.mesh = mesh
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
-        self._say = say
+        self._note = note
         self._show = show
         self._reported: set[str] = set()
 
@@ -48,7 +48,7 @@ class AxisRules:
         """
         return self._spec(axes, shape, ())
 
-    def spec_here(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    def automatic_spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Return `spec` over the mesh axes that are not manual where this is called.
 
         `shape` is that of a device's part over the manual axes.
@@ -70,7 +70,7 @@ class AxisRules:
                         f"an array has axes {taken[axis]!r} and {name!r}, and both are laid over "
                         f"mesh axis {axis!r}"
                     )
-                    raise ConfigError(Problem(KEY, message))
+                    raise ConfigError(Problem(AXIS_RULES_KEY, message))
                 taken[axis] = name or ""
             entries.append(mesh_axes)
         return _partition_spec(entries)
@@ -87,7 +87,7 @@ class AxisRules:
         Inside a `jax.shard_map` that is manual over some mesh axes, `x` is a device's part over
         those, and the constraint is over the others.
         """
-        return self.lay_out(x, self.spec_here(axes, x.shape), axes)
+        return self.lay_out(x, self.automatic_spec(axes, x.shape), axes)
 
     def lay_out(self, x: jax.Array, spec: PartitionSpec, axes: Sequence[str | None]) -> jax.Array:
         """Tell XLA's partitioner to lay `x` out by `spec`; its logical axes are for `show`."""
@@ -111,7 +111,7 @@ class AxisRules:
             return ()
         if name not in self._rules:
             message = f"no rule for logical axis {name!r}; add [{name}, []] to leave it whole"
-            raise ConfigError(Problem(KEY, message))
+            raise ConfigError(Problem(AXIS_RULES_KEY, message))
         return tuple(a for a in self._rules[name] if self.mesh.shape[a] > 1)
 
     def _dividing(self, mesh_axes: MeshAxes, size: int, name: str) -> MeshAxes:
@@ -130,7 +130,7 @@ class AxisRules:
             )
             if text not in self._reported:
                 self._reported.add(text)
-                self._say(text + ", which does not divide it")
+                self._note(text + ", which does not divide it")
         return tuple(dividing)
 
 

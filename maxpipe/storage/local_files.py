@@ -13,7 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import optional
@@ -30,13 +30,21 @@ _PIECE = 1 << 20  # bytes of a compressed file read at a time
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
-    """Replace the contents of a file; after a crash it holds either the old contents or the new."""
+    """Replace the contents of a file; after a crash it holds either the old contents or the new.
+
+    Raises:
+      OSError: the file cannot be written; it holds the old contents.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    with scratch.open("wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
+    try:
+        with scratch.open("wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def local_copy(
@@ -61,7 +69,7 @@ def local_copy(
     Raises:
       ConfigError: the copy cannot be written to the cache.
     """
-    directory = Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "maxpipe"
+    directory = cache_directory(cache_dir)
     name = hashlib.sha256(f"{origin}\0{version}\0{suffix}".encode()).hexdigest()[:24]
     target = directory / (name + suffix)
     if target.is_file():
@@ -77,6 +85,11 @@ def local_copy(
         message = f"cannot keep a copy of {origin} in {directory}: {error.strerror or error}"
         raise ConfigError(Problem(_CACHE, message)) from error
     return str(target)
+
+
+def cache_directory(cache_dir: str) -> Path:
+    """Return the directory of `data.cache_dir`; `~/.cache/maxpipe` if it is empty."""
+    return Path(cache_dir).expanduser() if cache_dir else Path.home() / ".cache" / "maxpipe"
 
 
 def version_of(path: str) -> tuple[int, int]:
@@ -102,6 +115,27 @@ def fetch(url: str, suffixes: Sequence[str], cache_dir: str) -> list[str]:
         store = open_store(url, _PATH)
         names = sorted(_remote_files(store, url, suffixes))
         return [_fetch_file(store, f"{protocol}://{name}", cache_dir) for name in names]
+
+
+class RemoteFile(NamedTuple):
+    """A file in an object store: its name without protocol, its size in bytes, its entity tag."""
+
+    name: str
+    size: int
+    etag: str
+
+
+def list_remote(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
+    """Return a URL's files by name, without reading them; arguments and errors as for `fetch`."""
+    files = []
+    with explained(url, _PATH):
+        store = open_store(url, _PATH)
+        for name in sorted(_remote_files(store, url, suffixes)):
+            info = store.info(name)
+            # S3 calls it ETag, Google's store etag.
+            etag = info.get("ETag") or info.get("etag") or store.ukey(name)
+            files.append(RemoteFile(name, int(info["size"]), str(etag).strip('"')))
+    return files
 
 
 def _remote_files(store: "AbstractFileSystem", url: str, suffixes: Sequence[str]) -> list[str]:

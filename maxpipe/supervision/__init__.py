@@ -1,10 +1,11 @@
-"""Supervision of a process from start to end: signals, deadlines, an account of its time."""
+"""Supervision of a process from start to end: signals, deadlines, leases, an account of time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from maxpipe.config.sections import TelemetryConfig
+from maxpipe.supervision.run_lease import RunLease
 from maxpipe.supervision.signals import Interruption
 from maxpipe.supervision.watchdog import Watchdog
 from maxpipe.telemetry.profiling import TimeAccount
@@ -12,11 +13,12 @@ from maxpipe.telemetry.profiling import TimeAccount
 
 @dataclass(frozen=True)
 class Supervision:
-    """Signals, deadlines and time accounting of a process; inert by default."""
+    """Signals, deadlines, time accounting and leases of a process; inert by default."""
 
     interruption: Interruption = field(default_factory=Interruption)
     watchdog: Watchdog = field(default_factory=Watchdog)
     time: TimeAccount = field(default_factory=TimeAccount)
+    lease: RunLease = field(default_factory=RunLease)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from maxpipe.config.terminal import INTERRUPTED
+from maxpipe.supervision.ending import is_one_of_several, leave
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
 
@@ -103,14 +104,8 @@ class Interruption:
             self._signal = number
         again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
         _print(f"{name}: finishing the step and saving; {again} stops at once")
-        if number == signal.SIGINT and _is_one_of_several():
+        if number == signal.SIGINT and is_one_of_several():
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _is_one_of_several() -> bool:
-    import jax
-
-    return jax.distributed.is_initialized()
 
 
 def _do_nothing(number: int, frame: object) -> None:
@@ -119,7 +114,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 def _exit_now(number: int, why: str) -> None:
     _print(why)
-    os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+    leave(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
 
 
 def _print(text: str) -> None:

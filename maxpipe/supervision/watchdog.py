@@ -1,11 +1,12 @@
 """A deadline for progress: a run that hangs shows where, and ends so that it can be restarted."""
 
 import faulthandler
-import os
 import sys
 import threading
 import time
 from typing import Self, TextIO
+
+from maxpipe.supervision.ending import leave
 
 HUNG = 124
 
@@ -69,4 +70,4 @@ class Watchdog:
             flush=True,
         )
         faulthandler.dump_traceback(stream, all_threads=True)
-        os._exit(HUNG)
+        leave(HUNG)

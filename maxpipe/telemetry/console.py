@@ -42,8 +42,8 @@ class Console:
       total_steps: steps of the run, including those of earlier processes.
       start_step: steps finished before this process.
       log_every: print every so many steps, and the first and the last one; 0 = no steps.
-      tokens_per_step, flops_per_step: of the global batch.
-      peak_flops: FLOP/s of all devices together; None leaves MFU out.
+      tokens_per_step: of the global batch.
+      peak_seconds: of a step at the peak FLOP/s of all devices together; None leaves MFU out.
       stream: standard output if None.
     """
 
@@ -54,15 +54,13 @@ class Console:
         start_step: int,
         log_every: int,
         tokens_per_step: int,
-        flops_per_step: float,
-        peak_flops: float | None,
+        peak_seconds: float | None,
         stream: TextIO | None = None,
     ):
         self._total = total_steps
         self._log_every = log_every
         self._tokens = tokens_per_step
-        self._flops = flops_per_step
-        self._peak = peak_flops
+        self._peak_seconds = peak_seconds
         self._stream = stream or sys.stdout
         self._start_step = start_step
         self._recent: deque[float] = deque(maxlen=WINDOW)
@@ -124,8 +122,8 @@ class Console:
             f"{format_step_time(seconds)}/step",
             f"{format_count(self._tokens / seconds)} tokens/s",
         ]
-        if self._peak is not None:
-            parts.append(f"MFU {100 * self._flops / (seconds * self._peak):.1f} %")
+        if self._peak_seconds is not None:
+            parts.append(f"MFU {100 * self._peak_seconds / seconds:.1f} %")
         return "  ".join([*parts, f"left {left}"])
 
 

@@ -1,8 +1,11 @@
 """`Recorder`: the one object through which the training loop reports."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
+from operator import methodcaller
 from pathlib import Path
 
+from maxpipe.config.identity import Change
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
@@ -20,7 +23,9 @@ class Recorder:
     Files in `run_dir`:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
         step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
-        eval_loss` for evaluations; at the end of each process `step, goodput` and its parts
+        eval_loss, eval_perplexity, eval_bits_per_byte` for evaluations, the last only if the bytes
+        of tokens are known; rows `step, changed, before, now` for keys that a resumed start
+        has changed; at the end of each process `step, goodput` and its parts
         (`maxpipe.telemetry.profiling`). Numbers that are not finite, and `mfu` if the peak is
         unknown, are null.
       tensorboard/: the same values as scalars.
@@ -31,8 +36,8 @@ class Recorder:
       start_step: steps finished before this process: the restored checkpoint's step, or 0. Rows
         after it, written by a process that died later than its last checkpoint, are dropped.
       tokens_per_step: tokens in a global batch.
-      flops_per_step: model FLOPs of a step on a global batch.
-      peak_flops: peak FLOP/s of all devices together, or None if unknown.
+      peak_seconds: seconds of the model FLOPs of a step at the peak of all devices together; None
+        if the chip is unknown.
       is_main: false in all processes but one; there the recorder does nothing.
     """
 
@@ -43,14 +48,12 @@ class Recorder:
         *,
         start_step: int,
         tokens_per_step: int,
-        flops_per_step: float,
-        peak_flops: float | None,
+        peak_seconds: float | None,
         is_main: bool = True,
     ):
         self._is_main = is_main
         self._tokens = tokens_per_step
-        self._flops = flops_per_step
-        self._peak = peak_flops
+        self._peak_seconds = peak_seconds
         self._log_every = config.telemetry.log_every
         self._first_step = start_step + 1
         self._last_step = config.steps
@@ -61,8 +64,7 @@ class Recorder:
             start_step=start_step,
             log_every=self._log_every,
             tokens_per_step=tokens_per_step,
-            flops_per_step=flops_per_step,
-            peak_flops=peak_flops,
+            peak_seconds=peak_seconds,
         )
         is_required = config.telemetry.required
         self._metrics = Sink(
@@ -109,7 +111,7 @@ class Recorder:
             "learning_rate": learning_rate,
             "step_seconds": step_seconds,
             "tokens_per_second": self._tokens / step_seconds,
-            "mfu": None if self._peak is None else self._flops / (step_seconds * self._peak),
+            "mfu": None if self._peak_seconds is None else self._peak_seconds / step_seconds,
         }
         assert not row.keys() & extra.keys(), (
             f"{row.keys() & extra.keys()} would hide values of the step"
@@ -121,14 +123,35 @@ class Recorder:
             scalars = {f"train/{key}": row[key] for key in row if key != "step"}
             self._tensorboard.use(lambda events: events.write(step, scalars))
 
-    def evaluation(self, step: int, eval_loss: float) -> None:
-        """Record the loss on held-out data after `step`, nats per token."""
+    def changes(self, step: int, changes: Iterable[Change]) -> None:
+        """Record what this start has changed since `step`, from which it resumes."""
+        if self._is_main:
+            for change in changes:
+                fields = step, change.key, change.before, change.now
+                self._metrics.use(methodcaller("write_change", *fields))
+
+    def evaluation(self, step: int, eval_loss: float, bits_per_byte: float | None = None) -> None:
+        """Record an evaluation on held-out data after `step`.
+
+        Args:
+          step: finished steps.
+          eval_loss: mean cross-entropy, nats per token.
+          bits_per_byte: cross-entropy per byte of text, which compares across tokenizers; None if
+            the bytes are not known.
+        """
         if not self._is_main:
             return
-        self._metrics.use(lambda file: file.write({"step": step, "eval_loss": eval_loss}))
-        self._console.say(f"step {step}/{self._last_step}  eval loss {eval_loss:.4f}")
+        values = {"loss": eval_loss, "perplexity": _perplexity(eval_loss)}
+        parts = [f"eval loss {eval_loss:.4f}", f"perplexity {values['perplexity']:.4g}"]
+        if bits_per_byte is not None:
+            values["bits_per_byte"] = bits_per_byte
+            parts.append(f"{bits_per_byte:.4f} bits/byte")
+        row = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
+        self._metrics.use(lambda file: file.write(row))
+        self._console.say("  ".join([f"step {step}/{self._last_step}", *parts]))
         if self._tensorboard is not None:
-            self._tensorboard.use(lambda events: events.write(step, {"eval/loss": eval_loss}))
+            scalars = {f"eval/{name}": value for name, value in values.items()}
+            self._tensorboard.use(lambda events: events.write(step, scalars))
             self._tensorboard.use(TensorBoard.flush)
 
     def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
@@ -162,3 +185,11 @@ class Recorder:
 
     def _is_logged(self, step: int) -> bool:
         return step % self._log_every == 0 or step in (self._first_step, self._last_step)
+
+
+def _perplexity(loss: float) -> float:
+    """Return e to the loss; infinite where that is no float64."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

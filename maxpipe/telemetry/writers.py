@@ -18,6 +18,7 @@ from maxpipe.storage.local_files import write_atomically
 FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
 
 Row = Mapping[str, float | int | None]
+CHANGED = "changed"  # in rows about changed keys
 
 
 class MetricsFile:
@@ -48,8 +49,14 @@ class MetricsFile:
 
     def write(self, row: Row) -> None:
         """Append one row, which has an integer `step`."""
-        finite = {key: _finite_or_none(value) for key, value in row.items()}
-        line = json.dumps(finite, allow_nan=False).encode() + b"\n"
+        self._append({key: _finite_or_none(value) for key, value in row.items()})
+
+    def write_change(self, step: int, key: str, before: object, now: object) -> None:
+        """Append a row about a key whose value was changed after `step`."""
+        self._append({"step": step, CHANGED: key, "before": before, "now": now})
+
+    def _append(self, row: Mapping[str, object]) -> None:
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
         if self._is_torn:
             line = b"\n" + line
         self._is_torn = True
@@ -74,8 +81,9 @@ def _drop_after(path: Path, last_step: int) -> float:
         row = _parse(line)
         if row is None:
             continue
-        step, seconds = row
-        if step <= last_step:
+        step, seconds, is_change = row
+        # A start from the same step writes its changes again.
+        if step < last_step or (step == last_step and not is_change):
             kept.append(line)
         else:
             lost_seconds += seconds
@@ -83,8 +91,11 @@ def _drop_after(path: Path, last_step: int) -> float:
     return lost_seconds
 
 
-def _parse(line: bytes) -> tuple[int, float] | None:
-    """Return step and step time (0 if it has none) of a row; None if the line is not a row."""
+def _parse(line: bytes) -> tuple[int, float, bool] | None:
+    """Return step, step time (0 if it has none) and whether it is about a change, of a row.
+
+    None if the line is not a row.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -92,7 +103,7 @@ def _parse(line: bytes) -> tuple[int, float] | None:
     if not (line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int)):
         return None
     seconds = row.get("step_seconds")
-    return row["step"], seconds if isinstance(seconds, float) else 0.0
+    return row["step"], seconds if isinstance(seconds, float) else 0.0, CHANGED in row
 
 
 class TensorBoard:

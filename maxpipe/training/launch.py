@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Protocol
 
@@ -12,30 +13,44 @@ import numpy as np
 from jax.sharding import Mesh
 
 import maxpipe
+from maxpipe.checkpoint.errors import CheckpointDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
-from maxpipe.data.loader import Loader, make_loader
+from maxpipe.data.fingerprint import data_digests, fingerprint_data
+from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
-from maxpipe.devices.chips import chip_for, device_memory
+from maxpipe.devices.agreement import check_agreement, source_digest
+from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
-from maxpipe.devices.start import start_jax
+from maxpipe.devices.start import job_of_process, start_jax
 from maxpipe.devices.xla_flags import advice
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
 from maxpipe.supervision.failure import failing_fast
+from maxpipe.supervision.run_lease import RunLease, own_run
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.continuity import (
+    DOCUMENTS,
+    FINGERPRINT,
+    VERSIONS,
+    check_continuity,
+    describe_changes,
+    version_changes,
+)
 from maxpipe.training.loop import DONE, Run, run_and_close, train
-from maxpipe.training.run_directory import RunDirectory
+from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.trainer import Trainer
 
@@ -60,9 +75,14 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
     """
     start_jax(loaded.config)
     with failing_fast():
+        if processes.count() > 1:
+            # Before all else: with different programs a collective would never end.
+            check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
         config = resolve(loaded, len(devices), num_slices(devices))
-        return run(config, loaded, build_mesh(config), supervision, build_trainer)
+        with _owned(config) as lease:
+            supervision = replace(supervision, lease=lease)
+            return run(config, loaded, build_mesh(config), supervision, build_trainer)
 
 
 def run(
@@ -79,10 +99,10 @@ def run(
     memory = device_memory(mesh.devices.reshape(-1).tolist())
     config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config)
-    newest_step = max(checkpointer.steps(), default=0)
-    if newest_step >= config.steps and config.checkpoint.resume in ("auto", "must"):
+    last_step = finished_step(config, checkpointer)
+    if last_step is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
-        finished = f"step {newest_step} is saved, and steps={config.steps}; nothing to do"
+        finished = f"step {last_step} is saved, and steps={config.steps}; nothing to do"
         log(f"{directory.root} is finished: {finished}")
         return DONE
     started = time.perf_counter()
@@ -91,6 +111,8 @@ def run(
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
+    if not config.compile.load:
+        current.recorder.say("compiling   the first step, minutes for a large model")
     exit_code = run_and_close(current, lambda: train(current))
     log(_farewell(current, exit_code, str(directory.root), time.perf_counter() - started))
     return exit_code
@@ -100,6 +122,26 @@ def log(text: str) -> None:
     """Print a line, on process 0 only."""
     if jax.process_index() == 0:
         emit(text)
+
+
+@contextmanager
+def _owned(config: Config) -> Iterator[RunLease]:
+    """Let process 0 own the run's directory and mirror for all processes.
+
+    Raises:
+      ConfigError: another start of the run is alive, or the processes see other directories.
+    """
+    with ExitStack() as stack:
+        lease = RunLease()
+        if jax.process_index() == 0:
+            root, mirror = RunDirectory(config).root, open_mirror(config)
+            lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
+        processes.of_first_process(0)  # the others wait here until the run has its owner
+        if not processes.share(RunDirectory(config).root):
+            problem = f"not all processes see the same {RunDirectory(config).root}"
+            remedy = "give a file system that they share, such as NFS"
+            raise ConfigError(Problem("output_dir", f"{problem}: {remedy}"))
+        yield lease
 
 
 def open_run_directory(config: Config) -> tuple[RunDirectory, Checkpointer]:
@@ -113,6 +155,28 @@ def open_run_directory(config: Config) -> tuple[RunDirectory, Checkpointer]:
     directory.claim(config, write=False)
     checkpointer = Checkpointer(directory.checkpoints, config.checkpoint, mirror=mirror, log=log)
     return directory, checkpointer
+
+
+def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
+    """Return the newest saved step if it ends the run and its record is sound, otherwise None.
+
+    A damaged one is left to the restore, which sets it aside and continues from the one before.
+
+    Raises:
+      CheckpointUnreadable: its record cannot be read here.
+    """
+    if config.checkpoint.resume not in ("auto", "must"):
+        return None
+    step = processes.of_first_process(max(checkpointer.steps(), default=0))
+    if step < config.steps:
+        return None
+    is_sound = True
+    try:
+        checkpointer.record(step)
+    except CheckpointDamaged as error:
+        is_sound = False
+        log(f"step {step} of steps={config.steps} is saved, but damaged: {error}")
+    return step if processes.agree(is_sound) else None
 
 
 def start_run(
@@ -140,8 +204,18 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
+    for note in loader.notes:
+        log(f"data.path: {note}{_held_out(config, eval_loader)}")
+    fingerprint = fingerprint_data(config)
+    versions = package_versions()
     resume_step = step_to_resume(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
+    if resume_step is not None:
+        # A refusal should not cost the time of a restore; damage is the restore's to judge.
+        with suppress(CheckpointDamaged):
+            meta = checkpointer.record(resume_step).meta
+            check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     claim_run_directory(config, directory)
+    changed: list[Change] = []
     if resume_step is None:
         state, step = trainer.init(jax.random.key(config.seed)), 0
     else:
@@ -150,9 +224,20 @@ def start_run(
         restored = checkpointer.restore(
             trainer.abstract_canonical(), exact_step, optional=("history",)
         )
-        state, step = trainer.from_canonical(restored.state), restored.step
-        loader = _continue_loader(loader, config, place, restored.iterator)
+        # Perhaps not the step that was checked above, if that was damaged.
+        meta, step = restored.meta, restored.step
+        changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
+        changed += version_changes(versions, meta.get(VERSIONS))
+        for line in describe_changes(config, changed, meta, step):
+            log(line)
+        state = trainer.from_canonical(restored.state)
+        loader = _continue_loader(loader, config, place, restored.iterator, meta)
     recorder = build_recorder(config, mesh, directory, step)
+    recorder.changes(step, changed)
+    if jax.process_index() == 0:
+        directory.keep_config(config, step)
+        directory.keep_tokenizer(config)
+    recorded = fingerprint.to_json() | {DOCUMENTS: loader.num_documents}
     return Run(
         config=config,
         trainer=trainer,
@@ -169,41 +254,68 @@ def start_run(
             is_required=config.telemetry.required,
             say=recorder.say,
         ),
-        meta={"config": asdict(config), "versions": package_versions()},
+        meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
+        token_bytes=token_bytes(config),
     )
+
+
+def token_bytes(config: Config) -> np.ndarray | None:
+    """Return the bytes of text of each token id, int32 [model.vocab_size]; None if unknown."""
+    counts = getattr(load_tokenizer(config.data.tokenizer), "token_bytes", None)
+    if counts is None:
+        return None
+    return np.pad(counts, (0, config.model.vocab_size - len(counts)))
 
 
 def claim_run_directory(config: Config, directory: RunDirectory) -> None:
     """Write `config.yml` into the run directory, and into the mirror on process 0.
 
     Raises:
-      ConfigError: the directory belongs to another configuration, cannot be written to, or is not
-        the same for all processes.
+      ConfigError: the directory belongs to another configuration, or cannot be written to.
     """
     directory.claim(config)
-    if not processes.share(directory.root):
-        problem = f"not all processes see the same {directory.root}"
-        remedy = "give a file system that they share, such as NFS"
-        raise ConfigError(Problem("output_dir", f"{problem}: {remedy}"))
     if jax.process_index() == 0:
         directory.publish(config)
 
 
 def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
     """Build the telemetry of a run that continues after `step`."""
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    chip = chip_for(mesh.devices.flat[0].device_kind)
     return Recorder(
         config,
         directory.root,
         start_step=step,
-        tokens_per_step=tokens,
-        flops_per_step=tokens * model_flops_per_token(config.model, config.data.sequence_length),
-        peak_flops=chip.peak_flops[config.model.dtype] * mesh.size if chip else None,
+        tokens_per_step=config.data.global_batch_size * config.data.sequence_length,
+        peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
     )
+
+
+def peak_seconds(config: Config, mesh: Mesh) -> float | None:
+    """Return the seconds of a step at the chips' peak FLOP/s; None if the chip is unknown."""
+    devices = mesh.devices.reshape(-1).tolist()
+    chip = chip_for(devices[0].device_kind)
+    if chip is None:
+        return None  # and no layer has to be traced
+    length = config.data.sequence_length
+    flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
+    num_chips = mesh.size / devices_per_chip(devices)
+    return flops / (chip.peak_flops[config.model.dtype] * num_chips)
+
+
+def run_contents(config: Config) -> dict[str, str]:
+    """Return digests and versions of what the result of a run depends on, by name.
+
+    Data and tokenizer have the names of the keys that give their paths. What cannot be read has its
+    error in place of a digest: if no process can read it, opening it says so later.
+    """
+    try:
+        contents = data_digests(config)
+    except ConfigError as error:
+        contents = {problem.key: problem.message for problem in error.problems}
+    contents |= {f"version of {name}": version for name, version in package_versions().items()}
+    return contents | {"code of maxpipe": source_digest()}
 
 
 def package_versions() -> dict[str, str]:
@@ -214,11 +326,23 @@ def package_versions() -> dict[str, str]:
 
 
 def _continue_loader(
-    loader: Loader, config: Config, place: BatchPlacer, position: np.ndarray
+    loader: Loader, config: Config, place: BatchPlacer, position: np.ndarray, meta: Meta
 ) -> Loader:
     """Return a loader that continues at the data position of a checkpoint, one row per sequence."""
     loader.close()
-    return make_loader(config, "train", place.rows, position[place.rows])
+    state = position[place.rows]
+    num_before = (meta.get(FINGERPRINT) or {}).get(DOCUMENTS)
+    if "data" in config.checkpoint.accept_changes and num_before:
+        state = moved_state(state, num_before, loader.num_documents)
+    return make_loader(config, "train", place.rows, state)
+
+
+def _held_out(config: Config, eval_loader: Loader | None) -> str:
+    """Return how many documents are held out, as the end of a line about the data."""
+    if eval_loader is None or config.data.eval_path or config.data.mixture:
+        return ""
+    count = f"{eval_loader.num_documents:,} of them are held out for evaluation"
+    return f"; {count} (data.eval_fraction={config.data.eval_fraction:g})"
 
 
 def _farewell(current: Run, exit_code: int, root: str, seconds: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from maxpipe.checkpoint.errors import StateNotFinite
 from maxpipe.checkpoint.manager import Checkpointer
@@ -38,6 +39,7 @@ class Run:
       meta: what a checkpoint records about its run.
       supervision: signals, deadlines and time accounting.
       eval_loader: of the evaluation split; None without evaluations.
+      token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
     """
 
@@ -54,6 +56,7 @@ class Run:
     meta: dict[str, Any]
     supervision: Supervision = field(default_factory=Supervision)
     eval_loader: Loader | None = None
+    token_bytes: np.ndarray | None = None
     eval_losses: dict[int, float] = field(default_factory=dict)
 
 
@@ -88,6 +91,7 @@ def _train(run: Run) -> int:
             is_interrupted = signals.after(run.step)
             if is_interrupted:
                 break
+            run.supervision.lease.check()
             # 1. Batch and step; the step is only dispatched, not waited for.
             run.profiler.before(run.step + 1)
             with clock.phase("data"):
@@ -162,7 +166,12 @@ def _diverged(run: Run, reason: str, remedy: str = "") -> int:
 
 
 def save(run: Run) -> None:
-    """Start an asynchronous checkpoint of the state and the data position after `run.step`."""
+    """Start an asynchronous checkpoint of the state and the data position after `run.step`.
+
+    Raises:
+      LeaseLost: the run directory is gone or has another owner.
+    """
+    run.supervision.lease.verify()
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
         meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
@@ -171,25 +180,44 @@ def save(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Record the mean cross-entropy over `eval.batches` evaluation batches, in nats per token."""
+    """Record the mean cross-entropy over `eval.batches` evaluation batches."""
     loader = run.eval_loader
     assert loader is not None
     with run.supervision.time.phase("evaluation"):
         loader.restart()
-        batches = (run.place_eval(next(loader)) for _ in range(run.config.eval.batches))
-        sums = jax.device_get([run.trainer.forward(run.state, batch) for batch in batches])
+        sums = []
+        num_bytes = []
+        for _ in range(run.config.eval.batches):
+            batch = next(loader)
+            sums.append(run.trainer.forward(run.state, run.place_eval(batch)))
+            if run.token_bytes is not None:
+                per_target = run.token_bytes[batch["targets"]] * (batch["weights"] > 0)
+                num_bytes.append(_sum(run.place_eval({"bytes": per_target})["bytes"]))
+        sums, num_bytes = jax.device_get((sums, num_bytes))
         cross_entropy = sum(batch_sums["cross_entropy"] for batch_sums in sums)
         weight = sum(batch_sums["weight"] for batch_sums in sums)
         loss = float(cross_entropy / max(weight, 1e-6))
         run.eval_losses = {run.step: loss} if math.isfinite(loss) else {}
-        run.recorder.evaluation(run.step, loss)
+        all_bytes = sum(map(int, num_bytes))
+        bits_per_byte = float(cross_entropy) / math.log(2) / all_bytes if all_bytes else None
+        run.recorder.evaluation(run.step, loss, bits_per_byte)
     run.supervision.watchdog.progress(f"the evaluation after step {run.step}")
 
 
+@jax.jit
+def _sum(x: jax.Array) -> jax.Array:
+    """Return the sum of an array over all processes, in its dtype."""
+    return x.sum()
+
+
 def run_and_close(run: Run, train: Callable[[], int]) -> int:
-    """Call `train`, then close everything however it ended; raise an error of the last save."""
+    """Call `train`, then close everything however it ended; raise an error of the last save.
+
+    Raises:
+      LeaseLost: the run directory is gone or has another owner, even if all steps are done.
+    """
     try:
-        return train()
+        exit_code = train()
     finally:
         for loader in (run.loader, run.eval_loader):
             if loader is not None:
@@ -197,10 +225,13 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
         run.profiler.close()
         try:
             with run.supervision.time.phase("checkpoint"):
-                run.checkpointer.close()
+                if not run.supervision.lease.is_lost:
+                    run.checkpointer.close()
         finally:
             run.recorder.time_account(run.step, run.supervision.time.seconds())
             run.recorder.close()
+    run.supervision.lease.verify()
+    return exit_code
 
 
 class StepLog:

@@ -29,7 +29,6 @@ class Optimizer:
         self._config = config
         self.spike_filter = SpikeFilter(config)
         self._transform = implementation(OPTIMIZERS[config.name])(config, specs)
-        self._rate = implementation(LR_SCHEDULES[config.schedule])
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> optax.OptState:
@@ -37,18 +36,8 @@ class Optimizer:
         return self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
-        """Return the rate of the update after `step` finished steps, float32 scalar.
-
-        Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to
-        `decay_steps`.
-        """
-        config = self._config
-        finished = step.astype(jnp.float32)
-        warmup = jnp.minimum(1.0, (finished + 1) / max(config.warmup_steps, 1))
-        decay_steps = max(config.decay_steps - config.warmup_steps, 1)
-        progress = (finished - config.warmup_steps) / decay_steps
-        share = self._rate(jnp.clip(progress, 0.0, 1.0), config)
-        return config.learning_rate * warmup * share
+        """Return the rate of the update after `step` finished steps, float32 scalar."""
+        return learning_rate(self._config, step)
 
     def update(
         self,
@@ -105,6 +94,24 @@ class Optimizer:
             return (p32 - rate * (direction + decay * p32)).astype(p.dtype)
 
         return jax.tree.map(apply, params, directions, self._decays), state
+
+
+def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
+    """Return the rate of the update after `step` finished steps, float32 scalar.
+
+    Warm-up is linear and reaches the peak in update `warmup_steps`; the schedule then runs to
+    `decay_steps`.
+
+    Args:
+      config: `optimizer.*`, resolved.
+      step: int32 scalar.
+    """
+    finished = step.astype(jnp.float32)
+    warmup = jnp.minimum(1.0, (finished + 1) / max(config.warmup_steps, 1))
+    decay_steps = max(config.decay_steps - config.warmup_steps, 1)
+    progress = (finished - config.warmup_steps) / decay_steps
+    share = implementation(LR_SCHEDULES[config.schedule])(jnp.clip(progress, 0.0, 1.0), config)
+    return config.learning_rate * warmup * share
 
 
 def global_norm(tree: Params) -> jax.Array:

@@ -1,6 +1,5 @@
 """The directory of a run: its paths, and which configuration owns it. Imports no JAX."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,28 +10,15 @@ import yaml
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import KEY as MIRROR
 from maxpipe.checkpoint.mirror import Mirror
-from maxpipe.checkpoint.record import record_file
+from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
-from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
+from maxpipe.data.tokenizers import TOKENIZER, tokenizer_files
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained
 
-# Keys that decide what a saved state means; all others may change from one start to the next.
-IDENTITY = (
-    "model",
-    "seed",
-    "optimizer.name",
-    "data.source",
-    "data.path",
-    "data.mixture",
-    "data.tokenizer",
-    "data.packing",
-    "data.sequence_length",
-    "data.global_batch_size",
-)
-# Part of the identity unless checkpoint.convert_dtype is on.
-DTYPES = ("model.dtype", "model.param_dtype")
+Meta = Mapping[str, Any]  # what a checkpoint says of its run: "config", "fingerprint", "versions"
 
 
 class RunDirectory:
@@ -49,6 +35,8 @@ class RunDirectory:
       tensorboard: event files.
       metrics: `metrics.jsonl`, one row per step.
       config_file: `config.yml`, the resolved configuration of the latest start.
+      tokenizer: copies of the tokenizer's files, if it has any.
+      config_history: that of every start that changed it, in order.
     """
 
     def __init__(self, config: Config, mirror: Mirror | None = None):
@@ -58,6 +46,8 @@ class RunDirectory:
         self.tensorboard = self.root / "tensorboard"
         self.metrics = self.root / "metrics.jsonl"
         self.config_file = self.root / "config.yml"
+        self.tokenizer = self.root / TOKENIZER
+        self.config_history = self.root / "config_history"
 
     def claim(self, config: Config, *, write: bool = True) -> None:
         """Make the directory and write `config.yml`, unless it belongs to another configuration.
@@ -81,14 +71,15 @@ class RunDirectory:
             )
             raise ConfigError(Problem(MIRROR, f"{held}: choose another run_name, or another place"))
         steps = committed_steps(self.checkpoints)
-        places = [(str(self.checkpoints), self._recorded_configs(steps))] if steps else []
+        if config.checkpoint.resume.isdecimal():
+            steps = [step for step in steps if step == int(config.checkpoint.resume)]
+        places = [(str(self.checkpoints), self._recorded(steps))] if steps else []
         if self._mirror is not None:
-            places.append((self._mirror.url, self._mirrored_configs(self._mirror)))
-        for place, configs in places:
-            owner = next(configs, None)
-            if owner is not None and (differences := _differences(config, owner)):
-                conflicts = [_conflict(place, key, *pair) for key, pair in differences.items()]
-                raise ConfigError(*conflicts, self._advice(place))
+            places.append((self._mirror.url, self._mirrored(self._mirror)))
+        for place, metas in places:
+            owner = next(metas, None)
+            if owner is not None:
+                self.check(config, owner, place)
         if not write:
             return
         try:
@@ -98,8 +89,71 @@ class RunDirectory:
             message = f"cannot write to {self.root}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
 
+    def check(self, config: Config, meta: Meta, place: str) -> list[Change]:
+        """Return the keys that differ from those of a checkpoint and may do so.
+
+        What `data.path` and its like name is left to the fingerprint, if the checkpoint has one.
+
+        Args:
+          config: the resolved configuration.
+          meta: of the checkpoint.
+          place: where the checkpoint is, for messages.
+
+        Raises:
+          ConfigError: keys differ that must not (one problem for each).
+        """
+        changed = changes(config, meta["config"])
+        if meta.get("fingerprint"):
+            changed = [change for change in changed if change.key not in FINGERPRINTED]
+        if problems := refusals(config, changed, place):
+            raise ConfigError(*problems, self.advice(place))
+        return changed
+
+    def keep_config(self, config: Config, step: int) -> None:
+        """Add the configuration to `config_history/`, unless the newest one there is equal.
+
+        Args:
+          config: of this start, resolved.
+          step: finished steps.
+
+        Raises:
+          ConfigError: the directory cannot be written to.
+        """
+        text = to_yaml(config).encode()
+        try:
+            self.config_history.mkdir(exist_ok=True)
+            earlier = sorted(self.config_history.glob("[0-9]*-step-*.yml"))
+            if not earlier or earlier[-1].read_bytes() != text:
+                number = int(earlier[-1].name.partition("-")[0]) + 1 if earlier else 1
+                write_atomically(self.config_history / f"{number:04}-step-{step}.yml", [text])
+        except OSError as error:
+            message = f"cannot write to {self.config_history}: {error.strerror}"
+            raise ConfigError(Problem("output_dir", message)) from error
+
+    def keep_tokenizer(self, config: Config) -> None:
+        """Copy the tokenizer's files to `tokenizer/`, so that a moved run can generate text.
+
+        Raises:
+          ConfigError: they cannot be read, or the directory cannot be written to.
+        """
+        files = tokenizer_files(config.data.tokenizer)
+        try:
+            if files:
+                self.tokenizer.mkdir(exist_ok=True)
+            for file in files:
+                write_atomically(self.tokenizer / file.name, [file.read_bytes()])
+            names = {file.name for file in files}
+            for copy in self.tokenizer.iterdir() if self.tokenizer.is_dir() else ():
+                if copy.name not in names:
+                    copy.unlink()  # of a tokenizer that the run no longer has
+        except OSError as error:
+            message = f"cannot copy {config.data.tokenizer} to {self.tokenizer}: {error.strerror}"
+            raise ConfigError(Problem("output_dir", message)) from error
+
     def publish(self, config: Config) -> None:
-        """Write `config.yml` to the mirror, which shows at once whether it can be written to.
+        """Write `config.yml` and the tokenizer to the mirror.
+
+        This shows at once whether the mirror can be written to.
 
         Raises:
           ConfigError: the mirror cannot be written to.
@@ -107,9 +161,12 @@ class RunDirectory:
         if self._mirror is None:
             return
         with explained(self._mirror.url, MIRROR, "written to"):
-            self._mirror.write_config(to_yaml(config))
+            self._mirror.write_file("config.yml", to_yaml(config).encode())
+            for file in tokenizer_files(config.data.tokenizer):
+                self._mirror.write_file(f"{TOKENIZER}/{file.name}", file.read_bytes())
 
-    def _advice(self, place: str) -> Problem:
+    def advice(self, place: str) -> Problem:
+        """Return what to do about a checkpoint of another run."""
         both = f" and {self._mirror.url}" if self._mirror else ""
         return Problem(
             "run_name",
@@ -118,63 +175,30 @@ class RunDirectory:
             f"{self.root}{both}",
         )
 
-    def _recorded_configs(self, steps: list[int]) -> Iterator[Mapping[str, Any]]:
-        """Yield the readable configurations: `config.yml`, then the checkpoints', newest first."""
+    def _recorded(self, steps: list[int]) -> Iterator[Meta]:
+        """Yield what the readable checkpoints say, newest first, and last what `config.yml` does.
+
+        `config.yml` is that of the last start, which may have ended before its first checkpoint.
+        """
+        for step in reversed(steps):
+            with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
+                meta = read_record(step_path(self.checkpoints, step)).meta
+                if isinstance(meta["config"], Mapping):
+                    yield meta
         try:
             is_file = self.config_file.is_file()  # a pipe would never end
             text = self.config_file.read_text(encoding="utf-8") if is_file else ""
             written = yaml.safe_load(text)
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
-            written = None  # lost or torn; the checkpoints have it too
+            written = None  # lost or torn
         if isinstance(written, Mapping):
-            yield written
-        for step in reversed(steps):
-            try:
-                file = record_file(step_path(self.checkpoints, step))
-                record = json.loads(file.read_bytes() if file.is_file() else b"")
-                saved = record["meta"]["config"]
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
-                continue
-            if isinstance(saved, Mapping):
-                yield saved
+            yield {"config": written}
 
-    def _mirrored_configs(self, mirror: Mirror) -> Iterator[Mapping[str, Any]]:
-        """Yield the readable configurations of mirrored checkpoints, newest first."""
+    def _mirrored(self, mirror: Mirror) -> Iterator[Meta]:
+        """Yield what the readable mirrored checkpoints say, newest first."""
         with explained(mirror.url, MIRROR):
             for step in reversed(mirror.steps()):
-                with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError):
-                    yield mirror.record(step).meta["config"]
-
-
-def _conflict(place: str, key: str, ours: Any, theirs: Any) -> Problem:
-    remedy = "; checkpoint.convert_dtype=true goes on all the same" if key in DTYPES else ""
-    return Problem(
-        key, f"is {ours!r}, but the checkpoints in {place} were made with {theirs!r}{remedy}"
-    )
-
-
-def _differences(config: Config, owner: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return identity keys whose values differ -> (value in `config`, value in `owner`).
-
-    A key that `owner` lacks, saved by a version without it, counts as having had its default.
-    """
-    differing = {}
-    for key, option in OPTIONS.items():
-        if not any(key == name or key.startswith(f"{name}.") for name in IDENTITY):
-            continue
-        if key in DTYPES and config.checkpoint.convert_dtype:
-            continue
-        ours = get(config, key)
-        theirs = _lookup(owner, key, None if option.bounds.derived else option.default)
-        if theirs is not None and ours != theirs:
-            differing[key] = (ours, theirs)
-    return differing
-
-
-def _lookup(tree: Mapping[str, Any], key: str, default: Any) -> Any:
-    value: Any = tree
-    for name in key.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return default
-        value = value[name]
-    return value
+                with suppress(CheckpointDamaged, CheckpointUnreadable, LookupError, TypeError):
+                    meta = mirror.record(step).meta
+                    if isinstance(meta["config"], Mapping):
+                        yield meta

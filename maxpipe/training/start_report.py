@@ -1,5 +1,6 @@
 """The report at the start of a run: what runs, what was decided automatically, and why."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -8,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config, DataConfig
+from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.auto_stages import predict
@@ -17,6 +20,8 @@ from maxpipe.planning.simulate import simulate
 
 MAX_LINES = 25
 MAX_STAGES = 8
+MAX_NOTES = 6
+CHOICE = re.compile(r"[\w.]+=\S+: ")  # a decision that is a value with its reason
 
 
 class Decisions:
@@ -51,7 +56,7 @@ class RunSummary:
 
     Attributes:
       run_dir: the run's directory.
-      device_kind: as JAX names it.
+      device_kind: its usual name.
       num_devices, num_processes: of the whole run.
       is_simulated: True if the devices are shares of a CPU.
       mesh: size of each axis, in the order of the mesh.
@@ -86,13 +91,19 @@ class RunSummary:
 
 
 def start_summary(run: RunSummary) -> list[str]:
-    """Return the report, one string per line, at most `MAX_LINES` of them."""
+    """Return the report, one string per line, at most `MAX_LINES` of them.
+
+    What the user should know comes right after the run; values that follow from others come last.
+    """
     simulated = " simulated on one machine" if run.is_simulated else ""
     processes = _count(run.num_processes, "process")
     start = "fresh" if run.resumed_step is None else f"resumed after step {run.resumed_step}"
     axes = " x ".join(f"{axis}={size}" for axis, size in run.mesh.items() if size > 1)
+    chosen = [decision for decision in run.decisions if CHOICE.match(decision)]
+    notes = [decision for decision in run.decisions if not CHOICE.match(decision)]
     lines = [
         _line("run", f"{run.run_dir}, {run.steps} steps, {start}"),
+        *(_line("note", note) for note in notes[:MAX_NOTES]),
         _line("devices", f"{run.num_devices} x {run.device_kind}{simulated}, {processes}"),
         _line("mesh", axes or "one device"),
         _line("parameters", f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"),
@@ -101,10 +112,10 @@ def start_summary(run: RunSummary) -> list[str]:
         _line("data", run.data),
     ]
     room = MAX_LINES - len(lines)
-    shown = run.decisions if len(run.decisions) <= room else run.decisions[: room - 1]
+    hidden = max(len(notes) - MAX_NOTES, 0)
+    shown = chosen if len(chosen) <= room and not hidden else chosen[: room - 1]
     lines += [_line("chosen", decision) for decision in shown]
-    if len(shown) < len(run.decisions):
-        hidden = len(run.decisions) - len(shown)
+    if hidden := hidden + len(chosen) - len(shown):
         lines.append(_line("chosen", f"{hidden} more values; --print-config shows them all"))
     return lines
 
@@ -121,7 +132,8 @@ def compress(indices: Sequence[int]) -> str:
 def _pipeline(run: RunSummary) -> str:
     microbatches = _count(run.num_microbatches, "microbatch")
     if not run.stage_layers:
-        return f"none ({run.schedule}), {microbatches}"
+        summed = ", whose gradients add up" if run.num_microbatches > 1 else ""
+        return f"none ({run.schedule}), {microbatches}{summed}"
     return f"{run.schedule}, {microbatches}, bubble {100 * run.bubble:.1f} %"
 
 
@@ -170,12 +182,12 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
     parameters = parameter_count(config.model)
     data = config.data
     tokens = data.global_batch_size * data.sequence_length
-    pipelined = config.pipeline.engine != "sequential"
+    pipelined = ENGINES[config.pipeline.engine].has_stages
     layout = build_layout(config)
     stages = range(layout.num_stages) if pipelined else ()
     summary = RunSummary(
         run_dir=root,
-        device_kind=device.device_kind,
+        device_kind=short_name(device.device_kind),
         num_devices=mesh.size,
         num_processes=jax.process_count(),
         is_simulated=device.platform == "cpu" and mesh.size > jax.process_count(),
@@ -199,7 +211,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
 
 def _bubble(config: Config) -> float:
     """Return the bubble of equal chunks; for the MPMD engine, of what its stages really hold."""
-    if config.pipeline.engine != "mpmd":
+    if ENGINES[config.pipeline.engine].one_program:
         return simulate(build_table(config)).bubble_fraction
     return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
 

@@ -7,11 +7,8 @@ executable is machine code all the same, so load only files whose origin you tru
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
@@ -23,8 +20,10 @@ from jaxlib.xla_client import DeviceList, LoadedExecutable
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get
+from maxpipe.devices.agreement import source_digest
 from maxpipe.devices.simulated import hindrance
 from maxpipe.pipeline.engines.base import Batch, Metrics
+from maxpipe.storage.local_files import write_atomically
 from maxpipe.training.state import TrainState
 
 SAVE, LOAD = "compile.save", "compile.load"
@@ -77,14 +76,12 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
         "metrics": sorted(compiled.out_info[1]),
         "sha256": hashlib.sha256(payload).hexdigest(),
     }
+    pieces = [MAGIC, json.dumps(header).encode(), b"\n", payload]
     try:
-        with tempfile.TemporaryDirectory(dir=Path(file).parent) as scratch:
-            partial = Path(scratch, "partial")
-            count = partial.write_bytes(MAGIC + json.dumps(header).encode() + b"\n" + payload)
-            os.replace(partial, file)
-            return count
+        write_atomically(Path(file), pieces)
     except OSError as error:
         raise ConfigError(Problem(SAVE, f"cannot write {file}: {error.strerror}")) from None
+    return sum(map(len, pieces))
 
 
 def read(file: str) -> Stored:
@@ -128,7 +125,7 @@ def origin(config: Config, mesh: Mesh) -> Origin:
         "devices": f"{mesh.size} x {devices[0].device_kind}",
         "order of devices": hashlib.sha256(repr(places).encode()).hexdigest()[:16],
         **{name: _version(name) for name in names},
-        "sources of maxpipe": _sources(),
+        "sources of maxpipe": source_digest(),
     }
 
 
@@ -213,13 +210,3 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "missing"
-
-
-@cache
-def _sources() -> str:
-    """Return a digest of the package's code: any line of it may change the program."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]

@@ -86,8 +86,12 @@ wait_for() {
 # the count.
 with_restarts() {
   local restarts=0 code began pause
+  export MAXPIPE_JOB="${MAXPIPE_JOB:-$(uname -n) $$ $(date +%s)}"
   while true; do
     began=$SECONDS code=0
+    # A later attempt of the same job may use the run directory at once, from whichever host.
+    MAXPIPE_ATTEMPT="$(date +%s)"
+    export MAXPIPE_ATTEMPT
     "$@" || code=$?
     pids=()
     if "$stopping" || ! is_restartable "$code"; then

@@ -152,7 +152,7 @@ start() {
   everywhere "cd maxpipe
 if [ -f pid ] && kill -0 \$(cat pid) 2>/dev/null; then echo already running; exit; fi
 rm -f exit_code
-MAXPIPE_DISTRIBUTED=1 nohup sh -c 'scripts/launch/restart.sh \"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.train \
+MAXPIPE_JOB=$(quoted "$name in $zone") MAXPIPE_DISTRIBUTED=1 nohup sh -c 'scripts/launch/restart.sh \"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.train \
 $(quoted "${training[@]}") >log 2>&1 </dev/null & echo \$! >pid"
 }
 

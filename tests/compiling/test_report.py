@@ -1,12 +1,14 @@
 """Bounds, knobs and the report, on numbers made by hand."""
 
 import re
+import time
 
 import pytest
 
 from maxpipe.compiling.collectives import Collective
-from maxpipe.compiling.knobs import Knob, knobs
+from maxpipe.compiling.knobs import Gain, Knob, gains, knobs
 from maxpipe.compiling.report import CompilerMemory, Report, size
+from maxpipe.compiling.step import progress
 from maxpipe.compiling.topology import LinkUse
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.chips import GIB, chip_for
@@ -140,3 +142,67 @@ def test_knobs_are_legal_and_save_what_they_say():
 )
 def test_size_has_three_digits_and_a_unit(count, text):
     assert size(count) == text
+
+
+FULL = replace(WRITTEN, **{"pipeline.remat_policy": "full", "pipeline.schedule": "lockstep_1f1b"})
+
+
+def gains_with(capacity, resolved, **values):
+    """Return the gains of a step that needs what the estimate says, at an MFU of 1/FLOPs."""
+    facts = {
+        "needed": estimate(resolved).total,
+        "capacity": capacity,
+        "flops": 4.0,
+        "mfu": 0.25,
+        "bound_mfu": lambda config, flops: 1 / flops,
+    }
+    return gains(FULL, resolved, (8, 1), **(facts | values))
+
+
+def test_gains_save_more_fit_and_are_faster():
+    resolved = resolve(FULL, 8)
+    best = gains_with(95 * GIB, resolved)[0]
+    assert best.words == "pipeline.remat_policy=minimal"
+    minimal = resolve(replace(FULL, **{"pipeline.remat_policy": "minimal"}), 8)
+    assert best.needed == pytest.approx(estimate(minimal).total)
+    # Three of four passes are left; attention and the head count too.
+    assert 0.25 < best.mfu < 0.25 * 4 / 3
+
+
+def test_gains_that_do_not_fit_or_do_not_help_are_left_out():
+    resolved = resolve(FULL, 8)
+    assert gains_with(1.01 * estimate(resolved).total, resolved) == []
+    assert gains_with(95 * GIB, resolved, bound_mfu=lambda config, flops: 0.25) == []
+
+
+def test_report_names_what_idle_memory_buys():
+    bounds = bounds_of()
+    gain = Gain("pipeline.remat_policy=minimal", 64 * GIB, 0.728)
+    text = "\n".join(report(12.4 * GIB, bounds=bounds, gains=[gain]).lines())
+    assert "pipeline.remat_policy=minimal" in text
+    assert "would fit: 64 GiB of 95 GiB, MFU at most 50.0 -> 72.8 %" in text
+
+
+def test_report_of_a_known_chip_never_calls_it_unknown():
+    gave_up = "\n".join(report(97 * GIB, compiler=None).lines())
+    assert "bounds      none, since the compiler gave up" in gave_up
+    assert "not in the table" not in gave_up
+    assert "not in the table" in "\n".join(report(device_kind="TPU v2").lines())
+
+
+def test_report_names_a_chip_as_people_do():
+    assert "8 x TPU v5p: " in report(device_kind="TPU v5").lines()[0]
+    assert "8 x TPU v6e: " in report(device_kind="TPU v6 lite").lines()[0]
+
+
+def test_progress_notes_the_phase_and_then_the_seconds():
+    lines = []
+    with progress("compiling", lines.append, every_seconds=0.01):
+        deadline = time.monotonic() + 30
+        while len(lines) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    count = len(lines)
+    assert lines[0].startswith("compiling   the program")
+    assert re.fullmatch(r"compiling   for \d+ s", lines[1])
+    time.sleep(0.05)
+    assert len(lines) == count >= 3

@@ -20,7 +20,7 @@ from maxpipe.config.catalog import (
     SOURCES,
     TOKENIZERS,
 )
-from maxpipe.config.cli import describe
+from maxpipe.config.help import describe
 from maxpipe.config.imports import implementation
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.rules.stages import engines_of
@@ -41,6 +41,11 @@ ENTRIES = [(table, name) for table, entries in TABLES.items() for name in entrie
 @pytest.mark.parametrize(("table", "name"), ENTRIES)
 def test_entry_implementation_is_callable(table, name):
     assert callable(implementation(TABLES[table][name])), f"{table}[{name!r}]"
+
+
+@pytest.mark.parametrize(("table", "name"), ENTRIES)
+def test_entry_has_a_summary_for_the_help(table, name):
+    assert 5 <= len(TABLES[table][name].summary) <= 100
 
 
 def parameters_of(value):
@@ -149,7 +154,7 @@ def test_reading_the_catalogue_imports_no_heavy_library():
     code = (
         "import sys\n"
         "from maxpipe.config import load, notes, print_config, resolve\n"
-        "from maxpipe.config.cli import describe\n"
+        "from maxpipe.config.help import describe\n"
         "from maxpipe.config.options import OPTIONS\n"
         "[(option.choices, describe(key)) for key, option in OPTIONS.items()]\n"
         "loaded = load('configs/base.yml', ['seed=${steps}'])\n"

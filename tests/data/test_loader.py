@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.config import Config, replace
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.loader import Loader, make_loader
+from maxpipe.data.loader import Loader, make_loader, moved_state
 
 Equal = Callable[[dict[str, np.ndarray], dict[str, np.ndarray]], None]
 Make = Callable[..., Config]
@@ -191,6 +191,29 @@ def test_loader_read_error_raises_in_caller(
     with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON object"):
         next(loader)
     loader.close()
+
+
+def test_moved_state_keeps_the_row_and_the_documents_passed() -> None:
+    state = np.array([[0, 8, 5], [1, 3, 0], [2, 2, 7], [0, 7, 1]])
+    assert moved_state(state, 9, 9) is state
+    moved = moved_state(state, 9, 7)
+    np.testing.assert_array_equal(moved, [[1, 1, 0], [1, 5, 0], [2, 6, 0], [1, 0, 0]])
+    np.testing.assert_array_equal(moved[:, 0] * 7 + moved[:, 1], state[:, 0] * 9 + state[:, 1])
+
+
+@pytest.mark.parametrize("count", [9, 40])
+def test_loader_of_changed_data_continues_from_a_moved_state(make_config: Make, count: int) -> None:
+    config = make_config()
+    loader = make_loader(config, "train", range(4))
+    state = _take(loader, 7)[1][-1]
+    directory = Path(config.data.path).parent / "other"
+    directory.mkdir()
+    for i in range(count):
+        (directory / f"{i:02}.txt").write_text(f"document {i}")
+    changed = make_config(path=str(directory))
+    state = moved_state(state, loader.num_documents, count)
+    batches, _ = _take(make_loader(changed, "train", range(4), state), 2)
+    assert all((batch["weights"] == 1).all() for batch in batches)
 
 
 def test_loader_close_twice_is_allowed(make_config: Make) -> None:

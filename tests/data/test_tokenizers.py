@@ -111,3 +111,41 @@ def test_byte_tokenizer_has_three_special_tokens() -> None:
 
 def test_byte_tokenizer_invalid_utf8_is_replaced() -> None:
     assert load_tokenizer("byte").decode([0x61, 0xFF]) == "a\N{REPLACEMENT CHARACTER}"
+
+
+class TestTokenBytes:
+    def bpe(self, tmp_path, **options):
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            special_tokens=["</s>"],
+            vocab_size=300,
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+        tokenizer.train_from_iterator(["the quick für 🙂 fox"] * 4, trainer)
+        tokenizer.add_tokens(["jümps"])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        return load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+    def test_bytes_of_a_byte_level_text_add_up_exactly(self, tmp_path):
+        tokenizer = self.bpe(tmp_path, add_prefix_space=False)
+        text = "the quick für 🙂 fox\n\n  jümps over"
+        ids = tokenizer.encode(text)
+        assert len(ids) < len(text.encode())
+        assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+        assert tokenizer.token_bytes[tokenizer.eos_id] == 0
+        assert len(tokenizer.token_bytes) == tokenizer.vocab_size
+
+    def test_bytes_of_the_byte_tokenizer_are_one_each(self):
+        tokenizer = load_tokenizer("byte")
+        assert tokenizer.token_bytes[tokenizer.encode("für")].sum() == 4
+        assert tokenizer.token_bytes[256:].tolist() == [0, 0, 0]
+
+    def test_bytes_that_cannot_be_told_exactly_are_none(self, tmp_path):
+        assert self.bpe(tmp_path, add_prefix_space=True).token_bytes is None
+        plain = Tokenizer(models.WordLevel({"</s>": 0, "a": 1}, "a"))
+        plain.pre_tokenizer = pre_tokenizers.Whitespace()
+        plain.save(str(tmp_path / "plain.json"))
+        assert load_tokenizer(str(tmp_path / "plain.json")).token_bytes is None

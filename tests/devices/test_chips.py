@@ -16,6 +16,7 @@ from maxpipe.devices.chips import CHIPS, chip_for, device_memory
         ("TPU v5p", "v5p", 459),
         ("TPU v6 lite", "v6e", 918),
         ("TPU v6e", "v6e", 918),
+        ("TPU7x", "tpu7x", 2307),
         ("NVIDIA A100-SXM4-80GB", "A100", 312),
         ("NVIDIA H100 80GB HBM3", "H100", 989.4),
         ("NVIDIA H200", "H200", 989.4),

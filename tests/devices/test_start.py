@@ -6,6 +6,7 @@ import pytest
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.devices.start import (
     compile_cache,
+    job_of_process,
     simulated_share,
     start_compile_cache,
     start_jax,
@@ -23,6 +24,25 @@ def test_compile_cache_is_in_the_output_directory_by_default(tmp_path):
         compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix()
         == "/elsewhere"
     )
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, ("", 0)),
+        ({"SLURM_JOB_ID": "9"}, ("slurm  9", 0)),
+        ({"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "3"}, ("slurm  9", 3)),
+        ({"MAXPIPE_JOB": "a", "MAXPIPE_ATTEMPT": "7", "SLURM_JOB_ID": "9"}, ("a", 7)),
+        ({"MAXPIPE_JOB": "a", "MAXPIPE_ATTEMPT": "x"}, ("a", 0)),
+    ],
+)
+def test_job_of_process_is_named_by_launcher_or_slurm(monkeypatch, environment, job):
+    for name in ("MAXPIPE_JOB", "MAXPIPE_ATTEMPT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert job_of_process() == job
 
 
 class TestCompileCache:

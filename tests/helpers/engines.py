@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.builder import SPMD_ENGINES, build_engine_inputs
+from maxpipe.builder import build_engine_inputs
 from maxpipe.config import MESH_AXES, Config, ModelConfig, replace, resolve
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.imports import implementation
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.model.program import ModelProgram
@@ -104,7 +106,7 @@ class EngineUnderTest:
     def __init__(self, config: Config, **options: Any):
         parts = build_engine_inputs(config, make_mesh(config))
         program, rules = parts.program, parts.rules
-        self.pipeline = SPMD_ENGINES[config.pipeline.engine](parts, **options)
+        self.pipeline = implementation(ENGINES[config.pipeline.engine])(parts, **options)
         self.batch_sharding = rules.sharding(("activation_batch", "activation_length"))
         leading = self.pipeline.layer_index().shape
         shardings = Weights(rules, program.specs, self.pipeline.layer_axes, leading).shardings()

@@ -58,6 +58,28 @@ sys.exit(train.main([word.replace("OWN", os.environ["JAX_PROCESS_ID"]) for word 
 """
 
 
+SMALL_FILES_IN_ONE = """
+import os, resource, signal, sys
+from maxpipe.supervision.ending import run_command
+from maxpipe.train import main
+
+if os.environ["JAX_PROCESS_ID"] == os.environ["BAD_PROCESS"]:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32_000, 32_000))
+run_command(main)
+"""
+
+VALUES_OF_ITS_OWN = """
+import os, sys
+from maxpipe import train
+
+number = os.environ["JAX_PROCESS_ID"]
+own = ["seed=1", "steps=7", "model.mlp_dim=48"] if number == "1" else []
+own += [f"data.path={os.environ['CORPUS']}{number}"]
+sys.exit(train.main(sys.argv[1:] + own))
+"""
+
+
 def train(tmp_path, processes, arguments, name):
     """Start some processes and wait until all have ended."""
     if processes == 1:
@@ -187,3 +209,39 @@ def test_train_unshared_output_dir_exits_with_2(tmp_path):
         codes, output = ends(started)
     assert codes == [2, 2], output
     assert "output_dir: not all processes see the same" in output
+
+
+def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CORPUS", str(tmp_path / "corpus"))
+    for number in (0, 1):
+        directory = tmp_path / f"corpus{number}"
+        directory.mkdir()
+        (directory / "a.jsonl").write_text(f'{{"text": "{number}"}}\n' * 9)
+    words = command(tmp_path, *ENDLESS, "seed=0", "data.source=jsonl")
+    with members(tmp_path, 2, words, program=VALUES_OF_ITS_OWN) as started:
+        codes, output = ends(started)
+    assert codes == [2, 2], output
+    for process in started:
+        for key, values in (("seed", (0, 1)), ("steps", (1000, 7)), ("model.mlp_dim", (32, 48))):
+            sides = "{} in process 0; {} in process 1".format(*values)
+            assert f"{key}: the processes of this run differ: {sides}" in process.output
+        assert "data.path: the processes of this run differ: " in process.output
+        assert "corpus0" not in process.output, "contents are compared, not paths"
+    assert not (tmp_path / "base").exists()
+
+
+@pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.grid)])
+def test_train_failed_save_in_one_process_ends_all_with_1(tmp_path, monkeypatch, bad):
+    monkeypatch.setenv("BAD_PROCESS", str(bad))
+    words = command(tmp_path, *ENDLESS, "checkpoint.every=3")
+    with members(tmp_path, 2, words, program=SMALL_FILES_IN_ONE) as started:
+        started[0].wait_for("step    3/")
+        saved_at = time.monotonic()
+        codes, output = ends(started)
+        assert time.monotonic() - saved_at < 60
+    assert codes == [1, 1], output
+    assert "error: saving checkpoint" in started[bad].output
+    assert f"error in process {bad}: saving checkpoint" in started[1 - bad].output
+    assert checkpoints(tmp_path / "base") == []

@@ -156,31 +156,168 @@ def test_execute_pipeline_of_a_bound_linen_module_equals_calls_in_turn():
     assert_close(y, x)
 
 
-def test_execute_pipeline_of_a_bound_linen_module_draws_dropout_masks():
+def halved(module_of, stages=4, microbatches=4):
+    """Return the result [4, 4096] of ones through four stages that each keep half, scaled by 2."""
+
+    def forward(x, key):
+        module = module_of(key)
+        y = execute_pipeline(module, x, num_microbatches=microbatches, model_axis_name="pipe")
+        return jax.lax.psum(y, "pipe")
+
+    run = shard_map(forward, stages, (WHOLE, WHOLE), WHOLE)
+    x = jnp.ones((microbatches, 4096))
+    first, again, other = run(x, KEYS[0]), run(x, KEYS[0]), run(x, KEYS[1])
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    return np.asarray(first)
+
+
+KEYS = jax.random.split(jax.random.key(7), 2)
+
+
+def bound_dropout(key):
+    return nn.Dropout(0.5, deterministic=False).bind({}, rngs={"dropout": key})
+
+
+def nnx_dropout(key):
+    return nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=key))
+
+
+@pytest.mark.parametrize("module_of", [bound_dropout, nnx_dropout])
+def test_execute_pipeline_dropout_masks_differ_by_microbatch_and_stage(module_of):
+    y = halved(module_of)
+    # Four masks in a row keep 1/16; one mask for all stages would keep half.
+    assert set(np.unique(y)) == {0.0, 16.0}
+    assert np.mean(y != 0) == pytest.approx(0.5**4, abs=0.01)
+    kept = y != 0
+    assert all((kept[a] != kept[b]).any() for a in range(4) for b in range(a))
+
+
+def test_execute_pipeline_advances_the_counts_of_an_nnx_module():
+    def forward(x, key):
+        module = nnx_dropout(key)
+        outputs = [
+            execute_pipeline(module, x, num_microbatches=2, model_axis_name="pipe")
+            for _ in range(2)
+        ]
+        return jax.lax.psum(jnp.stack(outputs), "pipe")
+
+    first, second = shard_map(forward, 2, (WHOLE, WHOLE), WHOLE)(jnp.ones((2, 64)), KEYS[0])
+    assert (first != second).any()
+
+
+def test_execute_pipeline_of_a_linen_module_within_another_draws_dropout_masks():
     model = Bound(rate=0.5)
     init = shard_map(model.init, 2, (WHOLE, WHOLE), WHOLE, check_vma=False)
     params = init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, batch())
     run = on_two_stages(
         lambda p, x, key: model.apply(p, x, rngs={"dropout": key}), WHOLE, WHOLE, WHOLE
     )
-    assert (
-        run(params, batch(), jax.random.key(2)) != run(params, batch(), jax.random.key(3))
-    ).any()
+    assert (run(params, batch(), KEYS[0]) != run(params, batch(), KEYS[1])).any()
+
+
+class Normed(nn.Module):
+    """A stage with running statistics and a sown value."""
+
+    train: bool = False
+    sows: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.sows:
+            self.sow("intermediates", "input", x)
+        return nn.BatchNorm(use_running_average=not self.train)(x)
+
+
+def on_two_devices(model, apply=None):
+    """Initialise a pipeline of two stages, apply it to a batch, and return the variables."""
+    init = shard_map(model.init, 2, (WHOLE, WHOLE), STACKED)
+    variables = init(jax.random.key(0), batch())
+    apply = apply or model.apply
+    run = shard_map(lambda p, x: jax.lax.psum(apply(p, x), "pipe"), 2, (STACKED, WHOLE), WHOLE)
+    return variables, run(variables, batch())
+
+
+def test_pipeline_module_reads_batch_statistics():
+    variables, y = on_two_devices(PipelineModule("pipe", 2, Normed))
+    assert variables["batch_stats"]["Normed_0"]["BatchNorm_0"]["mean"].shape == (2, WIDTH)
+    assert_close(y, batch() / (1 + 1e-5))  # means of 0 and variances of 1, two stages
+
+
+def test_pipeline_module_refuses_a_stage_that_updates_batch_statistics():
+    model = PipelineModule("pipe", 2, lambda: Normed(train=True))
+    with pytest.raises(ValueError, match="use_running_average=True"):
+        on_two_devices(model)
+
+
+def test_pipeline_module_refuses_a_stage_that_sows():
+    model = PipelineModule("pipe", 2, lambda: Normed(sows=True))
+    on_two_devices(model)  # what is sown is not asked for
+    with pytest.raises(ValueError, match="Normed writes intermediates"):
+        on_two_devices(model, lambda p, x: model.apply(p, x, mutable=["intermediates"])[0])
+
+
+def test_pipeline_module_takes_rngs_at_init_and_apply():
+    model = PipelineModule("pipe", 4, lambda: nn.Dropout(0.5, deterministic=False))
+    init = shard_map(model.init, 4, (WHOLE, WHOLE), WHOLE)
+    x = jnp.ones((4, 4096))
+    assert init({"params": KEYS[0], "dropout": KEYS[1]}, x) == {}
+
+    def forward(x, key):
+        return jax.lax.psum(model.apply({}, x, rngs={"dropout": key}), "pipe")
+
+    y = np.asarray(shard_map(forward, 4, (WHOLE, WHOLE), WHOLE)(x, KEYS[0]))
+    assert np.mean(y != 0) == pytest.approx(0.5**4, abs=0.01)
+
+
+def test_pipeline_module_names_the_stage_axis_of_partitioned_parameters():
+    def dense():
+        kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None))
+        return nn.Dense(WIDTH, kernel_init=kernel)
+
+    variables, _ = on_two_devices(PipelineModule("pipe", 2, dense))
+    kernel = variables["params"]["Dense_0"]["kernel"]
+    assert (kernel.names, kernel.value.shape) == (("pipe", None, None), (2, WIDTH, WIDTH))
+    specs = nn.get_partition_spec(variables)["params"]["Dense_0"]
+    assert (specs["kernel"], specs["bias"]) == (
+        PartitionSpec("pipe", None, None),
+        PartitionSpec(),
+    )
+
+
+def test_execute_pipeline_refuses_an_nnx_module_that_updates_batch_statistics():
+    def forward(x, train):
+        module = nnx.BatchNorm(WIDTH, use_running_average=not train, rngs=nnx.Rngs(0))
+        y = execute_pipeline(module, x, num_microbatches=2, model_axis_name="pipe")
+        return jax.lax.psum(y, "pipe")
+
+    run = lambda train: shard_map(lambda x: forward(x, train), 2, (WHOLE,), WHOLE)  # noqa: E731
+    assert_close(run(False)(batch()), batch() / (1 + 1e-5))
+    with pytest.raises(ValueError, match="BatchNorm does"):
+        run(True)(batch())
+
+
+def test_execute_pipeline_operations_have_a_scope_of_their_own():
+    def forward(x):
+        return execute_pipeline(jnp.sin, x, num_microbatches=2, model_axis_name="pipe")
+
+    lowered = jax.jit(shard_map(forward, 2, (WHOLE,), STACKED)).lower(batch())
+    assert "pipeline/" in lowered.as_text(debug_info=True)
 
 
 def test_pipeline_module_equals_calling_its_stages_in_turn():
     stages = 4
-    model = PipelineModule(Layer, num_microbatches=2, model_axis_name="pipe")
+    model = PipelineModule("pipe", num_microbatches=2, module_fn=Layer)
     x = batch()
     params = shard_map(model.init, stages, (WHOLE, WHOLE), STACKED)(jax.random.key(0), x)
-    stacked = params["params"]["stages"]["Dense_0"]["kernel"]
+    stacked = params["params"]["Layer_0"]["Dense_0"]["kernel"]
     assert stacked.shape == (stages, WIDTH, WIDTH)
     assert len(np.unique(stacked)) == stacked.size  # every stage has its own initial values
 
     def plain(params, x):
         for i in range(stages):
             x = Layer().apply(
-                {"params": jax.tree.map(lambda p, i=i: p[i], params["params"]["stages"])}, x
+                {"params": jax.tree.map(lambda p, i=i: p[i], params["params"]["Layer_0"])}, x
             )
         return x
 

@@ -119,7 +119,7 @@ def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
     """GPipe's last stage is busy from its first forward on; one backward of the first follows."""
     config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
     prediction = predict(config, [1, 2])
-    backward, head = prediction.work.layer - 1, prediction.work.head
+    backward, head = prediction.times.layer - 1, prediction.times.head
     assert prediction.run.makespan == pytest.approx(1 + 8 * (2 + head + 2 * backward) + backward)
     assert run_table(config).num_ticks == 1 + 2 * 8 + 1
 

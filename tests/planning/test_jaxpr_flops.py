@@ -90,7 +90,7 @@ def test_a_step_without_recomputation_runs_the_models_flops():
     batch = {"data.sequence_length": 8, "data.global_batch_size": 4, "eval.every": 0}
     config = resolve(replace(Config(), **sizes, **batch, **{"pipeline.remat_policy": "none"}), 1)
     mesh = build_mesh(config, jax.devices()[:1])
-    step = compile_step(config, mesh, build_trainer(config, mesh))
+    step = compile_step(config, mesh, build_trainer(config, mesh), print)
     model = 4 * 8 * model_flops_per_token(config.model, 8)
     # The head is always computed again, and attention is not halved by its mask.
     assert 1.0 < program_flops(step.jaxpr) / model < 1.25

@@ -8,15 +8,17 @@ from helpers.shard_bytes import shard_bytes
 
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, catalog, replace, resolve
+from maxpipe.devices.chips import chip_for
 from maxpipe.model.parameters import count, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.planning.auto_stages import predict
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.flops import model_flops_per_token, parameter_count
-from maxpipe.planning.footprint import handed_over_width, kept_width, layer_of, stash_width
+from maxpipe.planning.footprint import handed_over_width, layer_of, residual_width, stash_width
 from maxpipe.planning.layer_trace import trace_model
-from maxpipe.planning.stage_work import work
+from maxpipe.planning.stage_times import unit_times
+from maxpipe.training import launch
 
 D, MLP, T, LAYERS = 64, 96, 32, 4
 # Weights that the block has and the Llama block has not: a gated MLP, and D -> 4 D -> D.
@@ -87,25 +89,19 @@ def test_layer_flops_are_those_of_the_compiled_layer():
     assert counted == pytest.approx(compiled, rel=0.05)
 
 
-def test_mfu_follows_the_block_through_the_run():
-    """Telemetry gets FLOPs as a value: those of a step are those of the block."""
-    from maxpipe.training import launch
-
-    seen = {}
-
-    class Recorder:
-        def __init__(self, *args, flops_per_step, **kwargs):
-            seen[len(seen)] = flops_per_step
-
+def test_mfu_follows_the_block_through_the_run(monkeypatch):
+    chip = chip_for("TPU v5")
+    monkeypatch.setattr(launch, "chip_for", lambda kind: chip)
     mesh = make_mesh(config_of())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Recorder", Recorder)
-        for block in ("wide", "llama"):
-            config = config_of(block)
-            directory = type("Directory", (), {"root": None})()
-            launch.build_recorder(config, mesh, directory, 0)
-    tokens = 16 * T
-    assert seen[0] - seen[1] == tokens * 6 * LAYERS * MORE_WEIGHTS
+    wide, llama = (launch.peak_seconds(config_of(block), mesh) for block in ("wide", "llama"))
+    more = 16 * T * 6 * LAYERS * MORE_WEIGHTS
+    assert wide - llama == pytest.approx(more / (chip.peak_flops["float32"] * mesh.size))
+
+
+def test_layer_is_not_traced_for_mfu_where_the_chip_is_unknown(monkeypatch):
+    monkeypatch.setattr(launch, "model_flops_per_token", lambda *_: pytest.fail("traced"))
+    config = config_of()
+    assert launch.peak_seconds(config, make_mesh(config)) is None
 
 
 def test_memory_of_parameters_and_optimizer_is_that_of_the_sharded_state():
@@ -144,7 +140,7 @@ def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over(policy, d
     forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
     late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
     # Saving everything, the engine also holds masks and what attention computes.
-    assert kept_width(config) == pytest.approx(forward, rel=0.2 if policy == "none" else 0.01)
+    assert residual_width(config) == pytest.approx(forward, rel=0.2 if policy == "none" else 0.01)
     assert handed_over_width(config) == pytest.approx(late, rel=0.15)
 
 
@@ -161,11 +157,11 @@ def test_activations_and_stash_grow_with_the_block():
 
 
 def test_times_of_stages_follow_the_block():
-    new, llama = both(work)
+    new, llama = both(unit_times)
     layer = layer_of(config_of("llama"))
     forward = layer.weight_flops + layer.activation_flops
     assert llama.head / new.head == pytest.approx((forward + 2 * MORE_WEIGHTS) / forward)
-    assert predict(config_of(), [1, 1, 1, 1]).work == new
+    assert predict(config_of(), [1, 1, 1, 1]).times == new
 
 
 def test_a_saved_tensor_of_the_block_is_not_recomputed():

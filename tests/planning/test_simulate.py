@@ -18,6 +18,7 @@ FREE_RUNNING = [
     "eager_1f1b",
     "interleaved_1f1b",
     "zb_h1",
+    "interleaved_zb",
     "zb_h2",
     "zb_v",
     "v_half",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.planning.stage_cut import chunk_sizes, least_worst
+from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
 
 
 def choices(total, stages):
@@ -29,7 +29,7 @@ def test_no_other_choice_is_better(total, stages, data):
     row = st.lists(cost, min_size=total + 1, max_size=total + 1)
     costs = [data.draw(row) for _ in range(stages)]
     best = min((*spread(costs, layers), [-n for n in layers]) for layers in choices(total, stages))
-    found = least_worst(costs, total)
+    found = balance_layers(costs, total)
     if best[0] == inf:
         assert found is None
     else:
@@ -42,12 +42,12 @@ def linear(beside, total):
 
 
 def test_a_head_of_two_layers_takes_two_layers_from_the_last_stage():
-    assert least_worst(linear([0, 0, 0, 2], 10), 10) == [3, 3, 3, 1]
+    assert balance_layers(linear([0, 0, 0, 2], 10), 10) == [3, 3, 3, 1]
 
 
 def test_where_the_worst_stage_is_given_the_others_are_even():
-    assert least_worst(linear([0, 0, 0, 4], 8), 8) == [3, 2, 2, 1]
-    assert least_worst(linear([0, 0, 9], 6), 6) == [3, 2, 1]
+    assert balance_layers(linear([0, 0, 0, 4], 8), 8) == [3, 2, 2, 1]
+    assert balance_layers(linear([0, 0, 9], 6), 6) == [3, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.planning.flops import layer_parameter_count
 from maxpipe.planning.footprint import (
     handed_over_width,
-    kept_width,
     logits_bytes,
     microbatch_tokens,
+    residual_width,
 )
 from maxpipe.planning.simulate import simulate
 from maxpipe.planning.stage_memory import StageMemory, units_in_flight
@@ -145,5 +145,5 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
 
     forward = width(lambda chunk: computations[UnitName("F", chunk)].writes)
     late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
-    assert kept_width(config) == pytest.approx(forward, rel=keeps)
+    assert residual_width(config) == pytest.approx(forward, rel=keeps)
     assert handed_over_width(config) == pytest.approx(late, rel=0.15)

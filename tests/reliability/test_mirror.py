@@ -128,7 +128,7 @@ class TestExitCode2:
         monkeypatch.setitem(sys.modules, library, None)
         assert main(tmp_path, f"checkpoint.mirror={protocol}://runs") == 2
         assert f"checkpoint.mirror: needs {library}, " in (error := capsys.readouterr().err)
-        assert f"pip install 'maxpipe[{protocol}]'" in error
+        assert f"pip install -e '.[{protocol}]'" in error
 
     @pytest.mark.parametrize("url", ["hdfs://runs", "/data", "s3://", "s3:/runs"])
     def test_train_mirror_that_is_no_url_exits_with_2(self, tmp_path, capsys, url):

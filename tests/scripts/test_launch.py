@@ -109,6 +109,14 @@ class TestRestart:
             "600",
         ]
 
+    def test_restart_gives_attempts_of_a_job_one_name_and_growing_numbers(self, fakes):
+        script = 'echo "$MAXPIPE_JOB/$MAXPIPE_ATTEMPT"; sleep 1.1; exit 75'
+        words = ("bash", SCRIPTS / "restart.sh", "bash", "-c", script)
+        done = fakes.run(*words, RESTART_SECONDS="0", MAX_RESTARTS="1")
+        first, second = (line.split("/") for line in done.stdout.splitlines())
+        assert first[0] == second[0] != ""
+        assert int(first[1]) < int(second[1])
+
     def test_restart_dry_run_shows_the_command_only(self, fakes):
         done = fakes.run(SCRIPTS / "restart.sh", "--dry-run", "touch", AWKWARD)
         assert done.returncode == 0
@@ -386,6 +394,14 @@ class TestJobSet:
         assert (slices["replicas"], job["parallelism"], job["completions"]) == (2, 4, 4)
         assert container["args"] == ["a.yml", AWKWARD]
         assert container["resources"]["limits"] == {"google.com/tpu": 4}
+
+    def test_jobset_names_job_and_attempt(self, fakes):
+        spec = yaml.safe_load(self.jobset(fakes, *self.WORDS, "--", "a.yml").stdout)["spec"]
+        pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        variables = {item.pop("name"): item for item in pod["containers"][0]["env"]}
+        assert variables["MAXPIPE_JOB"]["value"] == "$(JOBSET_NAMESPACE)/$(JOBSET_NAME)"
+        attempt = variables["MAXPIPE_ATTEMPT"]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert attempt == "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
     def test_jobset_fails_on_final_codes_and_restarts_on_others(self, fakes):
         spec = yaml.safe_load(self.jobset(fakes, *self.WORDS, "--", "a.yml").stdout)["spec"]

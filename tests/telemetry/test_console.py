@@ -25,7 +25,7 @@ def run(
     start_step=0,
     total_steps=100,
     log_every=10,
-    peak_flops=None,
+    peak_seconds=None,
     compile_seconds=60.0,
 ):
     console = Console(
@@ -33,8 +33,7 @@ def run(
         start_step=start_step,
         log_every=log_every,
         tokens_per_step=4096,
-        flops_per_step=1e9,
-        peak_flops=peak_flops,
+        peak_seconds=peak_seconds,
         stream=stream,
     )
     for step in range(start_step + 1, start_step + steps + 1):
@@ -74,7 +73,7 @@ def test_console_log_every_0_prints_text_only():
 
 def test_console_first_step_does_not_enter_median():
     stream = io.StringIO()
-    run(stream, 10, peak_flops=4e9).close()
+    run(stream, 10, peak_seconds=0.25).close()
     first, tenth = stream.getvalue().splitlines()
     assert first.endswith("left ?")
     assert tenth.startswith("step  10/100  loss 2.5000  lr 3.00e-04  500 ms/step  8.19k tokens/s")

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import math
 
 import pytest
 
@@ -15,7 +16,7 @@ def recorder(
     *,
     start_step=0,
     log_every=10,
-    peak_flops=None,
+    peak_seconds=None,
     is_main=True,
     steps=20,
     required=False,
@@ -27,8 +28,7 @@ def recorder(
         tmp_path / "run",
         start_step=start_step,
         tokens_per_step=4096,
-        flops_per_step=2e9,
-        peak_flops=peak_flops,
+        peak_seconds=peak_seconds,
         is_main=is_main,
     )
 
@@ -55,13 +55,14 @@ def logged_scalars(directory):
 
 
 def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
-    r = recorder(tmp_path, log_every=10, peak_flops=1e10)
+    r = recorder(tmp_path, log_every=10, peak_seconds=0.2)
     for step in range(1, 13):
         r.step(step, 5.0 / step, 1.5, 3e-4, 0.5, skipped=0)
-    r.evaluation(12, 2.25)
+    r.evaluation(11, 800.0)
+    r.evaluation(12, 2.25, bits_per_byte=3.0)
     r.close()
     written = rows(tmp_path)
-    assert [row["step"] for row in written] == [*range(1, 13), 12]
+    assert [row["step"] for row in written] == [*range(1, 13), 11, 12]
     assert written[2] == {
         "step": 3,
         "loss": 5.0 / 3,
@@ -72,7 +73,13 @@ def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
         "mfu": 0.4,
         "skipped": 0,
     }
-    assert written[-1] == {"step": 12, "eval_loss": 2.25}
+    assert written[-2] == {"step": 11, "eval_loss": 800.0, "eval_perplexity": None}
+    assert written[-1] == {
+        "step": 12,
+        "eval_loss": 2.25,
+        "eval_perplexity": math.exp(2.25),
+        "eval_bits_per_byte": 3.0,
+    }
 
 
 def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
@@ -86,9 +93,10 @@ def test_recorder_tensorboard_has_first_tenth_and_last_step(tmp_path):
     r = recorder(tmp_path, steps=13)
     for step in range(1, 14):
         r.step(step, 5.0, 1.5, 3e-4, 0.5)
-    r.evaluation(13, 2.25)
+    r.evaluation(13, 2.25, bits_per_byte=3.0)
     r.close()
     scalars = logged_scalars(tmp_path / "run" / "tensorboard")
+    assert {("eval/perplexity", 13), ("eval/bits_per_byte", 13)} <= set(scalars)
     assert [step for tag, step in scalars if tag == "train/loss"] == [1, 10, 13]
     assert ("eval/loss", 13) in scalars
 

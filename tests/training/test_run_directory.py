@@ -93,7 +93,7 @@ def test_claim_with_another_dtype_needs_convert_dtype(config, key):
     commit(config)
     changed = replace(config, **{key: "bfloat16"})
     with pytest.raises(
-        ConfigError, match=rf"{key}: is 'bfloat16'.*; checkpoint\.convert_dtype=true goes on"
+        ConfigError, match=rf"{key}: is 'bfloat16'.*; checkpoint\.convert_dtype=true continues"
     ):
         claim(changed)
     claim(replace(changed, **{"checkpoint.convert_dtype": True}))

@@ -47,6 +47,13 @@ def test_start_summary_of_a_pipeline_has_these_lines():
     ]
 
 
+def test_start_summary_has_notes_after_the_run_and_choices_last():
+    decisions = ["model.head_dim=64: why", "eval.batches has no effect with eval.every=0", "a=1: b"]
+    lines = start_summary(dataclasses.replace(RUN, decisions=decisions))
+    assert lines[1] == "note        eval.batches has no effect with eval.every=0"
+    assert lines[-2:] == ["chosen      model.head_dim=64: why", "chosen      a=1: b"]
+
+
 def test_start_summary_without_a_pipeline_has_no_stages_and_no_bubble():
     sequential = dataclasses.replace(
         RUN, stage_layers=[], schedule="sequential", num_microbatches=1

@@ -1,7 +1,7 @@
 """Train steps in files: the same results as compiled here, and refusals with a reason."""
 
 import errno
-from pathlib import Path
+import os
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ def mesh(config):
 @pytest.fixture(scope="module")
 def file(config, mesh, tmp_path_factory):
     path = tmp_path_factory.mktemp("steps") / "step.bin"
-    step = compile_step(config, mesh, build_trainer(config, mesh))
+    step = compile_step(config, mesh, build_trainer(config, mesh), print)
     assert write(str(path), step.executable, config, mesh) == path.stat().st_size
     return path
 
@@ -124,11 +124,10 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(config, mesh, tmp_pat
     file = tmp_path / "step.bin"
     file.write_bytes(b"old")
 
-    def full(path, content):
-        path.touch()
+    def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ConfigError, match=r"compile\.save: cannot write .*No space left"):
         write(str(file), _Compiled, config, mesh)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
@@ -150,7 +149,7 @@ def test_loaded_step_runs_on_several_cpu_devices(tmp_path):
     config = tiny(**{"mesh.ici.stage": 2, "mesh.ici.fsdp": 2, "pipeline.num_microbatches": 2})
     mesh, file = make_mesh(config), tmp_path / "step.bin"
     trainer = build_trainer(config, mesh)
-    write(str(file), compile_step(config, mesh, trainer).executable, config, mesh)
+    write(str(file), compile_step(config, mesh, trainer, print).executable, config, mesh)
     place = BatchPlacer(mesh, trainer.batch_spec, config.data.global_batch_size)
     results = [
         e.step(e.init(jax.random.key(3)), place(make_batch(config.data.global_batch_size)))

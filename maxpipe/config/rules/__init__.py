@@ -1,7 +1,7 @@
-"""Rules across keys: the list of all of them, in the order in which they run.
+"""List all rules across keys, in the order in which they run.
 
-Rules that derive a value come before those that read it. The mesh is fitted to the devices before
-(`rules.mesh`).
+Rules that derive a value come before the rules that read it. The mesh is fitted to the devices
+before any of them (`rules.mesh`).
 """
 
 from maxpipe.config.rules.batches import BATCH_RULES

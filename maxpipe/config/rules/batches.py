@@ -67,7 +67,7 @@ def check_train_batch(c: Config) -> None:
 
 @rule("eval.global_batch_size", "data.global_batch_size", writes=("eval.global_batch_size",))
 def derive_eval_batch(c: Config) -> Updates:
-    """Derive the batch size of evaluations from that of training."""
+    """Derive the batch size of evaluations from the training batch."""
     size = c.eval.global_batch_size
     return {"eval.global_batch_size": c.data.global_batch_size if size == -1 else size}
 

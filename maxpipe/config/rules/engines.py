@@ -111,7 +111,7 @@ def check_split_backwards(c: Config) -> None:
     # Recomputing in both halves costs the mpmd engine time, which it may gain in the bubble; in
     # lockstep it only costs.
     recomputes = p.remat_iterations or p.remat_layers
-    if p.engine == "scheduled" and recomputes and _saves_nothing(c):
+    if ENGINES[p.engine].lockstep and recomputes and _saves_nothing(c):
         message = (
             f"{p.remat_policy} keeps no result of a matrix product; input gradients would compute "
             f"them all again and stash them for {p.schedule}'s weight gradients, in more time and "

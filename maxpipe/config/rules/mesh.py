@@ -125,11 +125,11 @@ def _proposals(c: Config, level: str, count: int, rules: Sequence[Rule]) -> list
         return divides and not apply_rules(rules, other, unknown_axes(other))[1]
 
     # Axes that are never proposed keep their size, if that is possible.
-    kept = {axis: size for axis, size in old.items() if axis not in costs and size > 1}
-    if count % math.prod(kept.values()):
-        kept = {}
-    factorings = _factorings(count // math.prod(kept.values()), list(costs))
-    ranked = sorted((new | kept for new in factorings), key=cost)
+    fixed = {axis: size for axis, size in old.items() if axis not in costs and size > 1}
+    if count % math.prod(fixed.values()):
+        fixed = {}
+    factorings = _factorings(count // math.prod(fixed.values()), list(costs))
+    ranked = sorted((new | fixed for new in factorings), key=cost)
     best = list(islice((new for new in ranked[:_MAX_TRIED] if usable(new)), _PROPOSALS))
     return [*best, *(new for new in ranked if new not in best)][:_PROPOSALS]
 

@@ -1,4 +1,4 @@
-"""Rules about the model and how its arrays and sequences are split."""
+"""Check the model, and how its arrays and sequences are split."""
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
@@ -24,7 +24,7 @@ def check_grouped_heads(c: Config) -> None:
 
 @rule("model.embed_dim", "model.num_query_heads", "model.head_dim", writes=("model.head_dim",))
 def derive_head_dim(c: Config) -> Updates:
-    """Derive the width of a head from that of the residual stream."""
+    """Derive the width of a head from the width of the residual stream."""
     width, heads, size = c.model.embed_dim, c.model.num_query_heads, c.model.head_dim
     if size == -1 and width % heads:
         message = (

@@ -1,6 +1,6 @@
-"""What a rule across keys is, how rules run, and the numbers that their messages propose.
+"""Declare rules across keys, run them, and compute the numbers that their messages propose.
 
-A rule whose inputs are unusable is left out. So all problems are shown at once: a broken key
+A rule whose inputs are unusable is left out. So all problems can be shown at once: a broken key
 silences only the rules that depend on it.
 """
 

@@ -1,4 +1,4 @@
-"""Rules about the run: its directory, data, checkpoints, learning rate and telemetry."""
+"""Check the run: its directory, data, checkpoints, learning rate and telemetry."""
 
 import math
 import os
@@ -7,8 +7,10 @@ from collections.abc import Mapping
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.rules.rule import Updates, rule
 from maxpipe.config.sections import Config
+from maxpipe.config.slices import canonical_topology
 from maxpipe.config.values import nearest
 
 LONGEST_NAME = 255  # bytes of a name in file systems
@@ -71,10 +73,16 @@ def check_tokenizer(c: Config) -> None:
         raise ConfigError(Problem("data.tokenizer", message))
 
 
-@rule("data.source", "data.path", "data.mixture")
+@rule("data.source", "data.path", "data.eval_path", "data.mixture")
 def check_data_path(c: Config) -> None:
     """Refuse a path for a source that reads none."""
     source = c.data.source
+    if c.data.eval_path and _reads_no_path(source):
+        message = (
+            f"data.source={source} reads no path, and it reads the validation set"
+            f"{' of a mixture, too' if c.data.mixture else ''}: {_propose_readers('data.source=')}"
+        )
+        raise ConfigError(Problem("data.eval_path", message))
     if c.data.path and not c.data.mixture and _reads_no_path(source):
         message = f"data.source={source} reads no path: {_propose_readers('data.source=')}"
         raise ConfigError(Problem("data.path", message))
@@ -145,6 +153,21 @@ def check_resume(c: Config) -> None:
             f"{nearest(value, words)}"
         )
         raise ConfigError(Problem("checkpoint.resume", message))
+
+
+@rule("checkpoint.accept_changes")
+def check_accept_changes(c: Config) -> None:
+    """Check that the changes to accept are groups of keys."""
+    unknown = [name for name in c.checkpoint.accept_changes if name not in GROUPS]
+    if unknown:
+        raise ConfigError(
+            *(
+                Problem(
+                    ACCEPT, f"{name!r} is not one of {', '.join(GROUPS)}{nearest(name, [*GROUPS])}"
+                )
+                for name in unknown
+            )
+        )
 
 
 @rule("checkpoint.mirror")
@@ -237,19 +260,19 @@ def check_profile_steps(c: Config) -> None:
         raise ConfigError(Problem("telemetry.profile_steps", message))
 
 
-@rule("compile.topology", "compile.num_slices")
-def check_topology(c: Config) -> None:
-    """Check the form of `compile.topology`."""
+@rule("compile.topology", "compile.num_slices", writes=("compile.topology",))
+def check_topology(c: Config) -> Updates:
+    """Turn `compile.topology` into libtpu's name, and check that slices are of a TPU."""
     name, slices = c.compile.topology, c.compile.num_slices
-    if name and name != "cpu" and not re.fullmatch(r"v\d+[a-z]*:\d+x\d+(x\d+)?", name):
-        message = (
-            f"{name!r} is neither cpu nor a chip and its grid, "
-            "such as v5e:4x4, v5p:4x4x4 or v6e:8x8"
-        )
-        raise ConfigError(Problem("compile.topology", message))
     if slices > 1 and name in ("", "cpu"):
         message = f"{slices} slices need a TPU topology: give compile.topology, such as v5p:4x4x4"
         raise ConfigError(Problem("compile.num_slices", message))
+    if name in ("", "cpu"):
+        return {}
+    try:
+        return {"compile.topology": canonical_topology(name)}
+    except ValueError as error:
+        raise ConfigError(Problem("compile.topology", str(error))) from None
 
 
 RUN_RULES = (
@@ -259,6 +282,7 @@ RUN_RULES = (
     check_data_path,
     check_mixture,
     check_resume,
+    check_accept_changes,
     check_mirror,
     check_keep_every,
     check_keep_best,

@@ -5,6 +5,7 @@ import os
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import OWN_VARIANTS
 from maxpipe.config.options import is_set
 from maxpipe.config.rules.rule import Updates, distance, divisors, multiples_around, rule
 from maxpipe.config.sections import Config
@@ -47,7 +48,7 @@ def check_schedule(c: Config) -> None:
         if not os.path.isfile(name):
             raise ConfigError(Problem("pipeline.schedule", f"there is no file {name}"))
     elif name not in names:
-        legal = f"{', '.join(names)}{nearest(name, names)}"
+        legal = f"{', '.join(names)} ({OWN_VARIANTS}){nearest(name, names)}"
         message = f"{name!r} is neither a CSV file nor one of {legal}"
         raise ConfigError(Problem("pipeline.schedule", message))
 

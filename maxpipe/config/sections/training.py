@@ -98,6 +98,11 @@ class DataConfig:
         "file, directory or glob that the source reads, several separated by commas; "
         "s3:// and gs:// work, too",
     )
+    eval_path: str = option(
+        "",
+        "file, directory or glob of a separate validation set, read by data.source; "
+        "empty = hold out data.eval_fraction",
+    )
     mixture: list[MixtureEntry] = option(  # noqa: RUF009
         [],
         "several sources instead of one: a list of {source, path, weight}, "
@@ -121,6 +126,12 @@ class DataConfig:
     shuffle: bool = option(True, "read documents in a new order in each epoch, derived from seed")
     eval_fraction: float = option(
         0.02, "share of the documents set aside for evaluation", minimum=0, maximum=0.5
+    )
+    on_bad_document: str = option(
+        "stop",
+        "what a document that cannot be read as text or token ids does: stop ends the run, skip "
+        "leaves it out and counts it",
+        choices=("stop", "skip"),
     )
     num_workers: int = option(
         0, "worker processes that prepare batches; 0 = a thread of the training process", minimum=0
@@ -229,6 +240,11 @@ class CheckpointConfig:
     convert_dtype: bool = option(
         False,
         "resume with parameters or optimizer state of another floating dtype than the saved one",
+    )
+    accept_changes: list[str] = option(  # noqa: RUF009
+        [],
+        "what may differ from the checkpoint that a run resumes from: a list of model, seed, "
+        "optimizer, data, tokenizer",
     )
 
 

@@ -8,15 +8,15 @@ wire format as an Example needs: an Example is {1: Features}, Features is {1: en
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import find_files, require_content
+from maxpipe.data.files import BadDocument, find_files, require_content
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-ENDINGS = (".array_record", ".arrayrecord")
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 
 
@@ -28,7 +28,9 @@ def array_record(config: DataConfig) -> "ArrayRecords":
     Raises:
       ConfigError: there is no file, one is no ArrayRecord file, or array_record is not installed.
     """
-    return ArrayRecords(require_content(find_files(config.path, ENDINGS, config.cache_dir)))
+    return ArrayRecords(
+        require_content(find_files(config.path, SOURCES["array_record"].suffixes, config.cache_dir))
+    )
 
 
 class ArrayRecords:
@@ -55,7 +57,9 @@ class ArrayRecords:
                 f"{self._locate(index)} is no tf.train.Example with a feature "
                 f'"text" in UTF-8 ({error})'
             )
-            raise ConfigError(Problem("data.path", message)) from error
+            # The library raises RuntimeError for what it cannot read at all.
+            kind = ConfigError if isinstance(error, RuntimeError) else BadDocument
+            raise kind(Problem("data.path", message)) from error
 
     def _locate(self, index: int) -> str:
         for path in self._paths:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
@@ -141,5 +142,5 @@ def parquet(config: DataConfig) -> ArrowRows:
       ConfigError: there is no file, one is no parquet file, has no such column or a null among its
         token ids, or pyarrow is not installed.
     """
-    files = require_content(find_files(config.path, (".parquet",), config.cache_dir))
+    files = require_content(find_files(config.path, SOURCES["parquet"].suffixes, config.cache_dir))
     return ArrowRows([_as_arrow(path, config.cache_dir) for path in files])

@@ -1,5 +1,6 @@
 """Sources of text: one document per file, per module of Python's library, or per line of JSON."""
 
+import hashlib
 import json
 import os
 import sysconfig
@@ -8,10 +9,18 @@ from pathlib import Path
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import FileDocuments, Spans, find_all, find_files, require_content
-from maxpipe.storage.local_files import GZIP, ZSTD, unpacked, version_of
+from maxpipe.data.files import (
+    BadDocument,
+    FileDocuments,
+    Spans,
+    find_all,
+    find_files,
+    require_content,
+)
+from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.
 SKIPPED_DIRECTORIES = {
@@ -24,8 +33,15 @@ SKIPPED_DIRECTORIES = {
 }
 
 
-def text(config: DataConfig) -> FileDocuments:
+LEAST_PIECE = 4096  # bytes of a piece of a single text file
+LEAST_PIECES = 10  # of a file of which a share is held out
+
+
+def text(config: DataConfig) -> "FileDocuments | TextPieces":
     """Return the files of `data.path` in sorted order without empty ones.
+
+    A single file is read in pieces, so that part of it can be held out; with data.eval_fraction=0
+    and no validation set it is one document.
 
     Raises:
       ConfigError: there is no file, or all are empty.
@@ -34,7 +50,76 @@ def text(config: DataConfig) -> FileDocuments:
     paths = [path for path in paths if Path(path).stat().st_size]
     if not paths:
         raise ConfigError(Problem("data.path", f"every file at {config.path!r} is empty"))
+    if len(paths) == 1 and (config.eval_fraction or config.eval_path):
+        least = 1 if config.eval_path else LEAST_PIECES
+        return TextPieces(paths[0], 16 * config.sequence_length, least)
     return FileDocuments(paths)
+
+
+class TextPieces:
+    """The pieces of one UTF-8 text file, cut after a line where there is one.
+
+    Args:
+      path: a file that is not empty; it is scanned once here.
+      size: bytes of a piece; `LEAST_PIECE` if that is more.
+      least: pieces of a file that has fewer of that size.
+
+    Attributes:
+      notes: what is to be said of the documents.
+    """
+
+    def __init__(self, path: str, size: int, least: int):
+        version = version_of(path)
+        size = min(max(size, LEAST_PIECE), -(-version[0] // least))
+        self._path = path
+        self._pieces = _cut(path, *version, size)
+        self.notes = (
+            f"{path} is one text file: read as {len(self._pieces):,} documents of up to "
+            f"{size:,} bytes",
+        )
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: int) -> str:
+        """Return the text of a piece.
+
+        Raises:
+          BadDocument: it is not UTF-8; names file and byte.
+        """
+        start, end = self._pieces[index].tolist()
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(start)
+                return file.read(end - start).decode("utf-8")
+        except UnicodeDecodeError as error:
+            message = f"{self._path} is not UTF-8 text: byte {start + error.start}"
+            raise BadDocument(Problem("data.path", message)) from error
+        except OSError as error:
+            message = f"{self._path} cannot be read: {error.strerror}"
+            raise ConfigError(Problem("data.path", message)) from error
+
+
+@lru_cache(maxsize=16)
+def _cut(path: str, size: int, mtime_ns: int, piece: int) -> np.ndarray:
+    """Return start and end in bytes of each piece, int64 [pieces, 2]."""
+    del mtime_ns  # part of the cache's key only
+    content = np.memmap(path, np.uint8, mode="r")
+    ends = []
+    start = 0
+    while start < size:
+        end = min(start + piece, size)
+        if end < size:
+            lines = np.flatnonzero(content[start:end] == ord("\n"))
+            if lines.size:
+                end = start + int(lines[-1]) + 1
+            else:
+                # Not in the middle of a character, which has at most three further bytes.
+                inside = (content[max(start + 1, end - 3) : end + 1] & 0xC0) == 0x80
+                end -= int(np.argmin(inside[::-1])) if not inside.all() else 0
+        ends.append(end)
+        start = end
+    return np.stack([np.array([0, *ends[:-1]]), np.array(ends)], axis=1).astype(np.int64)
 
 
 def python_stdlib(config: DataConfig) -> FileDocuments:
@@ -45,18 +130,36 @@ def python_stdlib(config: DataConfig) -> FileDocuments:
     Raises:
       ConfigError: this Python comes without the source of its library.
     """
-    root = sysconfig.get_path("stdlib")
+    paths = _stdlib_files()
+    if not paths:
+        message = f"no Python source under {_stdlib()}; choose another source"
+        raise ConfigError(Problem("data.source", message))
+    return FileDocuments([str(path) for path in paths])
+
+
+def version_of_stdlib() -> str:
+    """Return a digest of the names and sizes of the modules that `python_stdlib` reads."""
+    names = [
+        f"{path.relative_to(_stdlib()).as_posix()} {path.stat().st_size}"
+        for path in _stdlib_files()
+    ]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _stdlib() -> str:
+    return sysconfig.get_path("stdlib")
+
+
+def _stdlib_files() -> list[Path]:
+    """Return the modules that are not empty, in order of path."""
+    root = _stdlib()
     paths = []
     for directory, subdirectories, files in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if name not in SKIPPED_DIRECTORIES]
         paths += [Path(directory, name) for name in files if name.endswith(".py")]
     # Sorting by parts relative to the root gives the same order wherever Python is installed.
     paths.sort(key=lambda path: path.relative_to(root).parts)
-    paths = [path for path in paths if path.stat().st_size]
-    if not paths:
-        message = f"no Python source under {root}; choose another source"
-        raise ConfigError(Problem("data.source", message))
-    return FileDocuments([str(path) for path in paths])
+    return [path for path in paths if path.stat().st_size]
 
 
 class JsonLines:
@@ -77,7 +180,7 @@ class JsonLines:
         """Return the text of a line.
 
         Raises:
-          ConfigError: the line is not an object with a string under "text"; names file and line.
+          BadDocument: the line is not an object with a string under "text"; names file and line.
         """
         file, start, end = self._lines.locate(index)
         with open(self._paths[file], "rb") as stream:
@@ -93,12 +196,12 @@ class JsonLines:
             raise self._corrupt(file, start, f"{type(error).__name__}: {error}") from error
         return text
 
-    def _corrupt(self, file: int, start: int, reason: str) -> ConfigError:
+    def _corrupt(self, file: int, start: int, reason: str) -> BadDocument:
         path = self._paths[file]
         with open(path, "rb") as stream:
             number = stream.read(start).count(b"\n") + 1
         message = f'{path}:{number}: not a JSON object with a string under "text" ({reason})'
-        return ConfigError(Problem("data.path", message))
+        return BadDocument(Problem("data.path", message))
 
 
 @lru_cache(maxsize=1024)
@@ -122,6 +225,6 @@ def jsonl(config: DataConfig) -> JsonLines:
     Raises:
       ConfigError: there is no file, or one holds no lines or is damaged.
     """
-    endings = (".jsonl", ".jsonl" + GZIP, ".jsonl" + ZSTD)
+    endings = SOURCES["jsonl"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))
     return JsonLines(require_content([unpacked(path, config.cache_dir) for path in files]))

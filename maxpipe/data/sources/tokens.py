@@ -13,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.files import Spans, find_all, find_files, require_content
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.object_store import is_remote
 
-INDEX_SUFFIX = ".idx.npy"
+INDEX_SUFFIX = SOURCES["token_bin"].companion
 NUM_SYNTHETIC = 1 << 16  # documents of random ids
 
 
@@ -112,7 +113,7 @@ def token_bin(config: DataConfig) -> TokenFiles:
         # A copy has another name, so it would lose its index and with it the ends of documents.
         message = "token files must be on this machine; copy them with their indices"
         raise ConfigError(Problem("data.path", message))
-    files = find_files(config.path, (".bin", ".npy"))
+    files = find_files(config.path, SOURCES["token_bin"].suffixes)
     files = [path for path in files if not path.endswith(INDEX_SUFFIX)]
     dtype = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
     return TokenFiles(require_content(files), dtype, tokenizer.eos_id)

@@ -1,6 +1,7 @@
-"""Attention kernels, chosen by `model.attention`; `maxpipe.config.catalog.KERNELS` has their facts.
+"""Define attention kernels, one of which `model.attention` names.
 
-A kernel is a class of three functions, single-device code for one configuration:
+`maxpipe.config.catalog.KERNELS` has their facts. A kernel is a class of three functions,
+single-device code for one configuration:
 
     unfit(config, sequence_length, num_parts)  why it cannot serve, or an empty string
     build(config, sequence_length)             `AttentionFn`, of all queries

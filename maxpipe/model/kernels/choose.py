@@ -13,7 +13,7 @@ from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.model.attention import AttentionFn
-from maxpipe.sharding.context_parallel import AXIS, PartAttention, over_context, parts
+from maxpipe.sharding.context_parallel import CONTEXT_AXIS, PartAttention, over_context, parts
 from maxpipe.sharding.rules import AxisRules
 
 EVERYWHERE = "dot_product"  # the kernel that runs on every backend, with every size
@@ -29,13 +29,13 @@ class Kernel(Protocol):
     def build_for_parts(self, config: ModelConfig, parts: np.ndarray) -> PartAttention: ...
 
 
-def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> str:
+def choose_kernel(config: Config, platform: str, note: Callable[[str], None]) -> str:
     """Return the name of the attention kernel; an automatic choice is printed with its reason.
 
     Args:
       config: resolved.
       platform: of the devices, as JAX names it.
-      say: prints a line.
+      note: prints a line.
 
     Raises:
       ConfigError: the configured kernel does not run on this platform or with these sizes.
@@ -55,14 +55,14 @@ def choose_kernel(config: Config, platform: str, say: Callable[[str], None]) -> 
     preferred = [name for name, facts in KERNELS.items() if platform in facts.preferred_on]
     name = preferred[0] if preferred else EVERYWHERE
     if reason := _kernel(name).unfit(config.model, length, num_parts):
-        say(f"model.attention={EVERYWHERE}: {name} cannot be used, {reason}")
+        note(f"model.attention={EVERYWHERE}: {name} cannot be used, {reason}")
         return EVERYWHERE
-    say(f"model.attention={name}: the kernel for {platform}")
+    note(f"model.attention={name}: the kernel for {platform}")
     return name
 
 
 def build_attention(
-    config: Config, rules: AxisRules, platform: str, say: Callable[[str], None]
+    config: Config, rules: AxisRules, platform: str, note: Callable[[str], None]
 ) -> AttentionFn:
     """Build the attention function of a resolved configuration.
 
@@ -70,14 +70,14 @@ def build_attention(
       config: resolved.
       rules: logical axis rules, bound to the mesh.
       platform: of the mesh's devices, as JAX names it.
-      say: prints a line.
+      note: prints a line.
 
     Raises:
       ConfigError: as `choose_kernel`.
     """
-    name = choose_kernel(config, platform, say)
+    name = choose_kernel(config, platform, note)
     kernel, length = _kernel(name), config.data.sequence_length
-    num_parts = rules.mesh.shape[AXIS]
+    num_parts = rules.mesh.shape[CONTEXT_AXIS]
     if num_parts > 1:
         of_part = kernel.build_for_parts(config.model, parts(length, num_parts))
         return per_device(over_context(of_part), rules)
@@ -92,14 +92,15 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
     XLA's partitioner can split neither a kernel nor a collective that is written out. Inside a
     program that is already manual over some axes only the other axes are left to split.
     """
-    length = "activation_length" if rules.mesh.shape[AXIS] > 1 else None
+    length = "activation_length" if rules.mesh.shape[CONTEXT_AXIS] > 1 else None
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
         current = jax.sharding.get_abstract_mesh()
         manual = set(current.manual_axes)
-        query = rules.spec_here(("activation_batch", length, "heads", None), q.shape)
-        if query != rules.spec_here(("activation_batch", length, "kv_heads", None), k.shape):
-            # There are more devices than key heads: each needs those of its own query heads.
+        query = rules.automatic_spec(("activation_batch", length, "heads", None), q.shape)
+        if query != rules.automatic_spec(("activation_batch", length, "kv_heads", None), k.shape):
+            # There are more devices than key heads, so each gets the keys of its own query heads:
+            # [B, T, K, C] -> [B, T, H, C].
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         split = jax.shard_map(
             attention,

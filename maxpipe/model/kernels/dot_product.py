@@ -1,4 +1,4 @@
-"""Attention as two matrix products with the full [T, T] matrix between them; runs everywhere.
+"""Attend by two matrix products with the full [T, T] matrix between them; runs everywhere.
 
 Shapes: B batch, T sequence, P queries of a part, H query heads, K key/value heads, C head_dim.
 """

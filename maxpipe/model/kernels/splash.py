@@ -1,4 +1,4 @@
-"""Splash attention, JAX's block-sparse flash attention for TPUs.
+"""Attend by splash attention, JAX's block-sparse flash attention for TPUs.
 
 No [T, T] matrix exists, and blocks that are masked entirely are skipped.
 
@@ -80,7 +80,7 @@ def _build(
         q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array | None
     ) -> jax.Array:
         causal = masks.CausalMask((T, T))
-        causal.q_sequence = parts.reshape(-1)
+        causal.q_sequence = parts.reshape(-1)  # [C, P] -> [T]: the token that each query is
         kernel = splash.make_splash_mha(
             masks.MultiHeadMask([causal] * q.shape[2]),
             block_sizes=sizes,
@@ -103,7 +103,7 @@ def _build(
             segments_P: jax.Array,
             segments_T: jax.Array,
         ) -> jax.Array:
-            # [P, H, C] -> [H, P, C], and back
+            # The kernel takes heads first: [P, H, C] -> [H, P, C], and back.
             heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
             segments = splash.SegmentIds(segments_P, segments_T)
             return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)

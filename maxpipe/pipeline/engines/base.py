@@ -1,4 +1,4 @@
-"""The contract of the four engines: from parameters and a batch to losses and gradients.
+"""Define the contract of the four engines: parameters and a batch in, loss and gradients out.
 
 An engine computes; a trainer (`maxpipe.training.trainer`) owns the live state and applies the
 update. Letters: N layers in model order, B sequences of the global batch, T tokens of a sequence.
@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding import context_parallel
 from maxpipe.sharding.rules import AxisRules
 
-Batch = dict[str, jax.Array]
+Batch = microbatches.Batch
 Metrics = dict[str, jax.Array]
 ParamsT = TypeVar("ParamsT")
 LayerT = TypeVar("LayerT")
@@ -52,7 +53,7 @@ class EngineInputs:
     @property
     def context(self) -> int:
         """Return the number of devices over which a sequence is split."""
-        return self.mesh.shape[context_parallel.AXIS]
+        return self.mesh.shape[context_parallel.CONTEXT_AXIS]
 
 
 class Engine(ABC, Generic[ParamsT, LayerT]):

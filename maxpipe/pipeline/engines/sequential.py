@@ -1,6 +1,7 @@
-"""The sequential engine: no pipeline, a scan over layers, microbatches as gradient accumulation.
+"""Run the model without a pipeline: a scan over layers, with gradients summed over microbatches.
 
-It is the reference that every other engine is compared with. Letters: see `maxpipe.pipeline`.
+This is the sequential engine, the reference that every other engine is compared with. Letters: see
+`maxpipe.pipeline`.
 """
 
 import jax
@@ -64,7 +65,7 @@ class SequentialEngine(SpmdEngine):
             total = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, loss_and_gradients)
             return total, None
 
-        # 2. Sum loss and gradients over microbatches [M, B, ...], in float32.
+        # 2. Sum loss and gradients over microbatches [M, B, ...], in float32. One needs no sums.
         if self._num_microbatches == 1:
             value, gradients = jax.value_and_grad(loss)(params, batch)
         else:
@@ -75,6 +76,7 @@ class SequentialEngine(SpmdEngine):
         return {"loss": value}, gradients
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
+        # An evaluation batch may have any size; rows of weight 0 make it divisible.
         batch = microbatches.pad_rows(
             batch, self._num_microbatches * self._rules.size("activation_batch")
         )
@@ -105,6 +107,7 @@ class SequentialEngine(SpmdEngine):
             key,
             scan=True,
         )
+        # The head saves its input alone: logits would be the largest tensors of the step.
         head = checkpoint(self._program.head_loss, RematPolicy())
         loss, cross_entropy = head(
             outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"]

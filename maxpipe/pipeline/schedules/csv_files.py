@@ -4,16 +4,24 @@ No header; one row per stage; a cell such as `2F0` is global chunk, kind, microb
 is idle. In a free-running table a column is a tick. In a lockstep table a tick is two columns: F,
 then whichever of B and I there is; if the table has W units there is a third one for them. A file
 whose cells are all in the columns of their kind is read as lockstep.
+
+Files that torch has dumped are read as they are. `(0F3;3B1)OVERLAP_F_B` is 0F3, then 3B1. Cells for
+transfers, gathers and reductions (`1RECV_F0`, `0UNSHARD`) are ignored: the engines place these
+themselves. A file with such cells, or without any idle cell between units, is an order of units on
+each stage; each unit then runs in the first tick that the order and its inputs allow.
 """
 
 import csv
 import io
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.pipeline.schedules.order import DeadlockError, RawUnit, place
 from maxpipe.pipeline.schedules.table import (
     IDLE,
     LOCKSTEP_COLUMN,
@@ -21,9 +29,11 @@ from maxpipe.pipeline.schedules.table import (
     Table,
     stages_of_chunks,
 )
-from maxpipe.pipeline.schedules.validate import validate
+from maxpipe.pipeline.schedules.validate import validate, validate_units
 
 CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+IGNORED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 MAX_SLOTS = 1 << 26  # of a table, which is kept as arrays of this size
 
 
@@ -39,6 +49,61 @@ class Cell(NamedTuple):
     def __str__(self) -> str:
         unit = f"{self.chunk}{self.kind}{self.microbatch}"
         return f"{unit} (row {self.row + 1}, column {self.column + 1})"
+
+    @property
+    def unit(self) -> RawUnit:
+        return self.kind, self.microbatch, self.chunk
+
+
+class CsvFile(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+      num_rows: its rows, one per stage.
+      cells: its units, by row, in the row's order.
+      ignored: how many cells it has of each kind that is no unit.
+      has_overlaps: whether a cell holds two units.
+    """
+
+    num_rows: int
+    cells: list[Cell]
+    ignored: Counter[str]
+    has_overlaps: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Return the numbers of stages, microbatches and repeats."""
+        num_chunks = 1 + max(cell.chunk for cell in self.cells)
+        num_microbatches = 1 + max(cell.microbatch for cell in self.cells)
+        return self.num_rows, num_microbatches, -(-num_chunks // self.num_rows)
+
+    @property
+    def is_order(self) -> bool:
+        """Return whether columns are no ticks, so that only the order of units counts."""
+        if self.ignored or self.has_overlaps:
+            return True
+        position: Counter[int] = Counter()
+        for cell in self.cells:
+            if cell.column != position[cell.row]:
+                return False
+            position[cell.row] += 1
+        return self.num_rows > 1
+
+    def note(self, path: Path) -> str:
+        """Return how the file was read, if not cell by cell."""
+        if not self.is_order:
+            return ""
+        reason = "it has no idle cells between units"
+        if self.has_overlaps:
+            reason = "it has cells with two units"
+        if self.ignored:
+            number = sum(self.ignored.values())
+            reason = (
+                f"the engines place transfers, gathers and reductions themselves, so {number} "
+                f"{'cell' if number == 1 else 'cells'} ({', '.join(sorted(self.ignored))}) "
+                f"{'is' if number == 1 else 'are'} ignored"
+            )
+        return f"pipeline.schedule={path}: read as an order of units, not as ticks: {reason}"
 
 
 def to_csv(table: Table) -> str:
@@ -61,7 +126,7 @@ def csv_sizes(path: str | Path) -> tuple[int, int, int]:
     Raises:
       ScheduleError: the file cannot be read, or a cell is not a unit.
     """
-    return _sizes(*_read(Path(path)))
+    return _read(Path(path)).sizes
 
 
 def load_csv(
@@ -85,89 +150,128 @@ def load_csv(
         row, column and cell.
     """
     path = Path(path)
-    num_rows, cells = _read(path)
-    sizes = _sizes(num_rows, cells)
-    if sizes != (num_stages, num_microbatches, num_repeats):
+    file = _read(path)
+    if file.sizes != (num_stages, num_microbatches, num_repeats):
+        stages, microbatches, repeats = file.sizes
         raise ScheduleError(
-            f"pipeline.schedule={path}: the file is for {sizes[0]} stages, {sizes[1]} microbatches "
-            f"and {sizes[2]} repeats, but mesh.ici.stage={num_stages}, "
+            f"pipeline.schedule={path}: the file is for {stages} stages, {microbatches} "
+            f"microbatches and {repeats} repeats, but mesh.ici.stage={num_stages}, "
             f"pipeline.num_microbatches={num_microbatches} and pipeline.num_repeats={num_repeats}"
         )
-    width = 3 if any(cell.kind == "W" for cell in cells) else 2
-    lockstep = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in cells)
+    table = _as_written(path, file, forwarding_delay, slack)
+    if not file.is_order:
+        validate(table)
+        return table
+    if forwarding_delay > 1:
+        raise ScheduleError(
+            f"pipeline.delay_activation_forwarding=true: {path} is an order of units without "
+            f"ticks, which has nothing to delay; set it to false"
+        )
+    validate_units(table)
+    return _timed(path, file, table)
+
+
+def _as_written(path: Path, file: CsvFile, forwarding_delay: int, slack: int) -> Table:
+    """Return a table with every unit in the tick of its column, which need not be valid."""
+    num_stages, num_microbatches, num_repeats = file.sizes
+    width = 3 if any(cell.kind == "W" for cell in file.cells) else 2
+    in_columns = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in file.cells)
+    lockstep = in_columns and not file.is_order
     width = width if lockstep else 1
-    shape = (1 + max(cell.column for cell in cells) // width, num_stages)
-    kinds = {"F", *(cell.kind for cell in cells)}
+    shape = (1 + max(cell.column for cell in file.cells) // width, num_stages)
+    kinds = {"F", *(cell.kind for cell in file.cells)}
     if kinds == {"F"}:
         kinds.add("B")
     microbatch = {kind: np.full(shape, IDLE, np.int32) for kind in kinds}
     chunk = {kind: np.full(shape, IDLE, np.int32) for kind in kinds}
-    for cell in cells:
+    for cell in file.cells:
         at = (cell.column // width, cell.row)
         microbatch[cell.kind][at] = cell.microbatch
         chunk[cell.kind][at] = cell.chunk // num_stages
-    table = Table(
+    return Table(
         name=path.stem,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         num_repeats=num_repeats,
         microbatch=microbatch,
         chunk=chunk,
-        placement=_placement(path, cells, num_stages, num_repeats),
+        placement=_placement(path, file.cells, num_stages, num_repeats),
         lockstep=lockstep,
         forwarding_delay=forwarding_delay,
         slack=slack,
         source=str(path),
     )
-    validate(table)
-    return table
 
 
-def _read(path: Path) -> tuple[int, list[Cell]]:
-    """Return the number of rows and the cells that are not empty."""
+def _timed(path: Path, file: CsvFile, table: Table) -> Table:
+    """Return the free-running table of the file's orders; `table` has its units."""
+    sizes = table.num_stages, table.num_microbatches, table.num_repeats
+    orders: list[list[RawUnit]] = [[] for _ in range(table.num_stages)]
+    for cell in file.cells:
+        orders[cell.row].append(cell.unit)
     try:
-        rows = list(csv.reader(path.read_text(encoding="utf-8").rstrip("\n").split("\n")))
+        timed = place(table.name, *sizes, orders, table.placement)
+    except DeadlockError as error:
+        cells = {cell.unit: cell for cell in file.cells}
+        raise ScheduleError(
+            f"pipeline.schedule={path}: {cells[error.unit]} waits for {cells[error.needs]}, which "
+            f"waits for it in turn by the orders of the rows; put one of them elsewhere"
+        ) from error
+    return replace(timed, source=table.source, note=file.note(path))
+
+
+def _read(path: Path) -> CsvFile:
+    try:
+        rows = list(csv.reader(path.read_text(encoding="utf-8").rstrip("\r\n").splitlines()))
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         if isinstance(error, csv.Error):
             reason = str(error)
         raise ScheduleError(f"pipeline.schedule={path}: cannot read it: {reason}") from error
-    cells = []
+    file = CsvFile(len(rows), [], Counter(), any("OVERLAP" in t for row in rows for t in row))
     for row, texts in enumerate(rows):
         for column, text in enumerate(t.strip() for t in texts):
-            match = CELL.fullmatch(text)
-            if match:
-                cells.append(Cell(row, column, int(match[1]), match[2], int(match[3])))
-            elif text:
-                raise ScheduleError(
-                    f"pipeline.schedule={path}: row {row + 1}, column {column + 1}: {text!r} is "
-                    f"not a unit; write the global chunk, F, B, I or W, and the microbatch, as in "
-                    f"2F0; an empty cell is idle"
-                )
-    if not cells:
+            for part in _parts(text):
+                if match := CELL.fullmatch(part):
+                    file.cells.append(Cell(row, column, int(match[1]), match[2], int(match[3])))
+                elif match := IGNORED.fullmatch(part):
+                    file.ignored[match[1]] += 1
+                else:
+                    raise ScheduleError(
+                        f"pipeline.schedule={path}: row {row + 1}, column {column + 1}: {text!r} "
+                        f"is not a unit; write the global chunk, F, B, I or W, and the microbatch, "
+                        f"as in 2F0; an empty cell is idle"
+                    )
+    if not file.cells:
         raise ScheduleError(f"pipeline.schedule={path}: the file has no units")
-    _check_size(path, len(rows), cells)
-    return len(rows), cells
+    _check_size(path, file)
+    return file
 
 
-def _check_size(path: Path, num_rows: int, cells: list[Cell]) -> None:
+def _check_size(path: Path, file: CsvFile) -> None:
     """Raise ScheduleError before memory is taken for a table that cannot be valid."""
-    chunk = max(cells, key=lambda cell: cell.chunk)
-    microbatch = max(cells, key=lambda cell: cell.microbatch)
+    chunk = max(file.cells, key=lambda cell: cell.chunk)
+    microbatch = max(file.cells, key=lambda cell: cell.microbatch)
     num_units = (chunk.chunk + 1) * (microbatch.microbatch + 1)
-    if num_units > len(cells):
+    if num_units > len(file.cells):
         raise ScheduleError(
             f"pipeline.schedule={path}: {chunk} and {microbatch} are the last chunk and the last "
             f"microbatch, so there must be {num_units} units of each kind; the file has "
-            f"{len(cells)} in all"
+            f"{len(file.cells)} in all"
         )
-    if num_rows * (1 + max(cell.column for cell in cells)) > MAX_SLOTS:
+    if file.num_rows * (1 + max(cell.column for cell in file.cells)) > MAX_SLOTS:
         raise ScheduleError(f"pipeline.schedule={path}: more than {MAX_SLOTS} cells are too many")
 
 
-def _sizes(num_rows: int, cells: list[Cell]) -> tuple[int, int, int]:
-    num_chunks = 1 + max(cell.chunk for cell in cells)
-    return num_rows, 1 + max(cell.microbatch for cell in cells), -(-num_chunks // num_rows)
+def _parts(text: str) -> list[str]:
+    """Return the units of a cell: one, or those of an overlap, which are of different kinds."""
+    match = OVERLAP.fullmatch(text)
+    if not match:
+        return [text] if text else []
+    parts = [part.strip() for part in match[1].split(";")]
+    kinds = [CELL.fullmatch(part) for part in parts]
+    is_pair = all(kinds) and len({kind[2] for kind in kinds if kind}) == len(kinds)
+    return parts if is_pair else [text]
 
 
 def _placement(path: Path, cells: list[Cell], num_stages: int, num_repeats: int) -> str:

@@ -1,9 +1,10 @@
 """Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
 from maxpipe.config.catalog import SCHEDULES, Schedule
-from maxpipe.config.imports import implementation
+from maxpipe.config.imports import OWN_VARIANTS, implementation
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
+from maxpipe.config.values import nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv
 from maxpipe.pipeline.schedules.table import ScheduleError, Table
 
@@ -66,7 +67,8 @@ def load_schedule(
         )
     if schedule not in SCHEDULES:
         raise ValueError(
-            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)}"
+            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "
+            f"({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
         )
     facts = SCHEDULES[schedule]
     _check(schedule, facts, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)

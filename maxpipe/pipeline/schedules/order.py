@@ -14,6 +14,15 @@ RawUnit = tuple[str, int, int]
 Item = TypeVar("Item")
 
 
+class DeadlockError(Exception):
+    """Orders contradict each other: `unit` is next on its stage and waits for `needs` forever."""
+
+    def __init__(self, unit: RawUnit, needs: RawUnit):
+        super().__init__(f"{unit} waits for {needs}")
+        self.unit = unit
+        self.needs = needs
+
+
 def one_forward_one_backward(
     forwards: Sequence[Item], backwards: Sequence[Item], num_warmup: int
 ) -> Iterator[Item]:
@@ -62,7 +71,10 @@ def place(
 
     Args:
       name, num_stages, num_microbatches, num_repeats, placement: see `Table`.
-      orders: one per stage; together they must be free of deadlock.
+      orders: one per stage.
+
+    Raises:
+      DeadlockError: the orders contradict each other, or a unit is missing.
     """
     queues = [list(order) for order in orders]
     units = {unit for queue in queues for unit in queue}
@@ -90,7 +102,8 @@ def place(
             position[stage] += 1
             if unit in waiting:
                 ready.append(waiting.pop(unit))
-    assert all(p == len(q) for p, q in zip(position, queues, strict=True)), f"{name}: deadlock"
+    for needs, stage in waiting.items():
+        raise DeadlockError(queues[stage][position[stage]], needs)
     ticks: dict[str, np.ndarray] = {}
     for (kind, microbatch, chunk), tick in done.items():
         if kind not in ticks:

@@ -80,6 +80,7 @@ class Table:
       slack: least number of ticks from the last chunk's F to its B; lockstep only, 0 allows the
         same tick.
       source: file that the table was read from; errors then name its rows and columns.
+      note: how the file was read, if not cell by cell; for the user.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Table:
     forwarding_delay: int = 1
     slack: int = 0
     source: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         assert self.placement in ("loop", "v")

@@ -1,24 +1,13 @@
-"""ZB-V, V-Half, V-Min and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
+"""ZB-V and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
 
-V-Half and V-Min repeat a building block for every microbatch. The building block (Qi et al.,
-arXiv:2405.15362) says when one microbatch passes a stage: F down through the first chunks, F back
-through the second ones, I down again, and I back. Blocks follow each other every six units of time,
-in which a stage does two F, two I and two W; so the time from a chunk's F to the end of its
-backward, divided by six, is the number of microbatches in flight there.
-
-Orders of ZB-V and DualPipeV are written as strings: a letter is a kind of unit, small for the
-stage's second chunk.
+Orders are written as strings: a letter is a kind of unit, small for the stage's second chunk.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, product
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 
-from maxpipe.pipeline.schedules.order import RawUnit, dependency, place
+from maxpipe.pipeline.schedules.order import RawUnit, place
 from maxpipe.pipeline.schedules.table import Table
-
-PERIOD = 6  # units of time from a building block to the next
-# The four passes of a microbatch over the stages: kind, and 1 if it runs from the last stage back.
-PASSES = (("F", 0), ("F", 1), ("I", 0), ("I", 1))
 
 
 def zb_v(num_stages: int, num_microbatches: int) -> Table:
@@ -37,42 +26,6 @@ def zb_v(num_stages: int, num_microbatches: int) -> Table:
         stage 1     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
     return _without_missing("zb_v", _zb_v_order, num_stages, num_microbatches, 2 * num_stages - 1)
-
-
-def v_half(num_stages: int, num_microbatches: int) -> Table:
-    """Build V-Half: half of 1F1B's memory, half of its bubble; Qi et al., arXiv:2405.15362.
-
-    With F, I and W of a chunk all equal and M >= 2S
-
-        bubble     at most 3(S-1)F, half of 1F1B's
-        in flight  S + 1 chunks for odd S, S + 2 for even: half of 1F1B's and one microbatch
-
-    An example with S=2, M=3, V=2:
-
-        tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
-        stage 0 0F0         3F0 3I0 0F1 3W0     3F1 3I1 0F2 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
-        stage 1     1F0 2F0         2I0 1F1 2F1 1I0 2W0 2I1 1F2 1W0 2F2 1I1 2W1 2I2 1I2 1W1 2W2 1W2
-    """
-    in_flight = num_stages + (1 if num_stages % 2 else 2)
-    return _repeated_block("v_half", num_stages, num_microbatches, (2, 1, 2, 1), in_flight)
-
-
-def v_min(num_stages: int, num_microbatches: int) -> Table:
-    """Build V-Min: a third of 1F1B's memory; Qi et al., arXiv:2405.15362.
-
-    With F, I and W of a chunk all equal and M >= 2S
-
-        bubble     4(S-1)F - F, two thirds of 1F1B's; 4(S-1)F + F where 3 divides S
-        in flight  2 * ceil((S+2) / 3) chunks: a third of 1F1B's and up to two chunks
-
-    An example with S=2, M=3, V=2:
-
-        tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
-        stage 0 0F0         3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 3W2     0I2 0W2
-        stage 1     1F0 2F0         2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2
-    """
-    in_flight = 2 * -(-(num_stages + 2) // 3)
-    return _repeated_block("v_min", num_stages, num_microbatches, (1, 1, 1, 1), in_flight)
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Table:
@@ -165,79 +118,3 @@ def _without_missing(
     orders = [order(s, num_stages, max(num_microbatches, least)) for s in range(num_stages)]
     shortened = [(unit for unit in units if unit[1] < num_microbatches) for units in orders]
     return place(name, num_stages, num_microbatches, 2, shortened, placement="v")
-
-
-def _repeated_block(
-    name: str, num_stages: int, num_microbatches: int, hops: Sequence[int], max_in_flight: int
-) -> Table:
-    """Build the table of a building block.
-
-    The block gives each stage the order of its F and I. A W runs when its stage would be idle, or
-    has `max_in_flight` chunks in flight, which also closes gaps at the start and the end of a step.
-
-    Args:
-      hops: units of time from a stage to the next, in each of `PASSES`.
-      max_in_flight: chunks in flight on a stage, at least what the block needs.
-    """
-    starts = _block(num_stages, hops)
-    queues = []
-    for stage in range(num_stages):
-        chunks = stage, 2 * num_stages - 1 - stage
-        timed = []
-        for start, (kind, back) in zip(starts, PASSES, strict=True):
-            # I passes the second chunks first.
-            chunk = chunks[back if kind == "F" else 1 - back]
-            timed += [
-                (start[stage] + PERIOD * m, (kind, m, chunk)) for m in range(num_microbatches)
-            ]
-        queues.append([unit for _, unit in sorted(timed)])
-    orders = _fill_with_w(queues, max_in_flight)
-    return place(name, num_stages, num_microbatches, 2, orders, placement="v")
-
-
-def _block(num_stages: int, hops: Sequence[int]) -> list[list[int]]:
-    """Return the start of each pass of the first microbatch on each stage, [4][S].
-
-    Between passes the microbatch waits, as little in all as possible, so that on every stage the
-    four starts differ modulo the period: no two units of the repeated block then collide.
-    """
-    down = range(num_stages)
-    for waits in sorted(product(range(PERIOD), repeat=3), key=sum):
-        starts: list[list[int]] = []
-        begin = 0
-        for hop, (_, back), wait in zip(hops, PASSES, (*waits, 0), strict=True):
-            starts.append([begin + hop * (num_stages - 1 - s if back else s) for s in down])
-            begin = max(starts[-1]) + 1 + wait
-        if all(len({start[s] % PERIOD for start in starts}) == len(PASSES) for s in down):
-            return starts
-    raise AssertionError(f"no building block with hops {hops} for {num_stages} stages")
-
-
-def _fill_with_w(queues: Sequence[Sequence[RawUnit]], max_in_flight: int) -> list[list[RawUnit]]:
-    """Return orders of F, I and W from orders of F and I, by simulating units of equal length."""
-    last = 2 * len(queues) - 1
-    units = {unit for queue in queues for unit in queue}
-    orders: list[list[RawUnit]] = [[] for _ in queues]
-    position, in_flight = [0] * len(queues), [0] * len(queues)
-    due: list[list[RawUnit]] = [[] for _ in queues]
-    done: set[RawUnit] = set()
-    while any(due) or any(p < len(queue) for p, queue in zip(position, queues, strict=True)):
-        finished = []
-        for stage, queue in enumerate(queues):
-            unit = queue[position[stage]] if position[stage] < len(queue) else None
-            needs = unit and dependency(unit, last, units)
-            is_ready = unit is not None and (needs is None or needs in done)
-            if unit and is_ready and not (unit[0] == "F" and in_flight[stage] == max_in_flight):
-                position[stage] += 1
-                in_flight[stage] += unit[0] == "F"
-                finished.append(unit)
-                if unit[0] == "I":
-                    due[stage].append(("W", *unit[1:]))
-            elif due[stage]:
-                unit = due[stage].pop(0)
-                in_flight[stage] -= 1
-            else:
-                continue
-            orders[stage].append(unit)
-        done.update(finished)
-    return orders

@@ -30,16 +30,27 @@ def validate(table: Table) -> None:
       ScheduleError: the first violation, with tick, stage and unit, or with row, column and cell of
         the CSV file that the table came from.
     """
-    _check_cells(table)
-    for kind in table.kinds:
-        _check_once(table, kind)
-    _check_complete(table)
+    validate_units(table)
+    if not table.lockstep:
+        _check_one_per_tick(table)
     # A lockstep tick runs F, then B or I, then W, so these may follow each other in one tick.
     same_stage_gap = 0 if table.lockstep else 1
     _check_after(table, "F", "F", offset=-1, gap=table.forwarding_delay)
     _check_after(table, "BI", "BI", offset=1, gap=table.forwarding_delay)
     _check_after(table, "BI", "F", offset=0, gap=max(table.slack, same_stage_gap))
     _check_after(table, "W", "I", offset=0, gap=same_stage_gap)
+
+
+def validate_units(table: Table) -> None:
+    """Check that every microbatch passes every chunk forward and backward once, in any tick.
+
+    Raises:
+      ScheduleError: a unit does not exist, is doubled or missing; as in `validate`.
+    """
+    _check_cells(table)
+    for kind in table.kinds:
+        _check_once(table, kind)
+    _check_complete(table)
 
 
 def describe(table: Table, kind: str, tick: int, stage: int) -> str:
@@ -59,7 +70,6 @@ def _fail(table: Table, message: str) -> NoReturn:
 
 
 def _check_cells(table: Table) -> None:
-    running = np.zeros((table.num_ticks, table.num_stages), int)
     for kind in table.kinds:
         microbatch, chunk = table.microbatch[kind], table.chunk[kind]
         idle = microbatch == IDLE
@@ -72,15 +82,17 @@ def _check_cells(table: Table) -> None:
                 f"{table.num_microbatches} microbatches and {table.num_chunks} chunks "
                 f"({table.num_stages} stages x {table.num_repeats} repeats)",
             )
-        running += ~idle
-    if not table.lockstep:
-        for tick, stage in np.argwhere(running > 1):
-            kinds = [k for k in table.kinds if table.microbatch[k][tick, stage] != IDLE]
-            both = [describe(table, kind, tick, stage) for kind in kinds]
-            _fail(
-                table,
-                f"{' and '.join(both)} are in one tick of a free-running table; give each its own",
-            )
+
+
+def _check_one_per_tick(table: Table) -> None:
+    running = sum((units != IDLE).astype(int) for units in table.microbatch.values())
+    for tick, stage in np.argwhere(np.asarray(running) > 1):
+        kinds = [k for k in table.kinds if table.microbatch[k][tick, stage] != IDLE]
+        both = [describe(table, kind, tick, stage) for kind in kinds]
+        _fail(
+            table,
+            f"{' and '.join(both)} are in one tick of a free-running table; give each its own",
+        )
 
 
 def _check_once(table: Table, kind: str) -> None:

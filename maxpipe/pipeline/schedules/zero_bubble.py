@@ -1,11 +1,22 @@
-"""ZB-H1 and ZB-H2: the backward is split into I and W, and W fills the bubble.
+"""ZB-H1, also interleaved, and ZB-H2: the backward is split into I and W; W fills the bubble.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, whose B is our I. Only I is on the
 critical path: the stage before waits for it, while W can run at any later time. Letters: S stages,
-M microbatches; F, I and W the time of a unit. Tables are free-running.
+M microbatches, V repeats; F, I and W the time of a unit. Tables are free-running.
 """
 
-from maxpipe.pipeline.schedules.order import place, split_backward
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from maxpipe.pipeline.schedules.order import (
+    RawUnit,
+    depth_first,
+    group_microbatches,
+    one_forward_one_backward,
+    place,
+    split_backward,
+)
 from maxpipe.pipeline.schedules.table import Table
 
 
@@ -31,6 +42,51 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Table:
         for stage in range(num_stages)
     ]
     return place("zb_h1", num_stages, num_microbatches, 1, orders)
+
+
+def interleaved_zb(num_stages: int, num_microbatches: int, num_repeats: int) -> Table:
+    """Build ZB-H1 with several chunks per stage; torch's `ScheduleInterleavedZeroBubble`.
+
+    Microbatches pass the chunks in the groups of `interleaved_1f1b`. Stage s runs
+    S-1-s + (V-1)S forwards, then F and I in turn, and runs each W s units after its I. With M a
+    multiple of S, and F, I and W of a chunk all equal
+
+        bubble     (S-1)F: a third of that of interleaved_1f1b
+        in flight  min(V*M, V*S) chunks on every stage, counted until W has run
+
+    One chunk per stage makes it `zb_h1`. Other numbers of microbatches are as in
+    `interleaved_1f1b`. An example with S=2, M=2, V=2:
+
+        tick    0   1   2   3   4   5   6   7   8   9   10  11  12
+        stage 0 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+        stage 1     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    """
+    sizes = group_microbatches(num_microbatches, num_stages)
+    order = np.argsort(depth_first(sizes, sizes, num_repeats), axis=None)
+    # (microbatch, chunk) in the order of forwards; backwards have the chunks reversed.
+    walk = [divmod(int(unit), num_repeats) for unit in order]
+    warmup = (num_repeats - 1) * int(sizes.max())
+    orders = []
+    for stage in range(num_stages):
+        units: Iterator[RawUnit] = one_forward_one_backward(
+            [("F", m, c * num_stages + stage) for m, c in walk],
+            [("I", m, (num_repeats - 1 - c) * num_stages + stage) for m, c in walk],
+            warmup + num_stages - 1 - stage,
+        )
+        orders.append(_with_weight_gradients(units, lag=stage))
+    return place("interleaved_zb", num_stages, num_microbatches, num_repeats, orders)
+
+
+def _with_weight_gradients(units: Iterable[RawUnit], lag: int) -> Iterator[RawUnit]:
+    """Yield F and I, and after each I the W of the I that was `lag` before it; the rest at last."""
+    due: list[RawUnit] = []
+    for unit in units:
+        yield unit
+        if unit[0] == "I":
+            due.append(("W", *unit[1:]))
+            if len(due) > lag:
+                yield due.pop(0)
+    yield from due
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> Table:

@@ -80,6 +80,7 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
         "name": "train",
         "image": options.image,
         "args": options.training,
+        "env": _job_variables(),
         "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
         "resources": {"limits": {"google.com/tpu": options.chips_per_host}},
     }
@@ -96,6 +97,21 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
         container["volumeMounts"] = [{"name": "shared", "mountPath": SHARED}]
         pod["volumes"] = [{"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}}]
     return pod
+
+
+def _job_variables() -> list[dict[str, Any]]:
+    """Return variables that tell an attempt of this JobSet from another, for the run's lease."""
+
+    def variable(name: str, field: str) -> dict[str, Any]:
+        return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
+
+    label = "metadata.labels['jobset.sigs.k8s.io/{}']"
+    return [
+        variable("JOBSET_NAMESPACE", "metadata.namespace"),
+        variable("JOBSET_NAME", label.format("jobset-name")),
+        {"name": "MAXPIPE_JOB", "value": "$(JOBSET_NAMESPACE)/$(JOBSET_NAME)"},
+        variable("MAXPIPE_ATTEMPT", label.format("restart-attempt")),
+    ]
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 
-from maxpipe.builder import ENGINES, build_engine_inputs
-from maxpipe.config.sections.parallelism import ENGINES as ENGINE_NAMES
+from maxpipe.builder import build_engine, build_engine_inputs
+from maxpipe.config.catalog import ENGINES
 from maxpipe.pipeline.engines.base import Engine
 
 LAYOUTS = {
@@ -25,7 +25,7 @@ def build(name):
     stages = {} if name == "sequential" else {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
     config = tiny(**stages, **LAYOUTS[name])
     assert config.pipeline.engine == name
-    return ENGINES[name](build_engine_inputs(config, make_mesh(config)))
+    return build_engine(config, build_engine_inputs(config, make_mesh(config)))
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -34,7 +34,7 @@ def engine(request):
 
 
 def test_contract_covers_every_engine_of_the_configuration():
-    assert set(LAYOUTS) == set(ENGINES) == set(ENGINE_NAMES) - {"auto"}
+    assert set(LAYOUTS) == set(ENGINES)
 
 
 def test_engine_is_built_from_engine_inputs_alone(engine):

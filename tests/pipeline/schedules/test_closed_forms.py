@@ -6,6 +6,7 @@ import math
 import pytest
 
 from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.planning.simulate import Costs, simulate
@@ -157,6 +158,54 @@ def test_zb_h2_has_its_published_time_and_memory(S, extra, F, I, W):
     assert run.peak_in_flight.tolist() == [2 * S - 1] * S
 
 
+@pytest.mark.parametrize(("S", "V", "groups"), grid(STAGES, REPEATS, (1, 2, 4)))
+@pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5)])
+def test_interleaved_zb_has_its_published_time_and_memory(S, V, groups, F, I, W):
+    M = groups * S
+    run = simulate(load_schedule("interleaved_zb", S, M, V), Costs(F, I + W, I, W))
+    assert run.bubble == pytest.approx((S - 1) * (F + I - W))
+    assert run.peak_in_flight.tolist() == [V * S] * S
+
+
+def torch_interleaved_zero_bubble(rank, S, M, V):
+    """Return what a rank of torch's ScheduleInterleavedZeroBubble runs, operation by operation."""
+    per_round = M // max(1, M // S)
+    warmup = min((V - 1) * per_round + S - 1 - rank, M * V)
+    counters = {}
+
+    def unit(kind, operation):
+        repeat = operation // per_round % V
+        chunk = rank + S * (repeat if kind == "F" else V - 1 - repeat)
+        counters[kind, chunk] = counters.get((kind, chunk), -1) + 1
+        return f"{chunk}{kind}{counters[kind, chunk]}"
+
+    units = []
+    for operation in range(M * V + warmup):
+        if operation < M * V:
+            units.append(unit("F", operation))
+        if operation >= warmup:
+            units.append(unit("I", operation - warmup))
+        if operation - warmup >= rank:
+            units.append(unit("W", operation - warmup - rank))
+    return units + [unit("W", number) for number in range(max(M * V - rank, 0), M * V)]
+
+
+@pytest.mark.parametrize(("S", "V"), grid((1, 2, 3, 4, 5, 6, 8), REPEATS))
+def test_interleaved_zb_is_torchs_order_at_every_size_that_torch_accepts(S, V):
+    for M in range(1, 4 * S + 4):
+        if M % max(1, M // S) == 0:
+            rows = to_csv(load_schedule("interleaved_zb", S, M, V)).splitlines()
+            for rank, row in enumerate(rows):
+                units = [cell for cell in row.split(",") if cell]
+                assert units == torch_interleaved_zero_bubble(rank, S, M, V)
+
+
+def test_interleaved_zb_with_one_chunk_per_stage_is_zb_h1():
+    for S, M in grid(STAGES, (1, 2, 5, 8, 13)):
+        tables = load_schedule("interleaved_zb", S, M, 1), load_schedule("zb_h1", S, M)
+        assert to_csv(tables[0]) == to_csv(tables[1])
+
+
 V_STAGES = (1, 2, 3, 4, 5, 6, 8, 16)
 
 
@@ -167,20 +216,29 @@ def test_zb_v_has_its_published_time_and_memory(S, extra):
     assert run.peak_in_flight.tolist() == [2 * S] * S
 
 
-@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid((2, 3, 4, 5, 6, 7, 8, 9, 12, 16), (0, 1, 7)))
 def test_v_half_has_its_published_time_and_memory(S, extra):
     """1F1B has 2S chunks in flight and a bubble of 6(S-1) chunk times: half of both, nearly."""
     run = simulate(load_schedule("v_half", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
-    assert run.bubble <= 3 * (S - 1)
+    assert run.bubble == (1 if S == 2 else 3 * S - (4 if S % 2 else 7))
     assert run.peak_in_flight.max() == S + (1 if S % 2 else 2)
 
 
-@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES[1:], (0, 1, 7)))
+@pytest.mark.parametrize(("S", "extra"), grid((2, 3, 4, 5, 6, 7, 8, 9, 12, 16), (0, 1, 7)))
 def test_v_min_has_its_published_time_and_memory(S, extra):
     """1F1B has 2S chunks and a bubble of 6(S-1) chunk times: a third and two thirds, nearly."""
     run = simulate(load_schedule("v_min", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
-    assert run.bubble == 4 * (S - 1) + (1 if S % 3 == 0 else -1)
+    assert run.bubble == 4 * S - (5 if S % 3 else 7)
     assert run.peak_in_flight.max() == 2 * math.ceil((S + 2) / 3)
+
+
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+@pytest.mark.parametrize("S", [5, 8, 9])
+def test_squeezed_blocks_lose_no_time_per_period_when_weight_gradients_are_short(name, S):
+    """Only the ends are squeezed: the steady state loses what the block itself loses."""
+    costs = Costs(1, 2.2, 0.9, 1.3)
+    few, many = (simulate(load_schedule(name, S, M, 2), costs).bubble for M in (2 * S, 4 * S))
+    assert many == pytest.approx(few)
 
 
 @pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (0, 1, 7)))

@@ -81,7 +81,7 @@ class Conveyor:
 
     @property
     def num_slots(self) -> int:
-        """K."""
+        """Return K, the slots of each stage."""
         return self.num_microbatches // self.num_stages
 
     @property
@@ -96,6 +96,7 @@ class Conveyor:
 
     @property
     def num_iterations(self) -> int:
+        """Return M V + d (S-1): the last stage's units, and the iterations before its first."""
         return self.num_units + self.fill_iterations
 
     @property
@@ -194,15 +195,15 @@ class Conveyor:
 
     @property
     def _first_output(self) -> int:
-        """Iteration whose `advance` stores the last stage's first output."""
+        """Return the iteration whose `advance` stores the last stage's first output."""
         return self.fill_iterations + (self.delay - 1)
 
     @property
     def _output_wait(self) -> int:
-        """Iterations from storing an output to reading it; at least 1, since d S <= M."""
+        """Return the iterations from storing an output to reading it; at least 1, as d S <= M."""
         # Unit n is stored in iteration n + first_output; stage 0 reads that cell for unit n + M.
         return self.num_microbatches - self._first_output
 
     def _is_active(self, t: Iteration) -> jax.Array:
-        """Whether each stage works in iteration t, bool [S, 1, 1, 1]."""
+        """Return whether each stage works in iteration t, bool [S, 1, 1, 1]."""
         return self.units(t)[0][:, None, None, None]

@@ -1,4 +1,4 @@
-"""The circular engine: a shift register over stages, as `vmap` in a loop over iterations.
+"""Run a shift register over stages, as `vmap` in a loop over iterations: the circular engine.
 
 In every iteration all stages compute, each on another microbatch, and hand their outputs to the
 next stage (see `conveyor`). The program is written for all stages at once, [S, ...], and XLA's
@@ -25,10 +25,11 @@ from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, Stat
 from maxpipe.pipeline.engines.circular.iterations import BatchSpecs, Iterations, StageInputs
 from maxpipe.pipeline.engines.circular.outside import OutsideLayers
 from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
+from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
 from maxpipe.pipeline.remat import Remat, checkpoint
 from maxpipe.pipeline.weights import Weights
-from maxpipe.sharding.rules import KEY, only, without
+from maxpipe.sharding.rules import AXIS_RULES_KEY, only, without
 
 # Logical axes of the conveyor [S, K, B, T, D] and of one slot of it [S, B, T, D].
 CELLS = ("activation_stage", None, "activation_batch", "activation_length", None)
@@ -48,19 +49,18 @@ class CircularEngine(SpmdEngine):
         over all row axes.
     """
 
-    layer_axes = ("repeat", "stage", "layers_per_stage")
+    layer_axes = LAYER_AXES
 
     def __init__(self, inputs: EngineInputs, *, bubble_fill: float | None = None):
-        program, rules, config, layout = (
-            inputs.program,
-            inputs.rules,
-            inputs.config,
-            inputs.layout,
-        )
+        program = inputs.program
+        rules = inputs.rules
+        config = inputs.config
+        layout = inputs.layout
         self._program = program
         self._rules = rules
         self._config = config
         self._layout = layout
+        self._mesh = inputs.mesh
         self._context = inputs.context
         self._bubble_fill = bubble_fill
         self.weights = Weights(rules, program.specs, self.layer_axes, layout.shape)
@@ -83,7 +83,7 @@ class CircularEngine(SpmdEngine):
                 f"pipeline.fsdp_gather={self._config.fsdp_gather} needs rows over all of {names}; "
                 f"use [activation_batch, [{names}]]"
             )
-            raise ConfigError(Problem(KEY, message))
+            raise ConfigError(Problem(AXIS_RULES_KEY, message))
 
     def _prepare_layer(self, layer: Params) -> Params:
         if not self._gathers_in_iteration:
@@ -111,6 +111,7 @@ class CircularEngine(SpmdEngine):
         return loss_sum / microbatches.weight_sum(batch) + aux / batch["tokens"].shape[0]
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
+        # The fewest microbatches that the conveyor can hold need the fewest rows of padding.
         shards = self._rules.size("activation_batch")
         fits = batch["tokens"].shape[0] % (shards * self._config.num_microbatches) == 0
         fewest = self._delay * self._layout.num_stages
@@ -219,16 +220,17 @@ class CircularEngine(SpmdEngine):
             inputs_of,
             map_specs(self._gather, self._program.specs["layers"]),
             self._batch_specs(side),
-            self._rules.mesh,
+            self._mesh,
             gather_once=self._config.fsdp_gather == "once",
             scan_iterations=self._config.scan_iterations,
             scan_repeats=self._config.scan_repeats,
         )
-        # A key is no array of numbers: it crosses the border of the manual program as its data.
+        # A PRNG key is not an array of numbers, so it enters the manual program as its raw data.
         key_data = None if key is None else jax.random.key_data(key)
         return run_iterations(iterations, layers, io, side, key_data)
 
     def _gather(self, spec: ParamSpec) -> Gather:
+        # Weights stay split over the stages: each gathers its own layers.
         at_rest = self._rules.spec(spec.axes, spec.shape)
         return Gather(without(at_rest, ("stage",)), spec.dtype, self._program.config.dtype)
 
@@ -277,6 +279,7 @@ class CircularEngine(SpmdEngine):
         self, stage: Callable[..., tuple[jax.Array, jax.Array]], in_axes: tuple[int | None, ...]
     ) -> Callable[..., tuple[jax.Array, jax.Array]]:
         """Return `stage`, rematerialised as configured, for all stages at once."""
+        # With their name, constraints inside `stage` lay the mapped dimension [S] over these axes.
         return jax.vmap(
             self._remat.iteration(stage), in_axes=in_axes, spmd_axis_name=self._stage_axes()
         )

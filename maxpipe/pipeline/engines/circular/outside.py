@@ -72,6 +72,7 @@ class OutsideLayers:
         """Return [V + E, S, L, ...] -> [num_outside, ...], layers split by their own dimensions."""
         axes = (None, None, None, *(AXES_FOR_USE.get(axis, axis) for axis in spec.axes))
         rows = self._rules.constrain(leaf[self._layout.num_repeats :], axes)  # [E, S, L, ...]
+        # [E, S, L, ...] -> [E S L, ...], the first of which are layers and the others padding
         return rows.reshape(-1, *spec.shape)[: self._layout.num_outside]
 
     def _layer(

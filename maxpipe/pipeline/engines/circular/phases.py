@@ -1,7 +1,7 @@
 """Run one phase of circular iterations on gathered weights; see `repeat_gather`.
 
-Arrays are a device's parts, since this is inside the manual program. In a switch the stages go over
-from one repeat to the next, one stage every d iterations.
+A phase runs inside the manual program, so arrays are one device's parts. In a switch the stages
+move from one repeat to the next, one stage every d iterations.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax import lax
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, State
 from maxpipe.pipeline.engines.circular.iterations import DeviceInputs, Iterations
-from maxpipe.pipeline.engines.scheduled.split_vjp import SplitVjp
+from maxpipe.pipeline.split_vjp import SplitVjp
 
 Index: TypeAlias = jax.Array | int
 LoopState = TypeVar("LoopState")
@@ -53,7 +53,7 @@ def forward_phase(
       carry: loop state and residuals so far.
       start, length: the phase.
       weights: of all stages, [S, L, ...].
-      next_weights: in a switch, what one stage after the other goes over to.
+      next_weights: in a switch, those of the next repeat, which one stage after the other takes.
     """
     conveyor = iterations.conveyor
 
@@ -95,7 +95,7 @@ def backward_phase(
     weights: Params,
     earlier_weights: Params | None = None,
 ) -> GradientSums:
-    """Run iterations start + length - 1 ... start in reverse; see `_forward_phase`.
+    """Run iterations start + length - 1 ... start in reverse; see `forward_phase`.
 
     Args:
       iterations, inputs, split: as in the forward.

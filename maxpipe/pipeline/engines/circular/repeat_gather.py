@@ -9,7 +9,7 @@ In breadth-first order the stages are in at most two repeats at a time. With fil
 
     fill    [0, fill)                stages start on repeat 0, one every d iterations
     steady  [r M + fill, (r+1) M)    all stages are in repeat r
-    switch  [r M, r M + fill)        stages go over from repeat r - 1 to r, one every d iterations
+    switch  [r M, r M + fill)        stages move from repeat r - 1 to r, one every d iterations
     drain   [V M, V M + fill)        stages finish repeat V - 1
 
 Example: S=3, V=2, M=3, d=1. The repeat of each stage, and the weights that are gathered:
@@ -53,8 +53,8 @@ from maxpipe.pipeline.engines.circular.phases import (
     loop,
     transpose,
 )
-from maxpipe.pipeline.engines.scheduled.split_vjp import SplitVjp
 from maxpipe.pipeline.manual import BATCH_AXES, Gather, map_gathers, sum_replicas
+from maxpipe.pipeline.split_vjp import SplitVjp
 
 SET = ("stage", None)  # mesh axes of the leading dimensions [S, L] of a set of weights
 REPLICATED = PartitionSpec()
@@ -111,7 +111,6 @@ def run_iterations(
     Returns:
       (the conveyor with the outputs, auxiliary loss summed over layers and sequences).
     """
-
     io, aux, _ = _run_forward(iterations, layers, io, side, key_data, keep_residuals=False)
     return io, aux
 
@@ -263,7 +262,7 @@ def _backward(
     conveyor, gathers = iterations.conveyor, iterations.gathers
     M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
     split = _split_stages(iterations, inputs, io)
-    # 1. From the gradient of the outputs to that of the last state.
+    # 1. Turn the gradient of the outputs into the gradient of the last state.
     last_state = jax.eval_shape(conveyor.first_state, io)
     (state,) = transpose(lambda s: (conveyor.outputs(s), s.aux), (last_state,), (io, aux))
     totals = _float32_zeros(inputs.weights)
@@ -297,7 +296,7 @@ def _backward(
         totals = map_gathers(lambda g, x: g.scatter(x, leading=(None, *SET)), gathers, totals)
         outside = [(0, inputs.num_rows - V)]
         totals = jax.tree.map(lambda x: jnp.pad(x, outside + [(0, 0)] * (x.ndim - 1)), totals)
-    # 6. From the gradient of the first state to that of the inputs.
+    # 6. Turn the gradient of the first state into the gradient of the inputs.
     io_shape = jax.ShapeDtypeStruct(io.shape, io.dtype)
     (io,) = transpose(conveyor.first_state, (io_shape,), gradients.state)
     return totals, io

@@ -1,4 +1,4 @@
-"""The mpmd engine: programs per stage on separate sub-meshes, in the order of a schedule's table.
+"""Run programs per stage on separate sub-meshes in the order of any table: the mpmd engine.
 
 The design is Alpa's (Zheng et al., OSDI 2022). `model` is the loss of one microbatch as one program
 with a mark (`marks`) after each chunk; `slicing` cuts its gradient at the marks into computations
@@ -60,7 +60,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._row_multiple = self.table.num_microbatches * inputs.rules.size("activation_batch")
         self.batch_spec = inputs.rules.spec(("activation_batch", "activation_length"))
         self._needs_key = inputs.program.needs_key
-        # Ownership of parameters, and the tree of all parameters.
+        # 1. Ownership of parameters, and the tree of all parameters. The traced program knows no
+        # stages, so that tree has shapes without shardings.
         self.abstract: StageParams = tuple(
             self.model.abstract(stage, mesh) for stage, mesh in enumerate(self.meshes)
         )
@@ -74,7 +75,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), all_params
         )
         self._paths = list(by_path({"params": self._all_params}))
-        # The programs.
+        # 2. The programs. Evaluations are traced for each shape of a batch, when it comes.
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
         self.training = self._training_program(
             {n: jax.ShapeDtypeStruct(inputs.batch_shape, dtype) for n, dtype in dtypes.items()}
@@ -86,6 +87,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return self.model.layer_index
 
     def to_canonical(self, leaf: ChunkArrays) -> np.ndarray:
+        # [L, ...] of each chunk -> [N, ...]; on the host, since chunks lie on different devices.
         return np.concatenate([np.asarray(layers) for layers in leaf])
 
     def from_canonical(self, leaf: jax.Array) -> ChunkArrays:
@@ -107,7 +109,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         arguments = self._arguments(params, self.training)
         sums = self.training.run(arguments, batch, keys, self.observer)
         loss = sums[self.loss_stage].pop(LOSS)
-        # 2. Bring gradients of parameters that several stages read to the owner.
+        # 2. Bring gradients of parameters that several stages read to the owner. Output 0 is the
+        # loss, so the gradient of path i is output i + 1.
         for stage, stage_sums in enumerate(sums):
             for output in list(stage_sums):
                 path = self._paths[output - 1]
@@ -126,6 +129,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return {"loss": loss}, gradients
 
     def evaluate(self, params: StageParams, batch: Batch) -> Metrics:
+        # The sum before padding; the rows that padding adds have weight 0 in any case.
         weight = _total(batch["weights"])
         batch = _padded(batch, self._row_multiple)
         shape = batch["tokens"].shape

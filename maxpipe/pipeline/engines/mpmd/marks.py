@@ -1,4 +1,4 @@
-"""Stage marks: identities in a traced program that say where it is cut into stages."""
+"""Mark where a traced program is cut into stages, by identities that survive transformations."""
 
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
@@ -43,6 +43,7 @@ def _jvp(
 def _transpose(
     cotangents: Sequence[Tangent], *operands: jax.Array | ad.UndefinedPrimal, phase: str
 ) -> list[Tangent | None]:
+    # Only linear operands have a cotangent; the others were known before.
     linear = [
         cotangent if ad.is_undefined_primal(operand) else None
         for cotangent, operand in zip(cotangents, operands, strict=True)
@@ -74,6 +75,7 @@ def _abstract(*avals: AbstractValue, phase: str) -> list[AbstractValue]:
     return list(avals)
 
 
+# A mark computes nothing, however it is run: eagerly, abstractly, batched or compiled.
 mark_p.def_impl(lambda *args, phase: list(args))
 mark_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[mark_p] = _jvp

@@ -1,4 +1,4 @@
-"""The model as one marked program over one microbatch, and the part of it that each stage owns.
+"""Build the model as one marked program over a microbatch, and say which part each stage owns.
 
 Parameters of the program are {"embed", "chunks": {global chunk: layers}, "head"}, layer leaves
 [L, ...]; a stage owns the part of that tree that its chunks read. Letters: L layers of a chunk, B
@@ -46,11 +46,13 @@ class MarkedModel:
         self._scan = inputs.config.scan_layers_per_stage
         self._remat = Remat(inputs.config)
         self._stage_of_chunk = stage_of_chunk
+        # Chunks may differ in their number of layers, and with it in shapes and shardings.
         sizes = inputs.layout.chunk_sizes
         self._weights = [
             Weights(inputs.rules, inputs.program.specs, ("layers_per_stage",), (size,))
             for size in sizes
         ]
+        # Chunks hold consecutive layers in model order: each ends at the sum of the sizes so far.
         self.layer_index = tuple(
             np.arange(end - size, end, dtype=np.int32)
             for end, size in zip(np.cumsum(sizes), sizes, strict=True)
@@ -68,6 +70,7 @@ class MarkedModel:
         """
         chunks = {c: chunk(c) for c, owner in enumerate(self._stage_of_chunk) if owner == stage}
         tree: StageTree[TreeT] = {"chunks": chunks}
+        # Tied embeddings belong to the first stage too; the engine copies them to the last.
         if stage == self._stage_of_chunk[0]:
             tree["embed"] = embed
         if stage == self._stage_of_chunk[-1]:
@@ -84,6 +87,7 @@ class MarkedModel:
         trees = [weights.abstract() for weights in self._weights]
 
         def on_stage(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            # The rules name the abstract mesh that all stages have in common.
             assert isinstance(p.sharding, NamedSharding)
             sharding = NamedSharding(mesh, p.sharding.spec)
             return jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=sharding)
@@ -134,10 +138,13 @@ class MarkedModel:
         """Return (activations [B, T, D] after the last chunk, sum of auxiliary losses)."""
         x = self._rules.constrain(self._program.embed(self._outer(params), micro["tokens"]), AXES)
         aux = jnp.zeros((), jnp.float32)
+        # An evaluation has no backward to save anything for.
         chunk_fn = self._remat.iteration(self._chunk) if remat else self._chunk
         for chunk, index in enumerate(self.layer_index):
             fixed = jnp.asarray(index), microbatches.side_inputs(micro), key
             x, chunk_aux = chunk_fn(x, params["chunks"][chunk], fixed)
+            # What goes through the mark is all that the next stage receives. The auxiliary loss
+            # travels along, because the loss is computed on the last stage.
             x, aux = mark_stage_boundary((self._rules.constrain(x, AXES), aux + chunk_aux))
         return x, aux
 
@@ -150,6 +157,7 @@ class MarkedModel:
         return apply_layers(layer_fn, layers, index, x, side, key, scan=self._scan)
 
     def _prepare(self, layer: Params) -> Params:
+        # One layer has the same specs in every chunk.
         return self._weights[0].gather_layer(self._program.cast(layer))
 
     def _outer(self, params: Params) -> Params:

@@ -1,4 +1,4 @@
-"""A sliced program: computations of stages that hand each other values.
+"""Represent a sliced program: computations of stages that hand each other values.
 
 Values are variables of the traced program. A computation is named by a kind of unit
 (`schedules.table.KINDS`) and a global chunk. `dump` shows a sliced program as text, for
@@ -95,6 +95,7 @@ class SlicedProgram:
           computation: one of this program's.
           inputs: its `reads` and `arguments` in the order in which the function takes them.
         """
+        # Constants are bound here, so that callers pass values and inputs only.
         constants = [v for v in self.constants if v in used(computation)]
         terms = {output: list(atoms) for output, atoms in computation.outputs.items()}
         results, tree = jax.tree.flatten((list(computation.writes), terms))

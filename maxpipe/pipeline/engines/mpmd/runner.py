@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.schedules.table import KINDS, Table
 
-Arrays = Mapping[Var, jax.Array]
+ArraysByVar = Mapping[Var, jax.Array]
 Sums = list[dict[int, jax.Array]]  # for each stage: output of the program -> running sum
 # Called with (stage, computation, microbatch) when a unit has been dispatched.
 Observer = Callable[[int, UnitName, int], None]
@@ -31,6 +31,7 @@ def execution_order(table: Table) -> list[tuple[int, UnitName, int]]:
 
     In a table with split backwards, a B that is not split is an I and a W.
     """
+    # Kinds in the order of `KINDS`: in a lockstep table a B may follow the F of its own tick.
     is_split = "W" in table.kinds
     units: list[tuple[int, int, int, UnitName, int]] = []
     for kind in table.kinds:
@@ -80,6 +81,7 @@ def route(program: SlicedProgram, stage_of_chunk: Sequence[int]) -> Routes:
         arrived.update((v, stage) for v in computation.writes)
         for v in computation.reads:
             for sender, receiver in _hops(program.producer[v], name, backward_kind):
+                # A hop is left out if an earlier reader has brought the value this far already.
                 source, target = stage_of_chunk[sender.chunk], stage_of_chunk[receiver.chunk]
                 if (v, stage) not in arrived and (v, target) not in arrived:
                     routes.sends[sender].append(v)
@@ -93,8 +95,10 @@ def before(first: UnitName, second: UnitName) -> bool:
     """Return whether `first` is `second`, or runs before it in every schedule."""
     if first == second:
         return True
+    # No other unit waits for a W.
     if first.kind == "W":
         return False
+    # Forwards run from the first chunk to the last, and after them all backwards the other way.
     if first.kind == "F":
         return second.kind != "F" or first.chunk < second.chunk
     return second.kind != "F" and first.chunk >= second.chunk
@@ -105,6 +109,7 @@ def _hops(
 ) -> list[tuple[UnitName, UnitName]]:
     """Return the (sender, receiver) pairs of a value's way from its producer to a reader."""
     turn = max(producer.chunk, reader.chunk)
+    # With the activations, if the reader comes later in the forward; else with the gradients.
     if producer.kind == "F" and reader.chunk >= producer.chunk:
         return [(UnitName("F", c), UnitName("F", c + 1)) for c in range(producer.chunk, turn)]
     return [
@@ -161,6 +166,7 @@ class Executable:
             return [_add(total, terms[output]) for total, output in totals], written
 
         run.__name__ = str(computation.name)  # in profiles and dumps of XLA
+        # Sums keep their layout from unit to unit; XLA chooses the layout of the values.
         shardings = [sum_shardings[i] for i in self.outputs], None
         self.run: jax.stages.Wrapped = jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
 
@@ -183,7 +189,7 @@ def _donations(computation: Computation, dying: Collection[Var]) -> list[Var]:
 
 
 class LiveValues:
-    """The values on one stage that units still to come use.
+    """Hold the values on one stage that later units use.
 
     Args:
       num_uses: how many computations use each value there.
@@ -198,7 +204,7 @@ class LiveValues:
         return len(self._arrays)
 
     def add(self, values: Sequence[Var], arrays: Sequence[jax.Array], microbatch: int) -> None:
-        """Hold arrays until their last use."""
+        """Hold the arrays of one microbatch until their last use."""
         for v, x in zip(values, arrays, strict=True):
             self._arrays[v, microbatch] = x
             self._uses_left[v, microbatch] = self._num_uses[v]
@@ -242,6 +248,7 @@ class Runner:
         stage_of_chunk = table.stage_of_chunk.tolist()
         self._meshes = meshes
         self._order = execution_order(table)
+        # 1. What each computation sends, and how often each value is used on each stage.
         routes = route(program, stage_of_chunk)
         self._sends = routes.sends
         self._receiver = {
@@ -255,6 +262,8 @@ class Runner:
             for v, names in uses.items():
                 for name in names:
                     self._used_by[name].append(v)
+        # 2. The computations of each stage. Values that die in one may lend their memory to its
+        # results, unless they are still to be sent.
         self.needs: list[set[Var]] = [set() for _ in meshes]
         self.outputs: list[set[int]] = [set() for _ in meshes]
         self.executables: dict[UnitName, Executable] = {}
@@ -270,8 +279,8 @@ class Runner:
 
     def run(
         self,
-        fixed: Sequence[Arrays],
-        varying: Sequence[Sequence[Arrays]],
+        fixed: Sequence[ArraysByVar],
+        varying: Sequence[Sequence[ArraysByVar]],
         sums: Sums,
         observe: Observer | None = None,
     ) -> Sums:
@@ -286,6 +295,7 @@ class Runner:
         Returns:
           The sums over all microbatches, by stage.
         """
+        # The same for all microbatches, so they are looked up once.
         fixed_of = {
             name: [fixed[stage][v] for v in self.executables[name].fixed]
             for stage, name, microbatch in self._order
@@ -310,7 +320,7 @@ class Runner:
                 arrays = live[stage].read(values, microbatch)
                 shardings = [self._on_stage(receiver, x.sharding) for x in arrays]
                 live[receiver].add(values, jax.device_put(arrays, shardings), microbatch)
-            # 3. Free.
+            # 3. Free what was used here for the last time.
             live[stage].count_use(self._used_by[name], microbatch)
             if observe:
                 observe(stage, name, microbatch)
@@ -319,6 +329,7 @@ class Runner:
 
     def _on_stage(self, stage: int, sharding: Sharding) -> NamedSharding:
         """Return the same layout on another stage."""
+        # Every transfer of every microbatch asks for one, so they are kept.
         key = stage, sharding
         if key not in self._sharding_on_stage:
             spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

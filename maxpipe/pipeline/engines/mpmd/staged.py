@@ -1,4 +1,4 @@
-"""A marked function of parameters and a microbatch, run over all microbatches on all stages.
+"""Run a marked function of parameters and a microbatch over all microbatches on all stages.
 
 The function has one argument, {"params", "micro", "scales", "key"}. A leaf of it is known by its
 path, a tuple of typed keys such as (DictKey("params"), DictKey("head"), DictKey("kernel")).
@@ -18,10 +18,10 @@ from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
-from maxpipe.pipeline.engines.mpmd.runner import Arrays, Observer, Runner, Sums
+from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, Sums
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.schedules.table import Table
-from maxpipe.sharding.context_parallel import AXIS
+from maxpipe.sharding.context_parallel import CONTEXT_AXIS
 
 ArraysByPath = dict[KeyPath, jax.Array]
 
@@ -42,7 +42,7 @@ class Arguments(TypedDict):
     key: jax.Array | None
 
 
-class StageInputs(NamedTuple):
+class StepInputs(NamedTuple):
     """What one stage needs before its first unit.
 
     Attributes:
@@ -89,7 +89,7 @@ class StagedProgram:
     ):
         self._num_microbatches = table.num_microbatches
         self._stage_of_chunk = table.stage_of_chunk.tolist()
-        self._context = meshes[0].shape[AXIS]
+        self._context = meshes[0].shape[CONTEXT_AXIS]
         self._meshes = meshes
         # 1. Trace and slice.
         scale = jax.ShapeDtypeStruct((), jnp.float32)
@@ -143,12 +143,13 @@ class StagedProgram:
           keys: "key" on each stage.
           observe: told of each unit.
         """
-        fixed: list[Arrays] = []
-        varying: list[list[Arrays]] = []
+        fixed: list[ArraysByVar] = []
+        varying: list[list[ArraysByVar]] = []
         sums: Sums = []
         for stage, mesh in enumerate(self._meshes):
+            # Each stage cuts microbatches out of its own copy of the batch, so none is sent.
             local = {name: local_view(x, mesh) for name, x in batch.items()}
-            inputs = StageInputs(*self._prepare[stage](local, keys[stage]))
+            inputs = StepInputs(*self._prepare[stage](local, keys[stage]))
             arrays = {v: params[stage][self._path_of[v]] for v in self._params[stage]}
             fixed.append(arrays | dict(zip(self._shared[stage], inputs.shared, strict=True)))
             varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in inputs.micro])
@@ -186,6 +187,7 @@ class StagedProgram:
                 _abstract(executable.fixed, specs, mesh),
                 _abstract(executable.varying, specs, mesh),
             ).compile()
+            # Later computations read these values in the layout that XLA has chosen for them.
             _, written = compiled.output_shardings
             for v, sharding in zip(executable.writes, written, strict=True):
                 specs[v] = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
@@ -197,12 +199,13 @@ class StagedProgram:
         return [{name: x[m] for name, x in split.items()} for m in range(self._num_microbatches)]
 
     def _prepare_stage(self, stage: int) -> jax.stages.Wrapped:
-        """Return a program (batch, key) -> `StageInputs` for the start of a step on one stage."""
+        """Return a program (batch, key) -> `StepInputs` for the start of a step on one stage."""
         outputs = sorted(self.runner.outputs[stage])
         shared_paths = [self._path_of[v] for v in self._shared[stage]]
         micro_paths = [self._path_of[v] for v in self._micro[stage]]
 
         def prepare(batch: Batch, key: jax.Array | None) -> tuple[object, ...]:
+            # The divisors are those of the global batch, which every stage has.
             scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
             shared = by_path({"scales": scales, "key": key})
             micro = [by_path({"micro": arrays}) for arrays in self._microbatches(batch)]
@@ -231,6 +234,7 @@ def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
       mesh: of the stage.
     """
     assert isinstance(x.sharding, NamedSharding)
+    # The array is replicated over stages, so its shards on this stage make up a whole copy.
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     sharding = NamedSharding(mesh, x.sharding.spec)
     return jax.make_array_from_single_device_arrays(

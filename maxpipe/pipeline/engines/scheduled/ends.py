@@ -1,8 +1,9 @@
-"""The two ends of the model in the manual program: embedding and head, spread over the stages.
+"""Compute the two ends of the model, embedding and head, spread over the stages.
 
 Computed on the first and the last stage alone they would dominate the tick at real vocabularies,
-and so would their weights. Letters: S stages, B sequences of a microbatch on one data shard, T
-tokens of each, D embed, V vocabulary, P = ceil(B * T / S) tokens of a stage's share.
+and so would their weights. Both run inside the manual program. Letters: S stages, B sequences of a
+microbatch on one data shard, T tokens of each, D embed, V vocabulary, P = ceil(B * T / S) tokens of
+a stage's share.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from maxpipe.pipeline.manual import BATCH_AXES, manual_part
 HeadLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-class Embedding:
+class ShardedEmbedding:
     """Lookup in a table [V, D] whose columns are spread over devices, without gathering the table.
 
     Every device looks up its columns for the tokens of all the devices that it shares the table
@@ -80,15 +81,15 @@ class Embedding:
 
     def _all_tokens(self, tokens: jax.Array) -> jax.Array:
         """Return the tokens of all devices that share the table, [B, T] -> [n*B, T]."""
-        # Not in reverse, so that the outermost rows are those of the axis that `lookup` exchanges
-        # first.
+        # In the order of the axes, which `lookup` exchanges in reverse: the axis gathered last has
+        # the outermost rows, and its exchange comes first.
         for axis in self._axes:
             if axis in BATCH_AXES:
                 tokens = lax.all_gather(tokens, axis, axis=0, tiled=True)
         return tokens
 
 
-class Head:
+class ShardedHead:
     """Loss of the last stage's output: every stage runs the head on its share of the tokens.
 
     Args:

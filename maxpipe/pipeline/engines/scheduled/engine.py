@@ -1,4 +1,4 @@
-"""The scheduled engine: runs loop-placed tables in one SPMD program, backwards written out.
+"""Run loop-placed tables in one SPMD program, the backward written out: the scheduled engine.
 
 1F1B-class schedules interleave forwards and backwards of different microbatches, so that the
 activations in flight do not grow with the number of microbatches. Autodiff of a forward loop cannot
@@ -25,21 +25,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
-from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
+from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
-from maxpipe.pipeline.engines.scheduled.sharding import (
-    LAYER_AXES,
-    batch_specs,
-    check_rules,
-    param_specs,
-)
-from maxpipe.pipeline.engines.scheduled.split_vjp import SplitBackwardVjp, SplitVjp
+from maxpipe.pipeline.engines.scheduled.sharding import batch_specs, check_rules, param_specs
 from maxpipe.pipeline.engines.scheduled.stage_program import (
     Carry,
     ChunkInputs,
@@ -49,6 +44,7 @@ from maxpipe.pipeline.engines.scheduled.stage_program import (
     StageProgram,
     filled,
 )
+from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import (
     BATCH_AXES,
     MANUAL_AXES,
@@ -60,6 +56,7 @@ from maxpipe.pipeline.manual import (
 )
 from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.schedules.table import forward_only
+from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
@@ -94,7 +91,7 @@ class ScheduledEngine(SpmdEngine):
         self._settings = Settings(
             num_stages=inputs.layout.num_stages,
             delayed=table.forwarding_delay == 2,
-            skip_idle=skips_idle(inputs),
+            skip_idle=skips_idle(inputs.config, inputs.mesh),
             idle_fill=idle_fill,
         )
         self._remat = Remat(inputs.config)
@@ -129,6 +126,7 @@ class ScheduledEngine(SpmdEngine):
         """Return {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""
         weight = jnp.sum(batch["weights"])
         shards = self._inputs.rules.size("activation_batch")
+        # The forward table is for M microbatches, and each has a row for every data shard.
         batch = microbatches.pad_rows(batch, shards * self._num_microbatches)
         batch = microbatches.prepared(batch, self._inputs.context)
         run = self._manual(self._evaluate, PartitionSpec(), num_replicated=0)
@@ -204,8 +202,7 @@ class ScheduledEngine(SpmdEngine):
         # 3. All ticks.
         carry = stage.run(self.plan, vjp, self._first_carry(stage, self.plan, vjp))
 
-        # 4. Sum over devices.
-        # The sums of the last stage's tokens are spread over all stages.
+        # 4. Sum over devices. The loss too: each stage has computed a share of the head's tokens.
         loss = psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
         return loss, self._gradients(carry)
 
@@ -230,15 +227,16 @@ class ScheduledEngine(SpmdEngine):
             outer = map_gathers(
                 lambda gather, p: gather.gather(p), self._outer(self._gathers), outer
             )
-        table = self._program.specs["embed"]["embedding"]
-        table_spec = self._inputs.rules.spec(table.axes, table.shape)
+        embedding = self._program.specs["embed"]["embedding"]
+        # The vocabulary's rows are whole on each device; its columns are spread, see `ends`.
+        table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)
         layer_index = jnp.asarray(self._layout.layer_index)  # [V, S, L]
         return StageProgram(
             settings=self._settings,
             chunk=self._remat.iteration(self._chunk),
-            embedding=Embedding(table_spec, self._program.config.dtype),
-            head=Head(self._head_loss, self._settings.num_stages),
-            table=params["embed"]["embedding"],
+            embedding=ShardedEmbedding(table_spec, self._program.config.dtype),
+            head=ShardedHead(self._head_loss, self._settings.num_stages),
+            embedding_table=params["embed"]["embedding"],
             layers=layers,
             layer_index=layer_index[:, lax.axis_index("stage")],
             outer=outer,
@@ -276,16 +274,16 @@ class ScheduledEngine(SpmdEngine):
             stash=stores(sizes.stash, vjp.stash) if isinstance(vjp, SplitBackwardVjp) else [],
             outgoing_activation=outgoing,
             outgoing_gradient=outgoing if vjp else None,
-            layers=zeros(stage.layers) if vjp else None,
-            outer=zeros(stage.outer) if vjp else None,
-            table=jnp.zeros(stage.table.shape, jnp.float32) if vjp else None,
+            layer_gradients=zeros(stage.layers) if vjp else None,
+            outer_gradients=zeros(stage.outer) if vjp else None,
+            table_gradient=jnp.zeros(stage.embedding_table.shape, jnp.float32) if vjp else None,
             loss=jnp.zeros(()),
             aux=jnp.zeros(()),
         )
 
     def _gradients(self, carry: Carry) -> Params:
         """Sum gradients over the devices that share a parameter; each keeps those of its shards."""
-        layers, outer = carry.layers, carry.outer
+        layers, outer = carry.layer_gradients, carry.outer_gradients
         assert layers is not None
         assert outer is not None
         gathers = self._outer(self._gathers)
@@ -296,9 +294,12 @@ class ScheduledEngine(SpmdEngine):
                 layers,
             )
             outer = map_gathers(lambda gather, g: gather.scatter(g), gathers, outer)
+        # Layers differ between stages; both ends are computed on all of them.
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)
         outer = sum_replicas(gathers, outer, MANUAL_AXES)
-        embed = sum_replicas(self._gathers["embed"], {"embedding": carry.table}, MANUAL_AXES)
+        embed = sum_replicas(
+            self._gathers["embed"], {"embedding": carry.table_gradient}, MANUAL_AXES
+        )
         # Tied weights have the gradients of both ends.
         if "embed" in outer:
             embed = jax.tree.map(jnp.add, embed, outer["embed"])
@@ -309,16 +310,14 @@ class ScheduledEngine(SpmdEngine):
         }
 
 
-def skips_idle(engine_inputs: EngineInputs) -> bool:
+def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:
     """Return whether idle slots are skipped: `pipeline.skip_idle`, on auto where it saves time.
 
     On a real pod an idle slot computed masked takes no time that another stage does not need.
     Simulated devices share cores, so there it does; but a conditional must not hold collectives
     that the partitioner may insert, which it does over automatic axes of several devices.
     """
-    skip_idle = engine_inputs.config.skip_idle
-    if skip_idle != "auto":
-        return skip_idle == "true"
-    mesh = engine_inputs.mesh
+    if config.skip_idle != "auto":
+        return config.skip_idle == "true"
     automatic = [size for axis, size in mesh.shape.items() if axis not in MANUAL_AXES]
     return mesh.devices.flat[0].platform == "cpu" and max(automatic) == 1

@@ -1,4 +1,4 @@
-"""The plan of the scheduled engine: what each stage computes, reads, writes and receives per tick.
+"""Plan what each stage of the scheduled engine computes, reads, writes and receives in each tick.
 
 `lockstep_plan` turns a schedule's table into arrays of indices that a compiled loop can walk
 through. Letters: N ticks, S stages, M microbatches, V repeats.
@@ -148,7 +148,7 @@ class LockstepPlan:
 
     def column(self, stage: int | jax.Array) -> "LockstepPlan":
         """Return the plan as one stage sees it, leaves [N]; `stage` may be traced."""
-        # [N, S] -> [N]
+        # [N, S] -> [N]; asarray, because NumPy arrays cannot be indexed by a traced stage.
         return jax.tree.map(lambda a: jnp.asarray(a)[:, stage] if a.ndim == 2 else a, self)
 
     # What happens in some tick of the plan (or of a phase of it) on some stage. It is known before
@@ -156,22 +156,22 @@ class LockstepPlan:
 
     @property
     def stores_head_gradient(self) -> bool:
-        """Whether some gradient of the head is stored for a later tick."""
+        """Return whether some gradient of the head is stored for a later tick."""
         return bool((self.ends.head_gradient < self.sizes.gradients).any())
 
     @property
     def activations_arrive(self) -> bool:
-        """Whether some transfer brings an activation that will be read."""
+        """Return whether some transfer brings an activation that will be read."""
         return bool((self.F.arrival < self.sizes.activations).any())
 
     @property
     def gradients_arrive(self) -> bool:
-        """Whether some transfer brings a gradient that will be read."""
+        """Return whether some transfer brings a gradient that will be read."""
         return bool((self.B.arrival < self.sizes.gradients).any())
 
     @property
     def reuses_residuals_in_tick(self) -> bool:
-        """Whether some B reads residuals that the F of its own tick writes."""
+        """Return whether some B reads residuals that the F of its own tick writes."""
         # Idle slots also read and write the same slot, the scratch slot; that does not count.
         both = np.asarray(self.F.active) & np.asarray(self.B.active)
         return bool((both & (self.F.residuals == self.B.residuals)).any())
@@ -227,7 +227,7 @@ def lockstep_plan(table: Table) -> LockstepPlan:
         arrival=_slots_at(table, gradients, np.where(is_from_head, -1, gradients.first - 1)),
     )
 
-    # 3. W slot.
+    # 3. W slot. It reads the residuals a second time: an I frees none of them.
     active, microbatch, chunk = _units(table, "W")
     w_slot = WeightSlot(
         active=active,
@@ -252,9 +252,12 @@ def _end_slots(
     table: Table, f_slot: ForwardSlot, b_slot: BackwardSlot, gradients: Store
 ) -> EndSlots:
     """Return what embedding and head do; stage 0 has the first chunk, the last stage the last."""
+    # Stage 0 holds global chunk 0 as its repeat 0; the dx of that B belongs to the embedding.
     reaches_embedding = b_slot.active[:, 0] & (b_slot.chunk[:, 0] == 0)
+    # The last F of a microbatch is that of the last global chunk, the last column of [M, G].
     head = np.full(table.num_ticks, -1, np.int32)
     head[table.ticks["F"][:, -1]] = np.arange(table.num_microbatches)
+    # As a transfer does, the head writes at the end of the tick before the first that may read.
     is_from_head = gradients.global_chunk == table.num_chunks - 1
     return EndSlots(
         embed=np.where(f_slot.embeds[:, 0], f_slot.microbatch[:, 0], -1),
@@ -292,6 +295,7 @@ def _slots_of(table: Table, store: Store, kind: str) -> np.ndarray:
 
 def _units(table: Table, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return active, microbatch and chunk of one kind of slot, [N, S] each; 0 where idle."""
+    # A table has no arrays of a kind that it never runs.
     idle = np.full((table.num_ticks, table.num_stages), IDLE, np.int32)
     microbatch, chunk = table.microbatch.get(kind, idle), table.chunk.get(kind, idle)
     return microbatch != IDLE, np.maximum(microbatch, 0), np.maximum(chunk, 0)
@@ -304,7 +308,7 @@ def _phases(table: Table) -> tuple[tuple[int, int], ...]:
     table alternates.
     """
     cuts = {0, table.num_ticks}
-    for ticks in table.ticks.values():
+    for ticks in table.ticks.values():  # [M, G], -1 where there is no such unit
         cuts |= {int(ticks[ticks >= 0].min()), int(ticks.max()) + 1}
     return tuple(pairwise(sorted(cuts)))
 

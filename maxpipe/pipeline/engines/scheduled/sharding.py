@@ -1,4 +1,4 @@
-"""How arrays lie in the scheduled engine's program: PartitionSpecs, and a check of logical rules.
+"""Lay out the arrays of the scheduled engine's program, and check the rules that this follows from.
 
 The program's collectives are written for one layout: rows of a batch over data and fsdp, layers
 over stage, columns of the embedding table over any of them. Every other dimension is free.
@@ -12,10 +12,9 @@ from maxpipe.config import ConfigError, Problem
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import EngineInputs
+from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import ROW_AXES, manual_part
-from maxpipe.sharding.rules import KEY
-
-LAYER_AXES = ("repeat", "stage", "layers_per_stage")
+from maxpipe.sharding.rules import AXIS_RULES_KEY
 
 
 def check_rules(engine_inputs: EngineInputs) -> None:
@@ -28,7 +27,8 @@ def check_rules(engine_inputs: EngineInputs) -> None:
     rules, shape = engine_inputs.rules, engine_inputs.mesh.shape
     problems = []
 
-    # 1. Rows of a batch lie over all row axes that have several devices.
+    # 1. Rows of a batch lie over all row axes that have several devices. Losses and gradients are
+    # summed over these axes, so a row on two devices would count twice.
     row_axes = [axis for axis in ROW_AXES if shape[axis] > 1]
     axes = _manual_axes(rules.spec(("activation_batch",)))
     if axes != set(row_axes):
@@ -37,7 +37,8 @@ def check_rules(engine_inputs: EngineInputs) -> None:
             f"them over {_names(axes)}; use [activation_batch, [{', '.join(row_axes)}]]"
         )
 
-    # 2. Layers lie over stage, and repeats and the layers of a chunk over nothing.
+    # 2. Layers lie over stage, and repeats and the layers of a chunk over nothing: a device loops
+    # over all V x L layers of its stage.
     for name in LAYER_AXES:
         required = [name] if name == "stage" and shape["stage"] > 1 else []
         axes = _manual_axes(rules.spec((name,)))
@@ -47,7 +48,8 @@ def check_rules(engine_inputs: EngineInputs) -> None:
                 f"{_names(axes)}; use [{name}, [{', '.join(required)}]]"
             )
 
-    # 3. Rows of the embedding table, its vocabulary, lie over no manual axis.
+    # 3. Rows of the embedding table, its vocabulary, lie over no manual axis: every device looks up
+    # any token, in its own columns.
     table = engine_inputs.program.specs["embed"]["embedding"]
     axes = _manual_axes(PartitionSpec(rules.spec(table.axes, table.shape)[0]))
     if axes:
@@ -57,7 +59,7 @@ def check_rules(engine_inputs: EngineInputs) -> None:
             f"{table.axes[1]!r}"
         )
     if problems:
-        raise ConfigError(*(Problem(KEY, text) for text in problems))
+        raise ConfigError(*(Problem(AXIS_RULES_KEY, text) for text in problems))
 
 
 def batch_specs(engine_inputs: EngineInputs) -> dict[str, PartitionSpec]:

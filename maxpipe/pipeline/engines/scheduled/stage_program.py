@@ -1,4 +1,4 @@
-"""The program of one stage: loops over ticks, each with F slot, head, B slot, W slot, transfers.
+"""Run one stage: loops over ticks, each with F slot, head, B slot, W slot and transfers.
 
 It runs inside a `shard_map` that is manual over stage, data, fsdp and context; arrays are one
 device's parts. What each tick reads and writes comes from the plan (`plan.LockstepPlan`), whose
@@ -33,6 +33,7 @@ data shard, T tokens of each on one device, D embed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import jax
@@ -43,10 +44,10 @@ from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
-from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
+from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PlanArray
-from maxpipe.pipeline.engines.scheduled.split_vjp import Arrays, SplitBackwardVjp, SplitVjp
 from maxpipe.pipeline.manual import ring
+from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp, SplitVjp
 
 Result = TypeVar("Result")
 Operands = TypeVarTuple("Operands")
@@ -80,9 +81,9 @@ class Carry(NamedTuple):
       stash: the same for each array that an I leaves to its W; empty if backwards are not split.
       outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer takes
         along, [B, T, D]; else None.
-      layers: float32 gradients [V, L, ...] of this stage's layers.
-      outer: float32 gradients of the parameters that the head takes.
-      table: float32 gradient of the local columns of the embedding table.
+      layer_gradients: float32 [V, L, ...] of this stage's layers.
+      outer_gradients: float32, of the parameters that the head takes.
+      table_gradient: float32, of the local columns of the embedding table.
       loss, aux: float32 scalars, sums of this stage.
     """
 
@@ -92,9 +93,9 @@ class Carry(NamedTuple):
     stash: Arrays
     outgoing_activation: jax.Array | None
     outgoing_gradient: jax.Array | None
-    layers: Params | None
-    outer: Params | None
-    table: jax.Array | None
+    layer_gradients: Params | None
+    outer_gradients: Params | None
+    table_gradient: jax.Array | None
     loss: jax.Array
     aux: jax.Array
 
@@ -125,7 +126,7 @@ class StageProgram:
       chunk: (x [B, T, D], parameters of a chunk [L, ...], its inputs) -> (y [B, T, D], auxiliary
         loss).
       embedding, head: the ends of the model.
-      table: local columns of the embedding table.
+      embedding_table: local columns of the embedding table.
       layers: parameters of this stage [V, L, ...], as `chunk` takes them.
       layer_index: int32 [V, L].
       outer: parameters as the head takes them.
@@ -137,9 +138,9 @@ class StageProgram:
 
     settings: Settings
     chunk: Chunk
-    embedding: Embedding
-    head: Head
-    table: jax.Array
+    embedding: ShardedEmbedding
+    head: ShardedHead
+    embedding_table: jax.Array
     layers: Params
     layer_index: jax.Array
     outer: Params
@@ -162,19 +163,14 @@ class StageProgram:
         for start, stop in plan.phases:
             # NumPy arrays of all stages, the same on every device: they may decide what to trace.
             phase = plan.ticks(start, stop)
-
-            def body(
-                carry: Carry, tick: LockstepPlan, phase: LockstepPlan = phase
-            ) -> tuple[Carry, None]:
-                return self._tick(phase, vjp, carry, tick), None
-
-            carry, _ = lax.scan(body, carry, column.ticks(start, stop))
+            tick = partial(self._tick, phase, vjp)
+            carry, _ = lax.scan(tick, carry, column.ticks(start, stop))
         return carry
 
     def _tick(
         self, phase: LockstepPlan, vjp: ChunkVjp | None, carry: Carry, tick: LockstepPlan
-    ) -> Carry:
-        """Run one tick.
+    ) -> tuple[Carry, None]:
+        """Run one tick; return the carry for the next, as the body of a scan does.
 
         Args:
           phase: the ticks of this loop on all stages, known while tracing; what none of them does
@@ -219,7 +215,7 @@ class StageProgram:
             carry = carry._replace(gradients=gradients)
 
         # 7. Transfers: y to the next stage, dx to the previous one.
-        return self._transfer(phase, carry, tick, y, dx)
+        return self._transfer(phase, carry, tick, y, dx), None
 
     def _forward(
         self, phase: LockstepPlan, vjp: ChunkVjp | None, carry: Carry, tick: LockstepPlan
@@ -248,7 +244,9 @@ class StageProgram:
         """Return the embedding of a microbatch [B, T, D], zeros `like` it if it is negative."""
 
         def lookup(microbatch: jax.Array) -> jax.Array:
-            return self.embedding.lookup(self.table, self._microbatch(microbatch)["tokens"])
+            return self.embedding.lookup(
+                self.embedding_table, self._microbatch(microbatch)["tokens"]
+            )
 
         # All stages take part in the lookup, so the predicate is the tick's, not the stage's.
         return lax.cond(
@@ -283,11 +281,11 @@ class StageProgram:
         def idle(sums: Sums) -> tuple[Sums, jax.Array]:
             return sums, jnp.full_like(y, self.settings.idle_fill)
 
-        # Only the predicate of the tick: the head scatters tokens, so all stages take part.
+        # The predicate is the tick's, not the stage's: the head scatters tokens over all stages.
         (loss, outer), gradient = lax.cond(
-            tick.ends.head >= 0, active, idle, (carry.loss, carry.outer)
+            tick.ends.head >= 0, active, idle, (carry.loss, carry.outer_gradients)
         )
-        return carry._replace(loss=loss, outer=outer), gradient
+        return carry._replace(loss=loss, outer_gradients=outer), gradient
 
     def _backward(
         self,
@@ -331,8 +329,8 @@ class StageProgram:
             return self.embedding.add_gradient(total, tokens, dx)
 
         # As for the lookup, the predicate is the tick's.
-        table = lax.cond(microbatch >= 0, active, lambda total: total, carry.table)
-        return carry._replace(table=table)
+        table = lax.cond(microbatch >= 0, active, lambda total: total, carry.table_gradient)
+        return carry._replace(table_gradient=table)
 
     def _weight_gradients(
         self,
@@ -428,7 +426,7 @@ def _add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients:
     def add(total: jax.Array, g: jax.Array) -> jax.Array:
         return total.at[chunk].add(jnp.where(active, g, 0).astype(total.dtype))
 
-    return carry._replace(layers=jax.tree.map(add, carry.layers, gradients))
+    return carry._replace(layer_gradients=jax.tree.map(add, carry.layer_gradients, gradients))
 
 
 def _add(total: jax.Array, g: jax.Array) -> jax.Array:

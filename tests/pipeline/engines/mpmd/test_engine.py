@@ -62,6 +62,7 @@ REPEATS = {
     "eager_1f1b": (1,),
     "interleaved_1f1b": (1, 2),
     "zb_h1": (1,),
+    "interleaved_zb": (2,),
     "zb_h2": (1,),
     "zb_v": (2,),
     "v_half": (2,),

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.pipeline.engines.scheduled.ends import Embedding, Head
+from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.manual import MANUAL_AXES, psum
 
 P = PartitionSpec
@@ -60,7 +60,7 @@ def test_embedding_of_any_columns_equals_a_dense_lookup(columns):
     """Every stage gets the same activations; only stage 0's gradient counts."""
     axes = {"stage": 2, "fsdp": 2, "context": 2} if "context" in str(columns) else MESH
     mesh, spec, rows = make_mesh(**axes), P(None, columns), 8
-    embedding = Embedding(spec, jnp.float32)
+    embedding = ShardedEmbedding(spec, jnp.float32)
     table, gradient = random(VOCAB, D), random(rows, T, D, seed=1)
     tokens = np.random.default_rng(2).integers(0, VOCAB, (rows, T)).astype(np.int32)
 
@@ -90,7 +90,7 @@ def test_embedding_with_rows_over_an_automatic_axis_equals_a_dense_lookup():
     """The default rules lay the vocabulary over tensor."""
     mesh = make_mesh(stage=2, fsdp=2, tensor=2)
     spec = P("tensor", ("stage", "fsdp"))
-    embedding = Embedding(spec, jnp.bfloat16)
+    embedding = ShardedEmbedding(spec, jnp.bfloat16)
     table, tokens = random(16, D), np.arange(16, dtype=np.int32).reshape(4, T)
 
     def run(table, tokens, gradient):
@@ -131,7 +131,7 @@ def head_inputs(rows):
 )
 def test_head_shares_of_all_stages_are_every_token_once(stages, rows):
     """Also where the stages do not divide the tokens, or there are fewer tokens than stages."""
-    head = Head(head_loss, stages)
+    head = ShardedHead(head_loss, stages)
     _, y, targets, weights = head_inputs(rows)
 
     def share(y, targets, weights):
@@ -154,7 +154,7 @@ def test_head_shares_of_all_stages_are_every_token_once(stages, rows):
     ("stages", "data", "rows"), [(1, 1, 2), (2, 2, 4), (4, 1, 1), (4, 2, 6), (8, 1, 1)]
 )
 def test_head_loss_and_gradients_equal_dense_ones(stages, data, rows):
-    head = Head(head_loss, stages)
+    head = ShardedHead(head_loss, stages)
     outer, y, targets, weights = head_inputs(rows)
     scale = jnp.float32(0.25)
 

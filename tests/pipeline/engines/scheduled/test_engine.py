@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, make_mesh, reference, tiny
 
-from maxpipe.builder import build_engine_inputs
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
 from maxpipe.pipeline.engines.scheduled.engine import skips_idle
 from maxpipe.pipeline.schedules.csv_files import to_csv
@@ -223,7 +222,7 @@ def test_gradients_of_an_embedding_that_devices_do_not_divide_are_exact(embed):
 def test_skips_idle_on_auto_is_true_on_cpu_without_automatic_axes():
     def decision(**values):
         config = small(**values)
-        return skips_idle(build_engine_inputs(config, make_mesh(config)))
+        return skips_idle(config.pipeline, make_mesh(config))
 
     assert decision()
     assert not decision(**{"mesh.ici.tensor": 2})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 
-from maxpipe.builder import ENGINES, build_engine_inputs
+from maxpipe.builder import build_engine, build_engine_inputs
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
 from maxpipe.pipeline.microbatches import ARRAYS
@@ -91,7 +91,7 @@ def stores(config, monkeypatch):
     original = StageProgram.run
     monkeypatch.setattr(StageProgram, "run", run)
     parts = build_engine_inputs(config, make_mesh(config))
-    pipeline = ENGINES["scheduled"](parts)
+    pipeline = build_engine(config, parts)
     jax.eval_shape(pipeline.loss_and_gradients, *abstract_arguments(config, pipeline, parts))
     (stage_program,) = traced
     return stage_program
@@ -257,7 +257,7 @@ def temp_bytes(engine, num_microbatches, **values):
         | values
     )
     parts = build_engine_inputs(config, make_mesh(config))
-    pipeline = ENGINES[engine](parts)
+    pipeline = build_engine(config, parts)
     arguments = abstract_arguments(config, pipeline, parts)
     compiled = jax.jit(pipeline.loss_and_gradients).lower(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes

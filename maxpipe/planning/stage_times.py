@@ -6,7 +6,7 @@ input gradient.
 
 Left out are norms, softmax, rotations and activation functions, a per cent or two of the FLOPs at
 real widths, and the embedding: a lookup in the forward, and in the backward a sum that moves bytes
-and multiplies nothing. A chunk that is recomputed as a whole does without its very last product,
+and multiplies nothing. A chunk that is recomputed as a whole need not repeat its very last product,
 which is counted here. The kernel that runs without accelerators computes attention's masked half
 too.
 """
@@ -25,7 +25,7 @@ from maxpipe.planning.simulate import Costs
 
 
 @dataclass(frozen=True)
-class Work:
+class UnitTimes:
     """Times for one microbatch, in units of the forward of one layer.
 
     Attributes:
@@ -40,7 +40,7 @@ class Work:
 
     @property
     def layer(self) -> float:
-        """Time of forward and backward of one layer."""
+        """Return the time of forward and backward of one layer."""
         return 1.0 + self.input_gradient + self.weight_gradient
 
     def costs(self, sizes: Sequence[int], table: Table) -> Costs:
@@ -56,15 +56,16 @@ class Work:
         )
 
 
-def work(config: Config) -> Work:
-    """Compute what the layers and the head of a resolved configuration take."""
+def unit_times(config: Config) -> UnitTimes:
+    """Compute the times of a layer and of the head for a resolved configuration."""
     layer = layer_of(config)
     forward = layer.weight_flops + layer.activation_flops
     input_gradient = layer.weight_flops + 2 * layer.activation_flops + _recomputed_flops(config)
     head = trace_model(config.model, config.data.sequence_length).head_flops
-    return Work(
+    return UnitTimes(
         input_gradient=input_gradient / forward,
         weight_gradient=layer.weight_flops / forward,
+        # Its forward, and the gradients for its input and its weight.
         head=3 * head / forward,
     )
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from maxpipe.pipeline.engines.scheduled.split_vjp import SplitVjp, dependence
+from maxpipe.pipeline.split_vjp import SplitVjp, dependence
 
 X = (3, 4)  # shape of the activation; no weight has as many elements
 L = 5

@@ -224,7 +224,7 @@ def _equation_dependence(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
         branches = [dependence(open_jaxpr(branch), inputs[1:]) for branch in eqn.params["branches"]]
         return [any(column) for column in zip(*branches, strict=True)]
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        # A reduction's jaxpr is no call: it sees its own results.
+        # The jaxpr of a reduction is not a call: it combines two partial results.
         if key in eqn.params and name not in ("reduce", "reduce_window"):
             body = open_jaxpr(eqn.params[key])
             if len(body.invars) == len(inputs) and len(body.outvars) == len(eqn.outvars):
@@ -233,16 +233,16 @@ def _equation_dependence(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
 
 
 def _scan_dependence(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
-    """Return the same for a scan, whose carries may depend on an input after several turns only."""
+    """Return the same for a scan, where an input may reach a carry only after many iterations."""
     body = open_jaxpr(eqn.params["jaxpr"])
-    # Inputs are constants, carries and scanned arrays; only these have a dimension more outside
-    # than inside. JAX 0.12 names no counts.
+    # Inputs are constants, carries and scanned arrays. Only scanned arrays have one dimension more
+    # outside the body than inside. Shapes tell them apart, since JAX 0.12 does not give the counts.
     num_carry = _count_equal_shapes(eqn.outvars, body.outvars)
     num_scanned = len(inputs) - _count_equal_shapes(eqn.invars, body.invars)
     num_consts = len(inputs) - num_carry - num_scanned
     consts, carry = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
     scanned = inputs[num_consts + num_carry :]
-    # Until a turn taints no further carry.
+    # Repeat until an iteration taints no further carry.
     while True:
         outputs = dependence(body, [*consts, *carry, *scanned])
         new_carry = [a or b for a, b in zip(carry, outputs[:num_carry], strict=True)]
@@ -294,8 +294,8 @@ def _recomputed(
         if not sources:
             continue
         stashed = [v for v in sources if v is not None]
-        grows = all(_num_bytes(s) <= _num_bytes(v) for s in stashed for v in eqn.outvars)
-        if is_cheap(eqn) and len(stashed) <= 1 and grows:
+        is_no_larger = all(_num_bytes(s) <= _num_bytes(v) for s in stashed for v in eqn.outvars)
+        if is_cheap(eqn) and len(stashed) <= 1 and is_no_larger:
             source.update(dict.fromkeys(eqn.outvars, stashed[0] if stashed else None))
         else:
             source.update((v, v) for v in eqn.outvars)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from maxpipe.pipeline.engines.scheduled.split_vjp import SplitBackwardVjp
+from maxpipe.pipeline.split_vjp import SplitBackwardVjp
 
 X = (3, 4)
 

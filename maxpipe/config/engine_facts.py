@@ -1,0 +1,184 @@
+"""The facts about every engine, as part of the catalogue; data only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values of a key that an engine refuses: "VALUE is not for the ENGINE engine: REASON; REMEDY".
+
+    Attributes:
+      key: the full key.
+      values: refused values; empty for all but the default.
+      reason: why the engine cannot take them.
+      remedy: what to write instead.
+    """
+
+    key: str
+    values: tuple[object, ...]
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine, `pipeline.engine`: a class that runs the model, most of them by a schedule.
+
+    Attributes:
+      implementation: "module:class".
+      summary: what it is, a phrase.
+      unused: keys of `pipeline.*` that it does not read, without the section; a value of theirs is
+        refused or has no effect.
+      refusals: values that it refuses.
+      no_offloading: why it cannot save tensors in the host's memory; empty if it can.
+      has_stages: whether it divides layers into stages; otherwise it needs no schedule.
+      one_program: whether one program runs on all devices; otherwise each stage has its own.
+      lockstep: whether the ticks of its program follow the table of a lockstep schedule, and all
+        stages share the head's tokens.
+      runs_csv: whether it runs the table of a CSV file.
+      whole_rounds: whether the microbatches must be a multiple of the stages.
+      outside_layers: whether layers may run outside the pipeline, `pipeline.parallel_layers`.
+      auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
+      several_processes: whether devices of several processes may take part.
+    """
+
+    implementation: str
+    summary: str
+    unused: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    no_offloading: str = ""
+    has_stages: bool = True
+    one_program: bool = True
+    lockstep: bool = False
+    runs_csv: bool = False
+    whole_rounds: bool = False
+    outside_layers: bool = False
+    auto_stages: bool = False
+    several_processes: bool = True
+
+    def takes(self, key: str) -> bool:
+        """Return whether it reads a key; True for every key outside `pipeline.*`."""
+        section, _, name = key.partition(".")
+        return section != "pipeline" or name not in self.unused
+
+
+_ENGINES = "maxpipe.pipeline.engines."
+_LOCKSTEP = "use it with pipeline.schedule=lockstep_1f1b"
+_CIRCULAR = "use true, or pipeline.schedule=circular"
+_LOOPS = "it always loops over the ticks of a phase"
+_SINGLE_UNITS = "it dispatches units one by one"
+_NO_TICKS = "it has no ticks and starts a unit as soon as its inputs have arrived"
+ENGINES: dict[str, Engine] = {
+    "sequential": Engine(
+        _ENGINES + "sequential:SequentialEngine",
+        "the whole model on every device, without stages",
+        unused=(
+            "schedule",
+            "num_repeats",
+            "num_layers_per_stage",
+            "layers_per_stage",
+            "parallel_layers",
+            "outside_layers",
+            "delay_activation_forwarding",
+            "overlap_slots",
+            "skip_idle",
+            "fsdp_gather",
+            "scan_iterations",
+            "scan_repeats",
+            "scan_layers_per_stage",
+            "remat_iterations",
+            "remat_layers",
+            "memory_limit_gib",
+        ),
+        has_stages=False,
+    ),
+    "circular": Engine(
+        _ENGINES + "circular.engine:CircularEngine",
+        "one program in which activations go around a ring of stages; JAX derives the backward",
+        unused=("overlap_slots", "skip_idle", "memory_limit_gib"),
+        refusals=(
+            Refusal(
+                "pipeline.overlap_slots",
+                (True,),
+                "its backwards begin after all forwards",
+                _LOCKSTEP,
+            ),
+            Refusal(
+                "pipeline.skip_idle",
+                ("true",),
+                "all stages compute in one batched operation, the idle ones masked",
+                _LOCKSTEP,
+            ),
+        ),
+        whole_rounds=True,
+        outside_layers=True,
+    ),
+    "scheduled": Engine(
+        _ENGINES + "scheduled.engine:ScheduledEngine",
+        "one program whose ticks follow the table of a lockstep schedule",
+        unused=(
+            "parallel_layers",
+            "outside_layers",
+            "scan_iterations",
+            "scan_repeats",
+            "memory_limit_gib",
+        ),
+        refusals=(
+            Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
+            Refusal("pipeline.scan_repeats", (False,), _LOOPS, _CIRCULAR),
+            Refusal(
+                "pipeline.fsdp_gather",
+                ("per_repeat",),
+                "F and B of a tick are in different repeats, so 4 to 6 would be kept gathered",
+                "use per_iteration, or use once if all repeats fit, or pipeline.schedule=circular",
+            ),
+        ),
+        no_offloading="it updates its residuals in place on the device, where their size does not "
+        "depend on the number of microbatches",
+        lockstep=True,
+        runs_csv=True,
+    ),
+    "mpmd": Engine(
+        _ENGINES + "mpmd.engine:MpmdEngine",
+        "a program per stage and kind of unit, dispatched from one process in the schedule's order",
+        unused=(
+            "parallel_layers",
+            "outside_layers",
+            "delay_activation_forwarding",
+            "overlap_slots",
+            "skip_idle",
+            "fsdp_gather",
+            "scan_iterations",
+            "scan_repeats",
+        ),
+        refusals=(
+            Refusal("pipeline.overlap_slots", (True,), _NO_TICKS, _LOCKSTEP),
+            Refusal("pipeline.skip_idle", ("true",), _NO_TICKS, _LOCKSTEP),
+            Refusal(
+                "pipeline.delay_activation_forwarding",
+                (True,),
+                "it has no ticks, and its transfers overlap with units anyway",
+                "use false",
+            ),
+            Refusal(
+                "pipeline.fsdp_gather",
+                ("per_repeat", "once"),
+                "every unit is a program of its own that gathers its weights",
+                "use per_iteration",
+            ),
+            Refusal("pipeline.scan_iterations", (False,), _SINGLE_UNITS, _CIRCULAR),
+            Refusal("pipeline.scan_repeats", (False,), _SINGLE_UNITS, _CIRCULAR),
+            Refusal(
+                "compile.load",
+                (),
+                "a file holds one program for all devices, and it runs many",
+                "leave it empty",
+            ),
+        ),
+        no_offloading="its residuals pass from one program to another on the device",
+        one_program=False,
+        runs_csv=True,
+        auto_stages=True,
+        several_processes=False,
+    ),
+}

@@ -1,0 +1,145 @@
+"""Help on keys and sections: what a key does, its type, default, legal values and engines."""
+
+from collections.abc import Iterator
+
+from maxpipe.config.catalog import ENGINES, SCHEDULES, RematPolicy, Schedule
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import OWN_VARIANTS
+from maxpipe.config.options import OPTIONS, SECTIONS, Option, unknown_key
+from maxpipe.config.printing import unused_keys
+from maxpipe.config.rules.engines import refusals_of
+from maxpipe.config.rules.stages import schedules_of
+from maxpipe.config.values import example
+
+LONGEST_DEFAULT = 40  # characters of a default in the list of a section
+
+
+def describe(key: str) -> str:
+    """Return help on a key, or on all keys of a section; the last word of either is enough.
+
+    Help on a key says what it does, its type, legal values, default and engines, and where it has
+    no effect. Help on a section has type, default and legal values of each key.
+
+    Raises:
+      ConfigError: there is no such key.
+    """
+    names = [*OPTIONS, *SECTIONS]
+    if key not in names:
+        matches = [name for name in names if name.rpartition(".")[2] == key]
+        if not matches:
+            raise ConfigError(Problem(key, unknown_key(key)))
+        return "\n".join(describe(match) for match in matches)
+    if key in SECTIONS:
+        inside = [option for option in OPTIONS.values() if option.key.startswith(f"{key}.")]
+        return "".join(
+            f"{option.key:<40} {_facts(option)}\n    {option.bounds.help}\n" for option in inside
+        )
+    lines = [f"{key}: {OPTIONS[key].bounds.help}"]
+    for title, text in [
+        *_value_lines(OPTIONS[key]),
+        *_variant_lines(OPTIONS[key]),
+        *_engine_lines(key),
+        *_unused_lines(key),
+    ]:
+        lines.append(f"  {title:<11} {text}")
+    return "\n".join(lines) + "\n"
+
+
+def _facts(option: Option) -> str:
+    """Return type or choices, default and bounds of a key in one line."""
+    facts = dict(_value_lines(option))
+    if len(facts["default"]) > LONGEST_DEFAULT:
+        facts["default"] = "see --print-config"
+    kind = f"one of {facts['choices']}" if "choices" in facts else facts["type"]
+    legal = f", {facts['legal']}" if "legal" in facts else ""
+    return f"{kind}; default {facts['default']}{legal}"
+
+
+def _value_lines(option: Option) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts on the type, default and legal values of a key."""
+    bounds = option.bounds
+    kind = (
+        option.type.__name__ if isinstance(option.type, type) else f"list such as {example(option)}"
+    )
+    yield "type", kind
+    yield "default", repr(option.default)
+    if option.choices:
+        yield "choices", ", ".join(option.choices)
+    signs = [(">=", bounds.minimum), (">", bounds.above), ("<=", bounds.maximum)]
+    limits = [f"{sign} {bound}" for sign, bound in signs if bound is not None]
+    if limits:
+        yield "legal", " and ".join(limits) + (", or -1 = derived" if bounds.derived else "")
+
+
+def _variant_lines(option: Option) -> Iterator[tuple[str, str]]:
+    """Yield name and summary of each variant that a key can name."""
+    table = SCHEDULES if option.key == "pipeline.schedule" else option.bounds.variants or {}
+    width = max((len(name) for name in table), default=0)
+    for name, variant in table.items():
+        summary = getattr(variant, "summary", "")
+        if isinstance(variant, RematPolicy):
+            summary = _policy(variant)
+        if isinstance(variant, Schedule):
+            summary = f"{summary} ({', '.join(variant.engines)})"
+        yield "", f"{name:<{width}}  {summary}"
+    if option.key == "pipeline.schedule":
+        yield "", f"{'FILE.csv':<{width}}  a table of your own"
+    if table and table is not ENGINES:
+        yield "", OWN_VARIANTS
+
+
+def _policy(policy: RematPolicy) -> str:
+    """Return what a rematerialisation policy saves, in words."""
+    if policy.everything:
+        return "saves everything, recomputes nothing"
+    if policy.by_tensor:
+        return "as pipeline.remat_tensors says"
+    if policy.saves_nothing:
+        return "saves the input of a layer only"
+    places = {"on the device": policy.device, "in the host's memory": policy.host}
+    return " and ".join(
+        f"saves {', '.join(names)} {place}" for place, names in places.items() if names
+    )
+
+
+def _engine_lines(key: str) -> Iterator[tuple[str, str]]:
+    """Yield titles and texts on the engines that take a key, and why others do not."""
+    if key == "pipeline.schedule":
+        for name in ENGINES:
+            if schedules := schedules_of(name):
+                yield name, f"runs {', '.join(schedules)}"
+    elif key.startswith("pipeline.") and key != "pipeline.engine":
+        yield "engines", ", ".join(name for name, engine in ENGINES.items() if engine.takes(key))
+        for name in ENGINES:
+            for sentence in _reasons(name, key):
+                yield "", sentence
+
+
+def _reasons(engine: str, key: str) -> list[str]:
+    """Return which values of a key an engine refuses, or that it ignores the key, and why."""
+    values_by_reason: dict[str, list[str]] = {}
+    for refusal in refusals_of(engine, key):
+        values = [
+            str(value).lower() if isinstance(value, bool) else str(value)
+            for value in refusal.values
+        ]
+        values_by_reason.setdefault(refusal.reason, []).extend(values)
+    if values_by_reason or ENGINES[engine].takes(key):
+        return [
+            f"{engine} refuses {', '.join(values)}: {reason}"
+            for reason, values in values_by_reason.items()
+        ]
+    if not ENGINES[engine].has_stages:
+        return [f"{engine} ignores it: it has no stages"]
+    if key in ("pipeline.parallel_layers", "pipeline.outside_layers"):
+        return [f"{engine} has no layers outside the pipeline"]
+    return [f"{engine} ignores it"]
+
+
+def _unused_lines(key: str) -> Iterator[tuple[str, str]]:
+    """Yield a title and text on the values of other keys with which a key has no effect."""
+    switches = [
+        f"{switch}={value}" for (switch, value), keys in unused_keys().items() if key in keys
+    ]
+    if switches:
+        yield "unused", f"with {', '.join(switches)}"

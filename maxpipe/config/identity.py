@@ -1,0 +1,143 @@
+"""What a run is: keys that decide what its saved state means, and how two configurations differ.
+
+A key of `GROUPS` stays what it is for all of a run, unless `checkpoint.accept_changes` names its
+group. A key of `FIXED` never changes. All other keys may change from one start to the next.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from maxpipe.config.errors import Problem
+from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.sections import Config
+
+ACCEPT = "checkpoint.accept_changes"
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "model": ("model",),
+    "seed": ("seed",),
+    "optimizer": ("optimizer.name",),
+    "data": (
+        "data.source",
+        "data.path",
+        "data.eval_path",
+        "data.mixture",
+        "data.shuffle",
+        "data.eval_fraction",
+        "data.packing",
+        "data.sequence_length",
+    ),
+    "tokenizer": ("data.tokenizer",),
+}
+# A checkpoint has a data position for each sequence of a batch.
+FIXED = ("data.global_batch_size",)
+# May also change with checkpoint.convert_dtype.
+DTYPES = ("model.dtype", "model.param_dtype")
+# What these name is compared by content where the checkpoint has a fingerprint of it.
+FINGERPRINTED = ("data.source", "data.path", "data.eval_path", "data.mixture", "data.tokenizer")
+# Keys about a single start, and about the place of the run.
+_OF_A_START = {
+    "run_name",
+    "output_dir",
+    "stop_after",
+    "checkpoint.resume",
+    "checkpoint.convert_dtype",
+    ACCEPT,
+}
+
+
+class Change(NamedTuple):
+    """A key, or another named part of a run, that was changed.
+
+    Attributes:
+      key: full key, or the name of a package.
+      before: value in the checkpoint; None if `now` describes the difference.
+      now: value of this start.
+    """
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        if self.before is None:
+            return f"{self.key}, {self.now}"
+        return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
+    """Return every key whose value differs from that of a saved configuration.
+
+    A key that `saved` lacks, because an earlier version wrote it, counts as having had its default.
+    Keys about a single start, such as `stop_after`, are left out.
+
+    Args:
+      config: resolved.
+      saved: nested mappings, as in a checkpoint or `config.yml`.
+    """
+    differing = []
+    for key, option in OPTIONS.items():
+        if key in _OF_A_START:
+            continue
+        now = get(config, key)
+        before = _lookup(saved, key, None if option.bounds.derived else option.default)
+        if before is not None and now != before:
+            differing.append(Change(key, before, now))
+    return differing
+
+
+def is_allowed(config: Config, key: str) -> bool:
+    """Return whether `config` lets a key, or a fingerprint named after it, change on resume."""
+    if key in DTYPES and config.checkpoint.convert_dtype:
+        return True
+    group = group_of(key)
+    return key not in FIXED and (not group or group in config.checkpoint.accept_changes)
+
+
+def group_of(key: str) -> str:
+    """Return the group of `GROUPS` that a key belongs to, "" if there is none."""
+    return next((name for name, keys in GROUPS.items() if _is_below(key, keys)), "")
+
+
+def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Problem]:
+    """Return a problem for each change that `config` does not allow.
+
+    Args:
+      config: of this start.
+      changed: from `changes`.
+      place: where the checkpoints are, for messages.
+    """
+    return [
+        Problem(
+            change.key,
+            f"is {change.now!r}, but the checkpoints in {place} were made with "
+            f"{change.before!r}{_remedy(change.key)}",
+        )
+        for change in changed
+        if not is_allowed(config, change.key)
+    ]
+
+
+def _remedy(key: str) -> str:
+    if key in FIXED:
+        return ""
+    accept = f"{ACCEPT}=[{group_of(key)}]"
+    if key in DTYPES:
+        accept = "checkpoint.convert_dtype=true"
+    return f"; {accept} continues with the change"
+
+
+def _is_below(key: str, names: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) and value else repr(value)
+
+
+def _lookup(tree: Mapping[str, Any], key: str, default: Any) -> Any:
+    value: Any = tree
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value

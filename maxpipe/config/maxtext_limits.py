@@ -1,0 +1,374 @@
+"""MaxText's keys that have no key here: which value each must have, and which play no part.
+
+`maxpipe.config.maxtext.KEYS` has those that have one. A name may hold wildcards, as in `sa_*`; a
+name that is written out goes before one with wildcards.
+"""
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Value: TypeAlias = str | float | bool | list[str] | None
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Keys that must have a value each, because maxpipe does what that value does.
+
+    Attributes:
+      advice: why another value does not work, and what to use; without a full stop.
+      values: the value that each key must have; None also stands for an empty one.
+      blocks: whether a configuration with another value cannot be translated; otherwise the result
+        trains with that difference.
+    """
+
+    advice: str
+    values: Mapping[str, Value]
+    blocks: bool = True
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Keys that play no part in a run of maxpipe, whatever their values.
+
+    Attributes:
+      reason: why; without a full stop.
+      names: names or patterns, separated by blanks.
+    """
+
+    reason: str
+    names: str
+
+
+LIMITS = (
+    Limit(
+        "the decoder blocks have no mixture of experts; use a dense model",
+        {"num_experts": 1, "shared_experts": 0, "mtp_num_layers": 0},
+    ),
+    Limit(
+        "the MLP is SwiGLU without biases",
+        {
+            "mlp_activations": ["silu", "linear"],
+            "mlp_activations_limit": -1,
+            "mlp_bias": False,
+            "use_double_wide_mlp": False,
+        },
+    ),
+    Limit(
+        "every layer attends to all earlier tokens of its document, without sinks or soft caps",
+        {
+            "attention_type": "global",
+            "attention_sink": False,
+            "attn_logits_soft_cap": 0,
+            "moba": False,
+            "use_indexer": False,
+            "use_ragged_attention": False,
+            "share_kv_projections": False,
+            "num_kv_shared_layers": 0,
+            "attention_output_dim": -1,
+            "temperature_tuning": False,
+            "use_qk_clip": False,
+            "global_head_dim": 0,
+            "global_num_kv_heads": 0,
+            "inhomogeneous_layer_cycle_interval": 1,
+        },
+    ),
+    Limit(
+        "rotary embeddings turn all of a head in every layer, with Llama 3.1's scaling "
+        "(model.rope_scaling) or none",
+        {
+            "rope_min_timescale": 1,
+            "rope_linear_scaling_factor": 1,
+            "local_rope_max_timescale": -1,
+            "global_rope_max_timescale": -1,
+            "partial_rotary_factor": 1,
+            "nope_layer_interval": -1,
+            "use_mrope": False,
+            "use_untrainable_positional_embedding": False,
+            "trainable_position_size": -1,
+        },
+    ),
+    Limit(
+        "a layer has two norms with learnt scales, each before its half of the layer",
+        {
+            "use_post_attn_norm": False,
+            "use_post_ffw_norm": False,
+            "qk_norm_with_scale": True,
+            "v_norm_with_scale": True,
+            "mhc_expansion_rate": 1,
+            "engram_layers": [],
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+    ),
+    Limit(
+        "parameters start from a normal distribution of its own width",
+        {"dense_init_scale": 1},
+        blocks=False,
+    ),
+    Limit(
+        "there is no quantization; train in bfloat16 with model.dtype",
+        {
+            "quantization": None,
+            "use_manual_quantization": False,
+            "quantize_mtp": False,
+            "quantize_logits_proj": False,
+            "te_comm_gemm_overlap": "disabled",
+            "experimental_sa_quant_q_fp8": False,
+            "experimental_sa_quant_k_fp8": False,
+            "weight_block_size": None,
+        },
+    ),
+    Limit(
+        "weights are dense and all of them are trained",
+        {"weight_sparsity_n": None, "weight_sparsity_m": None, "trainable_parameters_mask": []},
+    ),
+    Limit(
+        "sums of squares, softmax, logits and gradients are float32, products model.dtype",
+        {
+            "grad_dtype": "float32",
+            "mu_dtype": None,
+            "logits_dot_in_fp32": False,
+            "cast_logits_to_fp32": True,
+            "float32_qk_product": False,
+            "activations_in_float32": False,
+            "matmul_precision": "default",
+        },
+        blocks=False,
+    ),
+    Limit(
+        "the state stays on the devices; mesh.ici.fsdp splits parameters and moments",
+        {
+            "optimizer_memory_host_offload": False,
+            "parameter_memory_host_offload": False,
+            "shard_optimizer_over_data": False,
+        },
+    ),
+    Limit(
+        "the layer's input is always saved on the device",
+        {"decoder_layer_input": "device"},
+        blocks=False,
+    ),
+    Limit(
+        "the mesh has no such axis; use data, stage, fsdp, context or tensor",
+        {
+            f"{level}_{axis}_parallelism": 1
+            for level in ("ici", "dcn")
+            for axis in (
+                "diloco",
+                "fsdp_transpose",
+                "context_usp_ulysses",
+                "context_autoregressive",
+                "tensor_sequence",
+                "autoregressive",
+            )
+        },
+    ),
+    Limit(
+        "sharding.logical_axis_rules maps the logical axes; --print-config shows them",
+        {"custom_mesh_and_rule": None, "custom_mesh_and_rule_for_eval": None},
+    ),
+    Limit(
+        "the objective is the next token, over all tokens, from random parameters",
+        {
+            "training_objective": "causal_lm",
+            "use_sft": False,
+            "use_dpo": False,
+            "use_multimodal": False,
+            "use_audio": False,
+            "eod_mask_loss": False,
+            "enable_diloco": False,
+            "enable_streaming_diloco": False,
+        },
+    ),
+    Limit(
+        "checkpoints of MaxText are not read; leave it out to start from random parameters",
+        {"load_parameters_path": None, "load_full_state_path": None},
+    ),
+    Limit(
+        "LoRA is not trained; leave it out to train all parameters",
+        {"lora_input_adapters_path": None, "hf_lora_adapter_path": None},
+    ),
+    Limit(
+        "the batch has one size; give per_device_batch_size alone",
+        {"enable_rampup_batch_size": False, "reuse_example_batch": 0},
+    ),
+    Limit(
+        "the optimizer has no such term; leave it at its default",
+        {"adam_eps_root": 0},
+    ),
+    Limit(
+        "weight decay applies to matrices, not to norms and biases",
+        {"adamw_mask": []},
+        blocks=False,
+    ),
+    Limit(
+        "documents begin and end with the tokenizer's own tokens, and packing separates them",
+        {
+            "add_bos": True,
+            "add_eos": True,
+            "reset_attention_mask": True,
+            "use_stream_chunking": None,
+            "max_segments_per_seq": -1,
+        },
+        blocks=False,
+    ),
+    Limit(
+        "the text of a document is in the column or feature `text`",
+        {"train_data_columns": ["text"], "tokenize_train_data": True, "use_chat_template": False},
+    ),
+    Limit(
+        "optimizer.schedule=wsd falls in a straight line",
+        {"wsd_decay_style": "linear"},
+        blocks=False,
+    ),
+    Limit(
+        "a run ends when a multiple of steps is done; use steps or stop_after",
+        {"target_eval_loss": 0},
+        blocks=False,
+    ),
+)
+
+IDLE = (
+    Idle(
+        "for mixtures of experts",
+        "num_experts_per_tok megablox sparse_matmul capacity_factor num_moe_* moe_* base_moe_* "
+        "te_moe_* te_ep_* te_gmm_* ragged_buffer_factor eval_ragged_buffer_factor ragged_gather_* "
+        "retry_dropless_* first_phase_* log_required_* load_balance_* use_random_routing "
+        "use_custom_sort_vjp router_topk_* use_ring_of_experts use_ragged_sort wi_tile_* wo_tile_* "
+        "eval_wi_tile_* eval_wo_tile_* use_gather_mosaic_kernel merge_gating_gmm use_tokamax_gmm "
+        "use_gmm_v2* norm_topk_prob return_routed_experts shard_exp_on_fsdp "
+        "shard_embed_moe_on_fsdp use_2d_fsdp_sharding first_num_* n_routing_groups topk_routing_* "
+        "routed_* interleave_moe_* float32_weight_sum float32_gate_logits quantize_router_proj "
+        "use_batch_split_schedule batch_split_factor use_lineage",
+    ),
+    Idle("for prediction of several tokens, which mtp_num_layers adds", "mtp_*"),
+    Idle(
+        "for quantization",
+        "constant_bound_config replicate_quant_scale quant_cfg_path quantize_kvcache kv_quant_* "
+        "checkpoint_is_quantized save_quantized_params_path use_qwix_quantization "
+        "*_calibration_method quantization_local_shard_count unquantized_modules",
+    ),
+    Idle("for sparse weights", "weight_sparsity_*"),
+    Idle(
+        "for images, video and sound",
+        "*_for_vit *_for_audio image_* video_* audio_* freeze_vision_* freeze_audio_* dtype_mm "
+        "*_image_column use_audio_in_video max_num_images_* vision_output_length mrope_section "
+        "position_id_per_seconds",
+    ),
+    Idle(
+        "for attention of other models, such as latent, sparse or windowed attention",
+        "q_lora_rank kv_lora_rank o_lora_rank o_groups qk_nope_head_dim qk_rope_head_dim "
+        "v_head_dim use_sliced_mla_proj use_mla_absorbed_mqa mla_* csa_* indexer_* moba_* "
+        "sliding_window_size chunk_attn_window_size causal_block_size qk_clip_threshold compress_* compressed_* "
+        "use_csa_* gdn_* use_qk_norm_in_gdn local_rope_proportion global_rope_proportion "
+        "query_wa_proj kv_wa_proj engram* sinkhorn_iterations enable_mhc_lite use_mhc_* mhc_*",
+    ),
+    Idle(
+        "for YaRN, which rope_type chooses",
+        "max_position_embeddings original_max_position_embeddings rope_factor beta_fast beta_slow "
+        "mscale rope_interleave rope_truncate rope_attention_scaling rope_pairwise",
+    ),
+    Idle(
+        "a matter of kernels, which do not change the result; model.attention and "
+        "model.attention_block_size choose the kernel and its blocks",
+        "sa_* eval_sa_* local_sa_* eval_local_sa_* use_splash_scheduler local_use_splash_scheduler "
+        "use_tokamax_splash use_jax_splash use_max_logit_estimate cost_estimate_* ring_scan_unroll "
+        "dq_reduction_steps force_q_layout ragged_block_size enable_padding_causal_mask "
+        "float32_logits",
+    ),
+    Idle(
+        "a matter of how the same products are written",
+        "fused_qkv fused_mlp use_iota_embed mlpwi kv_proj qkv_proj compute_axis_order reshape_q",
+    ),
+    Idle(
+        "a matter of how the program is divided; the mesh and sharding.logical_axis_rules decide",
+        "logical_axis_rules_for_eval input_data_sharding_logical_axes override_logical_axis_rules "
+        "context_sharding ulysses_context_sharding sharding_tolerance shard_mode shardy "
+        "custom_mesh allow_split_physical_axes optimize_mesh_for_tpu_v6e "
+        "remove_size_one_mesh_axis_* check_vma context_parallel_reorder_strategy dense_fsdp_use_two_stage_* vocab_tiling_ag_once "
+        "defer_small_all_reduces subslice_shape",
+    ),
+    Idle(
+        "for diffusion of blocks and for training over slow networks",
+        "block_diffusion_* diloco_* num_diloco_fragments use_sequential_layers "
+        "num_communication_overlapping_steps communication_overlapping_alpha dcn_bandwidth_*",
+    ),
+    Idle("for distillation, adapters and learning from rewards", "distill_* sft_*"),
+    Idle(
+        "checkpoints are always atomic, verified, written in the background, at the end of a run "
+        "and when it is preempted; docs/checkpoints.md",
+        "save_checkpoint_* enable_continuous_* enable_single_replica_* checkpoint_todelete_* "
+        "standalone_checkpointer_* checkpoint_storage_* enable_orbax_v1 checkpoint_conversion_fn "
+        "source_checkpoint_layout colocated_python_checkpointing enable_autocheckpoint "
+        "force_unroll enable_multi_tier_* multi_tier_* mtc_* enable_emergency_* local_checkpoint_* "
+        "enable_checkpoint_cloud_logger elastic_*",
+    ),
+    Idle(
+        "every run writes metrics.jsonl, TensorBoard files, MFU and goodput into its directory; "
+        "docs/operations.md",
+        "metrics_file gcs_metrics enable_wandb wandb_* save_config_to_gcs enable_mllog mllog_file "
+        "record_internal_nn_metrics enable_goodput_* goodput_* monitor_* enable_pathways_goodput "
+        "step_deviation_* enable_gcp_* report_* heartbeat_* enable_tensorboard use_vertex_* "
+        "vertex_* managed_mldiagnostics* log_config log_step_diagnostics prometheus_port",
+    ),
+    Idle(
+        "telemetry.profile_steps says which steps are traced",
+        "upload_all_profiler_results hide_profiler_* profile_cleanly profile_periodically_* "
+        "enable_tpu_profiling_* tpu_num_* enable_jax_profiler jax_profiler_port xprof_* "
+        "profile_power_events",
+    ),
+    Idle(
+        "maxpipe.compile reports the program; sharding.debug prints its shardings; XLA_FLAGS "
+        "writes its text",
+        "dump_* internal_compile* compile_xla_flags compiled_trainstep_file debug_sharding "
+        "write_estimator_result jax_debug_log_modules max_checkify",
+    ),
+    Idle(
+        "for other readers of data; data.source and data.path say what is read",
+        "dataset_name eval_dataset_name train_split eval_split hf_name hf_data_dir hf_eval_* "
+        "hf_access_token grain_eval_files grain_packing_type grain_per_worker_* grain_num_threads* "
+        "grain_prefetch_* grain_worker_count_eval grain_ram_budget_mb grain_data_source_* "
+        "grain_index_* grain_shuffle_* grain_use_elastic_* mmap_* blend_* packing_max_* olmo_* "
+        "colocated_python_data_input train_shard_in_read train_interleave_* tokenize_eval_data "
+        "eval_data_columns max_corpus_chars expansion_factor_real_data num_epoch "
+        "generate_padding_* use_truncation chat_template* default_prompt",
+    ),
+    Idle(
+        "for generation and inference; maxpipe.generate takes flags of its own",
+        "model_call_mode max_prefill_* prompt load_from_prefill_dir prefill_* autoregressive_* "
+        "decode_* inference_* generate_slice enable_model_warmup enable_llm_* multi_sampling "
+        "return_log_prob stack_prefill_* ar_cache_* use_chunked_prefill enable_prefix_* "
+        "prefix_caching_* vllm_* use_weight_converter rollout_* kv_tp_size weight_sync_* "
+        "use_raiden_ffi",
+    ),
+    Idle(
+        "a matter of starting processes and programs; docs/operations.md",
+        "jax_distributed_* skip_jax_distributed_* enable_single_controller max_inflight_* "
+        "block_state_before_* warm_input_* warmup_programs_* use_m3_model",
+    ),
+    Idle(
+        "for a growing batch",
+        "global_rampup_samples per_device_batch_size_start per_device_batch_size_increment",
+    ),
+    Idle("for muon inside MaxText", "muon_type muon_include_routers muon_use_all_to_all"),
+    Idle("evaluations begin with the first that eval.every asks for", "eval_start_step"),
+)
+
+_LIMIT_OF = {key: limit for limit in LIMITS for key in limit.values}
+_IDLE_NAMES = [(name, idle) for idle in IDLE for name in idle.names.split()]
+
+
+def limit_of(key: str) -> Limit | None:
+    """Return what bounds the value of a MaxText key; None if nothing does."""
+    return _LIMIT_OF.get(key)
+
+
+def idle_of(key: str) -> Idle | None:
+    """Return why a MaxText key plays no part; None if it does, or is no key of MaxText."""
+    if key in _LIMIT_OF:
+        return None
+    exact = (idle for name, idle in _IDLE_NAMES if name == key)
+    matching = (idle for name, idle in _IDLE_NAMES if fnmatch.fnmatchcase(key, name))
+    return next(exact, None) or next(matching, None)

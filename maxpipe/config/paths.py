@@ -1,0 +1,77 @@
+"""Make paths in a YAML file relative to that file; those on the command line stay as they are.
+
+A relative path that names nothing next to its file, but something in the working directory, means
+that. All paths of earlier versions were relative to the working directory.
+"""
+
+import glob
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
+from maxpipe.config.files import COMMAND_LINE, Setting
+from maxpipe.config.values import Raw
+
+# Keys of what a run reads. Directories that it writes stay relative to the working directory.
+LISTS = ("data.path", "data.eval_path")  # paths and globs, separated by commas
+MIXTURE = "data.mixture"
+NAMES: Mapping[str, Mapping[str, object]] = {  # a name of the catalogue, or a path
+    "data.tokenizer": TOKENIZERS,
+    "pipeline.schedule": SCHEDULES,
+}
+
+
+class Located(NamedTuple):
+    """Settings with paths that are relative to the working directory, and what is to be said."""
+
+    settings: dict[str, Setting]
+    remarks: tuple[str, ...]
+
+
+def locate(settings: Mapping[str, Setting]) -> Located:
+    """Return the settings of files with their paths relative to the working directory."""
+    located = dict(settings)
+    remarks: list[str] = []
+    for key in (*LISTS, MIXTURE, *NAMES):
+        setting = settings.get(key)
+        if setting is None or setting.source == COMMAND_LINE:
+            continue
+        directory = os.path.dirname(setting.source.rpartition(":")[0])
+        if directory not in ("", "."):
+            located[key] = replace(setting, raw=_locate(key, setting.raw, directory, remarks))
+    return Located(located, tuple(remarks))
+
+
+def _locate(key: str, raw: Raw, directory: str, remarks: list[str]) -> Raw:
+    if isinstance(raw, list):
+        return [_locate(key, item, directory, remarks) for item in raw]
+    if isinstance(raw, dict):
+        path = raw.get("path")
+        located = {} if path is None else {"path": _locate(key, path, directory, remarks)}
+        return {**raw, **located}
+    if raw.text in NAMES.get(key, ()):
+        return raw
+    parts = [raw.text] if key in NAMES else raw.text.split(",")
+    return replace(
+        raw, text=",".join(_locate_one(key, part.strip(), directory, remarks) for part in parts)
+    )
+
+
+def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
+    if not path or os.path.isabs(path) or path.startswith("~") or "://" in path:
+        return path
+    beside = os.path.normpath(os.path.join(directory, path))
+    if not _exists(beside):
+        return path
+    if _exists(path):
+        remarks.append(
+            f"{key}={beside}: paths in a file are relative to it; {path} in the working directory "
+            "is not read"
+        )
+    return beside
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None

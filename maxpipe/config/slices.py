@@ -1,0 +1,136 @@
+"""Names of TPU slices: libtpu's, such as v5p:4x4x4, and the cloud's, such as v5p-128.
+
+libtpu names a slice by its grid of chips. The cloud names it by a number, which counts TensorCores
+on chips that have two of them (v4, v5p, tpu7x) and chips on the others (v5e, v6e).
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+CUBE = 4  # slices of 3 dimensions from 64 chips on are made of cubes of 4 x 4 x 4
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A kind of TPU, as slices of it are named.
+
+    Attributes:
+      name: libtpu's name.
+      cores_per_chip: what the number in the cloud's name counts, per chip.
+      devices_per_chip: JAX devices of a chip in libtpu's topologies.
+      grids: the usual slices below one cube (3 dimensions), or all of them (2 dimensions).
+      aliases: other names of it.
+      most_chips: the largest slice.
+    """
+
+    name: str
+    cores_per_chip: int
+    devices_per_chip: int
+    grids: tuple[str, ...]
+    aliases: tuple[str, ...]
+    most_chips: int
+
+
+_SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+GENERATIONS = (
+    Generation("v4", 2, 2, _SMALL, (), 4096),
+    Generation("v5e", 1, 1, _FLAT, ("v5litepod", "v5lite"), 256),
+    Generation("v5p", 2, 1, _SMALL, (), 6144),
+    Generation("v6e", 1, 1, _FLAT, ("trillium",), 256),
+    Generation("tpu7x", 2, 2, _SMALL, ("v7x", "tpu7", "v7", "ironwood"), 9216),
+)
+_BY_NAME = {name: entry for entry in GENERATIONS for name in (entry.name, *entry.aliases)}
+_NAME = re.compile(r"([a-z]+\d*[a-z]*\d*[a-z]*)([-:])(\d+(?:x\d+){0,2})")
+
+
+def canonical_topology(name: str) -> str:
+    """Return libtpu's name of a slice: v5p:4x4x4 for v5p-128, tpu7x:2x2x1 for ironwood:2x2x1.
+
+    Raises:
+      ValueError: the name has another form, or there is no slice of that size; the message has the
+        nearest ones.
+    """
+    match = _NAME.fullmatch(name.lower())
+    generation = _BY_NAME.get(match[1]) if match else None
+    if match is None or (generation is None and "x" not in match[3]):
+        example = "v5e:4x4, v5p:4x4x4 or v6e:8x8, or v5p-128 as the cloud names it"
+        raise ValueError(f"{name!r} is neither cpu nor a chip and its grid, such as {example}")
+    if generation is None:
+        return f"{match[1]}:{match[3]}"  # an older chip, which libtpu may know
+    if "x" in match[3]:
+        return f"{generation.name}:{match[3]}"
+    chips, odd = divmod(int(match[3]), generation.cores_per_chip)
+    grid = "" if odd else standard_grid(generation, chips)
+    if not grid:
+        unit = "TensorCores" if generation.cores_per_chip > 1 else "chips"
+        near = ", ".join(nearest_slices(generation, chips))
+        raise ValueError(f"there is no slice of {match[3]} {unit}; the nearest are {near}")
+    return f"{generation.name}:{grid}"
+
+
+def explain_topology(name: str) -> str:
+    """Return what a name was understood as, with its chips; empty if it is libtpu's name."""
+    canonical = name if name in ("", "cpu") else canonical_topology(name)
+    if canonical == name:
+        return ""
+    generation, number = _BY_NAME[canonical.partition(":")[0]], name.partition("-")[2]
+    chips = num_chips(canonical)
+    counted = ""
+    if number.isdecimal():
+        unit = "TensorCores, two a chip" if generation.cores_per_chip > 1 else "chips"
+        counted = f"; the number in {name} counts {unit}"
+    return f"compile.topology={name} is {canonical}, {chips} chips{counted}"
+
+
+def standard_grid(generation: Generation, chips: int) -> str:
+    """Return the usual grid of so many chips, the most compact one; empty if there is none."""
+    for grid in generation.grids:
+        if math.prod(map(int, grid.split("x"))) == chips:
+            return grid
+    cubes, rest = divmod(chips, CUBE**3)
+    if rest or not cubes or chips > generation.most_chips or generation.grids == _FLAT:
+        return ""
+    sizes = [
+        (a, b, cubes // (a * b))
+        for a in range(1, cubes + 1)
+        if cubes % a == 0
+        for b in range(a, cubes // a + 1)
+        if cubes // a % b == 0 and cubes // (a * b) >= b
+    ]
+    return "x".join(str(CUBE * size) for size in min(sizes, key=sum))
+
+
+def nearest_slices(generation: Generation, chips: int) -> list[str]:
+    """Return up to two usual slices around a number of chips: "v5p-64 (v5p:2x4x4)"."""
+    counts = [math.prod(map(int, grid.split("x"))) for grid in generation.grids]
+    if generation.grids != _FLAT:
+        counts += range(CUBE**3, generation.most_chips + 1, CUBE**3)
+    below = max((count for count in counts if count <= chips), default=0)
+    above = min((count for count in counts if count > chips), default=0)
+    return [
+        f"{generation.name}-{count * generation.cores_per_chip} "
+        f"({generation.name}:{standard_grid(generation, count)})"
+        for count in (below, above)
+        if count
+    ]
+
+
+def examples_of(topology: str) -> list[str]:
+    """Return usual slices near a canonical topology; of several generations if its is unknown."""
+    generation = _BY_NAME.get(topology.partition(":")[0])
+    if generation is None:
+        return ["v4:2x2x1", "v5e:4x4", "v5p:4x4x4", "v6e:8x8", "tpu7x:2x2x1"]
+    return nearest_slices(generation, num_chips(topology))
+
+
+def num_chips(topology: str) -> int:
+    """Return the chips of a canonical topology."""
+    return math.prod(map(int, topology.partition(":")[2].split("x")))
+
+
+def num_devices(topology: str) -> int:
+    """Return the JAX devices of a canonical topology."""
+    generation = _BY_NAME.get(topology.partition(":")[0])
+    return num_chips(topology) * (generation.devices_per_chip if generation else 1)

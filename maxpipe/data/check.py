@@ -1,0 +1,132 @@
+"""Read every document of a run once, to find those that would end it hours later."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import Config
+from maxpipe.data.documents import Documents, Split
+from maxpipe.data.files import BadDocument
+from maxpipe.data.tokenizers import load_tokenizer
+
+SOUND, FOUND = 0, 1  # exit codes
+NAMED = 10  # problems that are printed
+_SECONDS_BETWEEN_REPORTS = 5
+
+
+@dataclass
+class Findings:
+    """What the documents of one split are.
+
+    Attributes:
+      documents, empty: numbers of documents.
+      bad: documents that cannot be read as text or token ids.
+      fatal: other errors, which also end a run with data.on_bad_document=skip.
+      problems: the first `NAMED` of both, for users.
+    """
+
+    documents: int = 0
+    empty: int = 0
+    bad: int = 0
+    fatal: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def check(config: Config) -> int:
+    """Read all documents of both splits and print what is wrong with them.
+
+    Returns:
+      `SOUND`, or `FOUND` if a document would end a run of this configuration.
+
+    Raises:
+      ConfigError: files are missing or unusable, or a split is empty.
+    """
+    from maxpipe.data.mixture import open_mixture
+
+    load_tokenizer(config.data.tokenizer)
+    splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
+    ends_the_run = False
+    for split in splits:
+        documents, _ = open_mixture(config.data, split, config.seed)
+        findings = scan(documents, config.model.vocab_size, _progress(split, len(documents)))
+        skips = config.data.on_bad_document == "skip"
+        print(*_describe(split, findings, skips), sep="\n")
+        ends_the_run |= bool(findings.fatal or (findings.bad and not skips))
+        ends_the_run |= findings.bad + findings.empty == findings.documents
+    return FOUND if ends_the_run else SOUND
+
+
+def scan(documents: Documents, vocab_size: int, progress: Callable[[int], None]) -> Findings:
+    """Read each document once.
+
+    Args:
+      documents: of one split.
+      vocab_size: `model.vocab_size`, which token ids must be below.
+      progress: called with the number of documents read so far.
+    """
+    findings = Findings(documents=len(documents))
+    for index in range(len(documents)):
+        progress(index)
+        problem = ""
+        try:
+            document = documents[index]
+            if not len(document):
+                findings.empty += 1
+            elif not isinstance(document, str):
+                problem = _outside(np.asarray(document), vocab_size)
+                findings.fatal += bool(problem)
+        except BadDocument as error:
+            findings.bad += 1
+            problem = str(error)
+        except ConfigError as error:
+            findings.fatal += 1
+            problem = str(error)
+        if problem and len(findings.problems) < NAMED:
+            findings.problems.append(problem)
+    return findings
+
+
+def _outside(ids: np.ndarray, vocab_size: int) -> str:
+    """Return what is wrong with the token ids of a document, "" if nothing is."""
+    if ids.min() >= 0 and ids.max() < vocab_size:
+        return ""
+    return (
+        f"model.vocab_size: {vocab_size} is too small: a document holds token ids {ids.min()} to "
+        f"{ids.max()}"
+    )
+
+
+def _describe(split: Split, findings: Findings, skips: bool) -> Iterator[str]:
+    """Yield lines about a split."""
+    empty = f", {findings.empty:,} of them empty" if findings.empty else ""
+    yield f"{split}: {findings.documents:,} documents{empty}"
+    yield from (f"  {problem}" for problem in findings.problems)
+    more = findings.bad + findings.fatal - len(findings.problems)
+    if more:
+        yield f"  and {more:,} more"
+    if findings.bad and skips:
+        yield f"  {findings.bad:,} cannot be read; data.on_bad_document=skip leaves them out"
+    elif findings.bad:
+        yield (
+            f"  {findings.bad:,} cannot be read: the run would end there; mend them, or leave them "
+            "out with data.on_bad_document=skip"
+        )
+    if findings.fatal:
+        yield f"  {findings.fatal:,} would end the run with any data.on_bad_document"
+
+
+def _progress(split: Split, total: int) -> Callable[[int], None]:
+    """Return a function that prints every few seconds how many documents were read."""
+    last = time.monotonic()
+
+    def report(count: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SECONDS_BETWEEN_REPORTS:
+            last = time.monotonic()
+            print(f"{split}: {count:,} of {total:,} documents", file=sys.stderr, flush=True)
+
+    return report

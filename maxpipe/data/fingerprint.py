@@ -1,0 +1,426 @@
+"""Fingerprints of a run's data and tokenizer: what a checkpoint says it was trained on.
+
+A source is described by its files in the order in which they are read: names, sizes, and a digest
+of at most `READ_LIMIT` bytes of each (both ends and samples between them). Files of an object store
+are described by their entity tags. A change of a large file that keeps its size and touches none of
+the samples goes unnoticed. Imports no JAX.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxpipe.config.catalog import SOURCES
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import attribute_of
+from maxpipe.config.sections import Config
+from maxpipe.data.files import local_files, parts_of
+from maxpipe.data.tokenizers import tokenizer_files
+from maxpipe.storage.local_files import (
+    cache_directory,
+    list_remote,
+    version_of,
+    write_atomically,
+)
+from maxpipe.storage.object_store import is_remote
+
+READ_LIMIT = 1 << 16  # bytes read of a file
+_END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples make the limit
+MOST_READ = 4096  # files of a source; of more files every n-th is read, and all sizes count
+NAMED = 64  # files whose names a fingerprint lists, for messages
+_CACHED_FROM = 64  # files; fewer are quicker to read than to remember
+
+APPENDED, SHORTENED, REORDERED, CHANGED = "appended", "shortened", "reordered", "changed"
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a source.
+
+    Attributes:
+      name: without its directory.
+      size: bytes.
+      digest: of its content, or its entity tag; "" if it was not read.
+    """
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class SourceFingerprint:
+    """The files of one source as a checkpoint records them.
+
+    Attributes:
+      source: `data.source`, or that of an entry of `data.mixture`.
+      weight: share of the documents, 1 without a mixture.
+      count: number of files.
+      size: bytes of all of them.
+      digest: of all of them in order.
+      head: digest of all but the last.
+      last: the last file; None for a source without files.
+      files: the first `NAMED` of them.
+    """
+
+    source: str
+    weight: float
+    count: int
+    size: int
+    digest: str
+    head: str
+    last: File | None
+    files: tuple[File, ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "SourceFingerprint":
+        """Return what `asdict` was called on.
+
+        Raises:
+          TypeError, KeyError: `data` is something else.
+        """
+        last = None if data["last"] is None else File(**data["last"])
+        files = tuple(File(**file) for file in data["files"])
+        return cls(**{**data, "last": last, "files": files})
+
+
+class DataChange(NamedTuple):
+    """A difference between the data of a checkpoint and that of this start.
+
+    Attributes:
+      key: the key that names the data.
+      kind: `APPENDED`, `SHORTENED`, `REORDERED` or `CHANGED`.
+      text: what is different, for users.
+    """
+
+    key: str
+    kind: str
+    text: str
+
+
+class _Listed(NamedTuple):
+    """A file before it is read: name, size, its path here or "", and its tag in a store or ""."""
+
+    name: str
+    size: int
+    path: str
+    etag: str
+
+
+class Corpus:
+    """The files of a source as they are now.
+
+    Args:
+      source: name in the catalogue.
+      path: as in `data.path`.
+      weight: share of the documents.
+      cache_dir: `data.cache_dir`, which remembers the digests of many files.
+
+    Raises:
+      ConfigError: a file cannot be read, or a store does not answer.
+    """
+
+    def __init__(self, source: str, path: str, weight: float, cache_dir: str):
+        self._files = _list_files(source, path)
+        self._cache = _Cache(cache_directory(cache_dir), source, path)
+        count = len(self._files)
+        last = self._file(count - 1, count) if count else None
+        self.fingerprint = SourceFingerprint(
+            source=source,
+            weight=weight,
+            count=count,
+            size=sum(file.size for file in self._files),
+            digest=self._digest_of(count),
+            head=self._digest_of(count - 1),
+            last=last,
+            files=tuple(self._file(i, count) for i in range(min(count, NAMED))),
+        )
+        self._cache.save()
+
+    def change_since(self, saved: SourceFingerprint) -> tuple[str, str] | None:
+        """Return kind and description of the difference from a saved fingerprint; None if equal."""
+        ours = self.fingerprint
+        if (ours.source, ours.weight) != (saved.source, saved.weight):
+            before = f"{saved.weight:.3g} of {saved.source}"
+            return CHANGED, f"{before} has become {ours.weight:.3g} of {ours.source}"
+        if ours.digest == saved.digest:
+            return None
+        if not SOURCES[ours.source].needs_path:
+            return CHANGED, f"{ours.source} has other documents here, as with another Python"
+        more = ours.count - saved.count
+        if more > 0 and self._digest_of(saved.count) == saved.digest:
+            return APPENDED, f"{_number(more)} added after the {_number(saved.count)} of then"
+        if more >= 0 and self._has_grown(saved):
+            assert saved.last is not None
+            return APPENDED, f"{saved.last.name} has grown at its end, nothing before it differs"
+        is_complete = saved.count == len(saved.files)
+        if (
+            is_complete
+            and more < 0
+            and self._digest_of(ours.count) == _digest(saved.files[: ours.count])
+        ):
+            return SHORTENED, f"the last {_number(-more)} of {saved.count} are gone"
+        if is_complete and ours.count == len(ours.files):
+            contents = [Counter((f.size, f.digest) for f in s.files) for s in (ours, saved)]
+            if contents[0] == contents[1]:
+                return REORDERED, "the same files have other names or another order"
+            return CHANGED, _list_differences(saved.files, ours.files)
+        then = f"{_number(saved.count)} of {saved.size:,} bytes"
+        return CHANGED, f"{then} then, {_number(ours.count)} of {ours.size:,} bytes now"
+
+    def _has_grown(self, saved: SourceFingerprint) -> bool:
+        """Return whether only the last file of then differs, and begins with what it was."""
+        if saved.last is None or self._digest_of(saved.count - 1) != saved.head:
+            return False
+        file = self._files[saved.count - 1]
+        is_longer = file.name == saved.last.name and file.size > saved.last.size
+        return bool(is_longer and file.path and saved.last.digest) and (
+            sampled_digest(file.path, saved.last.size) == saved.last.digest
+        )
+
+    def _digest_of(self, count: int) -> str:
+        """Return the digest of the first files, as if there were no others."""
+        return _digest([self._file(i, count) for i in range(count)])
+
+    def _file(self, index: int, count: int) -> File:
+        """Return a file as it is described among `count` files."""
+        file = self._files[index]
+        stride = -(-count // MOST_READ)
+        digest = file.etag
+        if file.path and (index % stride == 0 or index == count - 1):
+            digest = self._cache.digest(file.path)
+        return File(file.name, file.size, digest)
+
+
+class _Cache:
+    """Digests of local files by path, size and time of change, kept between starts.
+
+    A cache that cannot be read or written is left out: it only saves time.
+    """
+
+    def __init__(self, directory: Path, source: str, path: str):
+        name = hashlib.sha256(f"{source}\0{os.path.abspath(path)}".encode()).hexdigest()[:24]
+        self._file = directory / f"{name}.fingerprints.json"
+        self._known: dict[str, list[object]] = {}
+        self._num_read = 0
+        try:
+            known = json.loads(self._file.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            known = None
+        if isinstance(known, dict):
+            self._known = {key: entry for key, entry in known.items() if _is_entry(entry)}
+
+    def digest(self, path: str) -> str:
+        """Return the sampled digest of a file."""
+        try:
+            size, time = version_of(path)
+            entry = self._known.get(path)
+            if entry is None or entry[:2] != [size, time]:
+                self._num_read += 1
+                entry = [size, time, sampled_digest(path, size)]
+                self._known[path] = entry
+        except OSError as error:
+            message = f"{path} cannot be read: {error.strerror}"
+            raise ConfigError(Problem("data.path", message)) from error
+        return str(entry[2])
+
+    def save(self) -> None:
+        """Write the digests, if there are so many that this saves time."""
+        if self._num_read < _CACHED_FROM:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._file, [json.dumps(self._known).encode()])
+        except OSError:
+            pass  # a read-only home costs time, not correctness
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """What a run reads: its sources, its validation set, and its tokenizer.
+
+    Attributes:
+      key: the key that names the sources, `data.path`, `data.mixture` or `data.source`.
+      train: the sources.
+      eval: of `data.eval_path`; None without one.
+      tokenizer: digest of the tokenizer's files, or its name.
+    """
+
+    key: str
+    train: tuple[Corpus, ...]
+    eval: Corpus | None
+    tokenizer: str
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest for each key that names data or the tokenizer."""
+        digests = {self.key: _of_sources(self.train), "data.tokenizer": self.tokenizer}
+        if self.eval is not None:
+            digests["data.eval_path"] = _of_sources([self.eval])
+        return digests
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint's meta holds."""
+        return {
+            "data": [asdict(corpus.fingerprint) for corpus in self.train],
+            "eval": asdict(self.eval.fingerprint) if self.eval else None,
+            "tokenizer": self.tokenizer,
+        }
+
+    def changes_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
+        """Return what differs from a checkpoint's fingerprint.
+
+        Args:
+          saved: from `to_json`.
+
+        Raises:
+          TypeError, KeyError: it is something else.
+        """
+        differing = []
+        before = [SourceFingerprint.from_json(source) for source in saved["data"]]
+        if len(before) != len(self.train):
+            text = f"{len(before)} sources then, {len(self.train)} now"
+            differing.append(DataChange(self.key, CHANGED, text))
+        else:
+            for corpus, source in zip(self.train, before, strict=True):
+                if change := corpus.change_since(source):
+                    differing.append(DataChange(self.key, *change))
+        eval_before = saved["eval"] and SourceFingerprint.from_json(saved["eval"])
+        if (eval_before is None) != (self.eval is None):
+            text = "a validation set of its own now" if self.eval else "no validation set any more"
+            differing.append(DataChange("data.eval_path", CHANGED, text))
+        elif eval_before and self.eval and (change := self.eval.change_since(eval_before)):
+            differing.append(DataChange("data.eval_path", *change))
+        if saved["tokenizer"] != self.tokenizer:
+            text = f"its files have digest {self.tokenizer}, then {saved['tokenizer']}"
+            differing.append(DataChange("data.tokenizer", CHANGED, text))
+        return differing
+
+
+def fingerprint_data(config: Config) -> DataFingerprint:
+    """Return the fingerprint of the data and the tokenizer that a configuration names.
+
+    Raises:
+      ConfigError: files are missing or cannot be read, or a store does not answer.
+    """
+    data = config.data
+    cache = data.cache_dir
+    if data.mixture:
+        total = sum(entry["weight"] for entry in data.mixture)
+        key = "data.mixture"
+        train = tuple(
+            Corpus(entry["source"], entry.get("path", ""), entry["weight"] / total, cache)
+            for entry in data.mixture
+        )
+    else:
+        key = "data.path" if SOURCES[data.source].needs_path else "data.source"
+        train = (Corpus(data.source, data.path, 1.0, cache),)
+    evaluation = Corpus(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
+    return DataFingerprint(key, train, evaluation, tokenizer_digest(data.tokenizer))
+
+
+def data_digests(config: Config) -> dict[str, str]:
+    """Return digests of all that a run reads, by the key that names it; raises as
+    `fingerprint_data`.
+
+    Two processes that have the same digests read the same documents with the same tokenizer,
+    wherever the files are.
+    """
+    return fingerprint_data(config).digests()
+
+
+def tokenizer_digest(name_or_path: str) -> str:
+    """Return a digest of a tokenizer's files; of one of the catalogue its name.
+
+    Raises:
+      ConfigError: a file cannot be read.
+    """
+    files = tokenizer_files(name_or_path)
+    if not files:
+        return name_or_path
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        for file in files:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
+    except OSError as error:
+        message = f"{file} cannot be read: {error.strerror}"
+        raise ConfigError(Problem("data.tokenizer", message)) from error
+    return digest.hexdigest()
+
+
+def sampled_digest(path: str, size: int) -> str:
+    """Return a digest of the first `size` bytes of a file, of which `READ_LIMIT` are read.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    pieces = [(0, size)]
+    if size > READ_LIMIT:
+        middle = [
+            (_END + i * (size - 2 * _END - _SAMPLE) // (_NUM_SAMPLES - 1), _SAMPLE)
+            for i in range(_NUM_SAMPLES)
+        ]
+        pieces = [(0, _END), *middle, (size - _END, _END)]
+    with open(path, "rb", buffering=0) as file:
+        for start, length in pieces:
+            digest.update(os.pread(file.fileno(), length, start))
+    return digest.hexdigest()
+
+
+def _list_files(source: str, path: str) -> list[_Listed]:
+    """Return the files of a source in the order in which it reads them."""
+    facts = SOURCES[source]
+    if not facts.needs_path:
+        return [_Listed(attribute_of(facts.version)(), 0, "", "")] if facts.version else []
+    local: set[str] = set()
+    remote: list[_Listed] = []
+    for part in parts_of(path):
+        if is_remote(part):
+            files = list_remote(part, facts.suffixes)
+            remote += [_Listed(Path(f.name).name, f.size, "", f.etag) for f in files]
+        else:
+            local.update(local_files(part, facts.suffixes))
+    if facts.companion:
+        companions = {str(Path(file).with_suffix(facts.companion)) for file in local}
+        local |= {file for file in companions if os.path.isfile(file)}
+    listed = [_Listed(Path(f).name, os.path.getsize(f), f, "") for f in sorted(local)]
+    return listed + list(dict.fromkeys(remote))
+
+
+def _digest(files: Sequence[File]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        digest.update(f"{file.name}\0{file.size}\0{file.digest}\n".encode())
+    return digest.hexdigest()
+
+
+def _of_sources(corpora: Sequence[Corpus]) -> str:
+    prints = [corpus.fingerprint for corpus in corpora]
+    text = [f"{p.source} {p.weight!r} {p.digest}" for p in prints]
+    return hashlib.blake2b("\n".join(text).encode(), digest_size=8).hexdigest()
+
+
+def _list_differences(before: Sequence[File], now: Sequence[File]) -> str:
+    """Return the names of up to three files that are new, gone or changed."""
+    then = {file.name: file for file in before}
+    names = {file.name: file for file in now}
+    words = [f"{name} is gone" for name in then if name not in names]
+    words += [f"{name} is new" for name in names if name not in then]
+    words += [
+        f"{name} has other contents" for name in names if name in then and names[name] != then[name]
+    ]
+    more = f" and {len(words) - 3} more" if len(words) > 3 else ""
+    return (", ".join(words[:3]) or "files of the same name differ") + more
+
+
+def _number(count: int) -> str:
+    return f"{count:,} file" + ("" if count == 1 else "s")
+
+
+def _is_entry(entry: object) -> bool:
+    return isinstance(entry, list) and [type(item) for item in entry] == [int, int, str]

@@ -1,0 +1,1 @@
+"""Translate configurations of other trainers: MaxText's."""

@@ -1,0 +1,205 @@
+"""Translate the mesh, the batch, the pipeline and rematerialisation."""
+
+import math
+
+from maxpipe.config.sections import MESH_AXES
+from maxpipe.migration.translator import Translator
+
+# maxpipe's mesh axis -> the words of MaxText's axes whose sizes it multiplies.
+AXES = {
+    "data": ("data",),
+    "stage": ("pipeline",),
+    "fsdp": ("fsdp",),
+    "context": ("context", "sequence"),
+    "tensor": ("tensor",),
+    "expert": ("expert",),
+}
+TENSORS = {
+    "query_proj": ("query_proj",),
+    "key_proj": ("key_proj",),
+    "value_proj": ("value_proj",),
+    "context": ("context", "attention_out"),
+    "out_proj": ("out_proj",),
+    "mlp_gate": ("mlpwi_0",),
+    "mlp_up": ("mlpwi_1",),
+    "mlp_down": ("mlpwo",),
+}
+_NOT_CONTEXT = tuple(tensor for tensor in TENSORS if tensor != "context")
+_PROJECTIONS = ("query_proj", "key_proj", "value_proj", "out_proj")
+# MaxText's policy -> the policy here that saves the same tensors.
+POLICIES = {
+    "": "none",
+    "full": "full",
+    "minimal_with_context": "minimal",
+    "minimal_flash": "minimal",
+    "qkv_proj_offloaded": "qkv_proj_offloaded",
+    "save_dot_except_mlp": "save_dot_except_mlp",
+    "save_out_proj": "save_out_proj",
+    "save_qkv_proj": "save_qkv_proj",
+}
+# MaxText's policy -> where it saves which tensors, for policies that have no name here.
+CUSTOM_POLICIES = {
+    "minimal": ("device", _NOT_CONTEXT),
+    "minimal_offloaded": ("offload", _NOT_CONTEXT),
+    "save_dot_with_context_except_mlp": ("device", (*_PROJECTIONS, "context")),
+    "save_dot_except_mlpwi": ("device", (*_PROJECTIONS, "mlp_down")),
+}
+_CHIPS_PER_NUMBER = {"v4": 0.5, "v5p": 0.5, "v5e": 1, "v6e": 1}  # v5p-16 has 8 chips
+
+
+def translate_devices(t: Translator) -> None:
+    """Find the devices of the run, unless the caller named them, and the topology to compile for.
+
+    They are those of `compile_topology`, or else the product of a mesh without -1.
+    """
+    sizes = {level: [axis_size(t, level, axis) for axis in MESH_AXES] for level in ("ici", "dcn")}
+    slices = max(t.integer("compile_topology_num_slices"), t.integer("num_slices"))
+    if slices < 1:
+        slices = math.prod(sizes["dcn"]) if -1 not in sizes["dcn"] else 1
+    t.num_slices = max(1, slices)
+    topology = t.text("compile_topology")
+    chips = _chips(topology)
+    if topology and not chips:
+        t.refuse("compile_topology", f"{topology} is no slice such as v5p-16 or v6e-8")
+    if chips:
+        grid = _grid(topology.partition("-")[0], chips)
+        if grid:
+            t.set("compile.topology", grid, "compile_topology")
+            if t.num_slices > 1:
+                t.set("compile.num_slices", t.num_slices, "compile_topology_num_slices")
+        else:
+            t.note("compile_topology", "write compile.topology=CHIP:GRID, such as v5p:4x4x4")
+    if not t.num_devices:
+        product = math.prod(sizes["ici"]) if -1 not in sizes["ici"] else 0
+        t.num_devices = (chips or product) * t.num_slices
+    if t.text("hardware") == "cpu" and t.num_devices > 1:
+        t.set("mesh.simulated_devices", t.num_devices, "hardware")
+
+
+def axis_size(t: Translator, level: str, axis: str) -> int:
+    """Return the size of a mesh axis within slices (ici) or over them (dcn); -1 if MaxText fits it.
+
+    Args:
+      t: the configuration.
+      level: ici or dcn.
+      axis: one of maxpipe's.
+    """
+    sizes = [t.integer(f"{level}_{word}_parallelism", 1) for word in AXES[axis]]
+    return -1 if -1 in sizes else math.prod(sizes)
+
+
+def translate_mesh(t: Translator) -> None:
+    """Set `mesh.ici` and `mesh.dcn`; -1 stays, as both fit that axis to the devices."""
+    for level in ("ici", "dcn"):
+        for axis in MESH_AXES:
+            size = axis_size(t, level, axis)
+            if size != 1:
+                keys = [f"{level}_{word}_parallelism" for word in AXES[axis]]
+                t.set(f"mesh.{level}.{axis}", size, *keys)
+    if "mesh.ici.context" in t.values and t.text("context_parallel_strategy") != "all_gather":
+        t.note("context_parallel_strategy", "keys and values are gathered")
+
+
+def translate_batch(t: Translator) -> None:
+    """Set the batch of training, in sequences a step, and that of evaluations."""
+    size = t.number("per_device_batch_size")
+    if not t.num_devices:
+        message = (
+            f"{size:g} sequences a device, and a mesh with -1 leaves the number of devices open: "
+            "add --devices N, or give every ici_*_parallelism a size"
+        )
+        t.refuse("per_device_batch_size", message)
+        return
+    accumulated = max(1, t.integer("gradient_accumulation_steps", 1))
+    batch = int(t.num_devices * size) * accumulated
+    t.set("data.global_batch_size", batch, "per_device_batch_size", "gradient_accumulation_steps")
+    factors = f"{size:g} x {t.num_devices} devices" + (f" x {accumulated}" * (accumulated > 1))
+    t.notes.append(f"data.global_batch_size={batch}: {factors}")
+    eval_size = t.number("eval_per_device_batch_size") or size
+    eval_batch = int(t.num_devices * eval_size)
+    if t.integer("eval_interval", -1) > 0 and eval_batch != batch:
+        t.set("eval.global_batch_size", eval_batch, "eval_per_device_batch_size")
+
+
+def translate_pipeline(t: Translator) -> None:
+    """Set the pipeline's layout if there are stages, else the microbatches that accumulate."""
+    accumulated = max(1, t.integer("gradient_accumulation_steps", 1))
+    stages = abs(axis_size(t, "ici", "stage") * axis_size(t, "dcn", "stage"))
+    if stages == 1 and axis_size(t, "ici", "stage") != -1:
+        if accumulated > 1:
+            t.set("pipeline.num_microbatches", accumulated, "gradient_accumulation_steps")
+        return
+    t.set("pipeline.schedule", "circular", "ici_pipeline_parallelism")
+    t.copy("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers")
+    is_delayed = t.is_on("pipeline_delay_activation_forwarding")
+    microbatches = t.integer("num_pipeline_microbatches", -1)
+    if accumulated > 1:
+        microbatches = stages * (2 if is_delayed else 1) if microbatches == -1 else microbatches
+        message = f"{accumulated} x {microbatches} microbatches go through the pipeline in one pass"
+        t.note("gradient_accumulation_steps", message)
+        microbatches *= accumulated
+    t.set(
+        "pipeline.num_microbatches",
+        microbatches,
+        "num_pipeline_microbatches",
+        "gradient_accumulation_steps",
+    )
+    t.set(
+        "pipeline.delay_activation_forwarding", is_delayed, "pipeline_delay_activation_forwarding"
+    )
+    gather = "once" if t.is_on("pipeline_fsdp_ag_once") else "per_iteration"
+    if t.is_on("pipeline_fsdp_ag_per_repeat"):
+        gather = "per_repeat"
+    t.set("pipeline.fsdp_gather", gather, "pipeline_fsdp_ag_once", "pipeline_fsdp_ag_per_repeat")
+    t.copy(
+        "scan_pipeline_iterations",
+        "set_remat_policy_on_pipeline_iterations",
+        "set_remat_policy_on_layers_per_stage",
+        "scan_layers_per_stage",
+    )
+
+
+def translate_remat(t: Translator) -> None:
+    """Set the policy that saves the tensors that MaxText's policy saves."""
+    name = t.text("remat_policy")
+    if name in POLICIES:
+        t.set("pipeline.remat_policy", POLICIES[name], "remat_policy")
+        return
+    if name == "custom":
+        places = {tensor: _place(t, words) for tensor, words in TENSORS.items()}
+    elif name in CUSTOM_POLICIES:
+        place, tensors = CUSTOM_POLICIES[name]
+        places = dict.fromkeys(tensors, place)
+    else:
+        legal = ", ".join([*filter(None, POLICIES), *CUSTOM_POLICIES, "custom"])
+        t.refuse("remat_policy", f"{name} is not among {legal}")
+        return
+    t.set("pipeline.remat_policy", "custom", "remat_policy")
+    for tensor, place in places.items():
+        if place != "remat":
+            words = TENSORS[tensor] if name == "custom" else ("remat_policy",)
+            t.set(f"pipeline.remat_tensors.{tensor}", place, *words)
+
+
+def _place(t: Translator, words: tuple[str, ...]) -> str:
+    """Return where a tensor is saved that MaxText knows under several names."""
+    places = [t.text(word) for word in words]
+    unknown = next((place for place in places if place not in ("", "remat")), "remat")
+    return "device" if "device" in places else unknown
+
+
+def _chips(topology: str) -> int:
+    """Return the chips of a slice such as v5p-16; 0 if it is none."""
+    chip, _, number = topology.partition("-")
+    return int(int(number) * _CHIPS_PER_NUMBER.get(chip, 0)) if number.isdigit() else 0
+
+
+def _grid(chip: str, chips: int) -> str:
+    """Return the slice as maxpipe.compile takes it; empty unless the chips are a power of two."""
+    exponent = chips.bit_length() - 1
+    if 2**exponent != chips:
+        return ""
+    dimensions = 2 if chip in ("v5e", "v6e") else 3
+    exponents = [(exponent + i) // dimensions for i in range(dimensions)]
+    sides = [2**e for e in exponents]
+    return f"{chip}:{'x'.join(map(str, sides if min(sides) > 1 else sorted(sides)[::-1]))}"

@@ -1,0 +1,159 @@
+"""Read a MaxText configuration as MaxText does: base.yml, the model's file, `key=value` words."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.maxtext_limits import Value
+
+COMMAND_LINE = "command line"
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")  # YAML 1.1 takes 1e-5 for a text
+
+
+@dataclass(frozen=True)
+class MaxTextConfig:
+    """The values of MaxText's keys.
+
+    Attributes:
+      values: value by key; None where MaxText has None, null or an empty text.
+      chosen: key -> file or `command line`, for keys that the model's file or the command line set.
+      problems: words that are no `key=value` or contradict the model's file.
+    """
+
+    values: Mapping[str, Value]
+    chosen: Mapping[str, str]
+    problems: tuple[Problem, ...] = ()
+
+
+def read_maxtext(files: Sequence[str], words: Sequence[str]) -> MaxTextConfig:
+    """Return the values of a MaxText command line.
+
+    Precedence, weakest first: MaxText's defaults, `base_config` of base.yml, base.yml, the model's
+    file, the words. Words change what the model's file sets only with `override_model_config=true`.
+
+    Args:
+      files: base.yml, and a model's file or none; without it `model_name` finds the file in the
+        directory `models` next to base.yml or one level up.
+      words: `key=value`.
+
+    Raises:
+      ConfigError: a file cannot be read; with the problems of the words.
+    """
+    overrides, problems = _read_words(words)
+    if len(files) > 2:
+        message = f"expected base.yml and one model's file, got {', '.join(files)}"
+        problems.append(Problem("", message))
+    try:
+        base = _read_with_bases(files[0], ()) if files else {}
+        name = overrides.get("model_name", base.get("model_name"))
+        model_file = files[1] if len(files) > 1 else _find_model(files, name)
+        model = _read(model_file) if model_file else {}
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems) from None
+    if len(files) > 1 and overrides.get("model_name") is None:
+        base["model_name"] = os.path.splitext(os.path.basename(files[1]))[0]
+    replaces = overrides.get("override_model_config", base.get("override_model_config"))
+    for key in model:
+        contradicts = key in overrides and not same_value(overrides[key], model[key])
+        if contradicts and not replaces:
+            message = (
+                f"{model[key]} in {model_file} and {overrides[key]} on the command line: "
+                "MaxText refuses that without override_model_config=true"
+            )
+            problems.append(Problem(key, message))
+    chosen = dict.fromkeys(model, model_file) | dict.fromkeys(overrides, COMMAND_LINE)
+    return MaxTextConfig(base | model | overrides, chosen, tuple(problems))
+
+
+def same_value(a: Value, b: Value) -> bool:
+    """Return whether two values mean the same: 1 and 1.0, but not 1 and true; 0, off and empty."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b or (a is None and b is False) or (b is None and a is False)
+    return a == b or (a in (None, []) and b in (None, []))
+
+
+def _find_model(files: Sequence[str], name: Value) -> str:
+    """Return the path of a model's file; empty for MaxText's model `default`.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name in (None, "default"):
+        return ""
+    file = f"{str(name).replace('-Instruct', '')}.yml"
+    if not files:
+        message = (
+            f"{name} needs the path of MaxText's base.yml as the first word, next to which "
+            f"models/{file} lies, or the path of that file after it"
+        )
+        raise ConfigError(Problem("model_name", message))
+    directory = os.path.dirname(os.path.abspath(files[0]))
+    places = [os.path.join(place, "models", file) for place in (directory, _parent(directory))]
+    paths = [path for path in places if os.path.isfile(path)]
+    if not paths:
+        message = f"there is neither {' nor '.join(places)}; give its path after {files[0]}"
+        raise ConfigError(Problem("model_name", message))
+    return paths[0]
+
+
+def _parent(directory: str) -> str:
+    return os.path.dirname(directory)
+
+
+def _read_with_bases(path: str, inner: tuple[str, ...]) -> dict[str, Value]:
+    """Return the values of a file and of the files that it names as `base_config`."""
+    if path in inner:
+        raise ConfigError(Problem("base_config", "files inherit in a circle", path))
+    values = _read(path)
+    base = values.pop("base_config", None)
+    if base is None:
+        return values
+    directory = os.path.dirname(os.path.abspath(path))
+    places = [os.path.join(place, str(base)) for place in (directory, _parent(directory))]
+    file = next((place for place in places if os.path.isfile(place)), places[0])
+    return _read_with_bases(file, (*inner, path)) | values
+
+
+def _read(path: str) -> dict[str, Value]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(Problem("", f"cannot read {path}: {error.strerror}")) from None
+    except (yaml.YAMLError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(Problem("", f"{path} is not valid YAML: {reason}")) from None
+    if not isinstance(content, dict):
+        raise ConfigError(Problem("", f"{path} is not a mapping of keys to values"))
+    return {str(key): _value(value) for key, value in content.items()}
+
+
+def _read_words(words: Sequence[str]) -> tuple[dict[str, Value], list[Problem]]:
+    values: dict[str, Value] = {}
+    problems = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            problems.append(Problem("", f"{word!r} is not of the form key=value"))
+            continue
+        try:
+            values[key] = _value(yaml.safe_load(text))
+        except (yaml.YAMLError, ValueError):
+            values[key] = text  # such as *.parquet, which YAML takes for an alias
+    return values, problems
+
+
+def _value(value: object) -> Value:
+    """Return a value as MaxText takes it: null, None and the empty text are one, 1e-5 a number."""
+    if isinstance(value, list):
+        return value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = str(value)
+    if text.lower() in ("", "none"):
+        return None
+    return float(text) if _EXPONENT.fullmatch(text) else text

@@ -1,0 +1,125 @@
+"""Translate a MaxText configuration into one that `maxpipe.train` accepts, or say why not."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from maxpipe.config import Config, replace, resolve, to_yaml
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.maxtext import KEYS, SAME_NAMES, unknown_maxtext_key
+from maxpipe.config.maxtext_limits import idle_of, limit_of
+from maxpipe.migration.layout import (
+    translate_batch,
+    translate_devices,
+    translate_mesh,
+    translate_pipeline,
+    translate_remat,
+)
+from maxpipe.migration.read import MaxTextConfig, same_value
+from maxpipe.migration.training import (
+    translate_data,
+    translate_model,
+    translate_optimizer,
+    translate_run,
+)
+from maxpipe.migration.translator import Translator
+
+NAMES_OF_FILES = ("base_config", "model_name", "override_model_config")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What becomes of a MaxText configuration.
+
+    Attributes:
+      config: maxpipe's, before `resolve`.
+      yaml: the keys that the translation sets, as text.
+      notes: what differs or is left out, one line each.
+    """
+
+    config: Config
+    yaml: str
+    notes: list[str]
+
+
+def translate(theirs: MaxTextConfig, num_devices: int = 0) -> Translation:
+    """Translate a MaxText configuration.
+
+    Args:
+      theirs: from `read_maxtext`.
+      num_devices: devices of the run over all slices; 0 to take those of `compile_topology` or of
+        a mesh without -1.
+
+    Raises:
+      ConfigError: with all that stands in the way, by MaxText's keys where they are to blame.
+    """
+    t = Translator(theirs, num_devices)
+    _check_keys(t)
+    for step in (
+        translate_run,
+        translate_model,
+        translate_data,
+        translate_devices,
+        translate_mesh,
+        translate_batch,
+        translate_pipeline,
+        translate_remat,
+        translate_optimizer,
+    ):
+        step(t)
+    _note_unread(t)
+    problems = [*theirs.problems, *t.problems]
+    try:
+        config = replace(Config(), **t.values)
+        if t.num_devices:
+            resolve(config, t.num_devices, t.num_slices)
+    except ConfigError as error:
+        refused = {problem.key for problem in problems}
+        for problem in error.problems:
+            origins = t.origins.get(problem.key, ())
+            if not refused.intersection(origins):
+                problems.append(_sourced(problem, t))
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return Translation(config, to_yaml(config, t.values), t.notes)
+
+
+def _check_keys(t: Translator) -> None:
+    """Compare keys without a counterpart with the values that they must have, and report others."""
+    for key, value in t.theirs.values.items():
+        limit, idle, source = limit_of(key), idle_of(key), t.theirs.chosen.get(key)
+        if limit and not same_value(value, limit.values[key]):
+            if limit.blocks:
+                t.refuse(key, f"must be {_written(limit.values[key])}: {limit.advice}")
+            else:
+                t.note(key, limit.advice)
+        elif idle and source:
+            t.note(key, f"left out: {idle.reason}")
+        elif not limit and not idle and key not in (*KEYS, *SAME_NAMES):
+            t.refuse(key, unknown_maxtext_key(key))
+
+
+def _note_unread(t: Translator) -> None:
+    """Report keys that the user chose and that this configuration has no use for."""
+    for key in t.theirs.chosen:
+        if key in KEYS and key not in {*t.keys_read, *NAMES_OF_FILES}:
+            ours, differs = KEYS[key]
+            reason = f"set {ours} in the file if it is needed" if ours else differs
+            t.note(key, f"left out; {reason}")
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "empty" if value in (None, []) else str(value)
+
+
+def _sourced(problem: Problem, t: Translator) -> Problem:
+    """Return a problem of our configuration with the MaxText keys that its value comes from."""
+    origins = [
+        origin
+        for key, origins in t.origins.items()
+        if key == problem.key or key.startswith(f"{problem.key}.")
+        for origin in origins
+    ]
+    source = f"from MaxText's {', '.join(dict.fromkeys(origins))}" if origins else ""
+    return dataclasses.replace(problem, source=source)

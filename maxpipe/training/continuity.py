@@ -1,0 +1,135 @@
+"""What a run that resumes has in common with its checkpoint, and what was changed since."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.identity import ACCEPT, Change, group_of, is_allowed
+from maxpipe.config.load import from_record
+from maxpipe.config.sections import Config, OptimizerConfig
+from maxpipe.data.fingerprint import APPENDED, CHANGED, DataChange, DataFingerprint
+from maxpipe.training.optimizer import learning_rate
+from maxpipe.training.run_directory import Meta, RunDirectory
+
+FINGERPRINT = "fingerprint"  # in a checkpoint's meta
+VERSIONS = "versions"
+DOCUMENTS = "documents"  # in the fingerprint: number of training documents
+_SAME_RATE = 1e-6  # relative; float32 rounds more finely than this
+
+
+def check_continuity(
+    config: Config,
+    fingerprint: DataFingerprint,
+    meta: Meta,
+    directory: RunDirectory,
+    place: str,
+) -> list[Change]:
+    """Return what differs from a checkpoint and may do so, keys first, then data.
+
+    Args:
+      config: of this start, resolved.
+      fingerprint: of its data.
+      meta: of the checkpoint.
+      directory: of the run.
+      place: where the checkpoint is, for messages.
+
+    Raises:
+      ConfigError: something differs that must not, unless `checkpoint.accept_changes` names it.
+    """
+    if not isinstance(meta.get("config"), Mapping):
+        return []
+    changed = directory.check(config, meta, place)
+    saved = meta.get(FINGERPRINT)
+    if saved is None:
+        return changed
+    data = _data_changes(fingerprint, saved)
+    problems = [
+        Problem(change.key, _refusal(change, place))
+        for change in data
+        if not is_allowed(config, change.key)
+    ]
+    if problems:
+        raise ConfigError(*problems, directory.advice(place))
+    changed += [Change(change.key, None, f"{change.kind}: {change.text}") for change in data]
+    return changed
+
+
+def version_changes(now: Mapping[str, str], saved: object) -> list[Change]:
+    """Return the packages whose versions differ from those that a checkpoint records."""
+    if not isinstance(saved, Mapping):
+        return []
+    return [
+        Change(name, saved[name], version)
+        for name, version in now.items()
+        if name in saved and saved[name] != version
+    ]
+
+
+def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
+    """Return a line about a learning rate that jumps at a resume, "" if it does not.
+
+    Args:
+      config: of this start.
+      meta: of the checkpoint.
+      step: finished steps.
+    """
+    if not isinstance(meta.get("config"), Mapping):
+        return ""
+    earlier = from_record(meta["config"]).optimizer
+    finished = jnp.int32(step)
+    before = float(learning_rate(earlier, finished))
+    now = float(learning_rate(config, finished))
+    if abs(now - before) <= _SAME_RATE * max(abs(now), abs(before)):
+        return ""
+    line = f"the learning rate of step {step + 1} is {now:.3g}; it was to be {before:.3g}"
+    fixed = [
+        f"optimizer.{name}={getattr(earlier, name)}"
+        for name in ("decay_steps", "warmup_steps")
+        if getattr(earlier, name) != getattr(config, name)
+    ]
+    return line + (f", as with {' '.join(fixed)}" if fixed else "")
+
+
+def describe_changes(config: Config, changed: Sequence[Change], meta: Meta, step: int) -> list[str]:
+    """Return a line for each change since a step, and what is to be said besides.
+
+    Args:
+      config: of this start.
+      changed: from `check_continuity` and `version_changes`.
+      meta: of the checkpoint of that step.
+      step: finished steps.
+    """
+    lines = [f"changed since step {step}: {change}" for change in changed]
+    if meta.get(FINGERPRINT) is None:
+        lines.append(
+            f"checkpoint {step} has no fingerprint, because an earlier version wrote it: "
+            "whether data and tokenizer are still the same is not checked"
+        )
+    if rate := rate_change(config.optimizer, meta, step):
+        lines.append(rate)
+    return lines
+
+
+def _data_changes(fingerprint: DataFingerprint, saved: Any) -> list[DataChange]:
+    try:
+        return fingerprint.changes_since(saved)
+    except (TypeError, KeyError, AttributeError, ValueError):
+        text = "the fingerprint of the checkpoint has another form; its data cannot be compared"
+        return [DataChange(fingerprint.key, CHANGED, text)]
+
+
+def _refusal(change: DataChange, place: str) -> str:
+    consequence = "documents would be counted, held out and ordered differently"
+    if change.kind == APPENDED:
+        consequence = (
+            "held-out documents stay held out, but with data.shuffle documents of this epoch "
+            "come again or are left out"
+        )
+    if change.key == "data.tokenizer":
+        consequence = "the same token ids would mean other text"
+    return (
+        f"is not what the checkpoints in {place} were made with, {change.kind}: {change.text}; "
+        f"{consequence}. {ACCEPT}=[{group_of(change.key)}] continues with the change"
+    )

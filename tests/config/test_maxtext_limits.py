@@ -1,0 +1,45 @@
+"""Every key of MaxText 0.2.5 has one verdict: a counterpart, one legal value, or no part."""
+
+import fnmatch
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.maxtext import KEYS, SAME_NAMES
+from maxpipe.config.maxtext_limits import IDLE, LIMITS, idle_of, limit_of
+
+NAMES = (Path(__file__).parent / "maxtext_keys.txt").read_text().split()  # of its base.yml
+OLDER = {  # names of earlier versions
+    "model_fsdp_ag_once",
+    "num_decoder_layers",
+    "emb_dim",
+    "cosine_learning_rate_final_fraction",
+}
+PATTERNS = [(pattern, idle) for idle in IDLE for pattern in idle.names.split()]
+
+
+def test_list_has_the_keys_of_base_yml():
+    assert len(NAMES) == len(set(NAMES)) == 786
+    assert {"ici_pipeline_parallelism", "engram_seed", "adam_b1"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_of_maxtext_has_one_verdict(name):
+    has_verdict = (name in KEYS or name in SAME_NAMES, bool(limit_of(name)), bool(idle_of(name)))
+    assert sum(has_verdict) == 1, has_verdict
+
+
+def test_tables_name_keys_of_maxtext_only():
+    assert {key for limit in LIMITS for key in limit.values} - {*NAMES} == set()
+    assert {*KEYS} - {*NAMES, *OLDER} == {"base_config"}
+
+
+@pytest.mark.parametrize(("pattern", "idle"), PATTERNS, ids=[pattern for pattern, _ in PATTERNS])
+def test_every_pattern_decides_about_a_key(pattern, idle):
+    names = [name for name in fnmatch.filter(NAMES, pattern) if name not in KEYS]
+    assert idle in [idle_of(name) for name in names]
+
+
+def test_key_of_nobody_has_no_verdict():
+    assert limit_of("hidden_size") is None
+    assert idle_of("hidden_size") is None

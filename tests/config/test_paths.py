@@ -1,0 +1,96 @@
+"""Paths in a file are relative to it, unless only the working directory has what they name."""
+
+import pytest
+
+from maxpipe.config import load
+from maxpipe.config.load import resolve
+from maxpipe.config.printing import notes, to_yaml
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Return a working directory and, below it, the directory of a file."""
+    here = tmp_path / "work"
+    beside = here / "conf"
+    beside.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    return here, beside
+
+
+def path_of(beside, path, *words):
+    (beside / "run.yml").write_text(f"data: {{source: text, path: '{path}'}}\n")
+    return load("conf/run.yml", words).config.data.path
+
+
+def test_path_in_a_file_is_relative_to_the_file(places):
+    _, beside = places
+    (beside / "a.txt").touch()
+    assert path_of(beside, "a.txt") == "conf/a.txt"
+    assert path_of(beside, "*.txt, ../conf/a.txt") == "conf/*.txt,conf/a.txt"
+
+
+def test_path_only_in_the_working_directory_keeps_its_meaning(places):
+    here, beside = places
+    (here / "a.txt").touch()
+    assert path_of(beside, "a.txt") == "a.txt"
+
+
+def test_path_in_both_places_is_that_next_to_the_file_and_said(places):
+    here, beside = places
+    (here / "a.txt").touch()
+    (beside / "a.txt").touch()
+    assert path_of(beside, "a.txt") == "conf/a.txt"
+    loaded = load("conf/run.yml")
+    (line,) = (line for line in notes(resolve(loaded, 1), loaded) if line.startswith("data.path"))
+    assert line == (
+        "data.path=conf/a.txt: paths in a file are relative to it; "
+        "a.txt in the working directory is not read"
+    )
+
+
+@pytest.mark.parametrize("path", ["/abs/a.txt", "~/a.txt", "s3://b/a.txt", "missing.txt"])
+def test_path_that_is_not_relative_or_names_nothing_stays(places, path):
+    assert path_of(places[1], path) == path
+
+
+def test_path_on_the_command_line_is_relative_to_the_working_directory(places):
+    _, beside = places
+    (beside / "a.txt").touch()
+    assert path_of(beside, "b.txt", "data.path=a.txt") == "a.txt"
+
+
+def test_path_of_an_inherited_file_is_relative_to_that_file(places):
+    here, beside = places
+    (beside / "tok.json").touch()
+    (beside / "base.yml").write_text("data: {tokenizer: tok.json}\n")
+    (here / "run.yml").write_text("base: conf/base.yml\n")
+    assert load("run.yml").config.data.tokenizer == "conf/tok.json"
+
+
+def test_names_of_the_catalogue_are_no_paths(places):
+    _, beside = places
+    (beside / "byte").touch()
+    (beside / "run.yml").write_text("data: {tokenizer: byte}\n")
+    assert load("conf/run.yml").config.data.tokenizer == "byte"
+
+
+def test_paths_of_a_mixture_and_of_a_schedule_are_relative_to_the_file(places):
+    _, beside = places
+    (beside / "a.txt").touch()
+    (beside / "own.csv").touch()
+    (beside / "run.yml").write_text(
+        "data: {mixture: [{source: text, path: a.txt, weight: 1}]}\npipeline: {schedule: own.csv}\n"
+    )
+    config = load("conf/run.yml").config
+    assert config.data.mixture[0]["path"] == "conf/a.txt"
+    assert config.pipeline.schedule == "conf/own.csv"
+
+
+def test_written_config_read_from_its_own_place_means_the_same(places):
+    here, beside = places
+    (beside / "a.txt").touch()
+    path_of(beside, "a.txt")
+    config = load("conf/run.yml").config
+    (here / "runs").mkdir()
+    (here / "runs" / "config.yml").write_text(to_yaml(config))
+    assert load("runs/config.yml").config == config

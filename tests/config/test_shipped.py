@@ -1,0 +1,70 @@
+"""Configurations that ship with maxpipe: by name, as configs/..., and as `base:`."""
+
+import pytest
+
+from maxpipe.config import ConfigError, load
+from maxpipe.config.cli import parse_args
+from maxpipe.config.imports import install_command
+from maxpipe.config.shipped import shipped_configs
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_config_is_a_preset_by_its_name(elsewhere):
+    names = list(shipped_configs())
+    assert names[:3] == ["base", "mixture", "muon"]
+    assert {"llama3-8b", "v5p-512"} <= set(names)
+    for name in names:
+        load(name)
+
+
+@pytest.mark.parametrize("word", ["llama3-8b", "configs/models/llama3-8b.yml"])
+def test_load_of_a_preset_works_in_every_directory(elsewhere, word):
+    loaded = load(word, ["steps=9"])
+    assert (loaded.config.run_name, loaded.config.steps) == ("llama3-8b", 9)
+    assert "configs/models/llama3-8b.yml:" in loaded.sources["model.num_layers"]
+
+
+def test_a_file_that_exists_comes_before_a_preset(elsewhere):
+    (elsewhere / "configs").mkdir()
+    for name in ("base", "configs/base.yml"):
+        (elsewhere / name).write_text("run_name: mine\n")
+        assert load(name).config.run_name == "mine"
+
+
+def test_a_file_inherits_from_a_preset_by_name(elsewhere):
+    (elsewhere / "mine.yml").write_text("base: qwen3-8b\nsteps: 5\n")
+    loaded = load("mine.yml")
+    assert (loaded.config.run_name, loaded.config.steps) == ("qwen3-8b", 5)
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("lama3-8b", ["'lama3-8b' is neither a file nor a preset", "did you mean llama3-8b?"]),
+        ("zzz", ["The presets are base, mixture, muon, "]),
+    ],
+)
+def test_a_misspelt_preset_is_answered_with_the_nearest(elsewhere, word, words):
+    with pytest.raises(ConfigError) as caught:
+        load(word)
+    assert [text for text in words if text not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("word", ["--help", "steps=3"])
+def test_help_and_a_command_without_a_config_list_the_presets(elsewhere, capsys, word):
+    try:
+        parse_args([word], prog="prog", description="Does it.")
+    except ConfigError as error:
+        shown = str(error)
+    except SystemExit:
+        shown = " ".join(capsys.readouterr().out.split())
+    assert ", ".join(shipped_configs()) in shown
+
+
+def test_install_command_fits_a_checkout():
+    assert install_command("data") == "pip install -e '.[data]'"

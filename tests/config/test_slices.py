@@ -1,0 +1,64 @@
+"""Names of TPU slices: libtpu's and the cloud's."""
+
+import pytest
+
+from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config.slices import canonical_topology, explain_topology, num_devices
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "devices"),
+    [
+        ("v5p:4x4x4", "v5p:4x4x4", 64),
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v5p-8", "v5p:2x2x1", 4),
+        ("v5p-512", "v5p:4x8x8", 256),
+        ("v5p-1536", "v5p:8x8x12", 768),
+        ("v5p-640", "v5p:4x4x20", 320),
+        ("v4-16", "v4:2x2x2", 16),
+        ("v5e-16", "v5e:4x4", 16),
+        ("v5litepod-256", "v5e:16x16", 256),
+        ("v6e-8", "v6e:2x4", 8),
+        ("v7x:2x2x1", "tpu7x:2x2x1", 8),
+        ("ironwood-128", "tpu7x:4x4x4", 128),
+        ("v3:4x4", "v3:4x4", 16),
+    ],
+)
+def test_canonical_topology_is_the_name_that_libtpu_knows(name, canonical, devices):
+    assert canonical_topology(name) == canonical
+    assert num_devices(canonical) == devices
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v5p-100", ["100 TensorCores", "v5p-64 (v5p:2x4x4)", "v5p-128 (v5p:4x4x4)"]),
+        ("v5p-7", ["7 TensorCores", "v5p-8 (v5p:2x2x1)"]),
+        ("v6e-512", ["512 chips", "v6e-256 (v6e:16x16)"]),
+        ("tpu", ["neither cpu nor a chip and its grid", "v5p-128"]),
+        ("h100-8", ["neither cpu nor a chip and its grid"]),
+    ],
+)
+def test_a_slice_that_does_not_exist_is_answered_with_the_nearest(name, words):
+    with pytest.raises(ValueError, match=r"slice|neither") as caught:
+        canonical_topology(name)
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_explain_topology_says_what_the_number_counts():
+    assert explain_topology("v5p-128") == (
+        "compile.topology=v5p-128 is v5p:4x4x4, 64 chips; "
+        "the number in v5p-128 counts TensorCores, two a chip"
+    )
+    assert explain_topology("v6e-8").endswith("the number in v6e-8 counts chips")
+    assert explain_topology("ironwood:2x2x1") == (
+        "compile.topology=ironwood:2x2x1 is tpu7x:2x2x1, 4 chips"
+    )
+    assert [explain_topology(name) for name in ("", "cpu", "v5p:4x4x4")] == ["", "", ""]
+
+
+def test_the_cloud_s_name_resolves_to_libtpu_s():
+    loaded = load("configs/models/llama3-8b.yml", ["compile.topology=v5p-128"])
+    assert resolve(loaded, 64).compile.topology == "v5p:4x4x4"
+    with pytest.raises(ConfigError, match=r"compile\.topology.*the nearest are v5p-64"):
+        load("configs/models/llama3-8b.yml", ["compile.topology=v5p-100"])

@@ -1,0 +1,128 @@
+"""Documents that cannot be read: they end a run, or are skipped and counted; `check` finds them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, ConfigError, replace
+from maxpipe.data.__main__ import main
+from maxpipe.data.documents import open_documents
+from maxpipe.data.loader import make_loader
+
+BAD = {3: "not json", 17: '{"text": 5}', 30: '{"other": "x"}'}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    lines = [BAD.get(i, json.dumps({"text": f"document {i}"})) for i in range(40)]
+    file = tmp_path / "late.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture
+def config(corpus):
+    values = {
+        "data.source": "jsonl",
+        "data.path": str(corpus),
+        "data.global_batch_size": 4,
+        "data.sequence_length": 16,
+        "data.eval_fraction": 0.0,
+        "data.on_bad_document": "skip",
+    }
+    return replace(Config(), **values)
+
+
+def take(config, count, state=None):
+    """Return batches, the last state, and close the loader."""
+    loader = make_loader(config, "train", range(4), state)
+    batches = [next(loader)["tokens"] for _ in range(count)]
+    state = loader.state
+    loader.close()
+    return batches, state
+
+
+def test_skipped_documents_leave_the_batches_of_the_others(config, corpus, tmp_path):
+    """A document without text takes the same place in the order as one that is skipped."""
+    batches, _ = take(config, 30)
+    lines = corpus.read_text().splitlines()
+    for i in BAD:
+        lines[i] = '{"text": ""}'
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n".join(lines) + "\n")
+    expected, _ = take(replace(config, **{"data.path": str(empty)}), 30)
+    np.testing.assert_array_equal(batches, expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipped_documents_do_not_depend_on_workers_or_resume(config, workers):
+    batches, _ = take(config, 20)
+    config = replace(config, **{"data.num_workers": workers})
+    first, state = take(config, 8)
+    second, _ = take(config, 12, state)
+    np.testing.assert_array_equal(first + second, batches)
+
+
+def test_skipped_documents_are_named_once_and_counted(config, capfd):
+    take(config, 60)  # several epochs
+    said = capfd.readouterr().err
+    for line in (4, 18, 31):
+        assert said.count(f"late.jsonl:{line}: not a JSON object") == 1
+    assert said.count("3 of 40 documents were skipped (data.on_bad_document=skip)") == 1
+
+
+def test_corpus_of_bad_documents_only_ends_with_a_reason(config, corpus):
+    corpus.write_text("no\n" * 10)
+    with pytest.raises(ConfigError, match="hold no tokens"):
+        take(config, 1)
+
+
+def test_error_of_reading_is_never_skipped(config, tmp_path):
+    file = tmp_path / "gone.txt"
+    file.write_text("text")
+    config = replace(config, **{"data.source": "text", "data.path": str(file)})
+    documents = open_documents(config.data, "train")
+    file.unlink()
+    with pytest.raises(ConfigError, match="cannot be read") as caught:
+        documents[0]
+    assert type(caught.value) is ConfigError
+
+
+class TestCheck:
+    def words(self, corpus, *more):
+        return [
+            "check",
+            "configs/base.yml",
+            "data.source=jsonl",
+            f"data.path={corpus}",
+            *more,
+        ]
+
+    def test_check_names_every_document_that_would_end_the_run(self, corpus, capsys):
+        assert main(self.words(corpus)) == 1
+        said = capsys.readouterr().out
+        assert all(f"late.jsonl:{line}: not a JSON object" in said for line in (4, 18, 31))
+        assert "3 cannot be read: the run would end there" in said
+        assert said.startswith("train: ")
+        assert "\neval: " in said
+
+    def test_check_with_skip_or_without_bad_documents_succeeds(self, corpus, capsys):
+        assert main(self.words(corpus, "data.on_bad_document=skip")) == 0
+        assert "data.on_bad_document=skip leaves them out" in capsys.readouterr().out
+        corpus.write_text('{"text": "a"}\n' * 10 + '{"text": ""}\n')
+        assert main(self.words(corpus, "eval.every=0", "data.eval_fraction=0")) == 0
+        assert capsys.readouterr().out == "train: 11 documents, 1 of them empty\n"
+
+    def test_check_finds_token_ids_outside_the_vocabulary(self, tmp_path, capsys):
+        np.save(tmp_path / "ids.npy", np.array([1, 2, 257, 9999, 257, 3, 257], np.uint16))
+        words = ["data.source=token_bin", f"data.path={tmp_path}", "eval.every=0"]
+        words += ["data.eval_fraction=0", "data.on_bad_document=skip"]
+        assert main(["check", "configs/base.yml", *words]) == 1
+        assert "a document holds token ids 9999 to 9999" in capsys.readouterr().out
+
+    def test_check_of_a_missing_file_exits_with_2(self, tmp_path, capsys):
+        with pytest.raises(SystemExit) as end:
+            main(self.words(tmp_path / "gone.jsonl"))
+        assert end.value.code == 2
+        assert "no file at" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""What processes compare before the first step, with a store in place of the other processes."""
+
+import threading
+
+import pytest
+
+from maxpipe.config import Config, ConfigError, replace
+from maxpipe.devices import agreement, processes
+from maxpipe.devices.agreement import check_agreement, compare, source_digest
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Return a function that calls `check_agreement` in a thread per process -> their problems."""
+
+    def run(*arguments):
+        values, changed, this = {}, threading.Condition(), threading.local()
+
+        def post(key, value):
+            with changed:
+                assert values.setdefault(key, value) is value
+                changed.notify_all()
+
+        def read(key):
+            with changed:
+                assert changed.wait_for(lambda: key in values, 60)
+                return values[key]
+
+        fakes = {"count": lambda: len(arguments), "index": lambda: this.index}
+        for name, fake in (fakes | {"post": post, "read": read}).items():
+            monkeypatch.setattr(processes, name, fake)
+        problems = [None] * len(arguments)
+
+        def member(index):
+            this.index = index
+            try:
+                check_agreement(*arguments[index])
+                problems[index] = {}
+            except ConfigError as error:
+                problems[index] = {problem.key: problem.message for problem in error.problems}
+
+        threads = [threading.Thread(target=member, args=(i,)) for i in range(len(arguments))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return problems
+
+    return run
+
+
+def test_agreement_of_equal_processes_raises_nothing(together):
+    assert together(*[(Config(), {"data": "a"})] * 3) == [{}] * 3
+
+
+def test_agreement_names_every_difference_in_every_process(together):
+    other = replace(Config(), **{"optimizer.learning_rate": 0.5, "model.mlp_dim": 7})
+    same = (Config(), {"version of jax": "1"})
+    problems = together(same, (other, {"version of jax": "2"}), same)
+    assert problems[0] == problems[1] == problems[2]
+    assert set(problems[0]) == {"optimizer.learning_rate", "model.mlp_dim", "version of jax"}
+    assert "differ: 1 in processes 0, 2; 2 in process 1;" in problems[0]["version of jax"]
+    rate = Config().optimizer.learning_rate
+    assert f"{rate} in processes 0, 2; 0.5 in process 1" in problems[0]["optimizer.learning_rate"]
+
+
+@pytest.mark.parametrize("key", agreement.PRIVATE_KEYS)
+def test_agreement_leaves_out_what_changes_no_result(together, key):
+    values = {"data.num_workers": 3}
+    other = replace(Config(), **{key: values.get(key, "/elsewhere")})
+    assert together((Config(), {}), (other, {})) == [{}, {}]
+
+
+def test_agreement_compares_the_content_of_a_path_if_it_is_known(together):
+    other = replace(Config(), **{"data.path": "/elsewhere"})
+    content = {"data.path": "digest"}
+    assert together((Config(), content), (other, content)) == [{}, {}]
+    problems = together((Config(), content), (Config(), {"data.path": "another"}))
+    assert set(problems[0]) == {"data.path"}
+
+
+def test_agreement_compares_all_other_keys():
+    assert set(agreement.PRIVATE_KEYS) == {
+        "output_dir",
+        "data.cache_dir",
+        "data.num_workers",
+        "compile.cache_dir",
+    }
+
+
+def test_compare_shows_few_of_many_processes_and_what_is_missing():
+    ((key, message),) = compare({0: {"a": "1"}, 7: {}}, range(7))
+    assert key == "a"
+    assert "1 in processes 0, 1, 2, 3 and 3 more; missing in process 7" in message
+
+
+def test_source_digest_depends_on_every_source_file(tmp_path):
+    digest = agreement._source_digest
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").write_text("x = 1")
+    first = digest(tmp_path)
+    digest.cache_clear()
+    (tmp_path / "a" / "b.py").write_text("x = 2")
+    assert digest(tmp_path) != first
+    assert len(source_digest()) == 16

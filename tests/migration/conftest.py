@@ -1,0 +1,82 @@
+"""A small MaxText installation: base.yml, two models' files, and translations of its words."""
+
+import pytest
+
+from maxpipe.config import ConfigError
+from maxpipe.migration.read import read_maxtext
+from maxpipe.migration.translate import translate
+
+BASE = """\
+run_name: ""
+model_name: "default"
+base_emb_dim: 2048
+num_experts: 1
+mlp_activations: ["silu", "linear"]
+quantization: ""
+weight_block_size: null
+remat_policy: 'full'
+max_num_checkpoints_to_keep: None
+use_iota_embed: false
+learning_rate: 3e-5
+"""
+MODELS = {
+    "llama3-8b": """\
+base_emb_dim: 4096
+base_num_query_heads: 32
+base_num_kv_heads: 8
+base_num_decoder_layers: 32
+base_mlp_dim: 14336
+head_dim: 128
+vocab_size: 128256
+enable_dropout: false
+rope_max_timescale: 500_000
+decoder_block: "llama2"
+""",
+    "qwen3-0.6b": """\
+base_emb_dim: 1024
+base_num_query_heads: 16
+base_num_kv_heads: 8
+base_mlp_dim: 3072
+base_num_decoder_layers: 28
+vocab_size: 151936
+decoder_block: "qwen3"
+normalization_layer_epsilon: 1.0e-6
+rope_max_timescale: 1000000
+use_qk_norm: true
+logits_via_embedding: true
+normalize_embedding_logits: false
+""",
+}
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Path of base.yml; the models' files lie next to it in `models`."""
+    (tmp_path / "models").mkdir()
+    for name, text in MODELS.items():
+        (tmp_path / "models" / f"{name}.yml").write_text(text)
+    base = tmp_path / "base.yml"
+    base.write_text(BASE)
+    return base
+
+
+@pytest.fixture
+def translated(installed):
+    """translated("key=value", ..., devices=8) -> Translation."""
+
+    def _translated(*words, devices=8):
+        return translate(read_maxtext([str(installed)], words), devices)
+
+    return _translated
+
+
+@pytest.fixture
+def refused(translated):
+    """refused("key=value", ..., devices=8) -> {key: message} of what stands in the way."""
+
+    def _refused(*words, devices=8):
+        with pytest.raises(ConfigError) as caught:
+            translated(*words, devices=devices)
+        return {problem.key: problem.message for problem in caught.value.problems}
+
+    return _refused

@@ -1,0 +1,76 @@
+"""MaxText's files and words are merged as MaxText merges them."""
+
+import pytest
+
+from maxpipe.config import ConfigError
+from maxpipe.migration.read import read_maxtext, same_value
+
+
+def test_model_name_finds_the_file_next_to_base(installed):
+    config = read_maxtext([str(installed)], ["model_name=llama3-8b"])
+    assert config.values["base_emb_dim"] == 4096
+    assert config.chosen["head_dim"].endswith("models/llama3-8b.yml")
+    assert config.chosen["model_name"] == "command line"
+    assert "learning_rate" not in config.chosen
+
+
+def test_model_name_finds_the_file_one_level_up(installed):
+    inner = installed.parent / "gpu" / "mine.yml"
+    inner.parent.mkdir()
+    inner.write_text("base_config: base.yml\nmodel_name: llama3-8b-Instruct\nlearning_rate: 1e-3\n")
+    values = read_maxtext([str(inner)], []).values
+    assert (values["base_emb_dim"], values["learning_rate"]) == (4096, 1e-3)
+
+
+def test_model_file_may_be_the_second_file(installed):
+    file = installed.parent / "models" / "qwen3-0.6b.yml"
+    values = read_maxtext([str(installed), str(file)], []).values
+    assert (values["base_emb_dim"], values["model_name"]) == (1024, "qwen3-0.6b")
+
+
+def test_words_may_not_contradict_the_models_file(installed):
+    words = ["model_name=llama3-8b", "head_dim=64", "vocab_size=128256"]
+    (problem,) = read_maxtext([str(installed)], words).problems
+    assert problem.key == "head_dim"
+    assert "override_model_config=true" in problem.message
+    config = read_maxtext([str(installed)], [*words, "override_model_config=true"])
+    assert (config.values["head_dim"], config.problems) == (64, ())
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "message"),
+    [
+        (["nowhere.yml"], [], "cannot read nowhere.yml"),
+        (["{base}"], ["model_name=nothing"], r"neither .*models/nothing.yml nor .*models"),
+        ([], ["model_name=llama3-8b"], "needs the path of MaxText's base.yml"),
+        (["{base}", "a.yml", "b.yml"], [], "expected base.yml and one model's file"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused(installed, files, words, message):
+    paths = [file.format(base=installed) for file in files]
+    with pytest.raises(ConfigError, match=message):
+        read_maxtext(paths, words)
+
+
+def test_file_that_inherits_from_itself_is_refused(installed):
+    installed.write_text("base_config: base.yml\n")
+    with pytest.raises(ConfigError, match="circle"):
+        read_maxtext([str(installed)], [])
+
+
+def test_values_are_those_that_maxtext_reads(installed):
+    words = ["steps=1e3", "hf_path=", "remat_policy=none", "adam_b1=0.5", "packing=False"]
+    values = read_maxtext([str(installed)], words).values
+    assert values["steps"] == 1000
+    assert values["hf_path"] is values["remat_policy"] is None
+    assert values["max_num_checkpoints_to_keep"] is None
+    assert (values["adam_b1"], values["packing"], values["learning_rate"]) == (0.5, False, 3e-5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [(1, 1.0, True), (1, True, False), (None, [], True), (None, False, True), ("a", "b", False)],
+)
+def test_same_value(a, b, same):
+    assert same_value(a, b) is same
+    assert same_value(b, a) is same

@@ -1,0 +1,214 @@
+"""A translation loads, resolves and has MaxText's sizes; what cannot be is refused, all at once."""
+
+import re
+
+import pytest
+
+from maxpipe.config import Config, ConfigError, load, resolve
+from maxpipe.config.options import get
+
+PIPELINE = [
+    "base_num_decoder_layers=8",
+    "base_emb_dim=256",
+    "head_dim=64",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=4",
+    "per_device_batch_size=4",
+    "ici_pipeline_parallelism=4",
+    "ici_fsdp_parallelism=2",
+    "num_pipeline_microbatches=8",
+]
+
+
+def test_yaml_loads_as_the_config_and_resolves(translated, tmp_path):
+    translation = translated("model_name=llama3-8b")
+    file = tmp_path / "mine.yml"
+    file.write_text(translation.yaml)
+    loaded = load(str(file))
+    assert loaded.config == translation.config
+    assert resolve(loaded, 8).mesh.ici.fsdp == 8
+
+
+def test_model_has_maxtexts_shape(translated):
+    model = translated("model_name=llama3-8b").config.model
+    assert (model.num_layers, model.embed_dim, model.mlp_dim) == (32, 4096, 14336)
+    assert (model.num_query_heads, model.num_kv_heads, model.head_dim) == (32, 8, 128)
+    assert (model.vocab_size, model.rope_theta, model.norm_eps) == (128256, 500_000, 1e-5)
+    assert (model.dtype, model.param_dtype, model.rope_scaling.factor) == (
+        "bfloat16",
+        "float32",
+        1,
+    )
+
+
+def test_model_of_qwen3_has_its_switches(translated):
+    model = translated("model_name=qwen3-0.6b").config.model
+    assert model.qk_norm
+    assert model.tie_embeddings
+    assert model.norm_eps == 1e-6
+
+
+def test_run_has_maxtexts_defaults(translated):
+    config = translated().config
+    assert (config.run_name, config.steps, config.eval.every) == ("maxtext", 150_001, 0)
+    assert (config.data.source, config.data.sequence_length) == ("synthetic", 2048)
+    assert config.data.global_batch_size == 12 * 8
+    assert config.pipeline.remat_policy == "full"
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.learning_rate, optimizer.schedule) == (
+        "adamw",
+        3e-5,
+        "cosine",
+    )
+    assert (optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert (optimizer.warmup_steps, optimizer.decay_steps) == (15_000, 150_001)
+    assert (config.checkpoint.every, config.checkpoint.keep_every) == (10_000, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("steps=100", {"steps": 100, "optimizer.decay_steps": 100, "optimizer.warmup_steps": 10}),
+        ("steps=-1 learning_rate_schedule_steps=50", {"steps": 50, "optimizer.decay_steps": 50}),
+        (
+            "steps=100 lr_schedule_type=wsd wsd_decay_steps_fraction=0.27",
+            {"optimizer.schedule": "wsd", "optimizer.stable_fraction": 0.7},
+        ),
+        ("opt_type=sgd", {"optimizer.beta1": 0, "optimizer.weight_decay": 0}),
+        (
+            "opt_type=muon muon_consistent_rms=0.2 muon_weight_decay=0.3",
+            {"optimizer.name": "muon", "optimizer.weight_decay": 0.3},
+        ),
+        ("adam_b1=0.8 adam_eps=1e-6", {"optimizer.beta1": 0.8, "optimizer.eps": 1e-6}),
+        ("gradient_clipping_threshold=0", {"optimizer.grad_clip_norm": 0}),
+        (
+            "skip_step_on_spikes=true skip_step_interval=64",
+            {"optimizer.spike_window": 64, "optimizer.spike_deviations": 6},
+        ),
+        (
+            "abort_on_nan_loss=false abort_on_inf_loss=false",
+            {"optimizer.max_consecutive_skips": 0},
+        ),
+        ("model_name=llama3-8b rope_type=llama3.1", {"model.rope_scaling.factor": 8}),
+        (
+            "global_parameter_scale=16",
+            {"model.num_layers": 32, "model.embed_dim": 4096, "model.mlp_dim": 4 * 7168},
+        ),
+        ("dropout_rate=0.1", {"model.dropout": 0.1}),
+        ("dropout_rate=0.1 enable_dropout=false", {"model.dropout": 0}),
+        ("attention=flash", {"model.attention": "splash"}),
+        ("attention=cudnn_flash_te hardware=gpu", {"model.attention": "auto"}),
+        (
+            "per_device_batch_size=0.5 ici_fsdp_parallelism=1 ici_tensor_parallelism=8",
+            {"data.global_batch_size": 4},
+        ),
+        (
+            "gradient_accumulation_steps=3",
+            {"data.global_batch_size": 288, "pipeline.num_microbatches": 3},
+        ),
+        (
+            "eval_interval=10 eval_steps=4 eval_per_device_batch_size=2",
+            {"eval.every": 10, "eval.batches": 4, "eval.global_batch_size": 16},
+        ),
+        ("enable_checkpointing=false", {"checkpoint.every": 0}),
+        ("max_num_checkpoints_to_keep=5", {"checkpoint.keep": 5, "checkpoint.keep_every": 0}),
+        ("base_output_directory=gs://bucket/runs", {"checkpoint.mirror": "gs://bucket/runs"}),
+        ("base_output_directory=/runs run_name=one", {"output_dir": "/runs", "run_name": "one"}),
+        ("jax_cache_dir=", {"compile.cache_dir": "off"}),
+        (
+            "profiler=xplane profiler_steps=3 skip_first_n_steps_for_profiler=4",
+            {"telemetry.profile_steps": [5, 7]},
+        ),
+        ("hardware=cpu", {"mesh.simulated_devices": 8}),
+        (
+            "dataset_type=hf hf_path=json hf_train_files=a.jsonl tokenizer_path=t.json",
+            {"data.source": "jsonl", "data.path": "a.jsonl", "data.tokenizer": "t.json"},
+        ),
+        (
+            "dataset_type=grain grain_file_type=parquet grain_train_files=*.parquet "
+            "grain_worker_count=4 tokenizer_path=t.model",
+            {"data.source": "parquet", "data.path": "*.parquet", "data.num_workers": 4},
+        ),
+    ],
+)
+def test_words_set_our_keys(translated, words, values):
+    config = translated(*words.split()).config
+    assert {key: get(config, key) for key in values} == values
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "key", "advice"),
+    [
+        ("num_experts=8", 8, "num_experts", "must be 1: .*no mixture of experts"),
+        ("quantization=int8", 8, "quantization", "must be empty: .*bfloat16"),
+        ("decoder_block=gemma2", 8, "decoder_block", "llama2, mistral, qwen2, qwen3"),
+        ("logits_via_embedding=true", 8, "normalize_embedding_logits", "set false"),
+        ("rope_type=yarn", 8, "rope_type", "use default or llama3.1"),
+        ("opt_type=adam_pax", 8, "opt_type", "use adamw, muon or sgd"),
+        ("opt_type=muon", 8, "muon_consistent_rms", "must be 0.2"),
+        ("dataset_type=tfds", 8, "dataset_type", "use dataset_type=grain"),
+        ("dataset_type=hf hf_path=c4", 8, "hf_path", "download its files"),
+        ("dataset_type=grain", 8, "grain_train_files", "names no files"),
+        ("dataset_type=grain", 8, "tokenizer_path", r"name ends in \.model"),
+        ("vocab_size=32", 8, "vocab_size", "at least 259"),
+        ("remat_policy=fastest", 8, "remat_policy", "is not among full, "),
+        ("load_parameters_path=gs://a", 8, "load_parameters_path", "must be empty"),
+        ("ici_fsdp_transpose_parallelism=2", 8, "ici_fsdp_transpose_parallelism", "no such axis"),
+        ("compile_topology=h100-8", 0, "compile_topology", "v5p-16"),
+        ("steps=many", 8, "steps", "expected a number, got many"),
+        ("packing=perhaps", 8, "data.packing", "expected true or false"),
+        ("num_expert=1", 8, "num_expert", "no key of MaxText 0.2.5"),
+        ("", 0, "per_device_batch_size", "--devices N"),
+        ("dtype=float16", 8, "model.dtype", "float32, bfloat16"),
+        ("ici_data_parallelism=3", 8, "mesh.ici", "does not divide the 8 devices"),
+    ],
+)
+def test_what_stands_in_the_way_is_refused_with_advice(refused, words, devices, key, advice):
+    refusals = refused(*words.split(), devices=devices)
+    assert re.search(advice, refusals[key]), refusals
+
+
+def test_every_problem_is_listed_at_once(refused):
+    words = "model_name=llama3-8b head_dim=64 num_experts=2 foo=1 dtype=float16 opt_type=lion bar"
+    assert list(refused(*words.split())) == [
+        "",
+        "head_dim",
+        "num_experts",
+        "foo",
+        "opt_type",
+        "model.dtype",
+    ]
+
+
+def test_problem_of_our_key_names_maxtexts(translated):
+    with pytest.raises(ConfigError, match=r"num_pipeline_microbatches.*multiple of the 4 stages"):
+        translated(*PIPELINE[:-1], "num_pipeline_microbatches=6")
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("use_iota_embed=true", "use_iota_embed=true: left out: a matter of how"),
+        ("grad_dtype=bfloat16", "grad_dtype=bfloat16: sums of squares"),
+        ("param_scan_axis=0", "param_scan_axis=0: left out; checkpoints always keep"),
+        ("num_pipeline_repeats=2", "left out; set pipeline.num_repeats in the file if"),
+        ("data_shuffle_seed=7", "data_shuffle_seed=7: left out: one seed"),
+        ("learning_rate_schedule_steps=10", "keep its last learning rate, where MaxText has 0"),
+        ("attention_bias=true", "decoder_block=llama2 does not read it"),
+        ("profiler=nsys", "profiler=nsys: left out"),
+    ],
+)
+def test_what_differs_is_noted(translated, words, note):
+    assert [line for line in translated(*words.split()).notes if note in line]
+
+
+def test_defaults_are_not_noted(translated):
+    assert [line.partition(":")[0] for line in translated().notes] == [
+        "data.global_batch_size=96",
+        "adam_weight_decay=0.1",
+    ]
+
+
+def test_config_without_changes_sets_no_pipeline(translated):
+    pipeline = translated().config.pipeline
+    assert pipeline == Config().pipeline

@@ -1,0 +1,79 @@
+"""What an iteration saves and computes again follows the options, counted in the traced program."""
+
+import math
+
+import jax
+import pytest
+from helpers.engines import EngineUnderTest, make_batch, tiny
+
+from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
+from maxpipe.planning.jaxpr_flops import program_flops
+
+LAYOUT = {
+    "mesh.ici.stage": 2,
+    "model.num_layers": 8,
+    "pipeline.num_layers_per_stage": 2,
+    "pipeline.num_repeats": 2,
+    "pipeline.num_microbatches": 4,
+}
+# (remat_iterations, remat_layers)
+NEITHER, ITERATIONS, LAYERS, BOTH = (False, False), (True, False), (False, True), (True, True)
+
+
+def num_bytes(tree):
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def traced(schedule, options, monkeypatch, policy="full"):
+    """Return (bytes of residuals, FLOPs) of a training step."""
+    iterations, layers = options
+    config = tiny(
+        **LAYOUT,
+        **{
+            "pipeline.schedule": schedule,
+            "pipeline.remat_policy": policy,
+            "pipeline.remat_iterations": iterations,
+            "pipeline.remat_layers": layers,
+        },
+    )
+    engine, batch, key = EngineUnderTest(config), make_batch(16), jax.random.key(0)
+    residuals = []
+    original = StageProgram.run
+
+    def run(self, plan, vjp, carry):
+        residuals.extend(vjp.residuals)
+        return original(self, plan, vjp, carry)
+
+    monkeypatch.setattr(StageProgram, "run", run)
+    step = jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key)
+    if schedule == "circular":
+
+        def backward(params):
+            return jax.vjp(lambda p: engine.pipeline.loss(p, batch, key), params)[1]
+
+        residuals = jax.tree.leaves(jax.eval_shape(backward, engine.params))
+    return num_bytes(residuals), program_flops(step)
+
+
+@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
+def test_remat_options_decide_what_is_saved_and_computed_again(schedule, monkeypatch):
+    measured = {
+        options: traced(schedule, options, monkeypatch)
+        for options in (NEITHER, ITERATIONS, LAYERS, BOTH)
+    }
+    saved = {options: bytes_ for options, (bytes_, _) in measured.items()}
+    flops = {options: count for options, (_, count) in measured.items()}
+    # An iteration saves its input, with `remat_layers` alone the input of each layer.
+    assert saved[NEITHER] > saved[LAYERS] > saved[ITERATIONS] == saved[BOTH]
+    # Each option makes a pass more through the layers, without what no backward needs.
+    one_pass = min(flops[ITERATIONS], flops[LAYERS]) - flops[NEITHER]
+    assert one_pass > 0.15 * flops[NEITHER]
+    assert flops[BOTH] - max(flops[ITERATIONS], flops[LAYERS]) > 0.3 * one_pass
+
+
+def test_remat_policy_saves_what_it_names(monkeypatch):
+    full, minimal = (
+        traced("lockstep_1f1b", ITERATIONS, monkeypatch, policy) for policy in ("full", "minimal")
+    )
+    assert minimal[0] > full[0]
+    assert minimal[1] < full[1]

@@ -1,0 +1,296 @@
+"""Leases of a directory: one owner at a time, and who may take over from whom. Without JAX."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from maxpipe.storage import lease as lease_module
+from maxpipe.storage.lease import (
+    LEASE_SECONDS,
+    NAME,
+    LeaseLost,
+    Owner,
+    PlaceInUse,
+    acquire,
+)
+from maxpipe.storage.lease_places import LeaseDirectory, LeaseObjects
+from maxpipe.storage.object_store import Deadline, open_store
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from maxpipe.storage.lease import Owner, acquire
+from maxpipe.storage.lease_places import LeaseDirectory
+acquire(LeaseDirectory(Path(sys.argv[1])), Owner.this_process("job", 1), print)
+print("owned", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    return LeaseDirectory(tmp_path / "run")
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def owner_process(tmp_path):
+    """A live process that owns `place`."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "owned\n"
+        yield process
+        process.kill()
+
+
+def elsewhere(job="", attempt=0):
+    return dataclasses.replace(Owner.this_process(job, attempt), host="other", machine="other")
+
+
+def names(place):
+    return sorted(path.name for path in place._path.iterdir())
+
+
+class Waiting:
+    """A `sleep` that records the seconds and may do something instead of waiting."""
+
+    def __init__(self, act=lambda: None):
+        self.seconds = 0.0
+        self.act = act
+
+    def __call__(self, seconds):
+        self.seconds += seconds
+        self.act()
+
+
+def test_lease_of_a_live_process_is_refused_at_once(place, lines, owner_process):
+    with pytest.raises(PlaceInUse) as caught:
+        acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail)
+    assert f"is in use by process {owner_process.pid} on {os.uname().nodename} since 20" in str(
+        caught.value
+    )
+    assert lines == []
+    assert names(place) == [NAME]
+
+
+def test_lease_of_a_killed_process_is_taken_over_at_once(place, lines, owner_process):
+    owner_process.send_signal(signal.SIGKILL)
+    owner_process.wait()
+    acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail).release()
+    assert lines[0].endswith(", which has ended")
+    assert names(place) == []
+
+
+def test_lease_of_a_reused_process_number_is_taken_over(place, lines):
+    earlier = dataclasses.replace(Owner.this_process(), process_started=1)
+    place.create(NAME, earlier.to_json())
+    acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail).release()
+
+
+def test_lease_renewed_from_another_host_is_refused_after_a_look(place, lines, owner_process):
+    waiting = Waiting(lambda: os.utime(place._path / NAME, (2**31, 2**31)))
+    with pytest.raises(PlaceInUse):
+        acquire(place, elsewhere(), lines.append, sleep=waiting)
+    assert waiting.seconds == 1
+    assert len(lines) == 1
+    assert "waiting up to 30 s to see whether that process lives" in lines[0]
+
+
+def test_lease_not_renewed_from_another_host_is_taken_over_after_the_lease(
+    place, lines, owner_process
+):
+    owner_process.send_signal(signal.SIGKILL)
+    waiting = Waiting()
+    acquire(place, elsewhere(), lines.append, sleep=waiting).release()
+    assert LEASE_SECONDS - 2 < waiting.seconds <= LEASE_SECONDS + 1
+    assert "which has not renewed its lease for 30 s" in lines[1]
+
+
+def test_lease_that_has_expired_is_taken_over_without_a_wait(place, lines):
+    place.create(NAME, elsewhere().to_json())
+    status = os.stat(place._path / NAME)
+    os.utime(place._path / NAME, (status.st_atime, status.st_mtime - LEASE_SECONDS - 1))
+    acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail).release()
+    assert len(lines) == 1
+
+
+def test_lease_of_an_earlier_attempt_is_taken_over_at_once(place, lines, owner_process):
+    owner_process.send_signal(signal.SIGKILL)
+    acquire(place, elsewhere("job", 2), lines.append, sleep=pytest.fail).release()
+    assert lines[0].endswith(", an earlier attempt of job job")
+
+
+@pytest.mark.parametrize("job", [("job", 1), ("another", 2), ("", 2)])
+def test_lease_of_the_same_attempt_or_another_job_is_waited_for(place, lines, owner_process, job):
+    owner_process.send_signal(signal.SIGKILL)
+    waiting = Waiting()
+    acquire(place, elsewhere(*job), lines.append, sleep=waiting).release()
+    assert waiting.seconds > LEASE_SECONDS - 2
+
+
+def test_lease_of_a_start_without_a_job_is_waited_for(place, lines):
+    place.create(NAME, elsewhere("", 0).to_json())
+    waiting = Waiting()
+    acquire(place, Owner.this_process("", 1), lines.append, sleep=waiting).release()
+    assert waiting.seconds > LEASE_SECONDS - 2
+
+
+def test_lease_of_a_live_earlier_attempt_on_this_machine_is_refused(place, lines, owner_process):
+    with pytest.raises(PlaceInUse):
+        acquire(place, Owner.this_process("job", 2), lines.append, sleep=pytest.fail)
+
+
+def crafted(**fields):
+    return dataclasses.replace(elsewhere("job", 1), **fields).to_json()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"start": "x"}',
+        "[" * 100_000,
+        crafted(start="../../x"),
+        crafted(attempt="0"),
+        crafted(pid=None),
+    ],
+)
+def test_lease_that_names_no_owner_expires(place, lines, text):
+    place.create(NAME, text)
+    waiting = Waiting()
+    acquire(place, Owner.this_process("job", 2), lines.append, sleep=waiting).release()
+    assert waiting.seconds > LEASE_SECONDS - 2
+
+
+def test_lease_is_taken_over_by_one_of_many(place, lines):
+    place.create(NAME, dataclasses.replace(Owner.this_process(), process_started=1).to_json())
+    leases, refused = [], []
+
+    def start():
+        try:
+            leases.append(acquire(LeaseDirectory(place._path), Owner.this_process(), lines.append))
+        except PlaceInUse as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(leases), len(refused)) == (1, 7)
+    leases[0].verify()
+    leases[0].release()
+    assert names(place) == []
+
+
+def test_lease_with_a_guard_left_by_a_killed_process_is_taken_over(place, lines):
+    dead = dataclasses.replace(Owner.this_process(), process_started=1)
+    place.create(NAME, dead.to_json())
+    guard = f"{NAME}.{dead.start}"
+    place.create(guard, "")
+    os.utime(place._path / guard, (0, 0))
+    acquire(place, Owner.this_process(), lines.append, sleep=Waiting()).release()
+    assert names(place) == []
+
+
+def test_lease_is_renewed_by_its_thread(place, lines, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.01)
+    lease = acquire(place, Owner.this_process(), lines.append)
+    renewed = threading.Event()
+    renew = place.renew
+    place.renew = lambda *words: (renew(*words), renewed.set())
+    os.utime(place._path / NAME, (0, 0))
+    assert renewed.wait(30)
+    assert os.stat(place._path / NAME).st_mtime > 0
+    lease.release()
+
+
+def test_lease_removed_by_hand_is_made_again(place, lines):
+    lease = acquire(place, Owner.this_process(), lines.append)
+    (place._path / NAME).unlink()
+    lease.verify()
+    assert names(place) == [NAME]
+    lease.release()
+
+
+@pytest.mark.parametrize("loss", ["deleted", "moved", "deleted and made again"])
+def test_lease_of_a_lost_directory_is_lost(place, lines, tmp_path, loss):
+    lease = acquire(place, Owner.this_process(), lines.append)
+    place._path.rename(tmp_path / "moved")
+    if loss == "deleted and made again":
+        place._path.mkdir()
+    lease.check()  # looks at nothing
+    with pytest.raises(LeaseLost, match="run was deleted or moved while"):
+        lease.verify()
+    with pytest.raises(LeaseLost):
+        lease.check()
+    lease.release()
+
+
+def test_lease_taken_over_is_lost_and_left_to_the_new_owner(place, lines):
+    lease = acquire(place, Owner.this_process(), lines.append)
+    place.replace(NAME, elsewhere().to_json())
+    with pytest.raises(LeaseLost, match=r"run was taken over by process \d+ on other"):
+        lease.verify()
+    lease.release()
+    assert names(place) == [NAME]
+
+
+def test_lease_release_does_not_wait_for_a_store_that_hangs(place, lines, monkeypatch):
+    monkeypatch.setattr(lease_module, "_RELEASE_SECONDS", 0.1)
+    lease = acquire(place, Owner.this_process(), lines.append)
+    ended = threading.Event()
+    monkeypatch.setattr(place, "read", lambda name: ended.wait(60))
+    began = time.monotonic()
+    lease.release()
+    assert time.monotonic() - began < 30
+    ended.set()
+
+
+def test_lease_without_hard_links_is_created_all_the_same(place, lines, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    acquire(place, Owner.this_process(), lines.append)
+    with pytest.raises(PlaceInUse):
+        acquire(LeaseDirectory(place._path), Owner.this_process(), lines.append)
+
+
+def test_lease_import_does_not_import_jax():
+    modules = "maxpipe.storage.lease, maxpipe.supervision.run_lease"
+    code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_lease_in_an_object_store_is_refused_taken_over_and_released(s3, lines, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 3600)
+    s3.create_bucket(Bucket="leases")
+    place = LeaseObjects(
+        "s3://leases/runs/base", open_store("s3://", "checkpoint.mirror"), Deadline(30)
+    )
+    lease = acquire(place, Owner.this_process(), lines.append)
+    lease.verify()
+    with pytest.raises(PlaceInUse, match="s3://leases/runs/base is in use by process"):
+        acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail)
+    other = acquire(place, elsewhere(), lines.append, sleep=Waiting())
+    with pytest.raises(LeaseLost, match="was taken over by"):
+        lease.verify()
+    lease.release()
+    assert [item["Key"] for item in s3.list_objects_v2(Bucket="leases")["Contents"]] == [
+        "runs/base/lease.json"
+    ]
+    other.release()
+    assert "Contents" not in s3.list_objects_v2(Bucket="leases")

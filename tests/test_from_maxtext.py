@@ -1,0 +1,35 @@
+"""`maxpipe.from_maxtext`: the file on standard output, notes on standard error, exit 0 or 2."""
+
+import pytest
+
+from maxpipe.config import load
+from maxpipe.from_maxtext import main
+
+
+def test_command_prints_a_file_that_loads(tmp_path, capsys):
+    assert main(["base_num_decoder_layers=4", "use_iota_embed=true", "--devices", "8"]) == 0
+    printed = capsys.readouterr()
+    file = tmp_path / "mine.yml"
+    file.write_text(printed.out)
+    assert load(str(file)).config.model.num_layers == 4
+    assert printed.out.startswith("# python -m maxpipe.from_maxtext base_num_decoder_layers=4")
+    assert "note: use_iota_embed=true: left out" in printed.err
+    assert "note" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("words", "problems"),
+    [
+        (["num_experts=2", "quantization=int8", "--devices", "8"], ["num_experts", "quantization"]),
+        ([], ["nothing to translate"]),
+        (["steps=1", "--devices", "-1"], ["--devices: must be at least 1"]),
+        (["nowhere.yml"], ["cannot read nowhere.yml"]),
+    ],
+)
+def test_command_lists_what_stands_in_the_way_and_ends_with_2(capsys, words, problems):
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    printed = capsys.readouterr()
+    assert (end.value.code, printed.out) == (2, "")
+    assert [problem for problem in problems if problem not in printed.err] == []
+    assert f"{len(problems)} problem" in printed.err

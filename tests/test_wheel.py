@@ -1,0 +1,76 @@
+"""Build the wheel, install it elsewhere, and run the README's first command from there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "maxpipe", "configs")
+SHORT = (
+    "steps=2",
+    "eval.every=0",
+    "checkpoint.every=0",
+    "model.embed_dim=16",
+    "model.num_query_heads=2",
+    "model.num_kv_heads=2",
+    "model.mlp_dim=32",
+    "mesh.simulated_devices=2",
+    "mesh.ici.fsdp=1",
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return a directory into which the wheel is installed, without its dependencies."""
+    pytest.importorskip("setuptools", minversion="77", reason="builds the wheel")
+    directory = tmp_path_factory.mktemp("wheel")
+    source = directory / "source"
+    source.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    offline = ("--no-index", "--no-deps", "--disable-pip-version-check")
+    pip(*offline, "--no-build-isolation", "--target", directory / "site", source)
+    return directory / "site"
+
+
+def pip(*words):
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *map(str, words)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def run(site, directory, *words):
+    """Run `maxpipe` of an installed wheel in another directory."""
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-P", "-m", "maxpipe", *words]
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_first_command_of_the_readme_trains_from_an_installed_wheel(installed, tmp_path):
+    done = run(installed, tmp_path, "train", "configs/base.yml", *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "base" / "metrics.jsonl").exists()
+
+
+def test_presets_of_an_installed_wheel_are_its_own(installed, tmp_path):
+    done = run(installed, tmp_path, "train", "llama3-8b", "steps=7", "--print-config")
+    assert done.returncode == 0, done.stderr
+    assert f"{installed}/maxpipe/configs/models/llama3-8b.yml:" in done.stdout
+    wrong = run(installed, tmp_path, "train", "lama3-8b")
+    assert wrong.returncode == 2
+    assert "did you mean llama3-8b?" in wrong.stderr
+
+
+def test_wheel_has_every_config_of_the_repository(installed):
+    def names(root):
+        return {path.relative_to(root).as_posix() for path in root.rglob("*.yml")}
+
+    assert names(installed / "maxpipe" / "configs") == names(ROOT / "configs")

@@ -1,0 +1,220 @@
+"""What may differ between a checkpoint and the start that resumes from it."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint.errors import CheckpointUnreadable
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.record import record_file
+from maxpipe.config import CheckpointConfig, Config, ConfigError, replace
+from maxpipe.config.load import resolve
+from maxpipe.data.fingerprint import fingerprint_data
+from maxpipe.training.continuity import (
+    check_continuity,
+    describe_changes,
+    rate_change,
+    version_changes,
+)
+from maxpipe.training.launch import finished_step, run_contents
+from maxpipe.training.run_directory import RunDirectory
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": str(i)}) + "\n" for i in range(30)))
+    keys = {"output_dir": str(tmp_path), "data.source": "jsonl", "data.path": str(file)}
+    return resolve(replace(Config(), **keys), 1)
+
+
+@pytest.fixture
+def check(config):
+    """Return a function that compares a configuration with a checkpoint of `config`."""
+    fingerprint = fingerprint_data(config).to_json()
+    meta = json.loads(json.dumps({"config": asdict(config), "fingerprint": fingerprint}))
+
+    def check(changed, meta=meta):
+        directory = RunDirectory(changed)
+        return check_continuity(changed, fingerprint_data(changed), meta, directory, "there")
+
+    return check
+
+
+def corpus(config):
+    return Path(config.data.path)
+
+
+def rewrite(config, lines):
+    corpus(config).write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_continuity_of_the_same_run_has_no_changes(config, check):
+    assert check(config) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "group"),
+    [
+        ("seed", 1, "seed"),
+        ("model.rope_theta", 5e5, "model"),
+        ("optimizer.name", "sgd", "optimizer"),
+        ("data.shuffle", False, "data"),
+        ("data.eval_fraction", 0.3, "data"),
+        ("data.packing", False, "data"),
+        ("data.sequence_length", 64, "data"),
+    ],
+)
+def test_continuity_refuses_a_changed_key_unless_its_group_is_accepted(
+    config, check, key, value, group
+):
+    changed = replace(config, **{key: value})
+    with pytest.raises(ConfigError) as caught:
+        check(changed)
+    assert [problem.key for problem in caught.value.problems] == [key, "run_name"]
+    assert f"checkpoint.accept_changes=[{group}]" in str(caught.value)
+    others = [name for name in ("model", "seed", "data", "optimizer") if name != group]
+    with pytest.raises(ConfigError):
+        check(replace(changed, **{"checkpoint.accept_changes": others}))
+    accepted = check(replace(changed, **{"checkpoint.accept_changes": [group]}))
+    assert [(change.key, change.now) for change in accepted] == [(key, value)]
+
+
+def test_continuity_never_accepts_another_batch_size(config, check):
+    changed = {"data.global_batch_size": 16, "checkpoint.accept_changes": ["data"]}
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size: is 16"):
+        check(replace(config, **changed))
+
+
+@pytest.mark.parametrize("change", ["shortened", "reordered", "appended"])
+def test_continuity_refuses_changed_files_unless_data_is_accepted(config, check, change):
+    lines = corpus(config).read_text().splitlines()
+    new = {"shortened": lines[:20], "reordered": lines[::-1], "appended": lines + lines}[change]
+    rewrite(config, new)
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    message = caught.value.problems[0].message
+    assert caught.value.problems[0].key == "data.path"
+    assert ("appended" in message) == (change == "appended")
+    (accepted,) = check(replace(config, **{"checkpoint.accept_changes": ["data"]}))
+    assert accepted.key == "data.path"
+
+
+def test_continuity_of_moved_files_is_a_change_of_the_path_only(config, check, tmp_path):
+    (tmp_path / "other").mkdir()
+    target = corpus(config).rename(tmp_path / "other" / "corpus.jsonl")
+    assert check(replace(config, **{"data.path": str(target)})) == []
+
+
+def test_continuity_refuses_another_tokenizer_under_the_same_name(config, tmp_path):
+    file = tmp_path / "tokenizer.json"
+    file.write_text("one")
+    config = replace(config, **{"data.tokenizer": str(file)})
+    meta = {"config": asdict(config), "fingerprint": fingerprint_data(config).to_json()}
+    file.write_text("two")
+    directory = RunDirectory(config)
+    with pytest.raises(ConfigError, match=r"accept_changes=\[tokenizer\]"):
+        check_continuity(config, fingerprint_data(config), meta, directory, "there")
+
+
+def test_continuity_without_a_fingerprint_compares_keys_and_says_so(config, check):
+    meta = {"config": asdict(config)}
+    rewrite(config, ["{}"])
+    assert check(config, meta) == []
+    (line,) = describe_changes(config, [], meta, 20)
+    assert line.startswith("checkpoint 20 has no fingerprint")
+    with pytest.raises(ConfigError, match=r"data\.path: is "):
+        check(replace(config, **{"data.path": "elsewhere"}), {"config": {"data": {"path": "x"}}})
+
+
+def test_continuity_with_a_fingerprint_of_another_form_is_refused(config, check):
+    with pytest.raises(ConfigError, match="has another form"):
+        check(config, {"config": asdict(config), "fingerprint": {"data": 3}})
+
+
+def test_run_contents_have_digests_of_data_in_place_of_paths(config, tmp_path):
+    contents = run_contents(config)
+    assert contents["data.tokenizer"] == "byte"
+    (tmp_path / "other").mkdir()
+    target = corpus(config).rename(tmp_path / "other" / "corpus.jsonl")
+    moved = replace(config, **{"data.path": str(target)})
+    assert run_contents(moved) == contents
+    rewrite(moved, ["{}"])
+    assert run_contents(moved)["data.path"] != contents["data.path"]
+    gone = replace(config, **{"data.tokenizer": "gone.json"})
+    assert "cannot be read" in run_contents(gone)["data.tokenizer"]
+
+
+def test_version_changes_lists_packages_of_another_version():
+    saved = {"jax": "0.9", "numpy": "2.0"}
+    (change,) = version_changes({"jax": "0.10", "numpy": "2.0", "new": "1"}, saved)
+    assert str(change) == "jax 0.9 -> 0.10"
+    assert version_changes({"jax": "1"}, None) == []
+
+
+def test_rate_change_is_said_when_a_longer_run_raises_the_rate(config):
+    meta = {"config": asdict(config)}
+    longer = resolve(
+        replace(
+            config,
+            **{"steps": 400, "optimizer.decay_steps": -1, "optimizer.warmup_steps": -1},
+        ),
+        1,
+    )
+    line = rate_change(longer.optimizer, meta, 180)
+    assert line == (
+        "the learning rate of step 181 is 0.000198; it was to be 3.73e-05, "
+        "as with optimizer.decay_steps=200 optimizer.warmup_steps=10"
+    )
+    assert rate_change(config.optimizer, meta, 180) == ""
+    constant = replace(longer, **{"optimizer.schedule": "constant"})
+    meta = {"config": asdict(replace(config, **{"optimizer.schedule": "constant"}))}
+    assert rate_change(constant.optimizer, meta, 180) == ""
+
+
+def checkpointer_with(config, *steps):
+    checkpointer = Checkpointer(RunDirectory(config).checkpoints, CheckpointConfig(every=1))
+    rows = np.zeros((1, 3), np.int64)
+    for step in steps:
+        checkpointer.save(step, {"a": rows}, rows, {"config": {}})
+    checkpointer.wait()
+    return checkpointer
+
+
+class TestFinishedStep:
+    def test_finished_step_is_the_last_one_if_its_record_is_sound(self, config):
+        config = replace(config, steps=4)
+        checkpointer = checkpointer_with(config, 2)
+        assert finished_step(config, checkpointer) is None
+        checkpointer = checkpointer_with(config, 4)
+        assert finished_step(config, checkpointer) == 4
+        assert finished_step(replace(config, **{"checkpoint.resume": "2"}), checkpointer) is None
+
+    @pytest.mark.parametrize("damage", ["no files", "empty record", "record of another step"])
+    def test_finished_step_is_none_if_the_record_is_damaged(self, config, damage, capsys):
+        config = replace(config, steps=4)
+        checkpointer = checkpointer_with(config, 2, 4)
+        checkpointer.close()
+        checkpoints = RunDirectory(config).checkpoints
+        if damage == "no files":
+            (checkpoints / "1000").mkdir()
+        elif damage == "empty record":
+            record_file(checkpoints / "4").write_bytes(b"")
+        else:
+            (checkpoints / "4").rename(checkpoints / "5")
+        assert finished_step(config, checkpointer) is None
+        assert "is saved, but damaged" in capsys.readouterr().out
+
+    def test_finished_step_that_cannot_be_read_here_raises(self, config, monkeypatch):
+        config = replace(config, steps=4)
+        checkpointer = checkpointer_with(config, 4)
+
+        def refuse(step):
+            raise CheckpointUnreadable("no permission")
+
+        monkeypatch.setattr(checkpointer, "record", refuse)
+        with pytest.raises(CheckpointUnreadable):
+            finished_step(config, checkpointer)
