@@ -51,4 +51,4 @@ def test_mirror_store_that_never_answers_is_given_up(monkeypatch, s3):
         mirror = Mirror(url, store, deadline_seconds=0.5)
         # s3fs alone would wait for this one without end.
         with pytest.raises(StoreSilent):
-            mirror.write_config("steps: 1\n")
+            mirror.write_file("config.yml", b"steps: 1\n")

@@ -1,6 +1,6 @@
 import pytest
 from helpers.random_tables import tables
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.catalog import SCHEDULES
@@ -43,6 +43,7 @@ def test_csv_of_every_schedule_loads_as_the_same_table(name, path):
         assert csv_sizes(path) == sizes(table)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(table=tables(lockstep=False))
 def test_csv_of_a_random_table_loads_as_the_same_table(table, path):
     assert same_cells(read(path, to_csv(table), *sizes(table)), table)
