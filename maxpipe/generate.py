@@ -6,6 +6,7 @@ checkpoint cannot be loaded; 2 if the command line is wrong; 130 after Ctrl-C.
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -41,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN_DIR",
         help="run directory, or its checkpoints; also s3:// and gs://",
     )
-    add("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    add("--prompt", required=True, type=_utf8, metavar="TEXT", help="the text to continue")
     add(
         "--max-tokens",
         type=_number(int, 1),
@@ -98,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_import_flag(parser)
     return parser
+
+
+def _utf8(word: str) -> str:
+    """Return a word of the command line as UTF-8, also where the locale knows ASCII only."""
+    return os.fsencode(word).decode("utf-8", errors="replace")
 
 
 def _nonempty(text: str) -> str:

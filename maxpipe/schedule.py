@@ -15,6 +15,7 @@ from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.imports import add_import_flag, import_variants
+from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
 from maxpipe.render.request import in_own_keys
 
@@ -41,6 +42,7 @@ those of compile.topology, else as many as the mesh names, where -1 is 1.
 """
 
 
+@no_tracebacks()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0, or 2 for a wrong command line or file."""
     try:

@@ -1,7 +1,7 @@
 """Draw the losses of one or more runs as an SVG picture.
 
-    python scripts/loss_curve.py runs/base/metrics.jsonl loss.svg
-    python scripts/loss_curve.py runs/a/metrics.jsonl runs/b/metrics.jsonl loss.svg
+    python scripts/loss_curve.py runs/base loss.svg
+    python scripts/loss_curve.py runs/a runs/b/metrics.jsonl loss.svg
 
 Training loss is a line per run, named after the run's directory; evaluation loss is marked by dots.
 Needs nothing but Python.
@@ -37,11 +37,16 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read loss against step from a metrics.jsonl; null losses and a torn last line are left out.
+    """Read loss against step; null losses and a torn last line are left out.
+
+    Args:
+      path: a metrics.jsonl, or the directory of a run.
 
     Raises:
       ValueError: there is no loss in the file.
     """
+    if path.is_dir():
+        path = path / "metrics.jsonl"
     train: Points = []
     evaluation: Points = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -124,7 +129,9 @@ def _draw_run(run: Run, colour: str, index: int, x: Scale, y: Scale) -> list[str
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Draw the losses of runs as an SVG picture.")
-    parser.add_argument("metrics", nargs="+", type=Path, help="metrics.jsonl of each run")
+    parser.add_argument(
+        "metrics", nargs="+", type=Path, help="directory of each run, or its metrics.jsonl"
+    )
     parser.add_argument("picture", type=Path, help="the SVG file to write")
     options = parser.parse_args(arguments)
     try:

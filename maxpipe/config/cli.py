@@ -102,7 +102,7 @@ def parse_args(
     if flags.help is not None:
         print(_help(parser, flags.help), end="")
         raise SystemExit(0)
-    problems = [Problem("", _unknown_flag(word, parser)) for word in unknown]
+    problems = [Problem("", message) for message in _unknown_flags(unknown, flags, parser)]
     path = flags.config
     if path is None or ("=" in path and not path.endswith((".yml", ".yaml"))):
         names = ", ".join(shipped_configs())
@@ -144,10 +144,28 @@ def _help(parser: argparse.ArgumentParser, key: str) -> str:
     )
 
 
-def _unknown_flag(word: str, parser: argparse.ArgumentParser) -> str:
-    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+def _unknown_flags(
+    words: Sequence[str], flags: argparse.Namespace, parser: argparse.ArgumentParser
+) -> Iterator[str]:
+    """Yield a message for each unknown flag; a word after it, as in `--steps 5`, is its value."""
+    rest = [*words]
+    while rest:
+        word = rest.pop(0)
+        value = ""
+        if word.startswith("-") and "=" not in word:
+            if rest and not rest[0].startswith("-"):
+                value = rest.pop(0)
+            elif flags.overrides and "=" not in flags.overrides[-1]:
+                value = flags.overrides.pop()
+        yield _unknown_flag(word, value, parser)
+
+
+def _unknown_flag(word: str, value: str, parser: argparse.ArgumentParser) -> str:
+    name, _, inner = word.lstrip("-").partition("=")
+    name = name.replace("-", "_")
     if name in OPTIONS:
-        return f"{word}: keys are written without dashes: {name}=VALUE"
+        right = f"{name}={inner or value or 'VALUE'}"
+        return f"{word}: keys are written without dashes: {right}"
     flags = [
         flag
         for action in parser._actions

@@ -1,6 +1,18 @@
 """Errors that a user can correct: collected, shown together, exit code 2."""
 
+import re
 from dataclasses import dataclass
+
+# user:password@ of a URL, where a password may hold a slash, or user@ alone.
+_USER = re.compile(r"(://)(?:[^\s'\"@]*:[^\s'\"@]*|[^/\s'\"@]+)@")
+_SECRET = re.compile(
+    r"([?&][\w.-]*(?:key|token|secret|sig|password|credential)[\w.-]*=)[^&\s'\"]+", re.IGNORECASE
+)
+
+
+def redacted(text: str) -> str:
+    """Return a text for the console without the secrets in its URLs: user:password@ and keys."""
+    return _SECRET.sub(r"\1***", _USER.sub(r"\1***@", text))
 
 
 @dataclass(frozen=True)
@@ -18,10 +30,11 @@ class Problem:
     source: str = ""
 
     def __str__(self) -> str:
+        message = redacted(self.message)
         if self.key and self.source:
-            return f"{self.key} ({self.source}): {self.message}"
+            return f"{self.key} ({self.source}): {message}"
         place = self.key or self.source
-        return f"{place}: {self.message}" if place else self.message
+        return f"{place}: {message}" if place else message
 
 
 class ConfigError(ValueError):

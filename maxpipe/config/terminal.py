@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from maxpipe.config.errors import redacted
+
 INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has ended
 
@@ -31,10 +33,11 @@ def no_tracebacks() -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
     finally:
         # Otherwise the interpreter's own flush at the end fails, and with it the exit code.
-        try:
-            sys.stdout.flush()
-        except (OSError, ValueError):
-            _discard(sys.stdout)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                _discard(stream)
 
 
 def emit(text: str, stream: TextIO | None = None) -> None:
@@ -43,12 +46,12 @@ def emit(text: str, stream: TextIO | None = None) -> None:
     When the reader of the console has ended, or its disk is full, standard error gets one line.
 
     Args:
-      text: without the last newline.
+      text: without the last newline; secrets in its URLs are not shown.
       stream: standard output if None.
     """
     stream = stream or sys.stdout
     try:
-        print(text, file=stream, flush=True)
+        print(redacted(text), file=stream, flush=True)
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno == errno.EPIPE:

@@ -43,8 +43,18 @@ def start_compile_cache(config: Config) -> None:
     if cache is None or not uses_cache(config):
         jax.config.update("jax_enable_compilation_cache", False)
         return
+    if not _is_writable(cache):
+        print(f"nothing is cached: {cache} cannot be written (compile.cache_dir)", flush=True)
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _is_writable(directory: Path) -> bool:
+    """Return whether files can be made in a directory, which may not exist yet."""
+    place = next(path for path in (directory, *directory.parents) if path.exists())
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
 
 def compile_cache(config: Config) -> Path | None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.imports import optional
 from maxpipe.storage.object_store import explained, is_remote, open_store, unusable
 
@@ -74,7 +74,7 @@ def local_copy(
     target = directory / (name + suffix)
     if target.is_file():
         return str(target)
-    print(f"copying {origin} to {directory}", file=sys.stderr, flush=True)
+    print(redacted(f"copying {origin} to {directory}"), file=sys.stderr, flush=True)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as scratch:

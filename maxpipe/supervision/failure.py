@@ -17,7 +17,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointUnreadable,
 )
 from maxpipe.config.cli import CONFIG_ERROR, print_problems
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
@@ -61,7 +61,7 @@ def failing_fast() -> Iterator[None]:
     except Exception as error:
         is_one_of_several = processes.count() > 1
         if isinstance(error, EXPLAINED):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
             if is_one_of_several:
                 if _comes_from_jax(error):
                     time.sleep(_ABORT_SECONDS)

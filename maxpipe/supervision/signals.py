@@ -3,13 +3,17 @@
 import os
 import signal
 import threading
-from types import TracebackType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import Self
 
 from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.supervision.ending import is_one_of_several, leave
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
+
+
+Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Interruption:
@@ -21,6 +25,9 @@ class Interruption:
     Signals are read by a thread from a pipe, because Python's own handlers run in the main thread
     only, which may sit in a compilation or in a collective that never ends.
 
+    Only Python's main thread may handle signals. In another one, as in some notebooks, this stays
+    inert and says so.
+
     With several processes, a signal to one of them stops all. JAX's preemption service takes over
     SIGTERM and agrees on the step; Ctrl-C is passed on to it.
     """
@@ -29,8 +36,16 @@ class Interruption:
         self._signal: int | None = None
         self._begun = False
         self._pipe: int | None = None
+        self._previous: dict[int, Handler] = {}
+        self._previous_pipe = -1
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            _print(
+                "signals are left alone, because the run is not in the main thread: neither "
+                "Ctrl-C nor SIGTERM saves before the end"
+            )
+            return self
         self._previous = {n: signal.signal(n, _do_nothing) for n in (signal.SIGTERM, signal.SIGINT)}
         read, self._pipe = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -44,7 +59,8 @@ class Interruption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._pipe is not None
+        if self._pipe is None:
+            return
         signal.set_wakeup_fd(self._previous_pipe)
         for number, handler in self._previous.items():
             signal.signal(number, handler)

@@ -102,7 +102,7 @@ def run(
     last_step = finished_step(config, checkpointer)
     if last_step is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
-        finished = f"step {last_step} of steps={config.steps} is saved; nothing to do"
+        finished = f"step {last_step} is saved, and steps={config.steps}; nothing to do"
         log(f"{directory.root} is finished: {finished}")
         return DONE
     started = time.perf_counter()

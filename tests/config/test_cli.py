@@ -106,7 +106,7 @@ def test_parse_args_accepts_flags_anywhere(base):
         ((), "no config file: prog CONFIG.yml key=value"),
         (("steps=3",), "no config file"),
         (("nowhere.yml",), "there is no file nowhere.yml; the nearest are configs/"),
-        (("configs/base.yml", "--steps=3"), "keys are written without dashes: steps=VALUE"),
+        (("configs/base.yml", "--steps=3"), "keys are written without dashes: steps=3"),
         (
             ("configs/base.yml", "--print"),
             "there is no flag --print; the flags are --print-config, --help",
@@ -158,6 +158,14 @@ def test_describe_knows_every_key_and_section():
 def test_describe_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match=r"did you mean pipeline.schedule\?"):
         describe("pipeline.schedul")
+
+
+@pytest.mark.parametrize("words", [["--steps", "5"], ["--steps=5"], ["--steps"]])
+def test_parse_args_key_with_dashes_is_one_problem(words):
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["configs/base.yml", *words], prog="train", description="")
+    (problem,) = caught.value.problems
+    assert f"written without dashes: steps={'5' if '5' in str(words) else 'VALUE'}" in str(problem)
 
 
 def test_help_on_a_section_has_type_choices_default_and_bounds_of_each_key():

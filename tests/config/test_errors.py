@@ -1,6 +1,9 @@
 import pickle
 
+import pytest
+
 from maxpipe.config import ConfigError, Problem
+from maxpipe.config.errors import redacted
 
 
 def test_config_error_survives_pickling():
@@ -9,3 +12,25 @@ def test_config_error_survives_pickling():
     assert type(copy) is ConfigError
     assert copy.problems == error.problems
     assert str(copy) == "seed (a.yml:3): must be 0\nno file"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://me:pass-word@bucket/x",
+        "s3://me:pass/-word@bucket/x",
+        "https://pass-word@host/x",
+        "https://host/x?X-Amz-Signature=pass-word&y=1",
+        "gs://bucket/x?api_key=pass-word",
+    ],
+)
+def test_problem_secret_in_a_url_is_not_shown(url):
+    shown = str(ConfigError(Problem("data.path", f"{url} cannot be read: {url!r}")))
+    assert "word" not in shown
+    assert "***" in shown
+    assert shown.endswith(url[url.rindex("/x") :].replace("pass-word", "***") + "'")
+
+
+@pytest.mark.parametrize("text", ["s3://bucket/a*.jsonl?", "a@b: c", "10:30 me@host", "x?key"])
+def test_redacted_text_without_secrets_stays(text):
+    assert redacted(text) == text

@@ -65,3 +65,9 @@ def test_loss_curve_of_a_file_without_losses_exits_with_2(tmp_path, capsys):
 )
 def test_ticks_are_round_numbers(low, high, expected):
     assert loss_curve.ticks(low, high) == pytest.approx(expected)
+
+
+def test_loss_curve_takes_the_directory_of_a_run(tmp_path):
+    metrics = write_metrics(tmp_path / "run" / "metrics.jsonl", [{"step": 1, "loss": 2.0}])
+    assert loss_curve.read_run(metrics.parent) == loss_curve.read_run(metrics)
+    assert loss_curve.read_run(metrics.parent).name == "run"

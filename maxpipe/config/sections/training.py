@@ -282,7 +282,8 @@ class CompileConfig:
 
     cache_dir: str = option(
         "",
-        "directory of the persistent compilation cache; off = no cache; "
+        "directory of the persistent compilation cache, which holds machine code: let only those "
+        "write to it whom you trust; off = no cache; "
         "empty = <output_dir>/compile_cache, and no cache on several simulated devices",
     )
     topology: str = option(
@@ -296,5 +297,6 @@ class CompileConfig:
     )
     load: str = option(
         "",
-        "file of compile.save that maxpipe.train runs instead of compiling; empty = compile",
+        "file of compile.save that maxpipe.train runs instead of compiling: machine code, so load "
+        "only files whose origin you trust; empty = compile",
     )

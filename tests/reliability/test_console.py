@@ -1,0 +1,106 @@
+"""A command whose console is closed, narrow or interrupted leaves no traceback."""
+
+import io
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from helpers.training_process import DEADLINE_SECONDS, command, steps_of
+
+from maxpipe import train
+from maxpipe.config.terminal import CLOSED_PIPE, INTERRUPTED, emit, no_tracebacks
+from maxpipe.generate import _utf8
+
+ONE_DEVICE = ("mesh.simulated_devices=0", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
+
+INTERRUPTED_BY_AN_IMPORT = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("maxpipe.train", run_name="__main__", alter_sys=True)
+"""
+
+
+def read_one_line(words, environment=None):
+    """Run a command whose reader ends after a line; return its exit code and standard error."""
+    with subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(environment or {})},
+    ) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read()
+        return process.wait(DEADLINE_SECONDS), error
+
+
+def test_train_console_is_closed_training_continues(tmp_path):
+    words = command(tmp_path, *ONE_DEVICE, "mesh.ici.data=8", "steps=3")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code, error = read_one_line(["-m", "maxpipe.train", *words], ascii_only)
+    assert code == 0, error
+    assert error.count("standard output cannot be written: Broken pipe; the run continues") == 1
+    assert "Traceback" not in error
+    assert "Exception ignored" not in error
+    assert sorted(steps_of(tmp_path)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("arguments", ["1f1b stages=16 microbatches=200", "--compare"])
+def test_schedule_reader_ends_ends_quietly(arguments):
+    code, error = read_one_line(["-m", "maxpipe.schedule", *arguments.split()])
+    assert error == ""
+    assert code in (0, CLOSED_PIPE)
+
+
+@pytest.mark.parametrize("module", ["maxpipe.config.cli", "maxpipe.supervision"])
+def test_train_interrupted_while_modules_are_imported_says_one_line(module):
+    words = [sys.executable, "-c", INTERRUPTED_BY_AN_IMPORT, module, "configs/base.yml"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == INTERRUPTED
+    assert ended.stderr.strip() == "stopped by Ctrl-C; nothing was being trained"
+
+
+def test_train_in_a_thread_trains_and_says_that_signals_are_left_alone(tmp_path, capfd):
+    codes = []
+    words = command(tmp_path, *ONE_DEVICE, "mesh.ici.data=8", "steps=2")
+    thread = threading.Thread(target=lambda: codes.append(train.main(words)))
+    thread.start()
+    thread.join(DEADLINE_SECONDS)
+    assert codes == [0]
+    assert "signals are left alone" in capfd.readouterr().err
+    assert sorted(steps_of(tmp_path)) == [1, 2]
+
+
+def test_no_tracebacks_ctrl_c_exits_with_130(capsys):
+    with pytest.raises(SystemExit, match="130"), no_tracebacks():
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == "\nstopped by Ctrl-C\n"
+
+
+def test_no_tracebacks_characters_beyond_the_encoding_are_escaped(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    with no_tracebacks():
+        print("h\u00e9 \u2603")
+    assert raw.getvalue() == b"h\\xe9 \\u2603\n"
+
+
+def test_emit_disk_of_the_console_is_full_warns_once(capsys):
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as stream:
+        emit("one", stream)
+        emit("two", stream)
+        assert capsys.readouterr().err.count("No space left on device; the run continues") == 1
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def test_prompt_of_an_ascii_locale_is_read_as_utf_8():
+    assert _utf8("h\udcc3\udca9") == _utf8("h\u00e9") == "h\u00e9"
