@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Timing, Workload
+from maxpipe.planning.solver_task import Progress
 
 MAX_SCALE = 10_000
-# Called with the seconds since the start, the makespan of the best order and the bound.
-Progress = Callable[[float, float, float], None]
 
 
 @dataclass(frozen=True)

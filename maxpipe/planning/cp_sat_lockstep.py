@@ -13,7 +13,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from maxpipe.pipeline.schedules.table import Table, stages_of_chunks
-from maxpipe.planning.cp_sat import Progress, Report
+from maxpipe.planning.cp_sat import Report
+from maxpipe.planning.solver_task import Progress
 
 Ticks = dict[str, np.ndarray]
 

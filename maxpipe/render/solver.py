@@ -2,11 +2,11 @@
 
 import difflib
 import sys
-import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from maxpipe.planning.solve import Solution, Task, solve
+from maxpipe.planning.solve import Solution, solve
+from maxpipe.planning.solver_task import Task
 from maxpipe.render.request import (
     OTHER_COSTS,
     SIZES,
@@ -119,13 +119,10 @@ class ProgressLine:
 def search(task: Task, seconds: float) -> Solution:
     """Solve a task with a progress line on stderr."""
     line = ProgressLine(sys.stderr)
-    begin = time.monotonic()
     solution = solve(task, seconds, line)
     line.close()
     if not solution.exact and seconds > 0:
         print(WITHOUT_SOLVER, file=sys.stderr)
-    took = time.monotonic() - begin
-    print(f"searched for {took:.1f} s", file=sys.stderr)
     return solution
 
 

@@ -14,7 +14,8 @@ from maxpipe.pipeline.schedules.throttled import throttled
 from maxpipe.pipeline.schedules.timed_orders import Orders, UnitTimes, Workload
 from maxpipe.pipeline.schedules.validate import validate
 from maxpipe.planning.simulate import Costs, simulate
-from maxpipe.planning.solve import Task, solve
+from maxpipe.planning.solve import solve
+from maxpipe.planning.solver_task import Task
 
 SPLIT = Costs(1, 2.3, 1.4, 0.9, 0.1)
 CHEAP_B = Costs(1, 2, 1.4, 0.9, 0.05, head=0.3)

@@ -12,7 +12,8 @@ from helpers.mpmd_under_test import MpmdUnderTest
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.planning.simulate import Costs, simulate
-from maxpipe.planning.solve import Task, solve
+from maxpipe.planning.solve import solve
+from maxpipe.planning.solver_task import Task
 
 ROWS = 48
 
