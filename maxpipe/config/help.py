@@ -71,8 +71,10 @@ def _variant_lines(option: Option) -> Iterator[tuple[str, str]]:
     table = SCHEDULES if option.key == "pipeline.schedule" else option.bounds.variants or {}
     width = max((len(name) for name in table), default=0)
     for name, variant in table.items():
-        is_policy = isinstance(variant, RematPolicy)
-        summary = _policy(variant) if is_policy else getattr(variant, "summary", "")
+        if isinstance(variant, RematPolicy):
+            summary = _policy(variant)
+        else:
+            summary = getattr(variant, "summary", "")
         if isinstance(variant, Schedule):
             summary = f"{summary} ({', '.join(variant.engines)})"
         yield "", f"{name:<{width}}  {summary}"
