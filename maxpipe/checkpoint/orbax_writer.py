@@ -1,9 +1,12 @@
 """Writes steps in the background, each as one atomic commit, with Orbax."""
 
 import functools
+import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from maxpipe.checkpoint.arrays import ITEM as ARRAYS
@@ -107,6 +110,7 @@ class OrbaxWriter:
     def _make_manager(self) -> "ocp.CheckpointManager":
         import orbax.checkpoint as ocp
 
+        leave_errors_to_the_caller()
         return _manager_class()(
             self._note_error,
             self._directory,
@@ -122,6 +126,29 @@ class OrbaxWriter:
                 lightweight_initialize=True,
             ),
         )
+
+
+@functools.cache
+def leave_errors_to_the_caller() -> None:
+    """Keep hundreds of lines of tracebacks of one failed save off the console, once a process.
+
+    Orbax logs the error of every thread that a full disk has failed, and TensorStore prints one for
+    each array whose result comes after the event loop. `wait` raises the error all the same.
+    """
+    logging.getLogger("absl").addFilter(
+        lambda record: not (record.levelno == logging.ERROR and "orbax" in record.pathname)
+    )
+    print_error = sys.excepthook
+
+    def print_unless_late(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        # What C++ prints has no frame of the program, only that of asyncio.
+        is_late = trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"
+        if not (is_late and str(error) == "Event loop is closed"):
+            print_error(kind, error, trace)
+
+    sys.excepthook = print_unless_late
 
 
 @functools.cache
