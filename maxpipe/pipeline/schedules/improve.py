@@ -6,6 +6,8 @@ make a step shorter. A move brings a unit of it before or after neighbours on it
 I and its W to a B, or splits a B.
 """
 
+import math
+import time
 from collections.abc import Iterator
 
 from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Timing, Workload
@@ -16,31 +18,25 @@ TENURE = 12  # moves for which a pair of units that was swapped stays as it is
 CANDIDATES = 40  # moves that are tried from one place
 
 
-def improve(
-    workload: Workload, orders: Orders, max_trials: int, *, by_span: bool = False
-) -> Orders:
-    """Return orders that take no more time, the best of a search from the given ones.
+def improve(workload: Workload, orders: Orders, max_trials: int, until: float = math.inf) -> Orders:
+    """Return orders that take no more time: the best of a search that starts from the given ones.
 
     Args:
       workload: what is ordered.
       orders: legal ones that fit the memory.
-      max_trials: orders that are timed; the search is deterministic.
-      by_span: minimise the longest span of a stage, then the makespan, instead of the makespan
-        alone.
+      max_trials: orders that are timed; the search is deterministic if it gets so far.
+      until: time of `time.monotonic` at which the search stops.
     """
-
-    def cost(timing: Timing) -> Cost:
-        return (timing.span, timing.makespan) if by_span else (timing.makespan, timing.span)
 
     timing = workload.time(orders)
     assert timing is not None
-    best, best_cost, current = orders, cost(timing), orders
+    best, best_cost, current = orders, _cost(timing), orders
     bound = workload.lower_bound()
     tabu: dict[Move, int] = {}
     trials = step = 0
-    while trials < max_trials and (by_span or best_cost[0] > bound + TOLERANCE):
+    while trials < max_trials and best_cost[0] > bound + TOLERANCE and time.monotonic() < until:
         step += 1
-        path = _critical_path(workload, current, timing, by_span)
+        path = _critical_path(workload, current, timing)
         options: list[tuple[Cost, Move, Orders, Timing]] = []
         for move, neighbour in _neighbours(workload, current, path):
             if len(options) == CANDIDATES:
@@ -49,7 +45,7 @@ def improve(
             tried = workload.time(neighbour)
             if tried is None:
                 continue
-            value = cost(tried)
+            value = _cost(tried)
             if tabu.get(move, 0) < step or value < best_cost:
                 options.append((value, move, neighbour, tried))
         if not options:
@@ -63,14 +59,18 @@ def improve(
     return best
 
 
-def _critical_path(workload: Workload, orders: Orders, timing: Timing, by_span: bool) -> list[int]:
+def _cost(timing: Timing) -> Cost:
+    return timing.makespan, timing.span
+
+
+def _critical_path(workload: Workload, orders: Orders, timing: Timing) -> list[int]:
     """Return the units of a critical path, the last one first."""
     before = {
         unit: row[index - 1] if index else -1
         for row in orders.stages
         for index, unit in enumerate(row)
     }
-    unit = timing.last_of_span if by_span else timing.last
+    unit = timing.last
     path = [unit]
     while True:
         previous, needed = before[unit], workload.needs[unit]
