@@ -5,6 +5,7 @@ many policies; a tabu search improves the best of them, and CP-SAT proves a boun
 further. So the result is never worse than a named schedule of the same form.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from maxpipe.planning.solve_lockstep import solve_lockstep
 from maxpipe.planning.solver_task import NAME, Progress, Task
 
 STARTS = 4  # orders that the tabu search improves
+HEURISTICS = 1 / 3  # of the time, at most, before CP-SAT
 UNITS_TIMED = 600_000  # by the tabu search, from each of them
 
 
@@ -53,7 +55,7 @@ def solve(task: Task, seconds: float, progress: Progress) -> Solution:
 
     Args:
       task: sizes, times and memory.
-      seconds: of search; 0 for the heuristics alone, which take as long as they take.
+      seconds: of search; 0 for the heuristics alone, which then take as long as they take.
       progress: called when there is something new.
     """
     begin = time.monotonic()
@@ -61,7 +63,7 @@ def solve(task: Task, seconds: float, progress: Progress) -> Solution:
     report = _since(begin, progress)
     exact = seconds > 0 and find_spec("ortools") is not None
     search = solve_lockstep if task.lockstep else _solve_free
-    table, bound = search(task, named, seconds if exact else 0.0, report)
+    table, bound = search(task, named, seconds, exact, report)
     validate(table)
     run = simulate(table, task.costs)
     assert task.fits(run)
@@ -92,28 +94,29 @@ def _named(task: Task) -> Iterator[Simulation]:
 
 
 def _solve_free(
-    task: Task, named: list[Simulation], seconds: float, progress: Progress
+    task: Task, named: list[Simulation], seconds: float, exact: bool, progress: Progress
 ) -> tuple[Table, float]:
+    begin = time.monotonic()
+    until = begin + seconds * (HEURISTICS if exact else 1) if seconds else math.inf
     workload = task.workload
     bound = workload.lower_bound()
     starts = [workload.orders(stage_orders(run.table)) for run in named]
     starts = [orders for orders in starts if workload.fits(orders)]
-    starts += [
-        schedule_units(workload, policy)
-        for whole in (False, True)
-        for policy in policies(workload, whole)
-    ]
+    for policy in (*policies(workload, True), *policies(workload, False)):
+        if not starts or time.monotonic() < until:
+            starts.append(schedule_units(workload, policy))
     starts = sorted(set(starts), key=lambda orders: _makespan(workload, orders))[:STARTS]
     best = starts[0]
     progress(0, _makespan(workload, best), bound)
     for orders in starts:
-        improved = improve(workload, orders, UNITS_TIMED // (3 * workload.num_pairs))
+        improved = improve(workload, orders, UNITS_TIMED // (3 * workload.num_pairs), until)
         best = min(best, improved, key=lambda orders: _makespan(workload, orders))
         progress(0, _makespan(workload, best), bound)
-    if seconds and _makespan(workload, best) > bound + 1e-9:
+    if exact and _makespan(workload, best) > bound + 1e-9:
         from maxpipe.planning.cp_sat import solve_exactly  # an extra, slow to import
 
-        best, bound = solve_exactly(workload, best, seconds, progress)
+        left = seconds - (time.monotonic() - begin)
+        best, bound = solve_exactly(workload, best, left, progress)
     sizes = task.num_stages, task.num_microbatches, task.num_repeats
     return place(NAME, *sizes, workload.raw(best), task.placement), bound
 

@@ -11,7 +11,7 @@ from maxpipe.planning.solver_task import NAME, Progress, Task
 
 
 def solve_lockstep(
-    task: Task, named: list[Simulation], seconds: float, progress: Progress
+    task: Task, named: list[Simulation], seconds: float, exact: bool, progress: Progress
 ) -> tuple[Table, float]:
     """Return the best lockstep table, and a makespan that none can beat.
 
@@ -20,7 +20,8 @@ def solve_lockstep(
     Args:
       task: sizes, times and memory.
       named: the named lockstep schedules that fit.
-      seconds: for CP-SAT; 0 for the tables that are known alone.
+      seconds: for CP-SAT.
+      exact: whether CP-SAT searches; otherwise the best known table is returned.
       progress: called when there is something new.
     """
     sizes = task.num_stages, task.num_microbatches, task.num_repeats
@@ -36,7 +37,7 @@ def solve_lockstep(
         kinds = "FIW" if splits else "FB"
         slots = {kind: float(task.costs.of(kind, task.num_stages).max()) for kind in kinds}
         bounds.append(_tick_bound(task, slots))
-        if seconds and seed.makespan > bounds[-1] + 1e-9:
+        if exact and seed.makespan > bounds[-1] + 1e-9:
             ticks, proved = _solve_ticks(task, seed, slots, seconds / 2, progress)
             bounds[-1] = max(bounds[-1], proved)
             if ticks is not None:

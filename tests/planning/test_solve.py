@@ -143,7 +143,7 @@ class TestExact:
 
     @pytest.mark.parametrize("costs", [Costs(1, 2, 1, 1), Costs(1, 1.5, 1, 1, 0.25)])
     @pytest.mark.parametrize(
-        ("placement", "V", "cap"), [("loop", 1, 2), ("v", 2, 2), ("loop", 2, 3)]
+        ("placement", "V", "cap"), [("loop", 1, 1), ("loop", 1, 2), ("v", 2, 2), ("loop", 2, 3)]
     )
     def test_solve_proves_the_least_makespan_of_all_orders(self, costs, placement, V, cap):
         """Two microbatches on two stages have few enough orders to try them all."""

@@ -2,54 +2,48 @@
 
 The critical path leads from the unit that ends last back to time 0, each unit on it starting when
 the one before it ends, on the same stage or with its input. Only a change of order on that path can
-make a step shorter. A move brings a unit of it before or after neighbours on its stage, or joins an
-I and its W to a B, or splits a B.
+make a step shorter.
 """
 
-from collections.abc import Iterator
+import math
+import time
 
+from maxpipe.pipeline.schedules.neighbours import Move, neighbours
 from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Timing, Workload
 
-Move = tuple[int, int]  # the unit that moves, and the one whose place it takes
 Cost = tuple[float, float]
 TENURE = 12  # moves for which a pair of units that was swapped stays as it is
 CANDIDATES = 40  # moves that are tried from one place
 
 
-def improve(
-    workload: Workload, orders: Orders, max_trials: int, *, by_span: bool = False
-) -> Orders:
-    """Return orders that take no more time, the best of a search from the given ones.
+def improve(workload: Workload, orders: Orders, max_trials: int, until: float = math.inf) -> Orders:
+    """Return orders that take no more time: the best of a search that starts from the given ones.
 
     Args:
       workload: what is ordered.
       orders: legal ones that fit the memory.
-      max_trials: orders that are timed; the search is deterministic.
-      by_span: minimise the longest span of a stage, then the makespan, instead of the makespan
-        alone.
+      max_trials: orders that are timed; the search is deterministic if it gets so far.
+      until: time of `time.monotonic` at which the search stops.
     """
-
-    def cost(timing: Timing) -> Cost:
-        return (timing.span, timing.makespan) if by_span else (timing.makespan, timing.span)
 
     timing = workload.time(orders)
     assert timing is not None
-    best, best_cost, current = orders, cost(timing), orders
+    best, best_cost, current = orders, _cost(timing), orders
     bound = workload.lower_bound()
     tabu: dict[Move, int] = {}
     trials = step = 0
-    while trials < max_trials and (by_span or best_cost[0] > bound + TOLERANCE):
+    while trials < max_trials and best_cost[0] > bound + TOLERANCE and time.monotonic() < until:
         step += 1
-        path = _critical_path(workload, current, timing, by_span)
+        path = _critical_path(workload, current, timing)
         options: list[tuple[Cost, Move, Orders, Timing]] = []
-        for move, neighbour in _neighbours(workload, current, path):
+        for move, neighbour in neighbours(workload, current, path):
             if len(options) == CANDIDATES:
                 break
             trials += 1
             tried = workload.time(neighbour)
             if tried is None:
                 continue
-            value = cost(tried)
+            value = _cost(tried)
             if tabu.get(move, 0) < step or value < best_cost:
                 options.append((value, move, neighbour, tried))
         if not options:
@@ -63,14 +57,18 @@ def improve(
     return best
 
 
-def _critical_path(workload: Workload, orders: Orders, timing: Timing, by_span: bool) -> list[int]:
+def _cost(timing: Timing) -> Cost:
+    return timing.makespan, timing.span
+
+
+def _critical_path(workload: Workload, orders: Orders, timing: Timing) -> list[int]:
     """Return the units of a critical path, the last one first."""
     before = {
         unit: row[index - 1] if index else -1
         for row in orders.stages
         for index, unit in enumerate(row)
     }
-    unit = timing.last_of_span if by_span else timing.last
+    unit = timing.last
     path = [unit]
     while True:
         previous, needed = before[unit], workload.needs[unit]
@@ -82,69 +80,3 @@ def _critical_path(workload: Workload, orders: Orders, timing: Timing, by_span: 
         else:
             return path
         path.append(unit)
-
-
-def _neighbours(
-    workload: Workload, orders: Orders, path: list[int]
-) -> Iterator[tuple[Move, Orders]]:
-    """Yield the moves of a critical path, and the orders that they give."""
-    index = {unit: (s, i) for s, row in enumerate(orders.stages) for i, unit in enumerate(row)}
-    block = [path[-1]]
-    for unit in [*path[-2::-1], -1]:
-        stage, position = index[block[-1]]
-        if unit >= 0 and index[unit] == (stage, position + 1):
-            block.append(unit)
-            continue
-        yield from _moves_of_block(workload, orders, stage, index[block[0]][1], position)
-        block = [unit]
-    if min(workload.times.backward) < max(
-        i + w
-        for i, w in zip(workload.times.input_gradient, workload.times.weight_gradient, strict=True)
-    ):
-        yield from _joins(workload, orders, path, index)
-
-
-def _moves_of_block(
-    workload: Workload, orders: Orders, stage: int, first: int, last: int
-) -> Iterator[tuple[Move, Orders]]:
-    """Yield moves of the units from `first` to `last` of a stage's order."""
-    row = orders.stages[stage]
-    shifts = [(i + 1, i) for i in range(first, last)]
-    shifts += [(i, first) for i in range(first + 2, min(last + 1, first + 5))]
-    shifts += [(last, i) for i in range(max(last - 4, first + 1), last - 1)]
-    # The unit before the block may also be what a unit of it waits for in vain.
-    shifts += [(first, last)] if last - first > 1 else []
-    for source, target in shifts:
-        moved = list(row)
-        unit = moved.pop(source)
-        moved.insert(target, unit)
-        low, high = min(source, target), max(source, target)
-        passed = row[low:high] if target < source else row[low + 1 : high + 1]
-        own = unit % workload.num_pairs
-        if any(other % workload.num_pairs == own for other in passed):
-            continue  # F, I and W of a pair keep their order
-        if workload.peak(moved, orders.whole) > workload.max_in_flight:
-            continue
-        stages = (*orders.stages[:stage], tuple(moved), *orders.stages[stage + 1 :])
-        yield (unit, row[target]), Orders(stages, orders.whole)
-
-
-def _joins(
-    workload: Workload, orders: Orders, path: list[int], index: dict[int, tuple[int, int]]
-) -> Iterator[tuple[Move, Orders]]:
-    """Yield orders with a backward of the path joined or split."""
-    pairs = workload.num_pairs
-    for unit in path:
-        if not pairs <= unit < 2 * pairs:
-            continue
-        pair, (stage, position) = unit - pairs, index[unit]
-        row = list(orders.stages[stage])
-        if pair in orders.whole:
-            row.insert(position + 1, 2 * pairs + pair)
-            whole = orders.whole - {pair}
-        else:
-            row.remove(2 * pairs + pair)
-            whole = orders.whole | {pair}
-        stages = (*orders.stages[:stage], tuple(row), *orders.stages[stage + 1 :])
-        if workload.peak(row, whole) <= workload.max_in_flight:
-            yield (unit, unit), Orders(stages, whole)

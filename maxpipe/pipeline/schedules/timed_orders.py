@@ -49,7 +49,7 @@ class Timing(NamedTuple):
       makespan: end of the last unit.
       span: longest time from a stage's first unit to its last.
       start, end: of each unit, [3N]; the end of a unit that does not run is negative.
-      last: the unit that ends last; of those of the stage with the longest span in `last_of_span`.
+      last: the unit that ends last.
     """
 
     makespan: float
@@ -57,7 +57,6 @@ class Timing(NamedTuple):
     start: list[float]
     end: list[float]
     last: int
-    last_of_span: int
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,6 @@ class Workload:
             start,
             end,
             orders.stages[free.index(makespan)][-1],
-            orders.stages[spans.index(span)][-1],
         )
 
     def lower_bound(self) -> float:
