@@ -176,7 +176,7 @@ def test_solve_without_ortools_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("maxpipe.planning.solve.find_spec", lambda name: None)
     monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 5_000)
     assert main([*SOLVE, "--seconds", "1"]) == 0
-    assert "pip install 'maxpipe[solve]'" in capsys.readouterr().err
+    assert "pip install -e '.[solve]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ KEYS = (
 )
 SECONDS_BETWEEN_LINES = 5.0
 WITHOUT_SOLVER = (
-    "exact search needs OR-Tools, which is not installed: pip install 'maxpipe[solve]'; "
+    f"exact search needs OR-Tools, which is not installed: {install_command('solve')}; "
     "heuristics alone were tried"
 )
 

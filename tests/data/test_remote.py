@@ -119,5 +119,5 @@ def test_open_store_unknown_protocol_or_missing_library_raises(monkeypatch):
     with pytest.raises(ConfigError, match=r"hdfs:// is not supported; it may be s3://, gs://"):
         find_files("hdfs://host/a")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ConfigError, match=r"^data\.path: needs gcsfs.*pip install 'maxpipe\[gs\]'"):
+    with pytest.raises(ConfigError, match=r"^data\.path: needs gcsfs.*pip install -e '.\[gs\]'"):
         find_files("gs://bucket/a")

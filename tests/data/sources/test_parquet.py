@@ -96,6 +96,6 @@ def test_parquet_missing_library_names_extra(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_text("never read")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(
-        ConfigError, match=r"data\.source: needs pyarrow.*pip install 'maxpipe\[data\]'"
+        ConfigError, match=r"data\.source: needs pyarrow.*pip install -e '.\[data\]'"
     ):
         open_source(tmp_path)
