@@ -43,7 +43,7 @@ def build_engine_inputs(
         config.sharding.logical_axis_rules,
         mesh if engine.one_program else stage_meshes(mesh)[0].abstract_mesh,
         note,
-        show=print if config.sharding.debug and jax.process_index() == 0 else _ignore,
+        show=print if config.sharding.debug and jax.process_index() == 0 else None,
     )
     table = build_table(config) if engine.has_stages else None
     if table and table.note:
@@ -86,9 +86,6 @@ def build_trainer(config: Config, mesh: Mesh, *, note: Callable[[str], None] = _
     """
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
-        # The rules check this for schedules of the catalogue, but cannot look into a CSV file.
-        if inputs.table is not None and "W" in inputs.table.kinds:
-            check_split_backwards(config)
         one_program = ENGINES[config.pipeline.engine].one_program
         build = build_spmd_trainer if one_program else build_mpmd_trainer
         return build(config, mesh, inputs)
@@ -97,11 +94,18 @@ def build_trainer(config: Config, mesh: Mesh, *, note: Callable[[str], None] = _
 
 
 def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:
-    """Build a trainer with one program on all devices; arguments as for `build_trainer`."""
+    """Build a trainer with one program on all devices; arguments as for `build_trainer`.
+
+    Raises:
+      ConfigError: the schedule splits backwards, which another option does not allow.
+    """
     specs = inputs.program.specs
+    # The engine first: that it cannot run a table at all is the better message.
+    engine = build_engine(config, inputs)
+    _check_split_backwards(config, inputs)
     return SpmdTrainer(
         specs,
-        build_engine(config, inputs),
+        engine,
         inputs.rules,
         Optimizer(config.optimizer, specs),
         load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
@@ -113,9 +117,11 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
     """Build a trainer with programs per stage; arguments as for `build_trainer`.
 
     Raises:
-      ConfigError: there are several processes.
+      ConfigError: there are several processes, or the schedule splits backwards, which another
+        option does not allow.
     """
     check_processes(config, jax.process_count())
+    _check_split_backwards(config, inputs)
     return MpmdTrainer(
         inputs.program.specs,
         build_engine(config, inputs),
@@ -123,3 +129,9 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
         partial(Optimizer, config.optimizer),
         adds_batch_digest=config.telemetry.batch_digest,
     )
+
+
+def _check_split_backwards(config: Config, inputs: EngineInputs) -> None:
+    """Check the table itself: the rules know schedules of the catalogue, but no CSV file."""
+    if inputs.table is not None and "W" in inputs.table.kinds:
+        check_split_backwards(config)

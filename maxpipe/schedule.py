@@ -1,9 +1,10 @@
-"""Show what a pipeline schedule costs, before anything is compiled.
+"""Show what a pipeline schedule costs, before anything is compiled, or search for the best one.
 
 python -m maxpipe.schedule lockstep_1f1b stages=4 microbatches=8 repeats=2
 python -m maxpipe.schedule my_schedule.csv --svg my_schedule.svg
 python -m maxpipe.schedule lockstep_1f1b circular zb_h2 stages=8 --html compared.html
 python -m maxpipe.schedule --compare stages=8 microbatches=32 repeats=4 backward=2.2 comm=0.05
+python -m maxpipe.schedule solve stages=4 microbatches=8 memory=5 input_gradient=1.4 --csv best.csv
 python -m maxpipe.schedule CONFIG.yml pipeline.schedule=1f1b pipeline.layers_per_stage=auto
 """
 
@@ -36,6 +37,16 @@ With several schedules, or --compare, those with one chunk per stage run with re
 (zb_v, v_half, v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left
 out. Peaks count chunks; --compare counts whole stages instead.
 
+solve finds the order of least makespan, no worse than any named schedule of its sizes that fits,
+and a bound that no order can beat. Besides sizes and times, without collectives, it takes
+
+  memory                           most activations in flight on a stage, in microbatches; a chunk
+                                   counts 1/repeats, from its F to the end of its W or B (no limit)
+  placement                        loop or v; repeats is 1 for loop and 2 for v unless given (loop)
+  lockstep                         true: a table for the scheduled engine (false)
+
+Exact search needs OR-Tools: pip install "maxpipe[solve]". Without it, heuristics are tried.
+
 A configuration is drawn with the times that its stages would take by their FLOPs and the memory
 that they would need, next to uniform stages if these differ. All its keys can be given. Devices are
 those of compile.topology, else as many as the mesh names, where -1 is 1.
@@ -66,7 +77,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "words",
         nargs="*",
-        metavar="SCHEDULE | FILE.csv | CONFIG.yml | key=value",
+        metavar="SCHEDULE | FILE.csv | CONFIG.yml | solve | key=value",
         help=f"schedules: {', '.join(SCHEDULES)}",
     )
     parser.add_argument("--csv", metavar="FILE", help="write the table as CSV")
@@ -76,6 +87,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--compare", action="store_true", help="one line per schedule; all of them if none is named"
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="time limit of solve (60); 0: heuristics alone"
     )
     add_import_flag(parser)
     arguments = parser.parse_intermixed_args(argv)

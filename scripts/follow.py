@@ -140,19 +140,15 @@ def trace_step(trainer: Any, config: Any) -> None:
 def profiled(files: Files) -> Iterator[Callable[[], None]]:
     """Add the file of every function that runs from the call of what is yielded to the end.
 
-    Threads that are started inside are followed as well.
+    Threads that are started inside are followed from their start, since they read ahead.
     """
     import threading
 
-    begun = False
-
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if begun and event == "call":
+        if event == "call":
             files.add(frame)
 
     def begin() -> None:
-        nonlocal begun
-        begun = True
         sys.setprofile(note)
 
     threading.setprofile(note)

@@ -109,7 +109,7 @@ def test_trainer_with_a_table_file_of_torch_notes_once_what_is_ignored(tmp_path)
     values |= {"pipeline.schedule": str(tmp_path / "torch.csv"), "pipeline.engine": "mpmd"}
     decisions = []
     build_trainer(tiny(**values), make_mesh(tiny(**values)), note=decisions.append)
-    assert len([line for line in decisions if "2 cells (UNSHARD) are ignored" in line]) == 1
+    assert len([line for line in decisions if "2 cells are ignored (UNSHARD)" in line]) == 1
 
 
 def test_trainer_with_a_split_backward_table_file_refuses_scanned_layers(tmp_path):

@@ -66,7 +66,7 @@ SMALL = [
 # Only the configuration is checked: each command is a run or a compilation of minutes, and has
 # tests of its own.
 CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
-MORE_WORDS = {"maxpipe.data": ["--seconds=0.05"], "maxpipe.generate": ["--max-tokens=20"]}
+MORE_WORDS = {"maxpipe.data show": ["--seconds=0.05"], "maxpipe.generate": ["--max-tokens=20"]}
 LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
 TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
 SCRIPTS = {
@@ -122,6 +122,7 @@ def test_readme_has_at_most_150_lines():
 )
 def test_command(command, place, capfd):
     words = shlex.split(command)
+    words += ["--seconds=1"] if words[3:4] == ["solve"] else []
     named = [word for word in words if re.match(r"(configs|scripts|examples|docs)/", word)]
     assert [word for word in named if not (place / word).exists()] == []
     if "--import" in words:  # in a process of its own, since it changes the catalogue
@@ -140,7 +141,7 @@ def test_command(command, place, capfd):
 
 def run_module(module, words):
     prints_only = {"--help", "--print-config"} & set(words)
-    more = MORE_WORDS.get(module, [])
+    more = MORE_WORDS.get(module, MORE_WORDS.get(f"{module} {words[0]}", []))
     if module in CONFIGURATION_ONLY and not prints_only:
         more = ["--print-config"]
     try:

@@ -145,6 +145,65 @@ def test_schedule_from_a_csv_of_other_sizes_names_both_sizes(capsys, tmp_path):
     assert message in capsys.readouterr().err
 
 
+SOLVE = ("solve", "stages=2", "microbatches=4", "input_gradient=1.4", "weight_gradient=.9")
+
+
+def test_solve_prints_the_schedule_with_named_ones_and_the_bound(capsys, tmp_path):
+    path = tmp_path / "best.csv"
+    assert main([*SOLVE, "memory=2", "comm=.05", "--seconds", "5", "--csv", str(path)]) == 0
+    captured = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines() if line}
+    assert float(rows["solved"][1]) <= min(float(rows[name][1]) for name in ("zb_h1", "1f1b"))
+    assert rows["solved"][4:] == ["2", "8", "mpmd"]
+    assert "eager_1f1b" not in rows  # which has three in flight
+    assert "bound: no free-running order of these sizes takes less than" in captured.out
+    assert re.search(r"^0 s: best makespan [0-9.]+, bound [0-9.]+$", captured.err, re.MULTILINE)
+    drawn = output(capsys, str(path), "input_gradient=1.4", "weight_gradient=.9", "comm=.05")
+    assert figure(drawn, "makespan") == float(rows["solved"][1])
+
+
+def test_solve_in_lockstep_and_in_v_placement_runs_where_it_says(capsys, tmp_path):
+    path = tmp_path / "best.csv"
+    text = output(capsys, *SOLVE, "lockstep=true", "--seconds", "0", "--csv", str(path))
+    assert re.search(r"^solved .* scheduled, mpmd$", text, re.MULTILINE)
+    assert "lockstep ticks" in output(capsys, str(path))
+    text = output(capsys, *SOLVE, "placement=v", "memory=1.5", "--seconds", "0")
+    assert text.startswith("solved: 2 stages, 4 microbatches, 2 repeats, ")
+    assert re.search(r"^solved +2 .* mpmd$", text, re.MULTILINE)
+
+
+def test_solve_without_ortools_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr("maxpipe.planning.solve.find_spec", lambda name: None)
+    monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 5_000)
+    assert main([*SOLVE, "--seconds", "1"]) == 0
+    assert "pip install 'maxpipe[solve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["solve", "1f1b"], "1f1b: solve takes no schedule, only keys: stages, microbatches"),
+        (["solve", "memroy=2"], "memroy: solve has no such key; did you mean memory? keys are"),
+        (["solve", "memory=0.9"], "memory=0.9: must be at least 1, since a stage holds"),
+        (["solve", "memory=much"], "memory=much: must be a number, at least 0"),
+        (["solve", "memory=2", "memory=3"], "memory: is given twice; keep one"),
+        (["solve", "placement=ring"], "placement=ring: must be loop or v"),
+        (["solve", "lockstep=1"], "lockstep=1: must be true or false"),
+        (["solve", "stages=0"], "stages=0: must be a whole number, at least 1"),
+        (["solve", "forward=1,2"], "forward=[1.0, 2.0]: give one number, or one per stage (4)"),
+        (["solve", "overlap_slots=true"], "overlap_slots: solve has no such key; "),
+        (["solve", "--compare"], "--compare: solve compares with named schedules anyway"),
+        (["solve", "--seconds", "-1"], "--seconds -1: must be a number, at least 0"),
+        (["1f1b", "--seconds", "3"], "--seconds: is for solve"),
+    ],
+)
+def test_solve_with_bad_input_exits_with_2_and_names_the_key(argv, message, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.out == ""
+
+
 def test_schedule_by_name_does_not_import_jax():
     """A configuration traces a layer of its model, which needs JAX."""
     code = "import sys, maxpipe.schedule as s; s.main(['1f1b']); sys.exit('jax' in sys.modules)"
@@ -231,7 +290,9 @@ def test_schedule_with_a_topology_limits_automatic_stages_by_its_memory(capsys):
 
 def test_schedule_page_of_a_configuration_has_both_charts(capsys, tmp_path):
     page = tmp_path / "stages.html"
-    assert output(capsys, *LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)) == ""
+    words = [*LARGE_HEAD, "pipeline.layers_per_stage=auto", "--html", str(page)]
+    assert main(words) == 0
+    assert capsys.readouterr() == ("", f"wrote {page}\n")
     charts = re.findall(r'<text class="title"[^>]*>([^<]*)</text>', page.read_text())
     assert charts == ["1f1b [16,12]", "1f1b [14,14]"]
     assert "28 layers; the forward of a layer takes 1" in page.read_text()

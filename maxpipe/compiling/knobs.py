@@ -7,7 +7,7 @@ from maxpipe.config import Config, ConfigError, replace, resolve
 from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.stage_work import work
+from maxpipe.planning.stage_times import unit_times
 
 MOST_GAINS = 2
 
@@ -73,9 +73,8 @@ def gains(
     for name, policy in REMAT_POLICIES.items():
         if policy.by_tensor or policy.host:
             continue
-        words = {"pipeline.remat_policy": name}
         try:
-            changed = resolve(replace(written, **words), *devices)
+            changed = resolve(replace(written, **{"pipeline.remat_policy": name}), *devices)
             would_need = needed + estimate(changed).total - now
         except (ConfigError, ValueError):
             continue
@@ -87,8 +86,8 @@ def gains(
 
 def _layer_times(config: Config) -> float:
     """Return the time of a microbatch on all stages, in units of the forward of a layer."""
-    one = work(config)
-    return config.model.num_layers * one.layer + one.head
+    times = unit_times(config)
+    return config.model.num_layers * times.layer + times.head
 
 
 def knobs(written: Config, resolved: Config, num_devices: int, num_slices: int) -> list[Knob]:

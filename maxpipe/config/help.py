@@ -34,15 +34,10 @@ def describe(key: str) -> str:
         return "".join(
             f"{option.key:<40} {_facts(option)}\n    {option.bounds.help}\n" for option in inside
         )
-    lines = [f"{key}: {OPTIONS[key].bounds.help}"]
-    for title, text in [
-        *_value_lines(OPTIONS[key]),
-        *_variant_lines(OPTIONS[key]),
-        *_engine_lines(key),
-        *_unused_lines(key),
-    ]:
-        lines.append(f"  {title:<11} {text}")
-    return "\n".join(lines) + "\n"
+    option = OPTIONS[key]
+    titled = (_value_lines(option), _variant_lines(option), _engine_lines(key), _unused_lines(key))
+    lines = [f"  {title:<11} {text}" for titles in titled for title, text in titles]
+    return "\n".join([f"{key}: {option.bounds.help}", *lines]) + "\n"
 
 
 def _facts(option: Option) -> str:
@@ -76,9 +71,10 @@ def _variant_lines(option: Option) -> Iterator[tuple[str, str]]:
     table = SCHEDULES if option.key == "pipeline.schedule" else option.bounds.variants or {}
     width = max((len(name) for name in table), default=0)
     for name, variant in table.items():
-        summary = getattr(variant, "summary", "")
         if isinstance(variant, RematPolicy):
             summary = _policy(variant)
+        else:
+            summary = getattr(variant, "summary", "")
         if isinstance(variant, Schedule):
             summary = f"{summary} ({', '.join(variant.engines)})"
         yield "", f"{name:<{width}}  {summary}"

@@ -4,7 +4,7 @@ A key of `GROUPS` stays what it is for all of a run, unless `checkpoint.accept_c
 group. A key of `FIXED` never changes. All other keys may change from one start to the next.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxpipe.config.errors import Problem
@@ -95,7 +95,10 @@ def is_allowed(config: Config, key: str) -> bool:
 
 def group_of(key: str) -> str:
     """Return the group of `GROUPS` that a key belongs to, "" if there is none."""
-    return next((name for name, keys in GROUPS.items() if _is_below(key, keys)), "")
+    groups = (
+        name for name, keys in GROUPS.items() if any(f"{key}.".startswith(f"{k}.") for k in keys)
+    )
+    return next(groups, "")
 
 
 def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Problem]:
@@ -120,14 +123,8 @@ def refusals(config: Config, changed: Sequence[Change], place: str) -> list[Prob
 def _remedy(key: str) -> str:
     if key in FIXED:
         return ""
-    accept = f"{ACCEPT}=[{group_of(key)}]"
-    if key in DTYPES:
-        accept = "checkpoint.convert_dtype=true"
+    accept = "checkpoint.convert_dtype=true" if key in DTYPES else f"{ACCEPT}=[{group_of(key)}]"
     return f"; {accept} continues with the change"
-
-
-def _is_below(key: str, names: Iterable[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,7 @@
 """Load a configuration from YAML and overrides, and resolve it for real devices."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from maxpipe.config.errors import ConfigError, Problem
@@ -65,11 +65,36 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     problems += reference_problems + value_problems
     config = update(Config(), values)
     sources = {key: chosen[key].source if key in chosen else DEFAULT for key in OPTIONS}
-    broken = {problem.key for problem in problems} | set(unknown_axes(config))
+    misread = {problem.key for problem in problems}
+    broken = misread | set(unknown_axes(config))
     problems += _sourced(apply_rules((check_unknown_axes, *RULES), config, broken)[1], sources)
     if problems:
+        problems += _sourced(_simulated_mesh_problems(config, misread), sources)
         raise ConfigError(*problems)
     return Loaded(config, sources, remarks)
+
+
+def _simulated_mesh_problems(config: Config, misread: Set[str]) -> Sequence[Problem]:
+    """Return how the mesh misfits the simulated devices, whose number needs no JAX.
+
+    `resolve` says so as well, but only once nothing else is wrong. Compiling for a topology uses
+    other devices.
+
+    Args:
+      config: the values so far.
+      misread: keys without a usable value.
+    """
+    num_devices = config.mesh.simulated_devices
+    is_unusable = any(key.startswith("mesh") for key in misread)
+    if is_unusable or not num_devices or config.compile.topology not in ("", "cpu"):
+        return []
+    if apply_rules((check_unknown_axes,), config, ())[1]:
+        return []  # which is among the problems already
+    try:
+        fit_mesh(config, num_devices, 1, RULES)
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def derive_known(config: Config) -> Config:

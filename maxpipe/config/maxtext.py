@@ -192,7 +192,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "profiler": ("telemetry.profile_steps", "[first, last]"),
     "profiler_steps": ("telemetry.profile_steps", "[first, last]"),
     "skip_first_n_steps_for_profiler": ("telemetry.profile_steps", "[first, last]"),
-    "compile_topology": ("compile.topology", "v5p-16 is written v5p:2x2x2"),
+    "compile_topology": ("compile.topology", "for maxpipe.compile"),
     "compile_topology_num_slices": ("compile.num_slices", ""),
     "jax_cache_dir": ("compile.cache_dir", "off = none"),
     "base_config": (NONE, "a YAML file inherits with base: other.yml"),

@@ -261,9 +261,10 @@ IDLE = (
         "for attention of other models, such as latent, sparse or windowed attention",
         "q_lora_rank kv_lora_rank o_lora_rank o_groups qk_nope_head_dim qk_rope_head_dim "
         "v_head_dim use_sliced_mla_proj use_mla_absorbed_mqa mla_* csa_* indexer_* moba_* "
-        "sliding_window_size chunk_attn_window_size causal_block_size qk_clip_threshold compress_* compressed_* "
-        "use_csa_* gdn_* use_qk_norm_in_gdn local_rope_proportion global_rope_proportion "
-        "query_wa_proj kv_wa_proj engram* sinkhorn_iterations enable_mhc_lite use_mhc_* mhc_*",
+        "sliding_window_size chunk_attn_window_size causal_block_size qk_clip_threshold "
+        "compress_* compressed_* use_csa_* gdn_* use_qk_norm_in_gdn local_rope_proportion "
+        "global_rope_proportion query_wa_proj kv_wa_proj engram* sinkhorn_iterations "
+        "enable_mhc_lite use_mhc_* mhc_*",
     ),
     Idle(
         "for YaRN, which rope_type chooses",
@@ -287,8 +288,8 @@ IDLE = (
         "logical_axis_rules_for_eval input_data_sharding_logical_axes override_logical_axis_rules "
         "context_sharding ulysses_context_sharding sharding_tolerance shard_mode shardy "
         "custom_mesh allow_split_physical_axes optimize_mesh_for_tpu_v6e "
-        "remove_size_one_mesh_axis_* check_vma context_parallel_reorder_strategy dense_fsdp_use_two_stage_* vocab_tiling_ag_once "
-        "defer_small_all_reduces subslice_shape",
+        "remove_size_one_mesh_axis_* check_vma context_parallel_reorder_strategy "
+        "dense_fsdp_use_two_stage_* vocab_tiling_ag_once defer_small_all_reduces subslice_shape",
     ),
     Idle(
         "for diffusion of blocks and for training over slow networks",

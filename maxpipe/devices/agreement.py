@@ -38,11 +38,8 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
     Raises:
       ConfigError: processes differ; one problem per key or name, the same in every process.
     """
-    texts = {
-        key: str(get(config, key))
-        for key in OPTIONS
-        if key not in PRIVATE_KEYS and key not in contents
-    } | dict(contents)
+    texts = {key: str(get(config, key)) for key in OPTIONS if key not in PRIVATE_KEYS}
+    texts |= contents
     digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
     index = processes.index()
     if index == 0:

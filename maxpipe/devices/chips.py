@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from maxpipe.config.slices import num_chips, num_devices
+
 GB = 1e9
 GIB = 2**30
 TERA = 1e12
@@ -182,3 +184,9 @@ def device_memory(devices: Sequence[Device]) -> float | None:
     """Return the bytes that one of these devices may hold, None for an unknown chip."""
     chip = chip_for(devices[0].device_kind)
     return chip.hbm_bytes / devices_per_chip(devices) if chip else None
+
+
+def topology_memory(topology: str) -> float | None:
+    """Return the bytes of a device of a canonical topology, None for an unknown chip."""
+    chip = chip_of(topology)
+    return chip.hbm_bytes * num_chips(topology) / num_devices(topology) if chip else None

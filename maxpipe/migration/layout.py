@@ -3,6 +3,7 @@
 import math
 
 from maxpipe.config.sections import MESH_AXES
+from maxpipe.config.slices import canonical_topology, num_chips
 from maxpipe.migration.translator import Translator
 
 # maxpipe's mesh axis -> the words of MaxText's axes whose sizes it multiplies.
@@ -44,7 +45,6 @@ CUSTOM_POLICIES = {
     "save_dot_with_context_except_mlp": ("device", (*_PROJECTIONS, "context")),
     "save_dot_except_mlpwi": ("device", (*_PROJECTIONS, "mlp_down")),
 }
-_CHIPS_PER_NUMBER = {"v4": 0.5, "v5p": 0.5, "v5e": 1, "v6e": 1}  # v5p-16 has 8 chips
 
 
 def translate_devices(t: Translator) -> None:
@@ -57,18 +57,16 @@ def translate_devices(t: Translator) -> None:
     if slices < 1:
         slices = math.prod(sizes["dcn"]) if -1 not in sizes["dcn"] else 1
     t.num_slices = max(1, slices)
-    topology = t.text("compile_topology")
-    chips = _chips(topology)
-    if topology and not chips:
-        t.refuse("compile_topology", f"{topology} is no slice such as v5p-16 or v6e-8")
-    if chips:
-        grid = _grid(topology.partition("-")[0], chips)
-        if grid:
-            t.set("compile.topology", grid, "compile_topology")
+    chips = 0
+    if t.text("compile_topology"):
+        try:
+            topology = canonical_topology(t.text("compile_topology"))
+            chips = num_chips(topology)
+            t.set("compile.topology", topology, "compile_topology")
             if t.num_slices > 1:
                 t.set("compile.num_slices", t.num_slices, "compile_topology_num_slices")
-        else:
-            t.note("compile_topology", "write compile.topology=CHIP:GRID, such as v5p:4x4x4")
+        except ValueError as error:
+            t.refuse("compile_topology", str(error))
     if not t.num_devices:
         product = math.prod(sizes["ici"]) if -1 not in sizes["ici"] else 0
         t.num_devices = (chips or product) * t.num_slices
@@ -186,20 +184,3 @@ def _place(t: Translator, words: tuple[str, ...]) -> str:
     places = [t.text(word) for word in words]
     unknown = next((place for place in places if place not in ("", "remat")), "remat")
     return "device" if "device" in places else unknown
-
-
-def _chips(topology: str) -> int:
-    """Return the chips of a slice such as v5p-16; 0 if it is none."""
-    chip, _, number = topology.partition("-")
-    return int(int(number) * _CHIPS_PER_NUMBER.get(chip, 0)) if number.isdigit() else 0
-
-
-def _grid(chip: str, chips: int) -> str:
-    """Return the slice as maxpipe.compile takes it; empty unless the chips are a power of two."""
-    exponent = chips.bit_length() - 1
-    if 2**exponent != chips:
-        return ""
-    dimensions = 2 if chip in ("v5e", "v6e") else 3
-    exponents = [(exponent + i) // dimensions for i in range(dimensions)]
-    sides = [2**e for e in exponents]
-    return f"{chip}:{'x'.join(map(str, sides if min(sides) > 1 else sorted(sides)[::-1]))}"

@@ -7,6 +7,7 @@ from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.maxtext import KEYS, SAME_NAMES, unknown_maxtext_key
 from maxpipe.config.maxtext_limits import idle_of, limit_of
+from maxpipe.migration.data import translate_data
 from maxpipe.migration.layout import (
     translate_batch,
     translate_devices,
@@ -14,13 +15,9 @@ from maxpipe.migration.layout import (
     translate_pipeline,
     translate_remat,
 )
+from maxpipe.migration.model import translate_model
 from maxpipe.migration.read import MaxTextConfig, same_value
-from maxpipe.migration.training import (
-    translate_data,
-    translate_model,
-    translate_optimizer,
-    translate_run,
-)
+from maxpipe.migration.training import translate_optimizer, translate_run
 from maxpipe.migration.translator import Translator
 
 NAMES_OF_FILES = ("base_config", "model_name", "override_model_config")

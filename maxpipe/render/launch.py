@@ -1,6 +1,7 @@
 """Simulate what the command line of `maxpipe.schedule` names, and print it or write it to files."""
 
 import argparse
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,20 +13,28 @@ from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.page import page_html
 from maxpipe.render.request import UsageError, in_own_keys, parse_request, simulate_schedule
+from maxpipe.render.solver import COMMAND, parse_task, search, solution_text
 from maxpipe.render.terminal import comparison_text, render_terminal, wants_colour
+
+DEFAULT_SECONDS = 60.0
 
 
 def launch(arguments: argparse.Namespace) -> None:
     """Draw the schedules, or the configuration, of a parsed command line.
 
     Args:
-      arguments: words, and the flags csv, svg, html (paths or None) and compare.
+      arguments: words, and the flags csv, svg, html (paths or None), compare and seconds.
 
     Raises:
       ConfigError: the configuration is wrong, or has no stages that fit.
       ValueError: the command line is wrong, a schedule cannot be built, or a file not be written.
     """
     words = arguments.words
+    if words and words[0] == COMMAND:
+        _solve(arguments)
+        return
+    if arguments.seconds is not None:
+        raise UsageError("--seconds: is for solve; a schedule that is given needs no search")
     if words and names_config(words[0]):
         _draw_configuration(arguments)
     else:
@@ -47,6 +56,22 @@ def _draw_schedules(arguments: argparse.Namespace) -> None:
         sys.stdout.write(comparison_text(runs))
     elif not _names_files(arguments):
         _print(runs)
+
+
+def _solve(arguments: argparse.Namespace) -> None:
+    if arguments.compare:
+        raise UsageError("--compare: solve compares with named schedules anyway; leave it out")
+    seconds = DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds
+    if not 0 <= seconds < math.inf:
+        raise UsageError(f"--seconds {seconds:g}: must be a number, at least 0")
+    task = parse_task(arguments.words[1:])
+    solution = search(task, seconds)
+    sizes = f"{task.num_stages} stages, {task.num_microbatches} microbatches"
+    _write_files(arguments, [solution.run], f"{sizes}; times are of a chunk and one microbatch")
+    if not _names_files(arguments):
+        _print([solution.run])
+        sys.stdout.write("\n")
+    sys.stdout.write(solution_text(solution))
 
 
 def _draw_configuration(arguments: argparse.Namespace) -> None:
@@ -83,6 +108,7 @@ def _write(option: str, path: str, text: str) -> None:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{option} {path}: cannot write it: {error.strerror}") from error
+    print(f"wrote {path}", file=sys.stderr)  # stdout may be the file
 
 
 def _print(runs: Sequence[Simulation]) -> None:

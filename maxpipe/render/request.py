@@ -9,7 +9,6 @@ import numpy as np
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
 from maxpipe.pipeline.schedules.load import is_csv, load_schedule
-from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.simulate import Costs, Simulation, simulate
 
 SIZES = {"stages": 4, "microbatches": 8, "repeats": 1}
@@ -74,9 +73,9 @@ def parse_request(words: Sequence[str], compare: bool) -> Request:
             raise UsageError(f"{key}: there is no such key; {hint}keys are {', '.join(KEYS)}")
     if not schedules and not compare:
         raise UsageError(f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file")
-    sizes = {key: _size(key, pairs[key]) for key in SIZES if key in pairs}
-    switches = frozenset(key for key in SWITCHES if key in pairs and _switch(key, pairs[key]))
-    return Request(schedules or tuple(SCHEDULES), sizes, switches, _costs(pairs))
+    sizes = {key: parse_size(key, pairs[key]) for key in SIZES if key in pairs}
+    switches = frozenset(key for key in SWITCHES if key in pairs and parse_switch(key, pairs[key]))
+    return Request(schedules or tuple(SCHEDULES), sizes, switches, parse_costs(pairs))
 
 
 def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulation:
@@ -109,7 +108,7 @@ def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulati
         forwarding_delay=2 if "delay_activation_forwarding" in switches else 1,
         slack=int("overlap_slots" in switches),
     )
-    return simulate(table, _per_chunk(request.costs, table))
+    return simulate(table, chunk_costs(request.costs, table.num_stages, table.num_repeats))
 
 
 def in_own_keys(message: str) -> str:
@@ -120,29 +119,47 @@ def in_own_keys(message: str) -> str:
     return message
 
 
-def _size(key: str, value: str) -> int:
+def parse_size(key: str, value: str) -> int:
+    """Return a whole number, at least 1.
+
+    Raises:
+      UsageError: it is not one.
+    """
     if not value.isdecimal() or int(value) < 1:
         raise UsageError(f"{key}={value}: must be a whole number, at least 1")
     return int(value)
 
 
-def _switch(key: str, value: str) -> bool:
+def parse_switch(key: str, value: str) -> bool:
+    """Return whether a value is true.
+
+    Raises:
+      UsageError: it is neither true nor false.
+    """
     if value not in ("true", "false"):
         raise UsageError(f"{key}={value}: must be true or false")
     return value == "true"
 
 
-def _costs(pairs: dict[str, str]) -> Costs:
+def parse_costs(pairs: dict[str, str]) -> Costs:
+    """Return the times of whole stages that a command line gives, or their defaults.
+
+    Raises:
+      UsageError: a value is not a number that is legal for its key.
+    """
+
     def per_stage(key: str, default: float | list[float]) -> float | list[float]:
         if key not in pairs:
             return default
-        values = [_number(key, number) for number in pairs[key].split(",")]
+        values = [parse_number(key, number) for number in pairs[key].split(",")]
         return values[0] if len(values) == 1 else values
 
     backward = per_stage("backward", 2.0)
     # A split backward costs what a whole one does, unless its parts are given.
     half = [value / 2 for value in backward] if isinstance(backward, list) else backward / 2
-    other = {name: _number(key, pairs[key]) for key, name in OTHER_COSTS.items() if key in pairs}
+    other = {
+        name: parse_number(key, pairs[key]) for key, name in OTHER_COSTS.items() if key in pairs
+    }
     return Costs(
         forward=per_stage("forward", 1.0),
         backward=backward,
@@ -152,7 +169,12 @@ def _costs(pairs: dict[str, str]) -> Costs:
     )
 
 
-def _number(key: str, value: str) -> float:
+def parse_number(key: str, value: str) -> float:
+    """Return a number, at least 0.
+
+    Raises:
+      UsageError: it is not one.
+    """
     try:
         number = float(value)
     except ValueError:
@@ -164,10 +186,14 @@ def _number(key: str, value: str) -> float:
     return number
 
 
-def _per_chunk(costs: Costs, table: Table) -> Costs:
-    """Return the costs of a stage's chunks, which share its time equally."""
+def chunk_costs(costs: Costs, num_stages: int, num_repeats: int) -> Costs:
+    """Return the costs of a stage's chunks, which share its time equally.
+
+    Raises:
+      ValueError: there are not as many times as stages.
+    """
     forward, backward, input_gradient, weight_gradient = (
-        (costs.of(kind, table.num_stages) / table.num_repeats).tolist() for kind in "FBIW"
+        (costs.of(kind, num_stages) / num_repeats).tolist() for kind in "FBIW"
     )
     return replace(
         costs,

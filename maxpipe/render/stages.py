@@ -7,9 +7,9 @@ from math import inf
 
 from maxpipe.config import Config, ConfigError, Problem, load, resolve
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.slices import canonical_topology, num_chips, num_devices
+from maxpipe.config.slices import canonical_topology, num_devices
 from maxpipe.config.values import AUTO
-from maxpipe.devices.chips import GIB, chip_of
+from maxpipe.devices.chips import GIB, topology_memory
 from maxpipe.planning.auto_stages import (
     Prediction,
     memory_limit,
@@ -53,7 +53,7 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
         message = "one stage has no schedule to draw; 2 or more make a pipeline"
         raise ConfigError(Problem("mesh.ici.stage", message))
     even = uniform_sizes(config)
-    limit = memory_limit(config, _device_memory(config.compile.topology))
+    limit = memory_limit(config, topology_memory(config.compile.topology))
     uniform = predict(config, even) if even else None
     if config.pipeline.layers_per_stage == AUTO:
         chosen = plan_stages(config, limit)
@@ -131,12 +131,6 @@ def _devices(config: Config) -> tuple[int, int]:
         for axes in (config.mesh.ici, config.mesh.dcn)
     )
     return ici * dcn, dcn
-
-
-def _device_memory(topology: str) -> float | None:
-    """Return the bytes of a device of a resolved `compile.topology`; None if they are unknown."""
-    chip = chip_of(topology)
-    return chip.hbm_bytes * num_chips(topology) / num_devices(topology) if chip else None
 
 
 def _named_after_chunks(prediction: Prediction) -> Simulation:

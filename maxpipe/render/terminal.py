@@ -6,7 +6,7 @@ from typing import TextIO
 
 import numpy as np
 
-from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
@@ -164,8 +164,6 @@ def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for run in sorted(runs, key=lambda run: run.makespan):
         table = run.table
-        # A configured schedule's name is followed by its numbers of layers.
-        engines = () if table.source else SCHEDULES[table.name.partition(" ")[0]].engines
         rows.append(
             (
                 table.name,
@@ -175,10 +173,22 @@ def comparison_rows(runs: Sequence[Simulation]) -> list[tuple[str, ...]]:
                 f"{run.bubble_fraction:.1%}",
                 f"{run.peak_in_flight.max() / table.num_repeats:.4g}",
                 f"{run.bytes_sent.sum():g}",
-                ", ".join(engines) or "-",
+                ", ".join(_engines(table)) or "-",
             )
         )
     return rows
+
+
+def _engines(table: Table) -> Sequence[str]:
+    """Return the engines of a named schedule, or those that run a table that was searched for."""
+    if table.source:
+        return ()
+    # A configured schedule's name is followed by its numbers of layers.
+    name = table.name.partition(" ")[0]
+    if name in SCHEDULES:
+        return SCHEDULES[name].engines
+    in_lockstep = table.lockstep and table.placement == "loop"
+    return [e for e, facts in ENGINES.items() if facts.runs_csv and facts.lockstep <= in_lockstep]
 
 
 def comparison_text(runs: Sequence[Simulation]) -> str:

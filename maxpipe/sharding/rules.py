@@ -28,12 +28,12 @@ class AxisRules:
         rules: Sequence[tuple[str, Sequence[str]]],
         mesh: Mesh | AbstractMesh,
         note: Callable[[str], None] = lambda text: None,
-        show: Callable[[str], None] = lambda text: None,
+        show: Callable[[str], None] | None = None,
     ):
         self.mesh = mesh
         self._rules: dict[str, MeshAxes] = {name: tuple(axes) for name, axes in rules}
         self._note = note
-        self._show = show
+        self._show = show or (lambda text: None)
         self._reported: set[str] = set()
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:

@@ -154,6 +154,9 @@ class LeaseObjects:
             return None
 
     def create(self, name: str, text: str) -> bool:
+        # Some stores ignore the condition of the write.
+        if self._deadline.wait(lambda: self._store.exists(f"{self._url}/{name}")):
+            return False
         try:
             self._write(name, text, mode="create")
         except FileExistsError:

@@ -6,14 +6,18 @@ A second start of the same run is refused while the first one lives. Imports no 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from maxpipe.checkpoint.mirror import KEY as MIRROR
-from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.storage.lease import Lease, Owner, PlaceInUse, acquire
 from maxpipe.storage.lease_places import LeaseDirectory, LeasePlace
 from maxpipe.storage.object_store import explained
 from maxpipe.supervision.ending import at_end
+
+if TYPE_CHECKING:  # takes time to import, and most runs have none
+    from maxpipe.checkpoint.mirror import Mirror
+
+_MIRROR = "checkpoint.mirror"
 
 
 class RunLease:
@@ -46,7 +50,7 @@ class RunLease:
 @contextmanager
 def own_run(
     root: Path,
-    mirror: Mirror | None,
+    mirror: "Mirror | None",
     job: tuple[str, int],
     log: Callable[[str], None],
 ) -> Iterator[RunLease]:
@@ -72,7 +76,7 @@ def own_run(
             message = f"cannot write to {root}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
         if mirror is not None:
-            with explained(mirror.url, MIRROR, "written to"):
+            with explained(mirror.url, _MIRROR, "written to"):
                 leases.append(_own(mirror.lease_place(), owner, log, stack))
         yield RunLease(leases)
 

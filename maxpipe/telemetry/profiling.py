@@ -11,6 +11,7 @@ from maxpipe.telemetry.console import format_seconds
 from maxpipe.telemetry.sink import REQUIRED, TelemetryError
 
 PHASES = ("init", "compile", "data", "step", "checkpoint", "evaluation")
+SHORT_SECONDS = 600.0  # of a process whose share of steps says nothing yet
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, and XLA or the compilation cache
 
 
@@ -110,10 +111,12 @@ def goodput_row(seconds: Mapping[str, float], lost: float) -> dict[str, float]:
 
 
 def goodput_line(row: Mapping[str, float]) -> str:
-    """Return `goodput_row` as a line of text."""
+    """Return `goodput_row` as a line of text, without the share while starting dominates it."""
     parts = [f"{phase} {_duration(row[f'seconds_in_{phase}'])}" for phase in PHASES]
     if row["seconds_lost"]:
-        parts.append(f"lost before this start {_duration(row['seconds_lost'])}")
+        parts.append(f"steps repeated {_duration(row['seconds_lost'])}")
+    if sum(row[f"seconds_in_{phase}"] for phase in PHASES) < SHORT_SECONDS:
+        return f"time spent: {', '.join(parts)}"
     return f"goodput {100 * row['goodput']:.1f} %: {', '.join(parts)}"
 
 

@@ -120,7 +120,9 @@ class Recorder:
         self._metrics.use(lambda file: file.write(row))
         self._console.step(Progress(step, loss, learning_rate, step_seconds))
         if self._tensorboard is not None and self._is_logged(step):
-            scalars = {f"train/{key}": row[key] for key in row if key != "step"}
+            # A card of zeros for the skipped steps that most runs do not have would only distract.
+            hidden = {"step"} if row.get("skipped") else {"step", "skipped"}
+            scalars = {f"train/{key}": row[key] for key in row if key not in hidden}
             self._tensorboard.use(lambda events: events.write(step, scalars))
 
     def changes(self, step: int, changes: Iterable[Change]) -> None:

@@ -128,6 +128,34 @@ def test_replace_changes_only_named_keys(base):
     assert config.mesh.ici.stage == 2
 
 
+def keys_refused(base, *words):
+    with pytest.raises(ConfigError) as caught:
+        load(base, words)
+    return {problem.key for problem in caught.value.problems}
+
+
+def test_load_counts_the_simulated_devices_with_the_other_problems(base):
+    words = ("mesh.ici.stage=3", "mesh.simulated_devices=4")
+    assert keys_refused(base, *words) == {
+        "model.num_layers",
+        "data.global_batch_size",
+        "mesh.ici",
+    }
+    assert "mesh.ici" not in keys_refused(base, "mesh.ici.stage=3")
+    assert "mesh.ici" not in keys_refused(base, *words, "compile.topology=v5p:2x2x3")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("mesh.ici.stage=-1", "mesh.ici.fsdp=-1", "mesh.simulated_devices=3"),
+        ("mesh.ici.stage=two", "mesh.simulated_devices=3"),
+    ],
+)
+def test_load_does_not_count_devices_of_a_mesh_that_is_unusable(base, words):
+    assert "mesh.ici" not in keys_refused(base, *words)
+
+
 def test_replace_raises_all_problems_at_once():
     with pytest.raises(ConfigError) as caught:
         replace(Config(), stage=2, steps="5", seed=-1)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from maxpipe.config.sections.training import DTYPES
-from maxpipe.devices.chips import CHIPS, chip_for, device_memory
+from maxpipe.devices.chips import CHIPS, GIB, chip_for, device_memory, topology_memory
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,9 @@ def test_devices_that_share_a_chip_share_its_memory():
     assert device_memory(cores(4, 1)) == whole
     assert device_memory(cores(4, 2)) == whole / 2
     assert device_memory([SimpleNamespace(device_kind="cpu", platform="cpu")]) is None
+
+
+def test_topology_memory_is_that_of_one_of_the_chip_s_devices():
+    assert topology_memory("v5p:4x4x4") == 95 * GIB
+    assert topology_memory("tpu7x:2x2x1") == 192 * GIB / 2
+    assert topology_memory("cpu") is None

@@ -32,6 +32,7 @@ enable_dropout: false
 rope_max_timescale: 500_000
 decoder_block: "llama2"
 """,
+    "llama3.1-8b": "decoder_block: llama2\n",
     "qwen3-0.6b": """\
 base_emb_dim: 1024
 base_num_query_heads: 16

@@ -96,7 +96,7 @@ def test_custom_policy_keeps_the_places(translated):
         ("compile_topology=v4-256", 128, "v4:4x4x8"),
         ("compile_topology=v6e-8", 8, "v6e:2x4"),
         ("compile_topology=v5e-256", 256, "v5e:16x16"),
-        ("compile_topology=v5p-384", 192, ""),
+        ("compile_topology=v5p-384", 192, "v5p:4x4x12"),
         ("compile_topology=v5p-16 compile_topology_num_slices=2", 16, "v5p:2x2x2"),
     ],
 )

@@ -90,6 +90,8 @@ def test_run_has_maxtexts_defaults(translated):
             {"optimizer.max_consecutive_skips": 0},
         ),
         ("model_name=llama3-8b rope_type=llama3.1", {"model.rope_scaling.factor": 8}),
+        ("model_name=llama3.1-8b", {"model.rope_scaling.factor": 8, "run_name": "llama3.1-8b"}),
+        ("model_name=llama3.1-8b rope_use_scale=false", {"model.rope_scaling.factor": 1}),
         (
             "global_parameter_scale=16",
             {"model.num_layers": 32, "model.embed_dim": 4096, "model.mlp_dim": 4 * 7168},
@@ -154,7 +156,7 @@ def test_words_set_our_keys(translated, words, values):
         ("remat_policy=fastest", 8, "remat_policy", "is not among full, "),
         ("load_parameters_path=gs://a", 8, "load_parameters_path", "must be empty"),
         ("ici_fsdp_transpose_parallelism=2", 8, "ici_fsdp_transpose_parallelism", "no such axis"),
-        ("compile_topology=h100-8", 0, "compile_topology", "v5p-16"),
+        ("compile_topology=h100-8", 0, "compile_topology", "v5p-128 as the cloud names it"),
         ("steps=many", 8, "steps", "expected a number, got many"),
         ("packing=perhaps", 8, "data.packing", "expected true or false"),
         ("num_expert=1", 8, "num_expert", "no key of MaxText 0.2.5"),

@@ -80,14 +80,17 @@ def test_time_account_listens_to_jax_compilations():
 
 
 def test_goodput_is_share_of_steps_in_total_time():
-    row = goodput_row(dict.fromkeys(PHASES, 0.0) | {"init": 20.0, "step": 70.0}, lost=10.0)
+    row = goodput_row(dict.fromkeys(PHASES, 0.0) | {"init": 200.0, "step": 700.0}, lost=100.0)
     assert row["goodput"] == 0.7
-    assert row["seconds_lost"] == 10
+    assert row["seconds_lost"] == 100
     line = goodput_line(row)
-    assert line.startswith("goodput 70.0 %: init 20.0 s, compile 0.0 s")
-    assert line.endswith(
-        "step 1:10, checkpoint 0.0 s, evaluation 0.0 s, lost before this start 10.0 s"
-    )
+    assert line.startswith("goodput 70.0 %: init 3:20, compile 0.0 s")
+    assert line.endswith("step 11:40, checkpoint 0.0 s, evaluation 0.0 s, steps repeated 1:40")
+
+
+def test_goodput_of_a_short_start_is_not_shown_as_a_share():
+    row = goodput_row(dict.fromkeys(PHASES, 0.0) | {"init": 20.0, "step": 1.0}, lost=0.0)
+    assert goodput_line(row).startswith("time spent: init 20.0 s, compile")
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(5, marks=pytest.mark.grid)])

@@ -294,3 +294,26 @@ def test_lease_in_an_object_store_is_refused_taken_over_and_released(s3, lines, 
     ]
     other.release()
     assert "Contents" not in s3.list_objects_v2(Bucket="leases")
+
+
+def test_lease_in_an_object_store_that_ignores_conditions_is_refused(s3, lines, monkeypatch):
+    s3.create_bucket(Bucket="unconditional")
+    store = open_store("s3://", "checkpoint.mirror")
+    write = store.pipe_file
+    monkeypatch.setattr(store, "pipe_file", lambda path, data, mode="": write(path, data))
+    place = LeaseObjects("s3://unconditional/base", store, Deadline(60))
+    lease = acquire(place, Owner.this_process(), lines.append)
+    with pytest.raises(PlaceInUse):
+        acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail)
+    lease.release()
+
+
+def test_lease_in_an_object_store_is_created_by_one_of_two_at_the_same_time(s3, monkeypatch):
+    s3.create_bucket(Bucket="conditional")
+    store = open_store("s3://", "checkpoint.mirror")
+    # Both look before either has written.
+    monkeypatch.setattr(store, "exists", lambda path: False)
+    place = LeaseObjects("s3://conditional/base", store, Deadline(60))
+    assert place.create(NAME, "first")
+    assert not place.create(NAME, "second")
+    assert place.read(NAME).text == "first"

@@ -92,12 +92,13 @@ def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
 def test_recorder_tensorboard_has_first_tenth_and_last_step(tmp_path):
     r = recorder(tmp_path, steps=13)
     for step in range(1, 14):
-        r.step(step, 5.0, 1.5, 3e-4, 0.5)
+        r.step(step, 5.0, 1.5, 3e-4, 0.5, skipped=int(step == 10))
     r.evaluation(13, 2.25, bits_per_byte=3.0)
     r.close()
     scalars = logged_scalars(tmp_path / "run" / "tensorboard")
     assert {("eval/perplexity", 13), ("eval/bits_per_byte", 13)} <= set(scalars)
     assert [step for tag, step in scalars if tag == "train/loss"] == [1, 10, 13]
+    assert [step for tag, step in scalars if tag == "train/skipped"] == [10]
     assert ("eval/loss", 13) in scalars
 
 

@@ -47,6 +47,21 @@ def test_metrics_file_reopened_drops_torn_line_and_later_steps(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_metrics_file_rows_of_changes_are_written_again_by_a_start_from_the_same_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for last_step in (0, 2, 2):
+        file = MetricsFile(path, last_step)
+        if last_step:
+            file.write_change(2, "steps", 2, 4)
+        else:
+            file.write({"step": 2, "loss": 2.0})
+        file.close()
+    expected = [{"step": 2, "loss": 2.0}, {"step": 2, "changed": "steps", "before": 2, "now": 4}]
+    assert rows(path) == expected
+    MetricsFile(path, 3).close()
+    assert rows(path) == expected
+
+
 def test_metrics_file_last_line_without_newline_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}')

@@ -49,16 +49,19 @@ def check_remat(c: Config) -> None:
     """Check `remat_tensors` and `remat_layers` against the policy."""
     name = c.pipeline.remat_policy
     policy = REMAT_POLICIES[name]
+    problems = []
     changed = [key for key in _REMAT_TENSORS if is_set(c, key)]
     if changed and not policy.by_tensor:
         message = f"needs pipeline.remat_policy=custom; {name} decides about every tensor itself"
-        raise ConfigError(*(Problem(key, message) for key in changed))
+        problems += [Problem(key, message) for key in changed]
     if policy.everything and c.pipeline.remat_layers:
         message = (
             f"true has nothing to recompute with pipeline.remat_policy={name}; "
             "choose full or another policy"
         )
-        raise ConfigError(Problem("pipeline.remat_layers", message))
+        problems.append(Problem("pipeline.remat_layers", message))
+    if problems:
+        raise ConfigError(*problems)
 
 
 @rule("pipeline.engine", "pipeline.scan_repeats", "pipeline.fsdp_gather")

@@ -96,8 +96,11 @@ def _mismatch(c: Config, level: str, count: int, rules: Sequence[Rule]) -> Probl
     )
     choices = "; ".join(_words(level, sizes, new) for new in _proposals(c, level, count, rules))
     message = f"{written} makes {product}, {relation} {count} {counted}; these fit: {choices}"
-    if count == 1 and level == "ici":
-        message += " (mesh.simulated_devices makes a CPU pretend to have more)"
+    if level == "ici" and (count == 1 or c.mesh.simulated_devices):
+        # The least number of devices that the mesh divides, at least as many as there are.
+        needed = -(-count // product) * product if -1 in sizes.values() else product
+        needed *= math.prod(size for size in dataclasses.astuple(c.mesh.dcn) if size != -1)
+        message += f" (mesh.simulated_devices={needed} makes a CPU pretend to have {needed})"
     return Problem(f"mesh.{level}", message)
 
 

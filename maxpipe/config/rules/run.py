@@ -200,13 +200,14 @@ def check_keep_best(c: Config) -> None:
     saved, evaluated = c.checkpoint.every, c.eval.every
     if not c.checkpoint.keep_best:
         return
-    for key, interval in (("eval.every", evaluated), ("checkpoint.every", saved)):
-        if not interval:
-            message = (
-                "the best checkpoints have the lowest evaluation loss: "
-                f"give {key}, which is 0, or keep_best=0"
-            )
-            raise ConfigError(Problem("checkpoint.keep_best", message))
+    intervals = {"eval.every": evaluated, "checkpoint.every": saved}
+    missing = [key for key, interval in intervals.items() if not interval]
+    if missing:
+        message = (
+            "the best checkpoints have the lowest evaluation loss: "
+            f"give {' and '.join(missing)}, which is 0, or keep_best=0"
+        )
+        raise ConfigError(Problem("checkpoint.keep_best", message))
     if saved % evaluated and evaluated % saved:
         message = (
             f"checkpoint.every={saved} and eval.every={evaluated} seldom fall on the same step, "

@@ -57,7 +57,6 @@ class ArrayRecords:
                 f"{self._locate(index)} is no tf.train.Example with a feature "
                 f'"text" in UTF-8 ({error})'
             )
-            # The library raises RuntimeError for what it cannot read at all.
             kind = ConfigError if isinstance(error, RuntimeError) else BadDocument
             raise kind(Problem("data.path", message)) from error
 

@@ -92,16 +92,11 @@ def _field(path: str, schema: "pa.Schema") -> "pa.Field":
             is_list = (
                 types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
             )
-            if (
-                types.is_string(kind)
-                or types.is_large_string(kind)
-                or (is_list and types.is_integer(kind.value_type))
-            ):
+            is_text = types.is_string(kind) or types.is_large_string(kind)
+            if is_text or (is_list and types.is_integer(kind.value_type)):
                 return pyarrow.field(name, kind)
-            message = (
-                f"{path}: column {name!r} holds {stored}, "
-                "not text (strings) or token ids (lists of integers)"
-            )
+            expected = "text (strings) or token ids (lists of integers)"
+            message = f"{path}: column {name!r} holds {stored}, not {expected}"
             raise ConfigError(Problem("data.path", message))
     message = f'{path} has the columns {", ".join(schema.names)}; it needs "text" or "tokens"'
     raise ConfigError(Problem("data.path", message))
@@ -118,12 +113,10 @@ def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[
         for batch in file.iter_batches(columns=[field.name]):
             column = batch.column(0).cast(field.type)
             if _pyarrow().types.is_nested(field.type) and column.flatten().null_count:
-                row = first + next(
-                    i for i, ids in enumerate(column.to_pylist()) if ids and None in ids
-                )
-                raise ConfigError(
-                    Problem("data.path", f"{path}: row {row}: a null among the token ids")
-                )
+                rows = enumerate(column.to_pylist(), first)
+                row = next(row for row, ids in rows if ids and None in ids)
+                message = f"{path}: row {row}: a null among the token ids"
+                raise ConfigError(Problem("data.path", message))
             first += len(column)
             yield column
 

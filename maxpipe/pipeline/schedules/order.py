@@ -112,6 +112,18 @@ def place(
     return from_ticks(name, num_stages, num_repeats, ticks, placement=placement)
 
 
+def stage_orders(table: Table) -> list[list[RawUnit]]:
+    """Return the order of units on each stage of a table, by tick, then by slot."""
+    rows: list[list[tuple[int, int, RawUnit]]] = [[] for _ in range(table.num_stages)]
+    for slot, kind in enumerate(table.kinds):
+        tick, stage, microbatch, chunk = table.units(kind)
+        position = table.global_chunk(chunk, stage).tolist()
+        units = zip(tick.tolist(), stage.tolist(), microbatch.tolist(), position, strict=True)
+        for t, s, m, g in units:
+            rows[s].append((t, slot, (kind, m, g)))
+    return [[unit for *_, unit in sorted(row)] for row in rows]
+
+
 def dependency(unit: RawUnit, last_chunk: int, units: Container[RawUnit]) -> RawUnit | None:
     """Return the unit whose result this one waits for, or None for the first chunk's F.
 

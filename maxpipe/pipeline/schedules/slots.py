@@ -3,10 +3,8 @@
 A store is a number of equal slots on every stage. A value's lifetime is the inclusive range of
 ticks [first, last]; two values may share a slot if their lifetimes do not meet.
 
-    activations  written when the transfer lands, at the end of tick first - 1; read by the F at
-                 tick last
-    gradients    the same for the B (or I) that reads it; the head writes those of the loss, see
-                 below
+    activations  written when the transfer lands, in tick first - 1; read by the F at tick last
+    gradients    the same for the B (or I) that reads it; the head writes those of the loss
     residuals    written by the F at tick first; read for the last time by the B (or W) at tick last
     stash        written by an I at tick first; read by its W at tick last
 

@@ -225,3 +225,15 @@ def test_notes_name_a_third_gathered_repeat(microbatches, delayed, expected):
 def test_notes_name_layers_outside_the_pipeline(layers, expected):
     lines = notes(tiny(**CIRCULAR | {"pipeline.parallel_layers": layers}))
     assert any("4 of 8 layers run after the pipeline" in line for line in lines) == expected
+
+
+def test_remat_tensors_and_layers_are_refused_at_once():
+    problems = refusal(
+        **CIRCULAR
+        | {
+            "pipeline.remat_policy": "none",
+            "pipeline.remat_layers": True,
+            "pipeline.remat_tensors.context": "device",
+        }
+    )
+    assert set(problems) == {"pipeline.remat_layers", "pipeline.remat_tensors.context"}

@@ -77,6 +77,28 @@ def test_proposed_meshes_fit(problems, words, devices, slices):
         assert problems(*words, *proposal.split(), devices=devices, slices=slices) == {}, proposal
 
 
+@pytest.mark.parametrize(
+    ("words", "devices", "needed"),
+    [
+        ((), 1, 4),
+        (("mesh.ici.fsdp=-1",), 1, 2),
+        (("mesh.simulated_devices=2",), 2, 4),
+        (("mesh.simulated_devices=3", "mesh.ici.fsdp=-1"), 3, 4),
+        (("mesh.simulated_devices=8", "mesh.ici.stage=3"), 8, 6),
+        ((), 8, None),
+    ],
+)
+def test_mismatch_names_the_simulated_devices_that_would_do(problems, words, devices, needed):
+    words = (*words, "model.num_layers=24", "data.global_batch_size=192")
+    message = problems(*words, devices=devices)["mesh.ici"]
+    if needed is None:
+        assert "simulated_devices" not in message
+    else:
+        assert f"mesh.simulated_devices={needed} makes a CPU" in message
+        fitting = (*words, f"mesh.simulated_devices={needed}")
+        assert problems(*fitting, devices=needed) == {}
+
+
 def test_proposed_meshes_start_with_the_nearest(problems):
     message = problems(devices=8)["mesh.ici"]
     assert (

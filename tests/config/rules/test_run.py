@@ -100,3 +100,8 @@ def test_learning_rate_steps_are_derived_from_steps(resolved, words, warmup, dec
 def test_directory_in_an_object_store_is_refused(problems, key):
     """As a path, it would become a local directory of that name."""
     assert "'gs://bucket/runs' is not a directory" in problems(f"{key}=gs://bucket/runs")[key]
+
+
+def test_keep_best_names_all_that_it_lacks(problems):
+    refusals = problems("checkpoint.keep_best=1", "eval.every=0", "checkpoint.every=0")
+    assert "give eval.every and checkpoint.every, which is 0" in refusals["checkpoint.keep_best"]

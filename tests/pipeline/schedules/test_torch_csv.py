@@ -63,8 +63,8 @@ def test_load_csv_with_transfers_and_gathers_ignores_them_and_says_so(path):
     assert to_csv(table) == to_csv(load_schedule("1f1b", 2, 2))
     assert table.note == (
         f"pipeline.schedule={path}: read as an order of units, not as ticks: the engines place "
-        "transfers, gathers and reductions themselves, so 14 cells (RECV_B, RECV_F, REDUCE_GRAD, "
-        "RESHARD, SEND_B, SEND_F, UNSHARD) are ignored"
+        "transfers, gathers and reductions themselves, so 14 cells are ignored (RECV_B, RECV_F, "
+        "REDUCE_GRAD, RESHARD, SEND_B, SEND_F, UNSHARD)"
     )
 
 

@@ -9,8 +9,11 @@ import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
 
+from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.slots import activation_slots
-from maxpipe.planning.simulate import simulate
+from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.planning.solve import solve
+from maxpipe.planning.solver_task import Task
 
 ROWS = 48
 
@@ -52,6 +55,18 @@ def test_mpmd_engine_with_tied_embeddings_on_both_stages_equals_sequential():
 def test_mpmd_engine_with_both_ends_of_the_model_on_one_stage_equals_sequential():
     """Split backwards, uneven chunks."""
     config = config_of(schedule="zb_v", repeats=2, tied=True, chunks=[1, 2, 1, 1], remat="minimal")
+    mpmd = MpmdUnderTest(config)
+    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+def test_mpmd_engine_with_a_table_that_was_solved_equals_sequential(tmp_path):
+    """Its backwards are of both forms, B, and I with W."""
+    task = Task(2, 4, 1, "loop", False, 3, Costs(1, 2, 1.4, 0.9, 0.05))
+    table = solve(task, 0, lambda *state: None).run.table
+    assert table.kinds == ("F", "B", "I", "W")
+    path = tmp_path / "best.csv"
+    path.write_text(to_csv(table))
+    config = config_of(schedule=str(path), layers=2, remat="minimal")
     mpmd = MpmdUnderTest(config)
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
 

@@ -1,0 +1,95 @@
+"""Translate the data source, the tokenizer, sequences and evaluations."""
+
+import os
+
+from maxpipe.migration.translator import Translator
+
+LEAST_BYTE_VOCABULARY = 259  # ids of data.tokenizer=byte, which synthetic data is checked against
+HF_READERS = {"json": "jsonl", "parquet": "parquet", "text": "text"}
+GRAIN_READERS = {"arrayrecord": "array_record", "parquet": "parquet"}
+
+
+def translate_data(t: Translator) -> None:
+    """Set the data source, tokenizer, sequences and evaluations."""
+    t.copy("max_target_length", "packing", "enable_data_shuffling", "init_weights_seed")
+    if t.integer("data_shuffle_seed") != t.integer("init_weights_seed"):
+        t.note("data_shuffle_seed", "left out: one seed, that of init_weights_seed, does for both")
+    match t.text("dataset_type"):
+        case "synthetic":
+            t.set("data.source", "synthetic", "dataset_type")
+            if 0 < t.integer("vocab_size") < LEAST_BYTE_VOCABULARY:
+                message = f"must be at least {LEAST_BYTE_VOCABULARY}, that of data.tokenizer=byte"
+                t.refuse("vocab_size", message)
+        case "hf":
+            _translate_hf(t)
+            _translate_tokenizer(t)
+        case "grain":
+            _translate_grain(t)
+            _translate_tokenizer(t)
+        case kind:
+            message = (
+                f"{kind} is not read; use dataset_type=grain with grain_file_type=arrayrecord or "
+                "parquet, or dataset_type=hf with hf_path=json, parquet or text, or synthetic"
+            )
+            t.refuse("dataset_type", message)
+    _translate_eval(t)
+
+
+def _translate_hf(t: Translator) -> None:
+    path, files = t.text("hf_path"), t.value("hf_train_files")
+    if path not in HF_READERS:
+        message = (
+            f"{path or 'nothing'} is a dataset of the Hugging Face hub: download its files and "
+            f"give hf_path={', '.join(HF_READERS)} and hf_train_files=PATHS"
+        )
+        t.refuse("hf_path", message)
+        return
+    if not files:
+        t.refuse("hf_train_files", "names no files; give paths or globs, separated by commas")
+    t.set("data.source", HF_READERS[path], "hf_path")
+    names = files if isinstance(files, list) else [str(files)]
+    t.set("data.path", ",".join(map(str, names)), "hf_train_files")
+
+
+def _translate_grain(t: Translator) -> None:
+    files, kind = t.text("grain_train_files"), t.text("grain_file_type")
+    if t.text("grain_train_mixture_config_path") or ";" in files:
+        key = "grain_train_files" if ";" in files else "grain_train_mixture_config_path"
+        t.refuse(key, "a mixture is written as data.mixture in the result: give one source here")
+    elif not files:
+        t.refuse("grain_train_files", "names no files; give a path or a glob")
+    if kind not in GRAIN_READERS:
+        t.refuse("grain_file_type", f"{kind} is not read; use {' or '.join(GRAIN_READERS)}")
+        return
+    t.set("data.source", GRAIN_READERS[kind], "grain_file_type")
+    t.set("data.path", files, "grain_train_files")
+    t.set("data.num_workers", max(0, t.integer("grain_worker_count")), "grain_worker_count")
+
+
+def _translate_tokenizer(t: Translator) -> None:
+    path = t.text("tokenizer_path")
+    inside = os.path.join(os.path.expanduser(path), "tokenizer.json")
+    if path and os.path.isfile(inside):
+        path = inside
+    if path.endswith((".json", ".model")):
+        t.set("data.tokenizer", path, "tokenizer_path")
+        return
+    advice = {
+        "huggingface": "download tokenizer.json from the Hugging Face hub and give its path",
+        "sentencepiece": "give the path of a SentencePiece model whose name ends in .model",
+    }.get(t.text("tokenizer_type"), "give the path of a tokenizer.json")
+    t.refuse("tokenizer_path", f"{path or 'nothing'} is no local tokenizer: {advice}")
+
+
+def _translate_eval(t: Translator) -> None:
+    every = max(0, t.integer("eval_interval"))
+    t.set("eval.every", every, "eval_interval")
+    if not every:
+        return
+    if t.integer("eval_steps") > 0:
+        t.copy("eval_steps")
+    else:
+        t.note("eval_steps", "an evaluation has eval.batches batches, 2 unless set")
+    for key in ("hf_eval_files", "grain_eval_files"):
+        if t.text(key):
+            t.note(key, "left out: data.eval_fraction of the training documents are set aside")

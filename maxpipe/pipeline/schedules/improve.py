@@ -1,0 +1,82 @@
+"""Improve orders of units by tabu search over the critical path.
+
+The critical path leads from the unit that ends last back to time 0, each unit on it starting when
+the one before it ends, on the same stage or with its input. Only a change of order on that path can
+make a step shorter.
+"""
+
+import math
+import time
+
+from maxpipe.pipeline.schedules.neighbours import Move, neighbours
+from maxpipe.pipeline.schedules.timed_orders import TOLERANCE, Orders, Timing, Workload
+
+Cost = tuple[float, float]
+TENURE = 12  # moves for which a pair of units that was swapped stays as it is
+CANDIDATES = 40  # moves that are tried from one place
+
+
+def improve(workload: Workload, orders: Orders, max_trials: int, until: float = math.inf) -> Orders:
+    """Return orders that take no more time: the best of a search that starts from the given ones.
+
+    Args:
+      workload: what is ordered.
+      orders: legal ones that fit the memory.
+      max_trials: orders that are timed; the search is deterministic if it gets so far.
+      until: time of `time.monotonic` at which the search stops.
+    """
+
+    timing = workload.time(orders)
+    assert timing is not None
+    best, best_cost, current = orders, _cost(timing), orders
+    bound = workload.lower_bound()
+    tabu: dict[Move, int] = {}
+    trials = step = 0
+    while trials < max_trials and best_cost[0] > bound + TOLERANCE and time.monotonic() < until:
+        step += 1
+        path = _critical_path(workload, current, timing)
+        options: list[tuple[Cost, Move, Orders, Timing]] = []
+        for move, neighbour in neighbours(workload, current, path):
+            if len(options) == CANDIDATES:
+                break
+            trials += 1
+            tried = workload.time(neighbour)
+            if tried is None:
+                continue
+            value = _cost(tried)
+            if tabu.get(move, 0) < step or value < best_cost:
+                options.append((value, move, neighbour, tried))
+        if not options:
+            break
+        value, move, current, timing = min(options, key=lambda option: option[:2])
+        tabu[move[::-1]] = step + TENURE + step % 7
+        if value[0] < best_cost[0] - TOLERANCE or (
+            value[0] < best_cost[0] + TOLERANCE and value[1] < best_cost[1] - TOLERANCE
+        ):
+            best, best_cost = current, value
+    return best
+
+
+def _cost(timing: Timing) -> Cost:
+    return timing.makespan, timing.span
+
+
+def _critical_path(workload: Workload, orders: Orders, timing: Timing) -> list[int]:
+    """Return the units of a critical path, the last one first."""
+    before = {
+        unit: row[index - 1] if index else -1
+        for row in orders.stages
+        for index, unit in enumerate(row)
+    }
+    unit = timing.last
+    path = [unit]
+    while True:
+        previous, needed = before[unit], workload.needs[unit]
+        begin = timing.start[unit]
+        if previous >= 0 and timing.end[previous] >= begin - TOLERANCE:
+            unit = previous
+        elif needed >= 0 and timing.end[needed] + workload.delays[unit] >= begin - TOLERANCE:
+            unit = needed
+        else:
+            return path
+        path.append(unit)

@@ -1,0 +1,235 @@
+"""Orders of units with the times that units take: when each runs, and what waits for what.
+
+Letters: S stages, M microbatches, V repeats, G = V * S global chunks, N = M * G.
+
+Units are numbers, so that an order is quickly timed: microbatch m and global chunk g give the pair
+p = m * G + g; its F is p, its backward N + p, and its W 2N + p. A backward is an I with a W of its
+own, or a B, which is in `whole`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from maxpipe.pipeline.schedules.order import RawUnit
+from maxpipe.pipeline.schedules.table import stages_of_chunks
+
+TOLERANCE = 1e-9
+
+
+class UnitTimes(NamedTuple):
+    """Times of units of one chunk, one number for each stage, and of what is between them.
+
+    Attributes:
+      forward, backward, input_gradient, weight_gradient: time of an F, B, I, W, [S] each.
+      communication: time of one transfer between stages.
+      head: time of loss and its gradient for one microbatch, after the last chunk's F.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    communication: float = 0.0
+    head: float = 0.0
+
+
+class Orders(NamedTuple):
+    """The order of units on each stage, and the pairs whose backward is a B."""
+
+    stages: tuple[tuple[int, ...], ...]
+    whole: frozenset[int] = frozenset()
+
+
+class Timing(NamedTuple):
+    """When the units of some orders run.
+
+    Attributes:
+      makespan: end of the last unit.
+      span: longest time from a stage's first unit to its last.
+      start, end: of each unit, [3N]; the end of a unit that does not run is negative.
+      last: the unit that ends last.
+    """
+
+    makespan: float
+    span: float
+    start: list[float]
+    end: list[float]
+    last: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What has to be ordered.
+
+    Attributes:
+      num_stages, num_microbatches, num_repeats, placement: see `Table`.
+      times: of the units.
+      max_in_flight: chunks that may be in flight on a stage, at least V.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int
+    placement: str
+    times: UnitTimes
+    max_in_flight: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Return G."""
+        return self.num_stages * self.num_repeats
+
+    @property
+    def num_pairs(self) -> int:
+        """Return N."""
+        return self.num_microbatches * self.num_chunks
+
+    @cached_property
+    def stage_of(self) -> list[int]:
+        """Return the stage of each global chunk, [G]."""
+        return stages_of_chunks(self.num_stages, self.num_repeats, self.placement).tolist()
+
+    @cached_property
+    def durations(self) -> list[float]:
+        """Return the time of each unit, [3N]; backwards as I."""
+        times, last = self.times, self.num_chunks - 1
+        rows = (times.forward, times.input_gradient, times.weight_gradient)
+        durations = [
+            row[stage]
+            for row in rows
+            for _ in range(self.num_microbatches)
+            for stage in self.stage_of
+        ]
+        for microbatch in range(self.num_microbatches):
+            durations[microbatch * self.num_chunks + last] += times.head
+        return durations
+
+    @cached_property
+    def whole_durations(self) -> list[float]:
+        """Return the time of each pair's B, [N]."""
+        row = [self.times.backward[stage] for stage in self.stage_of]
+        return row * self.num_microbatches
+
+    @cached_property
+    def needs(self) -> list[int]:
+        """Return the unit whose result each unit waits for, [3N]; -1 for none."""
+        pairs, chunks = self.num_pairs, self.num_chunks
+        forward = [p - 1 if p % chunks else -1 for p in range(pairs)]
+        backward = [p if p % chunks == chunks - 1 else pairs + p + 1 for p in range(pairs)]
+        return forward + backward + list(range(pairs, 2 * pairs))
+
+    @cached_property
+    def delays(self) -> list[float]:
+        """Return the time from the end of what a unit waits for until it may start, [3N]."""
+        return [
+            self.times.communication
+            if needed >= 0 and self.stage(needed) != self.stage(unit)
+            else 0.0
+            for unit, needed in enumerate(self.needs)
+        ]
+
+    def stage(self, unit: int) -> int:
+        """Return the stage of a unit."""
+        return self.stage_of[unit % self.num_chunks]
+
+    def duration(self, unit: int, whole: frozenset[int]) -> float:
+        """Return the time of a unit, given the pairs whose backward is a B."""
+        pair = unit - self.num_pairs
+        return self.whole_durations[pair] if pair in whole else self.durations[unit]
+
+    def orders(self, raw: Iterable[Iterable[RawUnit]]) -> Orders:
+        """Return orders of kinds, microbatches and chunks as numbers."""
+        block = {"F": 0, "I": 1, "B": 1, "W": 2}
+        whole, stages = set(), []
+        for units in raw:
+            row = []
+            for kind, microbatch, chunk in units:
+                pair = microbatch * self.num_chunks + chunk
+                row.append(block[kind] * self.num_pairs + pair)
+                if kind == "B":
+                    whole.add(pair)
+            stages.append(tuple(row))
+        return Orders(tuple(stages), frozenset(whole))
+
+    def raw(self, orders: Orders) -> list[list[RawUnit]]:
+        """Return orders as kinds, microbatches and chunks."""
+        return [[self._raw(unit, orders.whole) for unit in row] for row in orders.stages]
+
+    def _raw(self, unit: int, whole: frozenset[int]) -> RawUnit:
+        block, pair = divmod(unit, self.num_pairs)
+        kind = "B" if block == 1 and pair in whole else "FIW"[block]
+        return (kind, *divmod(pair, self.num_chunks))
+
+    def peak(self, row: Sequence[int], whole: frozenset[int]) -> int:
+        """Return the most chunks in flight on a stage with this order."""
+        pairs = self.num_pairs
+        in_flight = most = 0
+        for unit in row:
+            if unit < pairs:
+                in_flight += 1
+                most = max(most, in_flight)
+            elif unit >= 2 * pairs or unit - pairs in whole:
+                in_flight -= 1
+        return most
+
+    def fits(self, orders: Orders) -> bool:
+        """Return whether no stage has more chunks in flight than it may."""
+        return all(self.peak(row, orders.whole) <= self.max_in_flight for row in orders.stages)
+
+    def time(self, orders: Orders) -> Timing | None:
+        """Run every unit as early as order and inputs allow; None if they contradict each other."""
+        needs, delays, durations = self.needs, self.delays, self.durations
+        pairs, whole, whole_durations = self.num_pairs, orders.whole, self.whole_durations
+        start, end = [0.0] * (3 * pairs), [-1.0] * (3 * pairs)
+        position, free = [0] * self.num_stages, [0.0] * self.num_stages
+        waiting: dict[int, list[int]] = {}
+        ready = list(range(self.num_stages))
+        while ready:
+            stage = ready.pop()
+            row, at, now = orders.stages[stage], position[stage], free[stage]
+            while at < len(row):
+                unit = row[at]
+                needed = needs[unit]
+                if needed >= 0:
+                    if end[needed] < 0:
+                        waiting.setdefault(needed, []).append(stage)
+                        break
+                    now = max(now, end[needed] + delays[unit])
+                start[unit] = now
+                pair = unit - pairs
+                now += whole_durations[pair] if pair in whole else durations[unit]
+                end[unit] = now
+                at += 1
+                if unit in waiting:
+                    ready.extend(waiting.pop(unit))
+            position[stage], free[stage] = at, now
+        if any(at < len(row) for at, row in zip(position, orders.stages, strict=True)):
+            return None
+        spans = [end[row[-1]] - start[row[0]] for row in orders.stages]
+        makespan, span = max(free), max(spans)
+        return Timing(
+            makespan,
+            span,
+            start,
+            end,
+            orders.stages[free.index(makespan)][-1],
+        )
+
+    def lower_bound(self) -> float:
+        """Return a time that no order can beat: a stage's work after its first input arrives."""
+        times, stage_of = self.times, self.stage_of
+        arrival, bounds, seen = 0.0, [], set()
+        for chunk, stage in enumerate(stage_of):
+            if stage not in seen:
+                seen.add(stage)
+                split = times.input_gradient[stage] + times.weight_gradient[stage]
+                backward = min(split, times.backward[stage])
+                work = self.num_repeats * (times.forward[stage] + backward)
+                work += times.head if stage == stage_of[-1] else 0.0
+                bounds.append(arrival + self.num_microbatches * work)
+            arrival += times.forward[stage]
+            if chunk + 1 < len(stage_of) and stage_of[chunk + 1] != stage:
+                arrival += times.communication
+        return max(bounds)

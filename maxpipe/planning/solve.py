@@ -1,0 +1,127 @@
+"""Find the schedule of the least makespan under a cap on activations in flight.
+
+The search starts from every named schedule of these sizes that fits, and from list scheduling under
+many policies; a tabu search improves the best of them, and CP-SAT proves a bound and improves them
+further. So the result is never worse than a named schedule of the same form.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.improve import improve
+from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.order import place, stage_orders
+from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.timed_orders import Orders, Workload
+from maxpipe.pipeline.schedules.validate import validate
+from maxpipe.planning.simulate import Simulation, simulate
+from maxpipe.planning.solve_lockstep import solve_lockstep
+from maxpipe.planning.solver_task import NAME, Progress, Task
+
+STARTS = 4  # orders that the tabu search improves
+HEURISTICS = 1 / 3  # of the time, at most, before CP-SAT
+UNITS_TIMED = 600_000  # by the tabu search, from each of them
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What was found.
+
+    Attributes:
+      run: the best schedule.
+      bound: a makespan that no schedule of this form can beat.
+      named: the named schedules that fit, by makespan.
+      exact: whether CP-SAT searched.
+    """
+
+    run: Simulation
+    bound: float
+    named: list[Simulation]
+    exact: bool
+
+    @property
+    def is_optimal(self) -> bool:
+        """Return whether the bound is reached, but for rounding."""
+        return self.run.makespan <= self.bound * (1 + 1e-6) + 1e-9
+
+
+def solve(task: Task, seconds: float, progress: Progress) -> Solution:
+    """Search for a time, or until the best schedule is proved.
+
+    Args:
+      task: sizes, times and memory.
+      seconds: of search; 0 for the heuristics alone, which then take as long as they take.
+      progress: called when there is something new.
+    """
+    begin = time.monotonic()
+    named = sorted(_named(task), key=lambda run: run.makespan)
+    report = _since(begin, progress)
+    exact = seconds > 0 and find_spec("ortools") is not None
+    search = solve_lockstep if task.lockstep else _solve_free
+    table, bound = search(task, named, seconds, exact, report)
+    validate(table)
+    run = simulate(table, task.costs)
+    assert task.fits(run)
+    same_form = [other for other in named if other.table.lockstep == task.lockstep]
+    if same_form and same_form[0].makespan < run.makespan:  # by a loss spread over the stages
+        run = simulate(replace(same_form[0].table, name=NAME), task.costs)
+    return Solution(run, min(bound, run.makespan), named, exact)
+
+
+def _since(begin: float, progress: Progress) -> Progress:
+    def report(_: float, makespan: float, bound: float) -> None:
+        progress(time.monotonic() - begin, makespan, bound)
+
+    return report
+
+
+def _named(task: Task) -> Iterator[Simulation]:
+    """Yield the named schedules of a task's sizes and placement that fit its memory."""
+    for name, facts in SCHEDULES.items():
+        if facts.repeats_for(task.num_repeats) != task.num_repeats:
+            continue
+        table = load_schedule(name, task.num_stages, task.num_microbatches, task.num_repeats)
+        if table.placement != task.placement or (task.lockstep and not table.lockstep):
+            continue
+        run = simulate(table, task.costs)
+        if task.fits(run):
+            yield run
+
+
+def _solve_free(
+    task: Task, named: list[Simulation], seconds: float, exact: bool, progress: Progress
+) -> tuple[Table, float]:
+    begin = time.monotonic()
+    until = begin + seconds * (HEURISTICS if exact else 1) if seconds else math.inf
+    workload = task.workload
+    bound = workload.lower_bound()
+    starts = [workload.orders(stage_orders(run.table)) for run in named]
+    starts = [orders for orders in starts if workload.fits(orders)]
+    for policy in (*policies(workload, True), *policies(workload, False)):
+        if not starts or time.monotonic() < until:
+            starts.append(schedule_units(workload, policy))
+    starts = sorted(set(starts), key=lambda orders: _makespan(workload, orders))[:STARTS]
+    best = starts[0]
+    progress(0, _makespan(workload, best), bound)
+    for orders in starts:
+        improved = improve(workload, orders, UNITS_TIMED // (3 * workload.num_pairs), until)
+        best = min(best, improved, key=lambda orders: _makespan(workload, orders))
+        progress(0, _makespan(workload, best), bound)
+    if exact and _makespan(workload, best) > bound + 1e-9:
+        from maxpipe.planning.cp_sat import solve_exactly  # an extra, slow to import
+
+        left = seconds - (time.monotonic() - begin)
+        best, bound = solve_exactly(workload, best, left, progress)
+    sizes = task.num_stages, task.num_microbatches, task.num_repeats
+    return place(NAME, *sizes, workload.raw(best), task.placement), bound
+
+
+def _makespan(workload: Workload, orders: Orders) -> float:
+    timing = workload.time(orders)
+    assert timing is not None, "the orders contradict each other"
+    return timing.makespan

@@ -1,0 +1,46 @@
+"""What the schedule solver is asked for: sizes, placement, times of units, and memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from maxpipe.pipeline.schedules.timed_orders import UnitTimes, Workload
+from maxpipe.planning.simulate import Costs, Simulation
+
+NAME = "solved"  # of the tables that it finds
+# Called with the seconds since the start, the best makespan and the bound.
+Progress = Callable[[float, float, float], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to solve.
+
+    Attributes:
+      num_stages, num_microbatches, num_repeats, placement, lockstep: see `Table`.
+      max_in_flight: chunks that may be in flight on a stage, at least `num_repeats`.
+      costs: times of units of one chunk.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int
+    placement: str
+    lockstep: bool
+    max_in_flight: int
+    costs: Costs
+
+    @property
+    def workload(self) -> Workload:
+        """Return the task as the search takes it."""
+        forward, backward, gradient, weight = (
+            tuple(self.costs.of(kind, self.num_stages).tolist()) for kind in "FBIW"
+        )
+        times = UnitTimes(
+            forward, backward, gradient, weight, self.costs.communication, self.costs.head
+        )
+        sizes = self.num_stages, self.num_microbatches, self.num_repeats
+        return Workload(*sizes, self.placement, times, self.max_in_flight)
+
+    def fits(self, run: Simulation) -> bool:
+        """Return whether no stage has more chunks in flight than it may."""
+        return bool(run.peak_in_flight.max() <= self.max_in_flight)

@@ -1,0 +1,138 @@
+"""Parse `solve` with its `key=value` words, search for the best schedule and print it."""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from maxpipe.planning.solve import Solution, solve
+from maxpipe.planning.solver_task import Task
+from maxpipe.render.request import (
+    OTHER_COSTS,
+    SIZES,
+    UNIT_COSTS,
+    UsageError,
+    chunk_costs,
+    parse_costs,
+    parse_number,
+    parse_size,
+    parse_switch,
+)
+from maxpipe.render.terminal import comparison_text
+
+COMMAND = "solve"
+REPEATS = {"loop": 1, "v": 2}
+KEYS = (
+    *SIZES,
+    "placement",
+    "memory",
+    "lockstep",
+    *UNIT_COSTS,
+    *(key for key in OTHER_COSTS if key != "collectives"),
+)
+SECONDS_BETWEEN_LINES = 5.0
+WITHOUT_SOLVER = (
+    "exact search needs OR-Tools, which is not installed: pip install 'maxpipe[solve]'; "
+    "heuristics alone were tried"
+)
+
+
+def parse_task(words: Sequence[str]) -> Task:
+    """Parse the words after `solve`.
+
+    Raises:
+      UsageError: a word is no key with a legal value; the message names the key.
+    """
+    pairs: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"{word}: solve takes no schedule, only keys: {', '.join(KEYS)}")
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"{key}: solve has no such key; {hint}keys are {', '.join(KEYS)}")
+        if key in pairs:
+            raise UsageError(f"{key}: is given twice; keep one")
+        pairs[key] = value
+    placement = pairs.get("placement", "loop")
+    if placement not in REPEATS:
+        raise UsageError(f"placement={placement}: must be loop or v")
+    sizes = {key: parse_size(key, pairs[key]) for key in SIZES if key in pairs}
+    stages, microbatches, repeats = ({**SIZES, "repeats": REPEATS[placement]} | sizes).values()
+    costs = chunk_costs(parse_costs(pairs), stages, repeats)
+    return Task(
+        stages,
+        microbatches,
+        repeats,
+        placement,
+        parse_switch("lockstep", pairs.get("lockstep", "false")),
+        _max_in_flight(pairs, microbatches, repeats),
+        costs,
+    )
+
+
+def _max_in_flight(pairs: dict[str, str], microbatches: int, repeats: int) -> int:
+    """Return the chunks that may be in flight on a stage."""
+    if "memory" not in pairs:
+        return microbatches * repeats
+    chunks = int(parse_number("memory", pairs["memory"]) * repeats + 1e-9)
+    if chunks < repeats:
+        raise UsageError(
+            f"memory={pairs['memory']}: must be at least 1, since a stage holds all its chunks of "
+            "a microbatch until the first backward"
+        )
+    return min(chunks, microbatches * repeats)
+
+
+class ProgressLine:
+    """Show the best makespan and the bound: one line that changes, or in a file a line at times.
+
+    Args:
+      stream: where to write.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._shown = -SECONDS_BETWEEN_LINES
+        self._width = 0
+
+    def __call__(self, seconds: float, makespan: float, bound: float) -> None:
+        """Show the state after some seconds."""
+        if not self._stream.isatty() and seconds < self._shown + SECONDS_BETWEEN_LINES:
+            return
+        self._shown = seconds
+        line = f"{seconds:.0f} s: best makespan {makespan:.6g}, bound {bound:.6g}"
+        if self._stream.isatty():
+            self._stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            self._stream.write(line + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the line."""
+        if self._width:
+            self._stream.write("\n")
+
+
+def search(task: Task, seconds: float) -> Solution:
+    """Solve a task with a progress line on stderr."""
+    line = ProgressLine(sys.stderr)
+    solution = solve(task, seconds, line)
+    line.close()
+    if not solution.exact and seconds > 0:
+        print(WITHOUT_SOLVER, file=sys.stderr)
+    return solution
+
+
+def solution_text(solution: Solution) -> str:
+    """Return a line for the schedule and for each named one that fits, and what was proved."""
+    run = solution.run
+    above = run.makespan / solution.bound - 1 if solution.bound > 0 else 0.0
+    verdict = "no order is shorter" if solution.is_optimal else f"found: {above:.2%} above it"
+    form = "lockstep" if run.table.lockstep else "free-running"
+    return (
+        f"{comparison_text([run, *solution.named])}"
+        f"bound: no {form} order of these sizes takes less than {solution.bound:.6g}; {verdict}\n"
+    )

@@ -1,0 +1,211 @@
+"""The schedule solver: never worse than what is known, within its memory, and its bound holds."""
+
+import itertools
+
+import pytest
+
+from maxpipe.config.catalog import SCHEDULES
+from maxpipe.pipeline.schedules.csv_files import load_csv, to_csv
+from maxpipe.pipeline.schedules.improve import improve
+from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.order import place, stage_orders
+from maxpipe.pipeline.schedules.throttled import throttled
+from maxpipe.pipeline.schedules.timed_orders import Orders, UnitTimes, Workload
+from maxpipe.pipeline.schedules.validate import validate
+from maxpipe.planning.simulate import Costs, simulate
+from maxpipe.planning.solve import solve
+from maxpipe.planning.solver_task import Task
+
+SPLIT = Costs(1, 2.3, 1.4, 0.9, 0.1)
+CHEAP_B = Costs(1, 2, 1.4, 0.9, 0.05, head=0.3)
+UNEVEN = Costs([1, 1.5, 0.5], [2, 3, 1], [1, 2, 0.5], [1, 1, 0.5], 0.2)
+
+
+def workload(S, M, V, placement, costs, max_in_flight):
+    times = [tuple(costs.of(kind, S).tolist()) for kind in "FBIW"]
+    return Workload(
+        S, M, V, placement, UnitTimes(*times, costs.communication, costs.head), max_in_flight
+    )
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch):
+    monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 50_000)
+
+
+def found(task, seconds=0.0):
+    """Solve without a progress line."""
+    return solve(task, seconds, lambda *state: None)
+
+
+@pytest.mark.parametrize("costs", [SPLIT, CHEAP_B, UNEVEN])
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if "mpmd" in SCHEDULES[n].engines])
+def test_timed_orders_agree_with_the_simulation(name, costs):
+    S, M, V = 3, 5, SCHEDULES[name].repeats_for(2)
+    table = load_schedule(name, S, M, V)
+    work = workload(S, M, V, table.placement, costs, M * V)
+    orders = work.orders(stage_orders(table))
+    free = place(name, S, M, V, work.raw(orders), table.placement)
+    run, timing = simulate(free, costs), work.time(orders)
+    assert timing.makespan == pytest.approx(run.makespan)
+    assert timing.span == pytest.approx(run.span.max())
+    assert [work.peak(row, orders.whole) for row in orders.stages] == run.peak_in_flight.tolist()
+    assert work.lower_bound() <= timing.makespan + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("S", "M", "V", "placement", "cap"),
+    [(3, 5, 1, "loop", 1), (3, 5, 2, "loop", 2), (3, 4, 3, "v", 4), (3, 5, 2, "v", 7)],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_list_scheduling_under_any_cap_runs_every_unit_within_it(S, M, V, placement, cap, whole):
+    work = workload(S, M, V, placement, UNEVEN, cap)
+    for policy in policies(work, whole):
+        orders = schedule_units(work, policy)
+        table = place("list", S, M, V, work.raw(orders), placement)
+        validate(table)
+        assert simulate(table, UNEVEN).peak_in_flight.max() <= cap
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_throttled_lockstep_table_under_any_cap_is_valid_and_within_it(splits):
+    for S, M, V, placement in itertools.product((1, 3), (1, 5), (1, 2, 3), ("loop", "v")):
+        for cap in range(V, 2 * V * S):
+            table = throttled("throttled", S, M, V, placement, cap, splits)
+            validate(table)
+            assert simulate(table).peak_in_flight.max() <= cap
+
+
+def test_improve_joins_and_moves_units_and_keeps_the_memory():
+    """The published order is the worse, the less F, I and W are equal."""
+    work = workload(4, 8, 1, "loop", CHEAP_B, 5)
+    orders = work.orders(stage_orders(load_schedule("zb_h1", 4, 8)))
+    improved = improve(work, orders, 1000)
+    assert work.time(improved).makespan < work.time(orders).makespan - 1
+    assert improved.whole
+    assert work.fits(improved)
+    assert improve(work, orders, 1000) == improved
+
+
+CASES = [
+    (4, 8, 1, "loop", False, 5),
+    (4, 8, 1, "loop", False, 8),
+    (3, 6, 2, "loop", False, 7),
+    (3, 6, 2, "v", False, 6),
+    (4, 4, 2, "v", False, 4),
+    (4, 8, 1, "loop", True, 8),
+    (3, 7, 2, "loop", True, 11),
+]
+
+
+@pytest.mark.parametrize(("S", "M", "V", "placement", "lockstep", "cap"), CASES)
+def test_solve_is_never_worse_than_a_named_schedule_that_fits(
+    S, M, V, placement, lockstep, cap, monkeypatch
+):
+    """However short the search is."""
+    monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 5_000)
+    for costs in (SPLIT, CHEAP_B, Costs(1, 2, 1, 1)):
+        solution = found(Task(S, M, V, placement, lockstep, cap, costs))
+        assert solution.run.table.lockstep == lockstep
+        assert solution.run.peak_in_flight.max() <= cap
+        assert solution.bound <= solution.run.makespan + 1e-9
+        named = [
+            run
+            for name, facts in SCHEDULES.items()
+            if facts.repeats_for(V) == V
+            and (run := simulate(load_schedule(name, S, M, V), costs)).table.placement == placement
+            and run.peak_in_flight.max() <= cap
+            and (run.table.lockstep or not lockstep)
+        ]
+        assert len(solution.named) == len(named) > 0
+        # With a head, lockstep tables have it spread over the stages, which is another program.
+        same_form = [run for run in named if run.table.lockstep == lockstep]
+        assert all(solution.run.makespan <= run.makespan + 1e-9 for run in same_form)
+
+
+def test_solve_under_a_cap_that_no_named_schedule_fits_still_finds_one():
+    for lockstep in (False, True):
+        solution = found(Task(4, 6, 1, "loop", lockstep, 2, SPLIT))
+        assert solution.named == []
+        assert solution.run.peak_in_flight.max() == 2
+
+
+def test_solve_without_the_exact_solver_says_so(monkeypatch):
+    monkeypatch.setattr("maxpipe.planning.solve.find_spec", lambda name: None)
+    assert not found(Task(2, 3, 1, "loop", False, 2, SPLIT), seconds=1.0).exact
+
+
+class TestExact:
+    @pytest.fixture(autouse=True)
+    def _needs_the_extra(self):
+        pytest.importorskip("ortools")
+
+    @pytest.mark.parametrize("costs", [Costs(1, 2, 1, 1), Costs(1, 1.5, 1, 1, 0.25)])
+    @pytest.mark.parametrize(
+        ("placement", "V", "cap"), [("loop", 1, 1), ("loop", 1, 2), ("v", 2, 2), ("loop", 2, 3)]
+    )
+    def test_solve_proves_the_least_makespan_of_all_orders(self, costs, placement, V, cap):
+        """Two microbatches on two stages have few enough orders to try them all."""
+        S, M = 2, 2 if V == 1 else 1
+        solution = found(Task(S, M, V, placement, False, cap, costs), seconds=20.0)
+        assert solution.is_optimal
+        work = workload(S, M, V, placement, costs, cap)
+        assert solution.run.makespan == pytest.approx(shortest(work))
+
+    @pytest.mark.parametrize("cap", [2, 3])
+    def test_solve_in_lockstep_proves_the_least_makespan_of_all_tables(self, cap):
+        costs = Costs(1, 2.5, 1.4, 0.9, 0.1, head=0.5)
+        solution = found(Task(2, 3, 1, "loop", True, cap, costs), seconds=20.0)
+        assert solution.is_optimal
+        known = simulate(load_schedule("lockstep_zb", 2, 3), costs)
+        assert known.peak_in_flight.max() == 3
+        if cap == 3:
+            assert solution.run.makespan == pytest.approx(known.makespan)
+        else:
+            assert solution.run.makespan > known.makespan + 1
+        validate(solution.run.table)
+
+    def test_solve_beats_named_schedules_and_its_csv_is_the_same_schedule(self, tmp_path):
+        task = Task(3, 5, 1, "loop", False, 4, CHEAP_B)
+        solution = found(task, seconds=3.0)
+        assert solution.run.makespan < solution.named[0].makespan - 0.5
+        path = tmp_path / "best.csv"
+        path.write_text(to_csv(solution.run.table))
+        again = simulate(load_csv(path, 3, 5, 1), CHEAP_B)
+        assert again.makespan == pytest.approx(solution.run.makespan)
+
+
+def shortest(work):
+    """Return the least makespan of all orders, by trying all that keep microbatches in order."""
+    pairs = work.num_pairs
+    best = float("inf")
+    times = work.times
+    splits_are_best = times.backward[0] >= times.input_gradient[0] + times.weight_gradient[0]
+    for size in range(1 if splits_are_best else pairs + 1):
+        for whole in map(frozenset, itertools.combinations(range(pairs), size)):
+            rows = []
+            for stage in range(work.num_stages):
+                units = [
+                    unit
+                    for unit in range(3 * pairs)
+                    if work.stage(unit) == stage
+                    and not (unit >= 2 * pairs and unit - 2 * pairs in whole)
+                ]
+                rows.append(
+                    [
+                        row
+                        for row in itertools.permutations(units)
+                        if all(
+                            row.index(a) < row.index(b)
+                            for a, b in itertools.combinations(sorted(units), 2)
+                            if a % pairs == b % pairs
+                        )
+                        and work.peak(row, whole) <= work.max_in_flight
+                    ]
+                )
+            for stages in itertools.product(*rows):
+                timing = work.time(Orders(stages, whole))
+                if timing is not None:
+                    best = min(best, timing.makespan)
+    return best
