@@ -325,7 +325,7 @@ class Checkpointer:
                 return
             where = self._directory if latest is None else self._directory.of(latest)
             self._latest = None  # so that the step may be tried again
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"{type(error).__name__}: {_brief(str(error))}"
             raise CheckpointSaveError(
                 f"saving checkpoint {where} failed: {reason}; {self._safe_steps()}"
             ) from error
@@ -339,6 +339,12 @@ class Checkpointer:
     def _log(self, message: str) -> None:
         if jax.process_index() == 0:
             self._log_in_process_0(message)
+
+
+def _brief(text: str) -> str:
+    """Return a message on one line; TensorStore's are long, with the reason at their end."""
+    text = " ".join(text.split()).partition(" [source locations=")[0].partition(" [tensorstore")[0]
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 def _describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
