@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from maxpipe.config.imports import install_command
 from maxpipe.planning.solve import Solution, solve
 from maxpipe.planning.solver_task import Task
 from maxpipe.render.request import (
