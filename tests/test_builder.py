@@ -1,5 +1,6 @@
 """Test the layouts, schedules and trainers built from configurations."""
 
+import re
 from importlib import metadata
 
 import jax
@@ -165,3 +166,26 @@ def test_package_versions_without_installation_have_the_checkouts_version(monkey
     assert launch.package_versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(
         launch.DEPENDENCIES, "1.2.3"
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "scopes"),
+    [
+        ({"pipeline.engine": "sequential"}, {"embedding", "layer", "head", "optimizer"}),
+        (PIPELINE | {"pipeline.schedule": "circular"}, {"stage", "layer", "head", "optimizer"}),
+        (
+            PIPELINE | {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
+            {"phase_0", "forward", "backward", "weight_gradients", "transfer", "attention", "mlp"},
+        ),
+    ],
+)
+def test_train_step_operations_are_named_by_part_for_profiles(values, scopes):
+    config = tiny(**values)
+    trainer = build_trainer(config, make_mesh(config))
+    shape = config.data.global_batch_size, config.data.sequence_length
+    batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in microbatches.ARRAYS}
+    batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
+    text = trainer.jitted_step.lower(trainer.abstract_state(), batch).as_text(debug_info=True)
+    words = {word for name in re.findall(r'loc\("([^"]*/[^"]*)"', text) for word in name.split("/")}
+    named = {part for word in words for part in re.findall(r"\w+", word)}
+    assert scopes <= named

@@ -40,10 +40,12 @@ class LlamaBlock(nnx.Module):
           (activations [B, T, D], auxiliary loss summed over sequences, float32 scalar: 0 here).
         """
         # 1. x + attention(norm(x))
-        attended = self.attention(self.attention_norm(x_BTD), side.positions, side.segment_ids)
-        x_BTD = x_BTD + self._drop(attended, key, ATTENTION, side)
+        with jax.named_scope("attention"):
+            attended = self.attention(self.attention_norm(x_BTD), side.positions, side.segment_ids)
+            x_BTD = x_BTD + self._drop(attended, key, ATTENTION, side)
         # 2. x + mlp(norm(x))
-        x_BTD = x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), key, MLP, side)
+        with jax.named_scope("mlp"):
+            x_BTD = x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), key, MLP, side)
         return x_BTD, jnp.float32(0)
 
     def _drop(

@@ -86,20 +86,24 @@ class ModelProgram:
             lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
         )
 
+    @jax.named_scope("embedding")
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Look up token ids int32 [...]: activations [..., D] in the compute dtype."""
         return params["embed"]["embedding"][tokens].astype(self.config.dtype)
 
+    @jax.named_scope("layer")
     def block(
         self, layer: Params, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Apply one layer: x [B, T, D] -> (activations, auxiliary loss summed over sequences)."""
         return self._apply_block(layer, x_BTD, side, key)
 
+    @jax.named_scope("head")
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
         """Compute logits [..., V] of activations [..., D], float32, soft-capped if configured."""
         return self._output.logits(*self._projection(params, x_BTD))
 
+    @jax.named_scope("head")
     def head_loss(
         self, params: Params, x_BTD: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:

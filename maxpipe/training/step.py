@@ -35,9 +35,10 @@ def train_step(
     metrics, gradients = loss_and_gradients(state.params, batch, state.step_key())
     norm = global_norm(gradients)
     verdict = judge_step(optimizer, metrics["loss"], norm, state.step, state.skips, state.history)
-    params, opt_state = optimizer.update(
-        state.params, gradients, state.opt_state, state.step, norm, verdict.accept
-    )
+    with jax.named_scope("optimizer"):
+        params, opt_state = optimizer.update(
+            state.params, gradients, state.opt_state, state.step, norm, verdict.accept
+        )
     after = TrainState(state.step + 1, state.key, params, opt_state, verdict.skips, verdict.history)
     return after, metrics | verdict.metrics
 

@@ -267,6 +267,7 @@ class CircularEngine(SpmdEngine):
         )
         return self._apply(chunk, index, x, side, key)
 
+    @jax.named_scope("stage")
     def _apply(
         self, chunk: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:

@@ -160,11 +160,12 @@ class StageProgram:
         """
         # This stage's indices as arrays over ticks; the only thing that differs between stages.
         column = plan.column(lax.axis_index("stage"))
-        for start, stop in plan.phases:
+        for number, (start, stop) in enumerate(plan.phases):
             # NumPy arrays of all stages, the same on every device: they may decide what to trace.
             phase = plan.ticks(start, stop)
             tick = partial(self._tick, phase, vjp)
-            carry, _ = lax.scan(tick, carry, column.ticks(start, stop))
+            with jax.named_scope(f"phase_{number}"):
+                carry, _ = lax.scan(tick, carry, column.ticks(start, stop))
         return carry
 
     def _tick(
@@ -217,6 +218,7 @@ class StageProgram:
         # 7. Transfers: y to the next stage, dx to the previous one.
         return self._transfer(phase, carry, tick, y, dx), None
 
+    @jax.named_scope("forward")
     def _forward(
         self, phase: LockstepPlan, vjp: ChunkVjp | None, carry: Carry, tick: LockstepPlan
     ) -> tuple[Carry, jax.Array]:
@@ -240,6 +242,7 @@ class StageProgram:
         aux = carry.aux + jnp.where(tick.F.active, aux, 0)
         return carry._replace(residuals=stores, aux=aux), y
 
+    @jax.named_scope("embedding")
     def _embed(self, microbatch: PlanArray, like: jax.Array) -> jax.Array:
         """Return the embedding of a microbatch [B, T, D], zeros `like` it if it is negative."""
 
@@ -256,6 +259,7 @@ class StageProgram:
             jnp.maximum(microbatch, 0),
         )
 
+    @jax.named_scope("head")
     def _head(
         self, train: bool, carry: Carry, tick: LockstepPlan, y: jax.Array
     ) -> tuple[Carry, jax.Array]:
@@ -287,6 +291,7 @@ class StageProgram:
         )
         return carry._replace(loss=loss, outer_gradients=outer), gradient
 
+    @jax.named_scope("backward")
     def _backward(
         self,
         phase: LockstepPlan,
@@ -321,6 +326,7 @@ class StageProgram:
             carry = self._embed_backward(carry, tick.ends.embed_backward, dx)
         return carry, dx
 
+    @jax.named_scope("embedding")
     def _embed_backward(self, carry: Carry, microbatch: PlanArray, dx: jax.Array) -> Carry:
         """Add the first stage's dx of a microbatch to the table's gradient; nothing if negative."""
 
@@ -332,6 +338,7 @@ class StageProgram:
         table = lax.cond(microbatch >= 0, active, lambda total: total, carry.table_gradient)
         return carry._replace(table_gradient=table)
 
+    @jax.named_scope("weight_gradients")
     def _weight_gradients(
         self,
         vjp: SplitBackwardVjp[Params, ChunkInputs, ChunkOutputs],
@@ -347,6 +354,7 @@ class StageProgram:
         )
         return _add_to_layers(carry, tick.W.active, tick.W.chunk, dw)
 
+    @jax.named_scope("transfer")
     def _transfer(
         self,
         phase: LockstepPlan,
