@@ -279,6 +279,7 @@ class TestTpu:
             "compile.topology=v5e:2x2",
             "model.num_layers=4",
             "data.global_batch_size=32",
+            "pipeline.num_repeats=1",
             "pipeline.num_microbatches=4",
             "pipeline.remat_policy=none",
             code=3,
