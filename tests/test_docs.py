@@ -22,6 +22,7 @@ from helpers.documentation import (
     fences,
     titled_files,
 )
+from helpers.training_process import TINY_MODEL
 
 from maxpipe import compile as compile_command
 from maxpipe import generate, schedule, train
@@ -47,15 +48,9 @@ MAINS = {
     "maxpipe.data": data.main,
 }
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
-TINY = [
-    "model.embed_dim=16",
-    "model.num_query_heads=2",
-    "model.num_kv_heads=2",
-    "model.mlp_dim=32",
-]
 # The first run as it is, except for its size and the devices that are there.
 SMALL = [
-    *TINY,
+    *TINY_MODEL,
     "steps=2",
     "eval.every=2",
     "eval.batches=1",

@@ -7,16 +7,14 @@ import sys
 
 import pytest
 from helpers.documentation import REPOSITORY, titled_files
+from helpers.training_process import TINY_MODEL
 
 TINY = (
     "base",
     "steps=2",
     "eval.every=0",
     "model.num_layers=2",
-    "model.embed_dim=16",
-    "model.num_query_heads=2",
-    "model.num_kv_heads=2",
-    "model.mlp_dim=32",
+    *TINY_MODEL,
     "mesh.simulated_devices=2",
     "mesh.ici.fsdp=1",
     "pipeline.num_repeats=1",

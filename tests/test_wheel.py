@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.training_process import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "maxpipe", "configs")
@@ -14,10 +15,7 @@ SHORT = (
     "steps=2",
     "eval.every=0",
     "checkpoint.every=0",
-    "model.embed_dim=16",
-    "model.num_query_heads=2",
-    "model.num_kv_heads=2",
-    "model.mlp_dim=32",
+    *TINY_MODEL,
     "mesh.simulated_devices=2",
     "mesh.ici.fsdp=1",
 )

@@ -92,6 +92,26 @@ def find_all(array: np.ndarray, value: int) -> np.ndarray:
     )
 
 
+def read_text(path: str, start: int = 0, end: int | None = None) -> str:
+    """Return bytes `start` to `end` of a file as text whose lines all end with a newline.
+
+    Raises:
+      BadDocument: they are not UTF-8; names file and byte.
+      ConfigError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            text = file.read(-1 if end is None else end - start).decode("utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{path} is not UTF-8 text: byte {start + error.start}"
+        raise BadDocument(Problem("data.path", message)) from error
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}"
+        raise ConfigError(Problem("data.path", message)) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 class FileDocuments:
     """One document per UTF-8 text file, read when it is asked for."""
 
@@ -102,16 +122,8 @@ class FileDocuments:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a file; raise ConfigError if it cannot be read or is not UTF-8."""
-        path = Path(self._paths[index])
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            message = f"{path} is not UTF-8 text: byte {error.start}"
-            raise BadDocument(Problem("data.path", message)) from error
-        except OSError as error:
-            message = f"{path} cannot be read: {error.strerror}"
-            raise ConfigError(Problem("data.path", message)) from error
+        """Return the text of a file; raises as `read_text`."""
+        return read_text(self._paths[index])
 
 
 class Spans:

@@ -32,8 +32,6 @@ class RunDirectory:
     Attributes:
       root: the directory itself.
       checkpoints: one directory per committed step.
-      tensorboard: event files.
-      metrics: `metrics.jsonl`, one row per step.
       config_file: `config.yml`, the resolved configuration of the latest start.
       tokenizer: copies of the tokenizer's files, if it has any.
       config_history: that of every start that changed it, in order.
@@ -43,8 +41,6 @@ class RunDirectory:
         self._mirror = mirror
         self.root = Path(config.output_dir) / config.run_name
         self.checkpoints = self.root / "checkpoints"
-        self.tensorboard = self.root / "tensorboard"
-        self.metrics = self.root / "metrics.jsonl"
         self.config_file = self.root / "config.yml"
         self.tokenizer = self.root / TOKENIZER
         self.config_history = self.root / "config_history"

@@ -53,6 +53,17 @@ def test_one_text_file_without_lines_is_cut_between_characters(tmp_path):
         assert len(pieces) >= LEAST_PIECES - 1
 
 
+def test_one_text_file_with_carriage_returns_has_newlines_only(tmp_path):
+    file = tmp_path / "input.txt"
+    file.write_bytes(b"one\r\ntwo\rthree\n" * 500)
+    config = config_of(file)
+    pieces = "".join(texts(config, "train") + texts(config, "eval"))
+    assert "\r" not in pieces
+    assert pieces.splitlines().count("three") == 500
+    (whole,) = texts(config_of(file, **{"data.eval_fraction": 0.0}), "train")
+    assert whole == "one\ntwo\nthree\n" * 500
+
+
 def test_one_text_file_without_a_held_out_share_stays_one_document(file):
     (document,) = texts(config_of(file, **{"data.eval_fraction": 0.0}), "train")
     assert document == file.read_text(encoding="utf-8")

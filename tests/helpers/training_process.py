@@ -15,11 +15,14 @@ from helpers.runs import rows
 BASE = Path(__file__).parents[2] / "configs" / "base.yml"
 DEADLINE_SECONDS = 240  # of every wait: importing JAX is slow on a busy machine
 
-TINY = (
+TINY_MODEL = (
     "model.embed_dim=16",
     "model.num_query_heads=2",
     "model.num_kv_heads=2",
     "model.mlp_dim=32",
+)
+TINY = (
+    *TINY_MODEL,
     "data.source=synthetic",
     "data.sequence_length=16",
     "data.global_batch_size=8",

@@ -45,7 +45,7 @@ def test_train_convert_dtype_resumes_with_other_dtype(tmp_path, capsys):
     words = ("steps=4", "checkpoint.every=2", "data.source=python_stdlib")
     assert main(tmp_path, *words, "stop_after=2") == 0
     assert main(tmp_path, *words, "model.param_dtype=bfloat16") == 2
-    assert "checkpoint.convert_dtype=true goes on all the same" in capsys.readouterr().err
+    assert "checkpoint.convert_dtype=true continues with the change" in capsys.readouterr().err
     assert (
         main(tmp_path, *words, "model.param_dtype=bfloat16", "checkpoint.convert_dtype=true") == 0
     )

@@ -34,8 +34,6 @@ def test_run_directory_has_the_documented_paths(config, tmp_path):
     run = RunDirectory(config)
     assert run.root == tmp_path / "a"
     assert run.checkpoints == tmp_path / "a" / "checkpoints"
-    assert run.tensorboard == tmp_path / "a" / "tensorboard"
-    assert run.metrics == tmp_path / "a" / "metrics.jsonl"
     assert run.config_file == tmp_path / "a" / "config.yml"
 
 

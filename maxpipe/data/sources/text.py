@@ -18,6 +18,7 @@ from maxpipe.data.files import (
     Spans,
     find_all,
     find_files,
+    read_text,
     require_content,
 )
 from maxpipe.storage.local_files import unpacked, version_of
@@ -82,22 +83,9 @@ class TextPieces:
         return len(self._pieces)
 
     def __getitem__(self, index: int) -> str:
-        """Return the text of a piece.
-
-        Raises:
-          BadDocument: it is not UTF-8; names file and byte.
-        """
+        """Return the text of a piece; raises as `read_text`."""
         start, end = self._pieces[index].tolist()
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(start)
-                return file.read(end - start).decode("utf-8")
-        except UnicodeDecodeError as error:
-            message = f"{self._path} is not UTF-8 text: byte {start + error.start}"
-            raise BadDocument(Problem("data.path", message)) from error
-        except OSError as error:
-            message = f"{self._path} cannot be read: {error.strerror}"
-            raise ConfigError(Problem("data.path", message)) from error
+        return read_text(self._path, start, end)
 
 
 @lru_cache(maxsize=16)
