@@ -52,8 +52,13 @@ def alias_bomb(width, depth):
         ("a: " + "{a: " * 5_000, "brackets"),
         ("- " * 3_000, "not valid YAML"),
         ("x" * 2_000_000, "characters"),
+        (f"a: [{'b,' * 500_000}]", "more than 10000 values"),
+        ("- a\n" * 200_000, "more than 10000 values"),
     ],
-    ids=["60 aliases", "20 aliases", "itself", "zeros", "brackets", "braces", "dashes", "long"],
+    ids=[
+        *("60 aliases", "20 aliases", "itself", "zeros", "brackets", "braces", "dashes", "long"),
+        *("one long list", "many lines"),
+    ],
 )
 def test_load_bomb_in_a_file_is_refused_in_time(tmp_path, text, message):
     assert message in refusal(text=text, tmp_path=tmp_path)
