@@ -136,16 +136,30 @@ def from_record(saved: Mapping[str, object]) -> Config:
     """Return the config that a checkpoint holds as nested mappings.
 
     Keys that this version does not know are left out; keys that the record does not have keep
-    their defaults.
+    their defaults. Names of variants need not be known here.
+
+    Raises:
+      ConfigError: a value is of another type than its key, or breaks the key's bounds, as no run
+        could have saved it.
     """
     values: Updates = {}
-    for key in OPTIONS:
+    problems = []
+    for key, option in OPTIONS.items():
         *sections, name = key.split(".")
         section: object = saved
         for inner in sections:
             section = section.get(inner, {}) if isinstance(section, Mapping) else {}
-        if isinstance(section, Mapping) and name in section:
+        if not isinstance(section, Mapping) or name not in section:
+            continue
+        try:
+            check_type(option, section[name])
+            if option.bounds.variants is None:
+                check_bounds(option, section[name])
             values[key] = section[name]
+        except ValueError as error:
+            problems.append(Problem(key, f"{error}; so says the record of the checkpoint"))
+    if problems:
+        raise ConfigError(*problems)
     return update(Config(), values)
 
 
