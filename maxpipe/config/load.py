@@ -10,12 +10,14 @@ from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
 from maxpipe.config.paths import locate
 from maxpipe.config.rules import RULES
 from maxpipe.config.rules.mesh import check_unknown_axes, fit_mesh, unknown_axes
+from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.shipped import locate_config
 from maxpipe.config.values import check_bounds, check_type, convert
 
 DEFAULT = "default"
+RECORD = "record of the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,8 @@ def from_record(saved: Mapping[str, object]) -> Config:
     their defaults. Names of variants need not be known here.
 
     Raises:
-      ConfigError: a value is of another type than its key, or breaks the key's bounds, as no run
-        could have saved it.
+      ConfigError: a value is of another type than its key, or breaks the key's bounds or a rule of
+        the model, as no run could have saved it.
     """
     values: Updates = {}
     problems = []
@@ -157,10 +159,12 @@ def from_record(saved: Mapping[str, object]) -> Config:
                 check_bounds(option, section[name])
             values[key] = section[name]
         except ValueError as error:
-            problems.append(Problem(key, f"{error}; so says the record of the checkpoint"))
+            problems.append(Problem(key, str(error)))
+    config = update(Config(), values)
+    problems += apply_rules(MODEL_RULES, config, {problem.key for problem in problems})[1]
     if problems:
-        raise ConfigError(*problems)
-    return update(Config(), values)
+        raise ConfigError(*(dataclasses.replace(p, source=RECORD) for p in problems))
+    return config
 
 
 def replace(config: Config, **values: object) -> Config:

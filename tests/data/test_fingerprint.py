@@ -128,6 +128,12 @@ def test_fingerprint_notices_another_tokenizer_under_the_same_path(config, tmp_p
         fingerprint_data(config)
 
 
+def test_fingerprint_of_a_tokenizer_that_is_a_pipe_or_device_is_refused(config):
+    for path in ("/dev/null", "/dev/tty"):
+        with pytest.raises(ConfigError, match=rf"data\.tokenizer: {path} is not a regular file"):
+            fingerprint_data(replace(config, **{"data.tokenizer": path}))
+
+
 def test_fingerprint_of_token_files_includes_their_index(config, tmp_path):
     (tmp_path / "shard.bin").write_bytes(bytes(100))
     (tmp_path / "shard.idx.npy").write_bytes(b"one")
