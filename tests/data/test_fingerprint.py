@@ -128,10 +128,10 @@ def test_fingerprint_notices_another_tokenizer_under_the_same_path(config, tmp_p
         fingerprint_data(config)
 
 
-def test_fingerprint_of_a_tokenizer_that_is_a_pipe_or_device_is_refused(config):
-    for path in ("/dev/null", "/dev/tty"):
-        with pytest.raises(ConfigError, match=rf"data\.tokenizer: {path} is not a regular file"):
-            fingerprint_data(replace(config, **{"data.tokenizer": path}))
+def test_fingerprint_of_a_tokenizer_that_is_a_device_is_refused(config):
+    """A pipe would be waited for, and /dev/zero never ends."""
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: /dev/null is not a regular file"):
+        fingerprint_data(replace(config, **{"data.tokenizer": "/dev/null"}))
 
 
 def test_fingerprint_of_token_files_includes_their_index(config, tmp_path):
