@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.arrays import Array, named_leaves, saveable
@@ -158,6 +159,18 @@ class Checkpointer:
                     self._abandon_from(step)
                 self._writer.start(step, arrays, record)
         return True
+
+    def check(self, step: int, state: object) -> None:
+        """Check a state that is not to be saved; of any layout, with any leaves.
+
+        Raises:
+          StateNotFinite: as `save`.
+        """
+        leaves = named_leaves(state)
+        check_finite(
+            step,
+            {n: leaf for n, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)},
+        )
 
     def restore(
         self,

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.arrays import named_leaves
 from maxpipe.checkpoint.errors import StateNotFinite
-from maxpipe.checkpoint.manager import Checkpointer, check_finite
+from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader
@@ -123,7 +121,8 @@ def _train(run: Run) -> int:
             if config.checkpoint.every or config.checkpoint.every_minutes:
                 save(run)
             else:
-                check_state(run)
+                with jax.transfer_guard("allow"):
+                    run.checkpointer.check(run.step, run.state)
     return signals.exit_code if is_interrupted else DONE
 
 
@@ -181,18 +180,6 @@ def save(run: Run) -> None:
         meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
         run.checkpointer.save(run.step, run.trainer.to_canonical(run.state), rows, meta)
     run.supervision.watchdog.progress(f"the start of saving step {run.step}")
-
-
-def check_state(run: Run) -> None:
-    """Check the last state of a run without checkpoints, which no save has checked.
-
-    Raises:
-      StateNotFinite: a number in it is not finite.
-    """
-    with jax.transfer_guard("allow"):
-        arrays = named_leaves(run.state)
-        floating = {name: a for name, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)}
-        check_finite(run.step, floating)
 
 
 def evaluate(run: Run) -> None:
