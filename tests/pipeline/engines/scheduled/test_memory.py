@@ -79,7 +79,7 @@ class Stores:
 
 
 class Traced(Exception):
-    """Ends the trace of a step whose stores are known; its argument are the stores."""
+    """Ends the trace of a step once its stores are known; they are its argument."""
 
 
 def stores(config, monkeypatch):
