@@ -91,12 +91,14 @@ def part(
     )
 
 
-def ancestors(equations: Sequence[JaxprEqn], ends: Iterable[Atom]) -> list[JaxprEqn]:
-    """Return the equations that the ends depend on, in order."""
+def ancestors(
+    equations: Sequence[JaxprEqn], ends: Iterable[Atom], *, with_effects: bool = False
+) -> list[JaxprEqn]:
+    """Return the equations that the ends depend on, in order; with effects, such as prints, too."""
     needed = set(variables(ends))
     selected = []
     for eqn in reversed(equations):
-        if any(v in needed for v in eqn.outvars):
+        if any(v in needed for v in eqn.outvars) or (with_effects and eqn.effects):
             selected.append(eqn)
             needed.update(variables(eqn.invars))
     return selected[::-1]

@@ -105,9 +105,9 @@ class Pipelined(Generic[ResultT]):
     - Every array of the batch has B rows, a multiple of M. Microbatch m has the m-th B / M of them.
     - Further arguments are the same for all microbatches, except PRNG keys from `jax.random.key`:
       the index of the microbatch is folded into each, so that dropout masks differ.
-    - A parameter is used where it lies if that is where `param_shardings` says, else it is copied at
-      every call. Gradients are returned where the parameters belong, in the parameters' dtype; sums
-      over microbatches are kept in float32 at least.
+    - A parameter is used where it lies if that is where `param_shardings` says, else it is copied
+      at every call. Gradients are returned where the parameters belong, in the parameters' dtype;
+      sums over microbatches are kept in float32 at least.
     - The function is traced, cut and compiled at the first call with arguments of new shapes.
 
     Attributes:

@@ -22,8 +22,8 @@ def check_program(program: SlicedProgram, table: Table) -> None:
         raise ValueError(
             f"the function has {program.num_chunks} stage marks, but the table ({table.name}, "
             f"{table.num_stages} stages with {table.num_repeats} chunks each) needs "
-            f"{table.num_chunks}; call mark_stage_boundary after each chunk, after the last one too, "
-            f"before the loss"
+            f"{table.num_chunks}; call mark_stage_boundary after each chunk, the last one "
+            f"too, before the loss"
         )
     kinds = {name.kind for name in program.computations}
     if kinds == {"F"} and table.kinds != ("F",):
@@ -54,8 +54,8 @@ def check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
     if len(names) > 1:
         listed = ", ".join(map(str, sorted(names)))
         raise ValueError(
-            f"the meshes have the axes {listed}; give all the same names, with size 1 where a stage "
-            f"does not use one"
+            f"the meshes have the axes {listed}; give all the same names, with size 1 for an axis "
+            f"that a stage does not use"
         )
     devices = [device for mesh in meshes for device in mesh.devices.flat]
     shared = sorted({str(device) for device in devices if devices.count(device) > 1})
@@ -81,8 +81,8 @@ def check_layouts(program: ClosedJaxpr, meshes: Sequence[Mesh]) -> None:
             remedy = "constrain to NamedSharding(meshes[0].abstract_mesh, spec)"
             if isinstance(mesh, Mesh):
                 raise ValueError(
-                    f"a sharding constraint names the devices of one stage, but its code may run on "
-                    f"another; {remedy}"
+                    f"a sharding constraint names the devices of one stage, but its code may run "
+                    f"on another; {remedy}"
                 )
         elif eqn.primitive.name == "shard_map":
             mesh = eqn.params["mesh"]
@@ -92,8 +92,8 @@ def check_layouts(program: ClosedJaxpr, meshes: Sequence[Mesh]) -> None:
         if mesh is not None and any(mesh.shape != stage_mesh.shape for stage_mesh in meshes):
             sizes = ", ".join(str(dict(stage_mesh.shape)) for stage_mesh in meshes)
             raise ValueError(
-                f"{eqn.primitive.name} is for a mesh of {dict(mesh.shape)}, but those of the stages "
-                f"are {sizes}; leave it out where stages differ in size, else {remedy}"
+                f"{eqn.primitive.name} is for a mesh of {dict(mesh.shape)}, but those of the "
+                f"stages are {sizes}; leave it out where stages differ in size, else {remedy}"
             )
 
 

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxpipe.pipeline.engines.mpmd.fitting import check_layouts, check_program, layout
+from maxpipe.pipeline.engines.mpmd.fitting import (
+    check_layouts,
+    check_program,
+    fitted,
+    layout,
+)
 from maxpipe.pipeline.engines.mpmd.own_inputs import Arguments, Settings, first_gradient, inputs
 from maxpipe.pipeline.engines.mpmd.program import SlicedProgram
 from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Runner, Sums
@@ -63,7 +68,10 @@ class PipelinedProgram(Generic[ResultT]):
             for i, v in enumerate(owner, first_gradient(results, shapes.params)):
                 specs[i], self._stage_of_result[i] = self._inputs[v].spec, owner[v]
         self._sum_shardings = [
-            {i: NamedSharding(mesh, spec) for i, spec in enumerate(specs)}
+            {
+                i: NamedSharding(mesh, fitted(spec, self._result_shapes[i].shape, mesh))
+                for i, spec in enumerate(specs)
+            }
             for mesh in settings.meshes
         ]
         # 3. Prepare the stages.

@@ -31,11 +31,7 @@ class Arguments(NamedTuple):
                 "a pipelined function dispatches to the devices of all stages and cannot be "
                 "traced; call it outside of jax.jit, jax.grad and jax.vmap"
             )
-        # Layouts are left out: a program that is traced belongs to no mesh.
-        shapes: Arguments = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.eval_shape(lambda arguments: arguments, self),
-        )
+        shapes: Arguments = jax.tree.map(_shape, self)
         return shapes
 
     def microbatch(self, num_microbatches: int) -> "Arguments":
@@ -68,6 +64,13 @@ class Arguments(NamedTuple):
             lambda x: x.update(shape=(x.shape[0] // num_microbatches, *x.shape[1:])), self.batch
         )
         return self._replace(batch=micro)
+
+
+def _shape(x: object) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype that JAX gives an argument; a traced program has no layouts yet."""
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        x = jax.eval_shape(lambda: jnp.asarray(x))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 class Settings(NamedTuple):
