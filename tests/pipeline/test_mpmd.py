@@ -119,7 +119,7 @@ class TestExample:
         step = pipelined(
             jax.value_and_grad(EXAMPLE.loss), table(), meshes(2, 1, 1), batch_specs=P()
         )
-        optimizer = optax.adam(1e-2)
+        optimizer = optax.sgd(0.1, momentum=0.9)
 
         def update(params, state, gradients):
             changes, state = optimizer.update(gradients, state, params)
@@ -371,12 +371,13 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"param_specs": P("data")}, r"params\['w'\]\[1\] \[4, 4\] .* on stage 1: the mesh"),
+            ({"param_specs": P("fsdp")}, r"params\['w'\]\[0\] .*: its mesh has the axes data"),
             ({"batch_specs": P("fsdp")}, r"batch\['x'\] .*: its mesh has the axes data"),
             ({"batch_specs": {"z": P()}}, "batch_specs is no prefix of the tree"),
             ({"param_specs": {"w": "data"}}, "param_specs has 'data'; .*PartitionSpec"),
             ({"param_specs": P(), "reduction": "max"}, "reduction='max': must be"),
         ],
-        ids=["size", "axis", "tree", "type", "reduction"],
+        ids=["size", "axis", "axis_of_batch", "tree", "type", "reduction"],
     )
     def test_options_that_do_not_fit(self, options, message):
         with pytest.raises(ValueError, match=message):

@@ -62,6 +62,7 @@ class PipelinedProgram(Generic[ResultT]):
             for v, entry in self._inputs.items()
             if entry.kind == "param"
         }
+        self.param_shardings = [self._layout(v, owner[v], settings) for v in owner]
         specs = [PartitionSpec() for _ in self._result_shapes]
         self._stage_of_result: dict[int, int] = {}
         if has_gradients:
@@ -84,16 +85,19 @@ class PipelinedProgram(Generic[ResultT]):
                 self._stage_of_result.setdefault(output, stage)
         self._layouts = [
             {
-                v: layout(mesh, entry.spec, entry.shape, entry.name, stage)
-                for v, entry in self._inputs.items()
-                if v in self._runner.needs[stage] or owner.get(v) == stage
+                v: self._layout(v, stage, settings)
+                for v in self._inputs
+                if v in self._runner.needs[stage]
             }
-            for stage, mesh in enumerate(settings.meshes)
+            for stage in range(len(settings.meshes))
         ]
-        self.param_shardings = [self._layouts[stage][v] for v, stage in owner.items()]
         self._prepare = [self._prepare_stage(stage) for stage in range(len(settings.meshes))]
         self._finish = [self._finish_stage(stage) for stage in range(len(settings.meshes))]
         self._add = jax.jit(jnp.add, donate_argnums=0)
+
+    def _layout(self, v: Var, stage: int, settings: Settings) -> NamedSharding:
+        entry = self._inputs[v]
+        return layout(settings.meshes[stage], entry.spec, entry.shape, entry.name, stage)
 
     def run(self, arguments: Arguments) -> ResultT:
         """Return the function's results, reduced over all microbatches."""

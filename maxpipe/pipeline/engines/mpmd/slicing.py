@@ -41,7 +41,7 @@ from maxpipe.pipeline import jaxprs
 from maxpipe.pipeline.engines.mpmd.mark_checks import check_marks_are_open, check_phases
 from maxpipe.pipeline.engines.mpmd.marks import BACKWARD, FORWARD, mark_p
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
-from maxpipe.pipeline.jaxprs import Atom, ancestors, is_cheap, read_by, variables
+from maxpipe.pipeline.jaxprs import Atom, ancestors, calls_back, is_cheap, read_by, variables
 
 Outputs = dict[int, tuple[Atom, ...]]  # index of an output -> atoms whose sum is (a part of) it
 
@@ -229,9 +229,9 @@ def assemble_computations(
         equations: list[JaxprEqn] = []
         for eqn, segment in reversed(segments.equations):
             is_here = all(placement.home.get(v, index) == index for v in eqn.outvars)
-            # A `jax.debug.print` has no results; it stays where it was traced.
-            prints = bool(eqn.effects) and (bool(eqn.outvars) or segment == index)
-            if is_here and (prints or not live.isdisjoint(eqn.outvars)):
+            # A callback without results, such as jax.debug.print, stays where it was traced.
+            runs_alone = calls_back(eqn) and (bool(eqn.outvars) or segment == index)
+            if is_here and (runs_alone or not live.isdisjoint(eqn.outvars)):
                 equations.append(eqn)
                 live.difference_update(eqn.outvars)
                 live.update(variables(eqn.invars))
@@ -272,7 +272,7 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     # 2. W runs what the remaining outputs depend on, and reads what I has computed of it.
     late_terms = [term for terms in backward.outputs.values() for term in terms if is_late(term)]
     remaining = [eqn for eqn in backward.equations if computed_first.isdisjoint(eqn.outvars)]
-    second = ancestors(remaining, late_terms, with_effects=True)
+    second = ancestors(remaining, late_terms, with_callbacks=True)
     handed_over = [v for v in read_by(second, late_terms) if v in computed_first]
 
     def half(
