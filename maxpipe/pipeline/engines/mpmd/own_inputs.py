@@ -69,7 +69,7 @@ class Arguments(NamedTuple):
 def _shape(x: object) -> jax.ShapeDtypeStruct:
     """Return shape and dtype that JAX gives an argument; a traced program has no layouts yet."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
-        x = jax.eval_shape(lambda: jnp.asarray(x))
+        return _shape(jax.eval_shape(jnp.asarray, x))
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
