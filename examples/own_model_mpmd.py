@@ -83,7 +83,7 @@ def main() -> None:
     for stage, part in enumerate(step.by_stage(params)):
         paths = jax.tree_util.tree_leaves_with_path(part["params"])
         names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
-        print(f"stage {stage} on {sizes[stage]} devices has {', '.join(names)}")
+        print(f"stage {stage} (devices: {sizes[stage]}) has {', '.join(names)}")
 
     # 4. Train: each stage updates its own parameters.
     optimizer = optax.adam(1e-2)

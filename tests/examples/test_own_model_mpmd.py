@@ -16,7 +16,7 @@ def test_own_model_mpmd_example_on_stages_of_different_sizes_halves_its_loss():
     differences = re.findall(r"^largest difference of .*: (.+)$", printed, re.MULTILINE)
     assert len(differences) == 2
     assert max(map(float, differences)) < 1e-5
-    assert re.search(r"^stage 0 on 2 devices has shared$", printed, re.MULTILINE)
+    assert re.search(r"^stage 0 \(devices: 2\) has shared$", printed, re.MULTILINE)
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)$", printed, re.MULTILINE)]
     assert len(losses) == 4
     assert losses[-1] < losses[0] / 2
