@@ -125,6 +125,29 @@ def test_compile_without_libtpu_names_the_extra():
     assert "pip install -e '.[tpu]'" in done.stderr
 
 
+def check_prediction(report, text):
+    """Check that a report predicts its step from estimates that this libtpu writes."""
+    predicted, seconds = report["predicted"], report["predicted_step_seconds"]
+    assert predicted["unknown"] == []
+    assert seconds == pytest.approx(sum(predicted["parts"].values()))
+    assert seconds == pytest.approx(sum(phase["seconds"] for phase in predicted["phases"]))
+    assert seconds > report["bounds"]["compute"]
+    assert 0 < predicted["mfu"] < report["bounds"]["mfu"]
+    assert all(predicted["parts"][part] > 0 for part in ("matrix products", "attention kernels"))
+    exposed = sum(c["seconds"] for c in predicted["collectives"])
+    assert predicted["parts"]["collectives"] == pytest.approx(exposed)
+    assert f"from libtpu {predicted['libtpu']}'s cycle estimates" in text
+    if report["engine"] == "sequential":
+        assert predicted["units"] is None
+    else:
+        assert predicted["units"]["backward"] > predicted["units"]["forward"] > 0
+        assert 0 < predicted["bubble"] < seconds
+    if report["engine"] == "scheduled":
+        head = [c for c in predicted["conditionals"] if c["scope"] == "head"]
+        assert sum(c["taken"] for c in head) < sum(c["reached"] for c in head)
+        assert predicted["units"]["head"] > 0
+
+
 class TestTpu:
     pytestmark = tpu_aot
 
@@ -166,7 +189,9 @@ class TestTpu:
         ],
         ids=["sequential", "circular", "scheduled", "per_repeat"],
     )
-    def test_compile_of_every_engine_uses_splash_attention(self, tmp_path, topology, words):
+    def test_compile_of_every_engine_uses_splash_attention_and_predicts_its_step(
+        self, tmp_path, topology, words
+    ):
         file = tmp_path / "step.hlo"
         small = (
             *NARROW,
@@ -175,9 +200,10 @@ class TestTpu:
             "pipeline.num_repeats=-1",
             "data.global_batch_size=16",
         )
-        _, text = report_of(
+        report, text = report_of(
             tmp_path, BASE, f"compile.topology={topology}", *small, *words, "--hlo", file
         )
+        check_prediction(report, text)
         assert "model.attention=splash: the kernel for tpu" in text
         kernels = {
             name

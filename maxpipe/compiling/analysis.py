@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.knobs import Gain, gains, knobs
+from maxpipe.compiling.prediction.predict import is_predictable, predict
 from maxpipe.compiling.report import CompilerMemory, Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step
 from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
@@ -121,7 +122,11 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
     assert report.flops is not None
     links = link_uses(report.collectives, mesh, chip)
     bounds = _bounds(report, config, mesh, report.flops, report.shapes, links)
-    return replace(report, bounds=bounds, links=links)
+    report = replace(report, bounds=bounds, links=links)
+    if not is_predictable(mesh):
+        return report
+    predicted, timeline = predict(config, mesh, chip, hlo, report.model_flops)
+    return replace(report, predicted=predicted, timeline=timeline)
 
 
 def _bounds(

@@ -1,0 +1,136 @@
+"""The clocked walk and its prices, on a program whose times are worked out by hand.
+
+A cycle takes 1 ns, memory and links move a byte in 1 ns, so that every figure below is in ns.
+"""
+
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from maxpipe.compiling.hlo import parse
+from maxpipe.compiling.prediction.constants import Constants, constants_of
+from maxpipe.compiling.prediction.operations import Part, Prices
+from maxpipe.compiling.prediction.origins import Origins
+from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
+from maxpipe.compiling.prediction.timeline import OUTSIDE
+from maxpipe.compiling.prediction.walk import every_time, walk
+from maxpipe.devices.chips import CHIPS, chip_of
+
+NANOSECOND = 1e-9
+CONSTANTS = Constants("v5p", 1e9, 1e12, 0.5, 1e9, 1e9, None)
+
+# A loop of 3 ticks. In each, a permute of 100 bytes starts, 60 cycles of a matrix product run
+# beneath it, and its end is awaited for the other 40 ns; a gather of 100 bytes from each of two
+# devices sends 100 bytes and hides nothing; a conditional has a branch of 50 cycles and one of 2.
+# Outside, a copy of 400 bytes starts before 90 cycles of a loop fusion and 300 cycles of another.
+PROGRAM = (Path(__file__).parent / "step.hlo").read_text(encoding="utf-8")
+TICK = 60 + 40 + 100  # without the conditional
+OUTSIDE_LOOPS = 400 + 300
+
+
+def mesh():
+    """Four devices in a row, stage=2 x fsdp=2."""
+    grid = np.empty(4, object)
+    grid[:] = [
+        SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
+        for coords in product(range(2), range(2), range(1))
+    ]
+    names = ("stage", "fsdp")
+    return SimpleNamespace(devices=grid.reshape(2, 2), axis_names=names, size=4)
+
+
+def walked(text=PROGRAM, times_taken=every_time):
+    module = parse(text)
+    prices = Prices(module, mesh(), chip_of("v5p"), CONSTANTS)
+    return walk(module, prices, Origins(text, module), times_taken)
+
+
+def nanoseconds(seconds):
+    return pytest.approx(seconds * NANOSECOND)
+
+
+def test_walk_multiplies_loops_and_counts_only_what_computation_waits_for():
+    timeline = walked()
+    assert timeline.seconds == nanoseconds(3 * (TICK + 50) + OUTSIDE_LOOPS)
+    assert parts_of(timeline) == {
+        Part.MATRIX_PRODUCTS: nanoseconds(3 * 60),
+        Part.ATTENTION: 0,
+        Part.LOOP_FUSIONS: nanoseconds(3 * 50 + 90 + 300),
+        Part.COPIES: nanoseconds(400 - 90),
+        Part.COLLECTIVES: nanoseconds(3 * (40 + 100)),
+    }
+    assert collectives_of(timeline) == [
+        ("all-gather", "fsdp", nanoseconds(300)),
+        ("collective-permute", "stage", nanoseconds(120)),
+    ]
+    assert [(loop.phase, loop.iterations) for loop in timeline.loops] == [("phase_1", 3)]
+    assert timeline.loops[0].seconds == nanoseconds(TICK + 50)
+    assert unknowns(timeline) == []
+
+
+def test_walk_of_a_longer_computation_hides_the_whole_transfer():
+    timeline = walked(PROGRAM.replace('"estimated_cycles":"60"', '"estimated_cycles":"160"'))
+    assert timeline.seconds == nanoseconds(3 * (160 + 100 + 50) + OUTSIDE_LOOPS)
+    assert [c.kind for c in collectives_of(timeline)] == ["all-gather"]
+
+
+def test_walk_weighs_a_conditional_by_how_often_its_work_is_done():
+    timeline = walked(times_taken=lambda origin, reached: 1 if origin.scope == "head" else reached)
+    # Once the branch of 50 cycles, twice the other one.
+    assert timeline.seconds == nanoseconds(3 * TICK + 50 + 2 * 2 + OUTSIDE_LOOPS)
+    (conditional,) = timeline.conditionals
+    assert conditional[:4] == ("head", "phase_1", 3, 1)
+    assert conditional.seconds == nanoseconds(50)
+    assert sum(s.total for s in timeline.spent) == pytest.approx(timeline.seconds)
+
+
+def test_walk_names_phase_source_line_and_scope_of_an_operation():
+    timeline = walked()
+    spent = {s.name: s for s in timeline.spent}
+    # The fusion's own line has no name; that of its matrix product counts.
+    assert spent["mlp"].origin.scope == "mlp"
+    assert spent["mlp"].origin.source == "maxpipe/model/layers.py:52"
+    assert spent["mlp"].place.phase == "phase_1"
+    # The call from the package counts, not the line of an installed library.
+    assert spent["norm"].origin.source == "maxpipe/model/layers.py:52"
+    assert spent["norm"].place.phase == OUTSIDE
+    assert spent["head.work"].place.conditional == "head"
+
+
+def test_walk_says_what_it_cannot_price():
+    config = ', backend_config={"window_config":{"estimated_cycles":"60"}}'
+    assert config in PROGRAM
+    text = (
+        PROGRAM.replace(config, "")
+        .replace('"known_trip_count":{"n":"3"}', '"other":{}')
+        .replace("direction=LT", "direction=NE")
+    )
+    assert unknowns(walked(text)) == [
+        "matrix products without estimated_cycles: mlp",
+        "loops of unknown length: loop",
+    ]
+
+
+def test_prices_of_attention_kernels_come_from_causal_flops():
+    text = (Path(__file__).parent / "attention.hlo").read_text(encoding="utf-8")
+    timeline = walked(text)
+    # Two products for half of 1024 x 1024 scores and the masked half of the diagonal's blocks.
+    flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * 512 / 2)
+    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+    assert unknowns(timeline) == ["kernels whose work is unknown: own.1"]
+
+
+def test_constants_have_the_clocks_that_the_data_sheets_imply():
+    clocks = {chip.name: constants_of(chip) for chip in CHIPS if chip.torus}
+    assert {name: c and round(c.clock / 1e9, 2) for name, c in clocks.items()} == {
+        "v4": 1.05,
+        "v5e": 1.5,
+        "v5p": 1.75,
+        "v6e": 1.75,
+        "tpu7x": None,
+    }
+    v5p = clocks["v5p"]
+    assert (v5p.attention_efficiency, v5p.link_bandwidth) == (0.5, 90e9)
