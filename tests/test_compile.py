@@ -1,5 +1,7 @@
 """Test `python -m maxpipe.compile` for simulated devices and TPU slices, and its exit codes."""
 
+import gzip
+import json
 import os
 import re
 import subprocess
@@ -63,14 +65,11 @@ def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path)
         ([], "compile.topology: name the devices to compile for"),
         (["compile.topology=tpu"], "neither cpu nor a chip and its grid"),
         (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
+        (["compile.topology=cpu", "--profile=p.html"], "--profile: needs the estimates of a TPU's"),
         (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
         (
-            [*EIGHT_DEVICES, "pipeline.schedule=zb_v"],
-            "pipeline.engine: mpmd has no train step in one program",
-        ),
-        (
-            [*EIGHT_DEVICES, "pipeline.schedule=zb_h1", "pipeline.num_repeats=1"],
-            "no more bubble than 1f1b",
+            [*EIGHT_DEVICES, "pipeline.schedule=zb_v", "compile.save=step.bin"],
+            "compile.save: is for a train step in one program",
         ),
     ],
 )
@@ -148,6 +147,16 @@ def check_prediction(report, text):
         assert predicted["units"]["head"] > 0
 
 
+def check_profile(report, page, trace):
+    """Check that a profile shows the whole step and the named parts of the program."""
+    assert f"{report['predicted_step_seconds']:.4g} s a step" in page
+    for text in ("attention", "mlp", "head", "optimizer", "maxpipe/model/layers.py:"):
+        assert text in page
+    assert not re.search(r"(?:src|href)=|https?://", page)
+    end = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
+    assert end == pytest.approx(1e6 * report["predicted_step_seconds"], rel=1e-3)
+
+
 class TestTpu:
     pytestmark = tpu_aot
 
@@ -200,10 +209,13 @@ class TestTpu:
             "pipeline.num_repeats=-1",
             "data.global_batch_size=16",
         )
+        page, trace = tmp_path / "step.html", tmp_path / "step.json.gz"
+        files = ("--hlo", file, "--profile", page, "--profile-trace", trace)
         report, text = report_of(
-            tmp_path, BASE, f"compile.topology={topology}", *small, *words, "--hlo", file
+            tmp_path, BASE, f"compile.topology={topology}", *small, *words, *files
         )
         check_prediction(report, text)
+        check_profile(report, page.read_text(), json.loads(gzip.decompress(trace.read_bytes())))
         assert "model.attention=splash: the kernel for tpu" in text
         kernels = {
             name
@@ -222,7 +234,7 @@ class TestTpu:
             "pipeline.num_microbatches=8",
             "data.global_batch_size=32",
         )
-        recommended = RECOMMENDED["tpu"]
+        recommended = RECOMMENDED["v5e"]
         done = run(
             BASE, *words, "--hlo", file, environment={recommended.variable: recommended.text()}
         )

@@ -67,7 +67,7 @@ _ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _BLOCK = 512  # of queries and keys: half of the blocks on the diagonal is computed masked
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
-    "after-all", "opt-barrier", "domain", "add-dependency",
+    "after-all", "opt-barrier", "domain", "add-dependency", "recv",
 }  # fmt: skip
 _NO_WORK = {"AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
 
@@ -139,6 +139,17 @@ class Prices:
         if instruction.opcode == "slice-start" or "slice" in instruction.name:
             moved = min([moved, *(size for size in array_bytes(instruction.type) if size > 64)])
         return Price(Part.COPIES, moved / self._constants.hbm_bandwidth)
+
+    def channel(self, instruction: Instruction) -> str:
+        """Return the channel of a collective, or of one inside a fusion; "" if there is none."""
+        names = instruction.called().get("calls", []) if instruction.opcode == "fusion" else []
+        texts = [instruction.attributes] + [
+            inner.attributes
+            for name in names
+            for inner in self._module.computations[name].instructions.values()
+        ]
+        found = (re.search(r"\bchannel_id=(\d+)", text) for text in texts)
+        return next((match[1] for match in found if match), "")
 
     def _candidates(
         self, computation: Computation, instruction: Instruction

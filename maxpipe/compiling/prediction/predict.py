@@ -11,13 +11,15 @@ from maxpipe.compiling.prediction.constants import compiler_version, constants_o
 from maxpipe.compiling.prediction.operations import Part, Prices
 from maxpipe.compiling.prediction.origins import Origins
 from maxpipe.compiling.prediction.prediction import (
+    Basis,
     CollectiveTime,
     PhaseTime,
     Prediction,
+    Speed,
 )
 from maxpipe.compiling.prediction.timeline import OUTSIDE, Timeline
 from maxpipe.compiling.prediction.units import unit_seconds
-from maxpipe.compiling.prediction.walk import walk
+from maxpipe.compiling.prediction.walk import TimesTaken, every_time, walk
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip, devices_per_chip
@@ -48,46 +50,64 @@ def predict(
     Returns:
       The prediction, and the timeline that it sums up; None if there is none.
     """
-    per_chip = devices_per_chip(mesh.devices.reshape(-1).tolist())
-    constants = constants_of(chip, per_chip)
-    version = compiler_version()
-    if constants is None:
-        reason = f"the clock of {chip.name} is not known"
-        return Prediction(None, version, None, {}, unknown=[reason]), None
-    if f'"{ESTIMATE}"' not in hlo:
-        reason = f"libtpu {version} writes no {ESTIMATE} into the program"
-        return Prediction(None, version, constants, {}, unknown=[reason]), None
-    module = parse(hlo)
     engine = ENGINES[config.pipeline.engine]
     table = build_table(config) if engine.has_stages else None
     phases = phases_of(lockstep_plan(table)) if table and engine.lockstep else []
-    timeline = walk(
-        module,
-        Prices(module, mesh, chip, constants),
-        Origins(hlo, module),
-        partial(times_taken, phases),
-    )
+    basis = basis_of(mesh, chip)
+    timeline = time_program(hlo, mesh, chip, basis, partial(times_taken, phases))
+    if isinstance(timeline, str):
+        return Prediction(None, basis, {}, unknown=[timeline]), None
     unknown = unknowns(timeline)
     units = unit_seconds(timeline, table, phases) if table else None
-    num_chips = mesh.size // per_chip
     seconds = None if unknown else timeline.seconds
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    peak = num_chips * chip.peak_flops[config.model.dtype]
     prediction = Prediction(
         seconds=seconds,
-        libtpu=version,
-        constants=constants,
+        basis=basis,
         parts=parts_of(timeline),
         collectives=collectives_of(timeline),
         bubble=simulate(table, units.costs()).bubble if table and units else None,
         conditionals=timeline.conditionals,
         phases=_phase_times(timeline, phases),
         units=units,
-        tokens_per_second=tokens / seconds / num_chips if seconds else None,
-        mfu=model_flops / peak / seconds if seconds else None,
+        speed=speed_of(config, mesh, chip, seconds, model_flops),
         unknown=unknown,
     )
     return prediction, timeline
+
+
+def basis_of(mesh: Mesh, chip: Chip) -> Basis:
+    """Return what a prediction for the devices of a mesh rests on."""
+    per_chip = devices_per_chip(mesh.devices.reshape(-1).tolist())
+    return Basis(compiler_version(), constants_of(chip, per_chip))
+
+
+def time_program(
+    hlo: str, mesh: Mesh, chip: Chip, basis: Basis, taken: TimesTaken = every_time
+) -> Timeline | str:
+    """Walk through a program, one device's optimized and scheduled HLO.
+
+    Returns:
+      Its timeline; or why there is none.
+    """
+    if basis.constants is None:
+        return f"the clock of {chip.name} is not known"
+    if f'"{ESTIMATE}"' not in hlo:
+        return f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program"
+    module = parse(hlo)
+    prices = Prices(module, mesh, chip, basis.constants)
+    return walk(module, prices, Origins(hlo, module), taken)
+
+
+def speed_of(
+    config: Config, mesh: Mesh, chip: Chip, seconds: float | None, model_flops: float
+) -> Speed | None:
+    """Return the speed of a step of so many seconds; None if these are unknown."""
+    if not seconds:
+        return None
+    num_chips = mesh.size // devices_per_chip(mesh.devices.reshape(-1).tolist())
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    peak = num_chips * chip.peak_flops[config.model.dtype]
+    return Speed(tokens / seconds / num_chips, model_flops / peak / seconds)
 
 
 def parts_of(timeline: Timeline) -> dict[Part, float]:
@@ -132,15 +152,12 @@ def _phase_times(timeline: Timeline, phases: Sequence[Phase]) -> list[PhaseTime]
     seconds: dict[str, float] = {}
     for spent in timeline.spent:
         seconds[spent.place.phase] = seconds.get(spent.place.phase, 0.0) + spent.total
-    names = {f"phase_{number}": phase for number, phase in enumerate(phases)}
-    iterations: dict[str, float] = {}
-    for loop in timeline.loops:
-        iterations[loop.phase] = iterations.get(loop.phase, 0.0) + loop.iterations
+    named = {f"phase_{number}": phase for number, phase in enumerate(phases)}
+    iterations = {loop.phase: loop.iterations for loop in timeline.loops}
+    order = [*named, *iterations, OUTSIDE]
     times = []
-    for name in sorted(
-        seconds, key=lambda name: (name == OUTSIDE, name.startswith("backward"), name)
-    ):
-        phase = names.get(name)
+    for name in sorted(seconds, key=order.index):
+        phase = named.get(name)
         count = phase.ticks if phase else iterations.get(name, 0.0)
         times.append(PhaseTime(name, phase.kinds if phase else "", count, seconds[name]))
     return times

@@ -52,7 +52,10 @@ class Event(NamedTuple):
     Attributes:
       name, price, origin: as in `Spent`; `price` is None for a loop or a conditional.
       inside: name of the computation that a loop or a conditional runs.
-      times: how often, one after the other.
+      times: how often, one after the other; less than 1 for a conditional that is not always
+        taken.
+      is_wait: whether this is the time in which computation stands still for a transfer, which has
+        an event of its own.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Event(NamedTuple):
     origin: Origin
     inside: str = ""
     times: float = 1
+    is_wait: bool = False
 
 
 class Loop(NamedTuple):
@@ -102,6 +106,7 @@ class Timeline:
     """A program that has been walked through.
 
     Attributes:
+      entry: name of the computation that is the whole.
       seconds: of the whole.
       spent: what each operation adds.
       loops: outermost loops, in order.
@@ -110,6 +115,7 @@ class Timeline:
       unknown_loops: names of loops whose trip count is unknown, counted once.
     """
 
+    entry: str = ""
     seconds: float = 0.0
     spent: list[Spent] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from maxpipe.compiling.prediction.activity import Phase
-from maxpipe.compiling.prediction.timeline import Timeline
+from maxpipe.compiling.prediction.timeline import Loop, Timeline
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.simulate import Costs
 
@@ -62,7 +62,7 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
       phases: of the scheduled engine; empty on the circular one.
 
     Returns:
-      None if phases do not tell the kinds of units apart.
+      None if phases or loops do not tell the kinds of units apart.
     """
     seconds: dict[str, float] = {}
     for spent in timeline.spent:
@@ -71,9 +71,7 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
     if phases:
         times = _slot_seconds(phases, [seconds.get(f"phase_{n}", 0.0) for n in range(len(phases))])
     else:
-        iterations = len(np.unique(table.ticks["F"][table.ticks["F"] >= 0]))
-        loops = {"F": "forward loop", "B": "backward loop"}
-        times = {kind: seconds.get(loop, 0.0) / iterations for kind, loop in loops.items()}
+        times = _iteration_seconds(timeline.loops)
     if times is None:
         return None
     heads = [c.seconds for c in timeline.conditionals if c.scope == "head" and c.taken]
@@ -86,6 +84,17 @@ def unit_seconds(timeline: Timeline, table: Table, phases: Sequence[Phase]) -> U
         head=table.num_stages * max(heads, default=0.0),
         repeats=table.num_chunks // table.num_stages,
     )
+
+
+def _iteration_seconds(loops: Sequence[Loop]) -> dict[str, float] | None:
+    """Return the times of one iteration of the longest loop in each direction."""
+    times = {}
+    for kind, direction in (("F", "forward"), ("B", "backward")):
+        candidates = [loop for loop in loops if loop.phase.startswith(direction)]
+        if not candidates:
+            return None
+        times[kind] = max(candidates, key=lambda loop: loop.iterations * loop.seconds).seconds
+    return times
 
 
 def _slot_seconds(phases: Sequence[Phase], seconds: Sequence[float]) -> dict[str, float] | None:

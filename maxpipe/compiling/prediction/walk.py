@@ -5,7 +5,7 @@ that moment, and only the wait counts as exposed. The body of a loop is timed on
 by its trip count. A conditional counts in proportion to how often its work is done.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from maxpipe.compiling.hlo import Computation, Instruction, Module, known_trip_count
@@ -25,6 +25,9 @@ from maxpipe.compiling.prediction.timeline import (
 TimesTaken = Callable[[Origin, float], float]
 
 
+SEND = "send"
+
+
 def every_time(origin: Origin, reached: float) -> float:
     """Return `reached`: a conditional does its work each time."""
     return reached
@@ -36,6 +39,7 @@ def walk(
     """Walk through the entry computation of a module and return its timeline."""
     walker = _Walker(module, prices, origins, times_taken)
     entry = module.computations[module.entry]
+    walker.timeline.entry = module.entry
     walker.timeline.seconds = walker.run(entry, Place(OUTSIDE, "", 1.0))
     return walker.timeline
 
@@ -47,6 +51,25 @@ class _Transfer(NamedTuple):
     name: str
     price: Price
     origin: Origin
+
+
+def _is_start(instruction: Instruction) -> bool:
+    """Return whether an instruction only starts a transfer.
+
+    Some starts on TPUs are fusions, which their names tell.
+    """
+    return (
+        instruction.opcode.endswith("-start")
+        or instruction.opcode == SEND
+        or instruction.name.startswith("async-collective-start")
+    )
+
+
+def _is_done(instruction: Instruction) -> bool:
+    """Return whether an instruction waits for the end of a transfer."""
+    return instruction.opcode.endswith("-done") or instruction.name.startswith(
+        "async-collective-done"
+    )
 
 
 class _Walker:
@@ -70,21 +93,25 @@ class _Walker:
             here = place
             if origin.phase is not None:
                 here = place._replace(phase=f"phase_{origin.phase}")
-            if opcode.endswith("-start") or opcode in ("send", "recv"):
+            if _is_start(instruction):
                 moved = self._prices.transfer(computation, instruction)
-                end = clock + (moved.seconds or 0.0)
-                under_way[name] = _Transfer(end, name, moved, origin)
-                events.append(Event(name, clock, end, moved, origin))
+                transfer = _Transfer(clock + (moved.seconds or 0.0), name, moved, origin)
+                under_way |= dict.fromkeys(self._keys(instruction), transfer)
+                events.append(Event(name, clock, transfer.end, moved, origin))
                 if moved.seconds is None:
                     self._spend(name, moved, origin, here, 0.0)
             elif opcode.endswith("-update"):
                 for transfer in (under_way[n] for n in instruction.operands if n in under_way):
                     under_way[name] = transfer
-            elif opcode.endswith("-done"):
-                for transfer in (under_way[n] for n in instruction.operands if n in under_way):
-                    wait = max(0.0, transfer.end - clock)
-                    self._spend(transfer.name, transfer.price, transfer.origin, here, wait)
-                    clock += wait
+            elif _is_done(instruction):
+                for transfer in self._awaited(instruction, under_way):
+                    end = max(clock, transfer.end)
+                    began = transfer.name, transfer.price, transfer.origin
+                    self._spend(*began, here, end - clock)
+                    if end > clock:
+                        name, moved, source = began
+                        events.append(Event(name, clock, end, moved, source, is_wait=True))
+                    clock = end
             elif event := self._control(computation, instruction, origin, here, clock):
                 events.append(event)
                 clock = event.end
@@ -92,9 +119,30 @@ class _Walker:
                 seconds = price.seconds or 0.0
                 self._spend(name, price, origin, here, seconds)
                 events.append(Event(name, clock, clock + seconds, price, origin))
+                if price.collective:
+                    # Nothing else runs meanwhile.
+                    events.append(events[-1]._replace(is_wait=True))
                 clock += seconds
         self.timeline.events[computation.name] = events
         return clock
+
+    def _keys(self, start: Instruction) -> list[str]:
+        """Return the names by which a transfer is known to what waits for it."""
+        channel = self._prices.channel(start)
+        return [start.name, f"channel {channel}"] if channel else [start.name]
+
+    def _awaited(self, done: Instruction, under_way: Mapping[str, _Transfer]) -> list[_Transfer]:
+        """Return the transfers whose end an instruction waits for.
+
+        What arrives from another slice was sent by a neighbour that runs the same program, so that
+        it arrives when this device's own sends have ended.
+        """
+        if done.opcode == "recv-done":
+            return [t for name, t in under_way.items() if name.startswith(SEND)]
+        names = [name for name in done.operands if name in under_way]
+        if not names and (channel := self._prices.channel(done)):
+            names = [name for name in (f"channel {channel}",) if name in under_way]
+        return [under_way[name] for name in names]
 
     def _control(
         self,
@@ -128,7 +176,9 @@ class _Walker:
         is_outermost = not place.loops
         phase = place.phase
         if phase == OUTSIDE:
-            phase = "backward loop" if origin.is_backward else "forward loop"
+            direction = "backward" if origin.is_backward else "forward"
+            number = 1 + sum(loop.phase.startswith(direction) for loop in self.timeline.loops)
+            phase = f"{direction} loop {number}"
         inside = place._replace(phase=phase, loops=place.loops + 1, runs=place.runs * count)
         seconds = self.run(self._module.computations[body], inside)
         if is_outermost:
@@ -145,7 +195,7 @@ class _Walker:
         longest = seconds.index(max(seconds))
         taken = min(self._times_taken(origin, place.runs), place.runs)
         share = taken / place.runs if place.runs else 0.0
-        scope = origin.scope or "other"
+        scope = f"{origin.scope or 'other'}{' gradient' if origin.is_backward else ''}"
         expected = share * seconds[longest]
         for index, branch in enumerate(branches):
             # Of several branches without the work, the first stands for all.

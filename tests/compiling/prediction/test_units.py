@@ -5,7 +5,7 @@ import pytest
 from maxpipe.compiling.prediction.activity import phases_of, times_taken
 from maxpipe.compiling.prediction.operations import Part, Price
 from maxpipe.compiling.prediction.origins import Origin
-from maxpipe.compiling.prediction.timeline import Conditional, Place, Spent, Timeline
+from maxpipe.compiling.prediction.timeline import Conditional, Loop, Place, Spent, Timeline
 from maxpipe.compiling.prediction.units import unit_seconds
 from maxpipe.config import Config, replace, resolve
 from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
@@ -82,12 +82,15 @@ def test_unit_seconds_of_one_loop_with_two_slots_are_unknown():
     assert unit_seconds(Timeline(spent=[spent("phase_0", 12, 5.0)]), table, [both]) is None
 
 
-def test_unit_seconds_of_the_circular_engine_are_those_of_its_iterations():
+def test_unit_seconds_of_the_circular_engine_are_those_of_its_longest_loops():
     table = table_of("circular", **{"pipeline.num_repeats": 2})
-    iterations = 8 * 2 + 3
-    timeline = Timeline(
-        spent=[spent("forward loop", iterations, 1.5), spent("backward loop", iterations, 4.0)]
-    )
-    units = unit_seconds(timeline, table, [])
+    loops = [
+        Loop("forward loop 1", "a", 19, 1.5),
+        Loop("forward loop 2", "b", 4, 2.0),  # of the head
+        Loop("backward loop 1", "c", 4, 5.0),
+        Loop("backward loop 2", "d", 19, 4.0),
+    ]
+    units = unit_seconds(Timeline(loops=loops), table, [])
     assert (units.forward, units.backward) == pytest.approx((1.5, 4.0))
     assert units.words() == "forward=3 backward=8 head=0"
+    assert unit_seconds(Timeline(loops=loops[:2]), table, []) is None

@@ -1,51 +1,13 @@
-"""The clocked walk and its prices, on a program whose times are worked out by hand.
+"""The clocked walk and its prices, on a program whose times are worked out by hand, in ns."""
 
-A cycle takes 1 ns, memory and links move a byte in 1 ns, so that every figure below is in ns.
-"""
-
-from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
+from helpers.hand_timed import HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, walked
 
-from maxpipe.compiling.hlo import parse
-from maxpipe.compiling.prediction.constants import Constants, constants_of
-from maxpipe.compiling.prediction.operations import Part, Prices
-from maxpipe.compiling.prediction.origins import Origins
+from maxpipe.compiling.prediction.constants import constants_of
+from maxpipe.compiling.prediction.operations import Part
 from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
 from maxpipe.compiling.prediction.timeline import OUTSIDE
-from maxpipe.compiling.prediction.walk import every_time, walk
-from maxpipe.devices.chips import CHIPS, chip_of
-
-NANOSECOND = 1e-9
-CONSTANTS = Constants("v5p", 1e9, 1e12, 0.5, 1e9, 1e9, None)
-
-# A loop of 3 ticks. In each, a permute of 100 bytes starts, 60 cycles of a matrix product run
-# beneath it, and its end is awaited for the other 40 ns; a gather of 100 bytes from each of two
-# devices sends 100 bytes and hides nothing; a conditional has a branch of 50 cycles and one of 2.
-# Outside, a copy of 400 bytes starts before 90 cycles of a loop fusion and 300 cycles of another.
-PROGRAM = (Path(__file__).parent / "step.hlo").read_text(encoding="utf-8")
-TICK = 60 + 40 + 100  # without the conditional
-OUTSIDE_LOOPS = 400 + 300
-
-
-def mesh():
-    """Four devices in a row, stage=2 x fsdp=2."""
-    grid = np.empty(4, object)
-    grid[:] = [
-        SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
-        for coords in product(range(2), range(2), range(1))
-    ]
-    names = ("stage", "fsdp")
-    return SimpleNamespace(devices=grid.reshape(2, 2), axis_names=names, size=4)
-
-
-def walked(text=PROGRAM, times_taken=every_time):
-    module = parse(text)
-    prices = Prices(module, mesh(), chip_of("v5p"), CONSTANTS)
-    return walk(module, prices, Origins(text, module), times_taken)
+from maxpipe.devices.chips import CHIPS
 
 
 def nanoseconds(seconds):
@@ -75,6 +37,14 @@ def test_walk_of_a_longer_computation_hides_the_whole_transfer():
     timeline = walked(PROGRAM.replace('"estimated_cycles":"60"', '"estimated_cycles":"160"'))
     assert timeline.seconds == nanoseconds(3 * (160 + 100 + 50) + OUTSIDE_LOOPS)
     assert [c.kind for c in collectives_of(timeline)] == ["all-gather"]
+
+
+def test_walk_hides_a_gather_in_the_product_that_it_is_fused_with():
+    timeline = walked((HLO / "overlap.hlo").read_text(encoding="utf-8"))
+    # 100 bytes are sent beneath a product of 70 cycles.
+    assert timeline.seconds == nanoseconds(100)
+    assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == nanoseconds(70)
+    assert collectives_of(timeline) == [("all-gather", "fsdp", nanoseconds(30))]
 
 
 def test_walk_weighs_a_conditional_by_how_often_its_work_is_done():
@@ -115,7 +85,7 @@ def test_walk_says_what_it_cannot_price():
 
 
 def test_prices_of_attention_kernels_come_from_causal_flops():
-    text = (Path(__file__).parent / "attention.hlo").read_text(encoding="utf-8")
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
     timeline = walked(text)
     # Two products for half of 1024 x 1024 scores and the masked half of the diagonal's blocks.
     flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * 512 / 2)
