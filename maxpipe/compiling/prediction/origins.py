@@ -12,6 +12,8 @@ from maxpipe.compiling.hlo import PRODUCTS, Instruction, Module
 
 # Scopes that the programs name, the innermost of which says what an operation belongs to.
 SCOPES = ("attention", "mlp", "layer", "head", "embedding", "optimizer", "transfer")
+# Parts of the pipeline, which say less: of a gather of weights, for instance.
+PIPELINE_SCOPES = ("forward", "backward", "weight_gradients", "stage")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d+)')
@@ -37,8 +39,12 @@ class Origin(NamedTuple):
 
     @property
     def scope(self) -> str:
-        """Return the innermost of `SCOPES`; "" if there is none."""
-        return next((word for word in reversed(self.words) if word in SCOPES), "")
+        """Return the innermost of `SCOPES`, else of `PIPELINE_SCOPES`; "" if there is none."""
+        inner_first = self.words[::-1]
+        named = (
+            word for scopes in (SCOPES, PIPELINE_SCOPES) for word in inner_first if word in scopes
+        )
+        return next(named, "")
 
     @property
     def phase(self) -> int | None:

@@ -5,6 +5,7 @@ from helpers.hand_timed import HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, wa
 
 from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.compiling.prediction.operations import Part
+from maxpipe.compiling.prediction.origins import Origin
 from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
 from maxpipe.compiling.prediction.timeline import OUTSIDE
 from maxpipe.devices.chips import CHIPS
@@ -68,6 +69,21 @@ def test_walk_names_phase_source_line_and_scope_of_an_operation():
     assert spent["norm"].origin.source == "maxpipe/model/layers.py:52"
     assert spent["norm"].place.phase == OUTSIDE
     assert spent["head.work"].place.conditional == "head"
+
+
+@pytest.mark.parametrize(
+    ("op_name", "scope", "is_backward"),
+    [
+        ("jit(train_step)/phase_1/while/body/forward/layer/mlp/dot_general", "mlp", False),
+        ("jit(train_step)/transpose(jvp(layer))/attention/mul", "attention", True),
+        ("jit(train_step)/phase_2/while/body/backward/all_gather", "backward", True),
+        ("jit(train_step)/phase_0/while/body/forward/embedding/cond", "embedding", False),
+        ("jit(train_step)/sub", "", False),
+    ],
+)
+def test_origins_have_the_innermost_scope_of_the_model(op_name, scope, is_backward):
+    origin = Origin(op_name)
+    assert (origin.scope, origin.is_backward) == (scope, is_backward)
 
 
 def test_walk_says_what_it_cannot_price():
