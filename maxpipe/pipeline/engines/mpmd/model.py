@@ -17,10 +17,9 @@ from maxpipe.model import parameters
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
-from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.weights import Weights
 
 TreeT = TypeVar("TreeT")
