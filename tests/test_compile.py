@@ -307,6 +307,8 @@ class TestTpu:
         assert stored.origin["devices"] == "8 x TPU v5 lite"
         assert "loss" in stored.metrics
         assert report["num_devices"] == 8
+        assert report["predicted_step_seconds"] > 0
+        assert report["predicted"]["unknown"] == []
         assert {c["axes"] for c in report["collectives"] if c["network"] == "dcn"} >= {"stage"}
         assert all("stage" in c["axes"] for c in report["collectives"] if c["network"] == "dcn")
 

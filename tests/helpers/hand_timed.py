@@ -32,19 +32,24 @@ TICK = 60 + 40 + 100  # without the conditional
 OUTSIDE_LOOPS = 400 + 300
 
 
-def mesh() -> SimpleNamespace:
-    """Four devices in a row, stage=2 x fsdp=2."""
+def mesh(num_slices: int = 1) -> SimpleNamespace:
+    """Four devices, stage=2 x fsdp=2; stages in slices of their own if there are two."""
     grid = np.empty(4, object)
     grid[:] = [
-        SimpleNamespace(coords=coords, slice_index=0, platform="tpu")
+        SimpleNamespace(coords=coords, slice_index=coords[0] * (num_slices - 1), platform="tpu")
         for coords in product(range(2), range(2), range(1))
     ]
     names = ("stage", "fsdp")
     return SimpleNamespace(devices=grid.reshape(2, 2), axis_names=names, size=4)
 
 
-def walked(text: str = PROGRAM, times_taken: TimesTaken = every_time) -> Timeline:
+def walked(
+    text: str = PROGRAM,
+    times_taken: TimesTaken = every_time,
+    num_slices: int = 1,
+    constants: Constants = CONSTANTS,
+) -> Timeline:
     """Walk through a program of four devices."""
     module = parse(text)
-    prices = Prices(module, mesh(), chip_of("v5p"), CONSTANTS)  # type: ignore[arg-type]
+    prices = Prices(module, mesh(num_slices), chip_of("v5p"), constants)  # type: ignore[arg-type]
     return walk(module, prices, Origins(text, module), times_taken)

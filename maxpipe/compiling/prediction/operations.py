@@ -58,6 +58,8 @@ class Price(NamedTuple):
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+){2,})\]")
 _KERNEL = "tpu_custom_call"
@@ -69,7 +71,7 @@ _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
     "after-all", "opt-barrier", "domain", "add-dependency", "recv",
 }  # fmt: skip
-_NO_WORK = {"AllocateBuffer", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"}
+_NO_WORK = {"AllocateBuffer", "Sharding", "SliceId", "ZeroCrop"}
 
 
 class Prices:
@@ -141,14 +143,18 @@ class Prices:
         return Price(Part.COPIES, moved / self._constants.hbm_bandwidth)
 
     def channel(self, instruction: Instruction) -> str:
-        """Return the channel of a collective, or of one inside a fusion; "" if there is none."""
+        """Return what the two ends of a transfer share, for a fusion that of the collective inside.
+
+        Between slices that is the name of a rendezvous, else the number of a channel. "" if there
+        is neither.
+        """
         names = instruction.called().get("calls", []) if instruction.opcode == "fusion" else []
         texts = [instruction.attributes] + [
             inner.attributes
             for name in names
             for inner in self._module.computations[name].instructions.values()
         ]
-        found = (re.search(r"\bchannel_id=(\d+)", text) for text in texts)
+        found = (_RENDEZVOUS.search(text) or _CHANNEL.search(text) for text in texts)
         return next((match[1] for match in found if match), "")
 
     def _candidates(
@@ -198,7 +204,11 @@ class Prices:
             if name in computation.instructions
             and (floats := _FLOATS.match(computation.instructions[name].type))
         ]
-        if not target or target[1] != _KERNEL or not words or len(shapes) < 2:
+        if not target or target[1] != _KERNEL:
+            # One of the compiler's own.
+            moved = _moved_bytes(computation, instruction)
+            return Price(Part.LOOP_FUSIONS, moved / self._constants.hbm_bandwidth)
+        if not words or len(shapes) < 2:
             return Price(Part.ATTENTION if words else Part.LOOP_FUSIONS, None)
         # Queries [B, H, T, C] come first, then keys [B, KV, S, C]: each query meets half of the
         # keys under the causal mask, and the masked half of the blocks on the diagonal.

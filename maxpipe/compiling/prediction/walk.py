@@ -25,9 +25,6 @@ from maxpipe.compiling.prediction.timeline import (
 TimesTaken = Callable[[Origin, float], float]
 
 
-SEND = "send"
-
-
 def every_time(origin: Origin, reached: float) -> float:
     """Return `reached`: a conditional does its work each time."""
     return reached
@@ -60,7 +57,7 @@ def _is_start(instruction: Instruction) -> bool:
     """
     return (
         instruction.opcode.endswith("-start")
-        or instruction.opcode == SEND
+        or instruction.opcode == "send"
         or instruction.name.startswith("async-collective-start")
     )
 
@@ -104,7 +101,7 @@ class _Walker:
                 for transfer in (under_way[n] for n in instruction.operands if n in under_way):
                     under_way[name] = transfer
             elif _is_done(instruction):
-                for transfer in self._awaited(instruction, under_way):
+                for transfer in self._awaited(computation, instruction, under_way):
                     end = max(clock, transfer.end)
                     began = transfer.name, transfer.price, transfer.origin
                     self._spend(*began, here, end - clock)
@@ -131,16 +128,18 @@ class _Walker:
         channel = self._prices.channel(start)
         return [start.name, f"channel {channel}"] if channel else [start.name]
 
-    def _awaited(self, done: Instruction, under_way: Mapping[str, _Transfer]) -> list[_Transfer]:
+    def _awaited(
+        self, computation: Computation, done: Instruction, under_way: Mapping[str, _Transfer]
+    ) -> list[_Transfer]:
         """Return the transfers whose end an instruction waits for.
 
-        What arrives from another slice was sent by a neighbour that runs the same program, so that
-        it arrives when this device's own sends have ended.
+        What arrives from another slice was sent by a device that runs the same program, so that it
+        arrives when this device's own part of the transfer has been sent.
         """
-        if done.opcode == "recv-done":
-            return [t for name, t in under_way.items() if name.startswith(SEND)]
         names = [name for name in done.operands if name in under_way]
-        if not names and (channel := self._prices.channel(done)):
+        if not names:
+            begun = computation.instructions.get(done.operands[0]) if done.operands else None
+            channel = self._prices.channel(begun if begun and begun.opcode == "recv" else done)
             names = [name for name in (f"channel {channel}",) if name in under_way]
         return [under_way[name] for name in names]
 

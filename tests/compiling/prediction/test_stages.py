@@ -1,7 +1,7 @@
 """A step of the mpmd engine composed from its units' times, worked out by hand; and on a TPU."""
 
 import pytest
-from helpers.compile_command import NARROW, report_of, tpu_aot
+from helpers.compile_command import report_of, tpu_aot
 from helpers.hand_timed import BASIS
 
 from maxpipe.compiling.prediction.operations import Part, Price
@@ -65,13 +65,12 @@ class TestTpu:
 
     def test_compile_of_mpmd_predicts_its_step_and_weighs_its_stages(self, tmp_path):
         words = (
-            *NARROW,
             "compile.topology=v5e:2x2",
             "model.num_layers=2",
-            "model.head_dim=128",
+            "model.attention=dot_product",
             "pipeline.schedule=1f1b",
+            "pipeline.num_repeats=1",
             "pipeline.num_microbatches=4",
-            "data.global_batch_size=16",
         )
         report, text = report_of(tmp_path, "configs/base.yml", *words)
         assert report["fits"] is True

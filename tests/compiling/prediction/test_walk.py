@@ -1,7 +1,9 @@
 """The clocked walk and its prices, on a program whose times are worked out by hand, in ns."""
 
+from dataclasses import replace
+
 import pytest
-from helpers.hand_timed import HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, walked
+from helpers.hand_timed import CONSTANTS, HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, walked
 
 from maxpipe.compiling.prediction.constants import constants_of
 from maxpipe.compiling.prediction.operations import Part
@@ -46,6 +48,18 @@ def test_walk_hides_a_gather_in_the_product_that_it_is_fused_with():
     assert timeline.seconds == nanoseconds(100)
     assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == nanoseconds(70)
     assert collectives_of(timeline) == [("all-gather", "fsdp", nanoseconds(30))]
+
+
+def test_walk_waits_for_what_other_slices_send():
+    text = (HLO / "slices.hlo").read_text(encoding="utf-8")
+    half = replace(CONSTANTS, dcn_bandwidth=0.5e9)
+    timeline = walked(text, num_slices=2, constants=half)
+    # 100 bytes at half a byte a ns, 50 of which are hidden.
+    assert timeline.seconds == nanoseconds(200)
+    assert collectives_of(timeline) == [("collective-permute", "stage", nanoseconds(150))]
+    assert unknowns(walked(text, num_slices=2)) == [
+        "transfers over a network of unknown bandwidth: give"
+    ]
 
 
 def test_walk_weighs_a_conditional_by_how_often_its_work_is_done():
