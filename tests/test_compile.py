@@ -130,7 +130,7 @@ def check_prediction(report, text):
     assert predicted["unknown"] == []
     assert seconds == pytest.approx(sum(predicted["parts"].values()))
     assert seconds == pytest.approx(sum(phase["seconds"] for phase in predicted["phases"]))
-    assert seconds > report["bounds"]["compute"]
+    assert seconds > report["bounds"]["compute_seconds"]
     assert 0 < predicted["mfu"] < report["bounds"]["mfu"]
     assert all(predicted["parts"][part] > 0 for part in ("matrix products", "attention kernels"))
     exposed = sum(c["seconds"] for c in predicted["collectives"])
