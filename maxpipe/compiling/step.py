@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.compiling.report import size
+from maxpipe.compiling.report import CompilerMemory, size
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
+from maxpipe.pipeline.engines.mpmd.program import UnitName
 
 PROGRESS_SECONDS = 15.0
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -124,42 +125,84 @@ def progress(
         reporter.join()
 
 
-def write_programs(trainer: StagesTrainer, directory: Path) -> Iterator[str]:
-    """Write every computation of a training step, compiled for the devices of its stage.
+@dataclass(frozen=True)
+class CompiledUnit:
+    """One unit of a training step on the mpmd engine, compiled for the devices of its stage.
 
-    `stage_S/NAME.txt` is the computation as sliced, `stage_S/NAME.hlo` as compiled.
+    Attributes:
+      stage: that runs it.
+      name: kind and global chunk.
+      memory: on a device of the stage.
+      hlo: optimized text.
+    """
+
+    stage: int
+    name: UnitName
+    memory: CompilerMemory
+    hlo: str
+
+    def line(self) -> str:
+        """Return the memory for people."""
+        memory = self.memory
+        return (
+            f"{f'stage {self.stage}':<12}{self.name!s:<5} arguments {size(memory.arguments)}"
+            f", results {size(memory.results)}, temp {size(memory.temp)}"
+        )
+
+
+def compile_units(trainer: StagesTrainer) -> Iterator[CompiledUnit]:
+    """Compile every computation of a training step, one by one.
 
     Args:
       trainer: of a configuration whose stages are chosen.
-      directory: made if it does not exist; such files of earlier calls are removed.
 
-    Yields:
-      A line for each computation: its memory on a device of the stage.
+    Raises:
+      OutOfMemory: the compiler says that the computation after the last one does not fit.
+    """
+    try:
+        for stage, name, compiled in trainer.engine.compile():
+            yield CompiledUnit(stage, name, memory_of(compiled), compiled.as_text() or "")
+    except jax.errors.JaxRuntimeError as error:
+        raise (out_of_memory(str(error)) or error) from None
+
+
+def memory_of(compiled: jax.stages.Compiled) -> CompilerMemory:
+    """Return the memory of a compiled program on one device."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return CompilerMemory(
+        arguments=memory.argument_size_in_bytes,
+        temp=memory.temp_size_in_bytes,
+        program=memory.generated_code_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    )
+
+
+def write_programs(
+    units: Iterable[CompiledUnit], texts: Mapping[UnitName, str], directory: Path
+) -> Iterator[CompiledUnit]:
+    """Write computations as they are compiled, and yield them.
+
+    `stage_S/NAME.txt` is a computation as sliced, `stage_S/NAME.hlo` as compiled.
+
+    Args:
+      units: compiled.
+      texts: as sliced.
+      directory: made if it does not exist; such files of earlier calls are removed.
 
     Raises:
       OSError: something cannot be written.
-      OutOfMemory: the compiler says that the computation after the last line does not fit.
     """
     directory.mkdir(parents=True, exist_ok=True)
     # Earlier files may be of stages or units that this configuration does not have.
     for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
         earlier.unlink()
-    texts = trainer.engine.texts()
-    try:
-        for stage, name, compiled in trainer.engine.compile():
-            folder = directory / f"stage_{stage}"
-            folder.mkdir(exist_ok=True)
-            (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
-            (folder / f"{name}.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
-            memory = compiled.memory_analysis()
-            assert memory is not None
-            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            yield (
-                f"{f'stage {stage}':<12}{name!s:<5} arguments {size(memory.argument_size_in_bytes)}"
-                f", results {size(results)}, temp {size(memory.temp_size_in_bytes)}"
-            )
-    except jax.errors.JaxRuntimeError as error:
-        raise (out_of_memory(str(error)) or error) from None
+    for unit in units:
+        folder = directory / f"stage_{unit.stage}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{unit.name}.txt").write_text(texts[unit.name], encoding="utf-8")
+        (folder / f"{unit.name}.hlo").write_text(unit.hlo, encoding="utf-8")
+        yield unit
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:

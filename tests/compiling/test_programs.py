@@ -1,9 +1,12 @@
-"""`python -m maxpipe.compile --programs`: what the MPMD engine's stages run, as text."""
+"""`python -m maxpipe.compile` for the mpmd engine: its stages' programs, memory and verdict."""
+
+import json
 
 import jax
 import pytest
 
 from maxpipe import compile as command
+from maxpipe.compiling import stages
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
 SMALL = [
@@ -29,14 +32,15 @@ ONE_PROGRAM = [
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The directory that the command fills."""
+    """The directory that the command fills, with its report."""
     directory = tmp_path_factory.mktemp("programs")
-    assert command.main(["configs/base.yml", *SMALL, "--programs", str(directory)]) == 0
+    flags = ["--programs", str(directory), "--json", str(directory / "report.json")]
+    assert command.main(["configs/base.yml", *SMALL, *flags]) == 0
     return directory
 
 
 def test_every_computation_is_there_as_sliced_and_as_compiled(written):
-    files = sorted(str(path.relative_to(written)) for path in written.rglob("*.*"))
+    files = sorted(str(path.relative_to(written)) for path in written.glob("*/*.*"))
     names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in "FIW"]
     assert files == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
 
@@ -67,13 +71,12 @@ def test_the_hlo_is_of_the_stages_own_devices(written):
     [
         (
             ["--programs=out", "--hlo=step.hlo"],
-            "--hlo: is for a train step in one program; leave it out",
+            "--hlo: is for a train step in one program; --programs DIR writes those of a step",
         ),
         (
             ["--programs=out", "compile.save=step.bin"],
             "compile.save: is for a train step in one program",
         ),
-        ([], "--programs DIR writes those of its stages, or use pipeline.schedule=lockstep_1f1b"),
         (
             ["--programs=out", *ONE_PROGRAM],
             "--programs: is for the mpmd engine; the scheduled engine has one program",
@@ -94,6 +97,33 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch, capsys, wor
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_report_has_memory_by_stage_and_units(written):
+    report = json.loads((written / "report.json").read_text())
+    assert report["fits"] is None  # the memory of simulated devices is not known
+    assert report["predicted_step_seconds"] is None
+    assert [unit["name"] for unit in report["units"]] == ["F0", "F1", "I1", "W1", "I0", "W0"]
+    totals = [sum(stage.values()) for stage in report["stages"]]
+    assert len(totals) == 2
+    assert report["memory"]["needed_bytes"] == max(totals)
+    for number, stage in enumerate(report["stages"]):
+        # Parameters, Adam's two moments and gradients of a layer: float32, on four devices.
+        layer = 4 * 16 * 16 + 3 * 16 * 32 + 2 * 16
+        assert stage["state_bytes"] > 4 * 4 * layer / 4
+        assert stage["in_flight_bytes"] > 0
+        temp = [
+            u["temp_bytes"] + u["program_bytes"] for u in report["units"] if u["stage"] == number
+        ]
+        assert stage["working_bytes"] == max(temp)
+
+
+def test_stages_that_do_not_fit_end_with_3(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(stages, "device_memory", lambda devices: 1000.0)
+    file = tmp_path / "report.json"
+    assert command.main(["configs/base.yml", *SMALL, "--json", str(file)]) == 3
+    assert json.loads(file.read_text())["fits"] is False
+    assert "does NOT fit: " in capsys.readouterr().out
 
 
 def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
