@@ -72,6 +72,7 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
         ({"hidden_activation": "relu"}, "of a gemma3_text: hidden_activation 'relu' is no option"),
         ({"layer_types": ["linear_attention"] * 7}, "layer_types has linear_attention"),
         ({"layer_types": ["full_attention"]}, "lists 1 layers, but num_hidden_layers is 7"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention makes it an encoder"),
         ({"num_hidden_layers": "x"}, "of a gemma3_text: "),
     ],
 )
@@ -86,6 +87,13 @@ def test_folder_without_a_readable_file_is_refused(tmp_path):
     assert "cannot read " in problems(words)["model.from_hf"]
     (tmp_path / "config.json").write_text("[]")
     assert "is not a JSON object" in problems(words)["model.from_hf"]
+
+
+def test_layers_that_do_not_divide_are_not_remedied_by_another_number(folder):
+    words = (f"model.from_hf={folder()}", "mesh.ici.stage=2", "mesh.ici.fsdp=2")
+    found = problems(*words, "pipeline.num_repeats=2")["pipeline.num_repeats"]
+    assert "nearest legal: pipeline.layers_per_stage=[2,2,2,1]" in found
+    assert "model.num_layers=8" not in found
 
 
 def test_init_from_has_the_form_of_a_local_folder():

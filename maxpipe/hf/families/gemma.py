@@ -39,6 +39,8 @@ class Gemma2(Family):
         return listed_kinds(c) or by_rule
 
     def read(self, c: Json) -> dict[str, object]:
+        if c.get("use_bidirectional_attention"):
+            raise ValueError("use_bidirectional_attention makes it an encoder; attention is causal")
         bias = bool(c.get("attention_bias", False))
         return {
             "attention_bias": bias,
