@@ -56,7 +56,7 @@ def test_choose_kernel_with_sinks_falls_back_or_is_refused_with_the_remedy():
         return choose_kernel(config, "tpu", lambda line: None)
 
     assert of("auto") == "dot_product"
-    with pytest.raises(ConfigError, match="it has no sinks .*; use auto or dot_product"):
+    with pytest.raises(ConfigError, match=r"it has no sinks .*; use auto or dot_product"):
         of("splash")
 
 
