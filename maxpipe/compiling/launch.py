@@ -11,8 +11,14 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.compiling.analysis import analyse
+from maxpipe.compiling.programs import (
+    StagesTrainer,
+    as_json,
+    compile_programs,
+    summary_lines,
+)
 from maxpipe.compiling.report import size
-from maxpipe.compiling.step import OutOfMemory, StagesTrainer, StepTrainer, write_programs
+from maxpipe.compiling.step import OutOfMemory, StepTrainer
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
@@ -56,7 +62,7 @@ def launch(
     _check_engine(config, flags)
     mesh = build_mesh(config, devices)
     if not ENGINES[config.pipeline.engine].one_program:
-        return _compile_programs(config, mesh, Path(flags.programs), build_trainer)
+        return _compile_programs(config, mesh, flags, build_trainer)
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
     report, executable = analyse(config, loaded.config, mesh, trainer, _print)
     print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
@@ -72,15 +78,18 @@ def launch(
 
 
 def _compile_programs(
-    config: Config, mesh: Mesh, directory: Path, build_trainer: BuildTrainer
+    config: Config, mesh: Mesh, flags: argparse.Namespace, build_trainer: BuildTrainer
 ) -> int:
-    """Compile and write the separate programs of the stages, and return the exit code."""
+    """Compile the separate programs of the stages, and return the exit code."""
+    directory = Path(flags.programs) if flags.programs else None
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
+    programs = []
     try:
-        for line in write_programs(trainer, directory):
-            _print(line)
+        for program in compile_programs(trainer, directory):
+            programs.append(program)
+            print(*program.lines(), sep="\n", flush=True)
     except OSError as error:
         message = f"cannot write to {directory}: {error.strerror}"
         raise ConfigError(Problem("--programs", message)) from None
@@ -88,10 +97,13 @@ def _compile_programs(
         sizes = f"{size(error.needed)} of {size(error.available)}"
         _print(f"{'verdict':<12}does not fit: the next computation needs {sizes}")
         return DOES_NOT_FIT
-    _print(
-        f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), "
-        "and its HLO (.hlo)"
-    )
+    print(*summary_lines(programs), sep="\n")
+    _write("--json", flags.json, json.dumps(as_json(programs), indent=1) + "\n")
+    if directory:
+        _print(
+            f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), "
+            "and its HLO (.hlo)"
+        )
     return FITS
 
 
@@ -103,16 +115,13 @@ def _check_engine(config: Config, flags: argparse.Namespace) -> None:
             message = f"is for the mpmd engine; the {engine} engine has one program: --hlo FILE"
             raise ConfigError(Problem("--programs", message))
         return
-    if not flags.programs:
-        remedy = "use pipeline.schedule=lockstep_1f1b, which has one and no more bubble than 1f1b"
-        message = (
-            "mpmd has no train step in one program; --programs DIR writes those of its stages, "
-            f"or {remedy}"
-        )
-        raise ConfigError(Problem("pipeline.engine", message))
-    files = {"compile.save": config.compile.save, "--json": flags.json, "--hlo": flags.hlo}
+    remedies = {
+        "compile.save": "leave it out",
+        "--hlo": "--programs DIR writes those of the stages",
+    }
+    files = {"compile.save": config.compile.save, "--hlo": flags.hlo}
     problems = [
-        Problem(key, "is for a train step in one program; leave it out")
+        Problem(key, f"is for a train step in one program, and mpmd has many; {remedies[key]}")
         for key, file in files.items()
         if file
     ]

@@ -1,4 +1,4 @@
-"""Compile a train step, or the separate programs of its stages, from shapes alone."""
+"""Compile a train step from shapes alone."""
 
 import re
 import threading
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -14,10 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.compiling.report import size
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
 PROGRESS_SECONDS = 15.0
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -30,12 +27,6 @@ class StepTrainer(Protocol):
     jitted_step: jax.stages.Wrapped
 
     def abstract_state(self) -> object: ...
-
-
-class StagesTrainer(Protocol):
-    """What is compiled of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
-
-    engine: MpmdEngine
 
 
 class OutOfMemory(Exception):
@@ -122,44 +113,6 @@ def progress(
     finally:
         done.set()
         reporter.join()
-
-
-def write_programs(trainer: StagesTrainer, directory: Path) -> Iterator[str]:
-    """Write every computation of a training step, compiled for the devices of its stage.
-
-    `stage_S/NAME.txt` is the computation as sliced, `stage_S/NAME.hlo` as compiled.
-
-    Args:
-      trainer: of a configuration whose stages are chosen.
-      directory: made if it does not exist; such files of earlier calls are removed.
-
-    Yields:
-      A line for each computation: its memory on a device of the stage.
-
-    Raises:
-      OSError: something cannot be written.
-      OutOfMemory: the compiler says that the computation after the last line does not fit.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    # Earlier files may be of stages or units that this configuration does not have.
-    for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
-        earlier.unlink()
-    texts = trainer.engine.texts()
-    try:
-        for stage, name, compiled in trainer.engine.compile():
-            folder = directory / f"stage_{stage}"
-            folder.mkdir(exist_ok=True)
-            (folder / f"{name}.txt").write_text(texts[name], encoding="utf-8")
-            (folder / f"{name}.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
-            memory = compiled.memory_analysis()
-            assert memory is not None
-            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            yield (
-                f"{f'stage {stage}':<12}{name!s:<5} arguments {size(memory.argument_size_in_bytes)}"
-                f", results {size(results)}, temp {size(memory.temp_size_in_bytes)}"
-            )
-    except jax.errors.JaxRuntimeError as error:
-        raise (out_of_memory(str(error)) or error) from None
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:

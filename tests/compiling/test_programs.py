@@ -1,5 +1,7 @@
 """`python -m maxpipe.compile --programs`: what the MPMD engine's stages run, as text."""
 
+import json
+
 import jax
 import pytest
 
@@ -9,7 +11,8 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 SMALL = [
     "compile.topology=cpu",
     "mesh.simulated_devices=8",
-    "mesh.ici.fsdp=4",
+    "mesh.ici.fsdp=2",
+    "mesh.ici.data=2",
     "model.num_layers=2",
     "model.embed_dim=16",
     "model.num_query_heads=2",
@@ -31,14 +34,22 @@ ONE_PROGRAM = [
 def written(tmp_path_factory):
     """The directory that the command fills."""
     directory = tmp_path_factory.mktemp("programs")
-    assert command.main(["configs/base.yml", *SMALL, "--programs", str(directory)]) == 0
+    report = directory / "report.json"
+    words = ["--programs", str(directory), "--json", str(report)]
+    assert command.main(["configs/base.yml", *SMALL, *words]) == 0
     return directory
+
+
+@pytest.fixture(scope="module")
+def report(written):
+    return json.loads((written / "report.json").read_text())
 
 
 def test_every_computation_is_there_as_sliced_and_as_compiled(written):
     files = sorted(str(path.relative_to(written)) for path in written.rglob("*.*"))
-    names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in "FIW"]
-    assert files == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
+    kinds = ("F", "I", "W", "reduce")
+    names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in kinds]
+    assert files[1:] == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
 
 
 def test_the_sliced_program_says_where_values_come_from_and_go(written):
@@ -46,11 +57,11 @@ def test_the_sliced_program_says_where_values_come_from_and_go(written):
         (written / f"stage_{stage}" / name).read_text()
         for stage, name in ((0, "F0.txt"), (1, "W1.txt"))
     )
-    assert "  reads  ['params']['embed']['embedding'] f32[320,16]\n" in forward
-    assert "  writes F0.1 f32[8,16,16] for F1, I1\n" in forward
-    assert "sharding_constraint[P('fsdp', None, None)]" in forward
-    assert "  reads  I1.1 f32[8,16,32]\n" in late
-    assert "  adds to gradient of ['params']['chunks'][1]['mlp']['gate'] f32[1,16,32]\n" in late
+    assert "  reads  ['params']['embed']['embedding'] f32[320,8]\n" in forward
+    assert "  writes F0.1 f32[2,16,16] for F1, I1\n" in forward
+    assert "sharding_constraint[P(None, None, None)]" in forward
+    assert "  reads  I1.1 f32[2,16,32]\n" in late
+    assert "  adds to gradient of ['params']['chunks'][1]['mlp']['gate'] f32[1,8,32]\n" in late
     assert "dot_general" in late
 
 
@@ -59,7 +70,33 @@ def test_the_hlo_is_of_the_stages_own_devices(written):
     assert hlo.startswith("HloModule jit_I1, ")
     assert "num_partitions=4" in hlo.partition("\n")[0]
     # Two rows of a microbatch of eight are on each of the four devices.
-    assert "f32[2,16,16]" in hlo.partition("\n")[0]
+    assert "f32[1,2,16,16]" in hlo.partition("\n")[0]
+
+
+def test_the_report_counts_collectives_by_program_and_step(report):
+    """Units gather and scatter over fsdp; sums over data are taken once, of what devices have."""
+    found = {
+        program["name"]: {(c["kind"], c["axes"]): c for c in program["collectives"]}
+        for program in report["programs"]
+    }
+    runs = {program["name"]: program["runs"] for program in report["programs"]}
+    assert runs["W1"] == runs["F0"] == 2
+    assert runs["reduce1"] == 1
+    for name, collectives in found.items():
+        sums = [axes for kind, axes in collectives if kind == "all-reduce"]
+        assert name.startswith("reduce") == any("data" in axes for axes in sums)
+    assert ("all-gather", "fsdp") in found["F0"]
+    assert ("reduce-scatter", "fsdp") in found["W1"]
+    for stage in report["stages"]:
+        programs = [p for p in report["programs"] if p["stage"] == stage["stage"]]
+        for total in stage["collectives"]:
+            key = total["kind"], total["axes"]
+            parts = [
+                p["runs"] * found[p["name"]][key]["bytes"]
+                for p in programs
+                if key in found[p["name"]]
+            ]
+            assert total["bytes"] == pytest.approx(sum(parts))
 
 
 @pytest.mark.parametrize(
@@ -67,13 +104,12 @@ def test_the_hlo_is_of_the_stages_own_devices(written):
     [
         (
             ["--programs=out", "--hlo=step.hlo"],
-            "--hlo: is for a train step in one program; leave it out",
+            "--hlo: is for a train step in one program, and mpmd has many; --programs DIR writes",
         ),
         (
             ["--programs=out", "compile.save=step.bin"],
             "compile.save: is for a train step in one program",
         ),
-        ([], "--programs DIR writes those of its stages, or use pipeline.schedule=lockstep_1f1b"),
         (
             ["--programs=out", *ONE_PROGRAM],
             "--programs: is for the mpmd engine; the scheduled engine has one program",

@@ -151,8 +151,8 @@ def test_split_backward_with_saved_products_is_accepted(values):
     assert tiny(**values).pipeline.engine in ("scheduled", "mpmd")
 
 
-def test_fsdp_gather_on_mpmd_is_refused_next_to_wrong_repeats():
-    wrong = MPMD | {"pipeline.fsdp_gather": "once", "pipeline.num_repeats": 3}
+def test_gathers_per_repeat_on_mpmd_are_refused_next_to_wrong_repeats():
+    wrong = MPMD | {"pipeline.fsdp_gather": "per_repeat", "pipeline.num_repeats": 3}
     assert list(refusal(**wrong)) == ["pipeline.num_repeats", "pipeline.fsdp_gather"]
 
 
