@@ -10,14 +10,17 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.data.check import check
-from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from maxpipe.data.rows import Batch
 
 PROG = "python -m maxpipe.data"
 DESCRIPTIONS = {
@@ -70,7 +73,7 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
     loader.close()
 
 
-def describe_row(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
+def describe_row(batch: "Batch", row: int, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a row as lines: its size, then number, token range and text of each segment."""
     segments = batch["segment_ids"][row]
     tokens = batch["tokens"][row]
@@ -82,7 +85,7 @@ def describe_row(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         yield f"  segment {segment}, tokens {where[0]}-{where[-1]}: {text!r}"
 
 
-def measure(loader: Iterator[Batch], config: Config, seconds: float) -> str:
+def measure(loader: "Iterator[Batch]", config: Config, seconds: float) -> str:
     """Return the loader's tokens per second and how well its rows are filled, as text."""
     began = time.perf_counter()
     batches = 0

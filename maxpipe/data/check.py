@@ -9,8 +9,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import Documents, Split
-from maxpipe.data.files import BadDocument
+from maxpipe.data.documents import BadDocument, Documents, Split
 from maxpipe.data.tokenizers import load_tokenizer
 
 SOUND, FOUND = 0, 1  # exit codes

@@ -1,8 +1,7 @@
-"""The files that `data.path` names, and documents that are files or stretches of files."""
+"""The files that `data.path` names, and what sources ask of them."""
 
 import glob
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +11,6 @@ from maxpipe.storage.local_files import fetch
 from maxpipe.storage.object_store import is_remote
 
 _BLOCK = 1 << 24  # elements compared at a time, so that the temporary is small next to the file
-
-
-class BadDocument(ConfigError):
-    """A document that is neither text nor token ids, whenever it is read.
-
-    `data.on_bad_document=skip` leaves it out. An error of reading, which may pass, is not of this
-    kind: leaving out what another start can read would change the batches.
-    """
 
 
 def find_files(path: str, suffixes: Sequence[str] = ("",), cache_dir: str = "") -> list[str]:
@@ -90,58 +81,3 @@ def find_all(array: np.ndarray, value: int) -> np.ndarray:
     return np.concatenate(
         [np.flatnonzero(array[start : start + _BLOCK] == value) + start for start in blocks]
     )
-
-
-def read_text(path: str, start: int = 0, end: int | None = None) -> str:
-    """Return bytes `start` to `end` of a file as text whose lines all end with a newline.
-
-    Raises:
-      BadDocument: they are not UTF-8; names file and byte.
-      ConfigError: the file cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            text = file.read(-1 if end is None else end - start).decode("utf-8")
-    except UnicodeDecodeError as error:
-        message = f"{path} is not UTF-8 text: byte {start + error.start}"
-        raise BadDocument(Problem("data.path", message)) from error
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        raise ConfigError(Problem("data.path", message)) from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-class FileDocuments:
-    """One document per UTF-8 text file, read when it is asked for."""
-
-    def __init__(self, paths: Sequence[str]):
-        self._paths = paths
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: int) -> str:
-        """Return the text of a file; raises as `read_text`."""
-        return read_text(self._paths[index])
-
-
-class Spans:
-    """The positions of documents that are stretches of files.
-
-    Args:
-      spans: start and end of each document, int64 [documents, 2], for each file.
-    """
-
-    def __init__(self, spans: Sequence[np.ndarray]):
-        self._spans = spans
-        self._firsts = np.array([0, *accumulate(len(span) for span in spans)])
-
-    def __len__(self) -> int:
-        return int(self._firsts[-1])
-
-    def locate(self, index: int) -> tuple[int, int, int]:
-        """Return the number of the file that holds document `index`, and start and end in it."""
-        file = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        start, end = self._spans[file][index - self._firsts[file]]
-        return file, int(start), int(end)

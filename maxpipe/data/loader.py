@@ -1,7 +1,7 @@
 """The loader: this process's rows of every batch, and their positions in the data.
 
 Batch N is a pure function of (seed, data configuration, N). Each of the B rows of the global batch
-is a stream of its own over documents (`maxpipe.data.packing`), whose state is three integers. A run
+is a stream of its own over documents (`maxpipe.data.rows`), whose state is three integers. A run
 therefore continues exactly from the saved array, whatever the number of processes, workers or
 prefetched batches.
 
@@ -18,18 +18,19 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of
-from maxpipe.data.packing import Batch
 from maxpipe.data.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     import grain
+
+    from maxpipe.data.rows import Batch
 
 
 SKIPPED_NAMED = 5  # skipped documents that are named
 SKIPPED_COUNTS = {10**power for power in range(1, 10)}  # numbers of them that are said
 
 
-class Loader(Iterator[Batch]):
+class Loader(Iterator["Batch"]):
     """An endless iterator of batches, made by `make_loader`.
 
     `next(loader)` returns `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and
@@ -61,7 +62,7 @@ class Loader(Iterator[Batch]):
         self._state = self._first_state = state
         self._starts = [iterator.get_state() for iterator in iterators]
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> "Batch":
         elements = [next(iterator) for iterator in self._iterators]
         batches, states, skipped = zip(*elements, strict=True)
         self._state = _interleave(states)

@@ -1,4 +1,4 @@
-"""The order in which documents are visited, for one source and for a mixture of several.
+"""Mixtures of several sources: their documents, and the order in which they are drawn.
 
 An order is a pure function of (seed, epoch, position). A mixture draws documents in rounds of
 `ROUND`: every source has its share (`data.mixture`) of a round, and the draws of a round are
@@ -9,7 +9,6 @@ the same as without a mixture.
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 from grain.experimental import index_shuffle
@@ -18,41 +17,9 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import Documents, Split, notes_of, open_documents
+from maxpipe.data.rows import DocumentOrder, Order
 
 ROUND = round(1 / LEAST_SHARE)  # draws
-
-
-class Order(Protocol):
-    """An order of documents; an epoch has `num_documents` positions."""
-
-    num_documents: int
-
-    def __call__(self, epoch: int, position: int) -> int:
-        """Return the index of the document at `position` of `epoch`."""
-        ...
-
-
-class DocumentOrder:
-    """A permutation of `num_documents` documents per epoch.
-
-    Args:
-      num_documents: below 2**32.
-      seed: any non-negative integer.
-      shuffle: whether every epoch has a permutation of its own, or visits documents in order.
-    """
-
-    def __init__(self, num_documents: int, seed: int, shuffle: bool):
-        assert 0 < num_documents < 2**32
-        self.num_documents = num_documents
-        self._seed = seed
-        self._shuffle = shuffle
-
-    def __call__(self, epoch: int, position: int) -> int:
-        """Return the index of the document at `position` of `epoch`."""
-        if not self._shuffle:
-            return position
-        seed = (self._seed + epoch) % 2**32
-        return index_shuffle(position, max_index=self.num_documents - 1, seed=seed, rounds=4)
 
 
 def open_mixture(config: DataConfig, split: Split, seed: int) -> tuple[Documents, Order]:

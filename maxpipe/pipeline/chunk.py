@@ -1,19 +1,54 @@
-"""Run the layers of one chunk. Letters: see `maxpipe.pipeline`."""
+"""Run the layers of one chunk, and decide what their forward saves for their backward.
+
+The backward computes the rest again. A policy of rematerialisation is data, see
+`maxpipe.config.catalog.RematPolicy`: names that the model gives tensors with `checkpoint_name`, and
+where these tensors are saved. Weights are never saved, gathered or not: the backward has them
+anyway, and a pipeline would save a copy in every iteration.
+
+Letters: see `maxpipe.pipeline`.
+"""
 
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 
+from maxpipe.config.catalog import MATMULS, REMAT_POLICIES, RematPolicy
+from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
+Function = Callable[..., Any]
+SavePolicy = Callable[..., bool]  # of `jax.checkpoint`
 # (layer parameters, layer index, activations [B, T, D], side inputs, key of the step or None) ->
 # (activations [B, T, D], auxiliary loss)
 LayerFn = Callable[
     [Params, jax.Array, jax.Array, SideInputs, jax.Array | None], tuple[jax.Array, jax.Array]
 ]
+
+LAYER_INPUT = "layer_input"
+
+# What a weight passes through between rest and a matrix product. For activations these operations
+# cost next to nothing, so recomputing them is no loss there.
+_COPIES = frozenset(
+    {
+        "gather",
+        "dynamic_slice",
+        "slice",
+        "squeeze",
+        "reshape",
+        "broadcast_in_dim",
+        "transpose",
+        "convert_element_type",
+        "sharding_constraint",
+        "all_gather",
+    }
+)
 
 
 def layer_function(
@@ -82,3 +117,80 @@ def apply_layers(
         x, aux = layer_fn(jax.tree.map(lambda p, i=i: p[i], layers), index[i], x, side, key)
         total += aux
     return x, total
+
+
+def remat_policy(config: PipelineConfig) -> RematPolicy:
+    """Return `pipeline.remat_policy`; `custom` is made of `pipeline.remat_tensors`."""
+    policy = REMAT_POLICIES[config.remat_policy]
+    if not policy.by_tensor:
+        return policy
+    places = asdict(config.remat_tensors)
+    return RematPolicy(
+        device=tuple(name for name, place in places.items() if place == "device"),
+        host=tuple(name for name, place in places.items() if place == "offload"),
+    )
+
+
+def checkpoint(f: Function, policy: RematPolicy) -> Function:
+    """Return `f` with a backward that recomputes what the policy does not save."""
+    return jax.checkpoint(f, policy=_everything_but_copies if policy.everything else _names(policy))
+
+
+class Remat:
+    """Rematerialisation of a pipeline's iteration, and of each layer within it.
+
+    With `remat_iterations` an iteration saves what the policy names, of all its layers. The
+    backward computes the rest again for all layers at once. If there are several, it holds only
+    results of matrix products between them, and computes what is cheap once more layer by layer.
+
+    With `remat_layers` the backward computes one layer at a time again, from that layer's input.
+    The inputs are saved if iterations are not rematerialised; if they are, the backward computes
+    them again too, which makes two passes through each layer.
+
+    With neither, an iteration saves every intermediate value.
+    """
+
+    def __init__(self, config: PipelineConfig):
+        self._policy = remat_policy(config)
+        self._iterations, self._layers = config.remat_iterations, config.remat_layers
+
+    def iteration(self, f: Function) -> Function:
+        """Wrap one iteration of one stage, from the selection of its weights on."""
+        if self._iterations or self._policy.everything:
+            return checkpoint(f, self._policy)
+        if not self._layers:
+            return checkpoint(f, RematPolicy(everything=True))
+        return checkpoint(f, RematPolicy((*self._policy.device, LAYER_INPUT), self._policy.host))
+
+    def layer(self, f: LayerFn, *, is_only: bool) -> LayerFn:
+        """Wrap one layer, called as f(parameters, index, x, side inputs, key).
+
+        Args:
+          f: the layer.
+          is_only: whether an iteration has no other layer.
+        """
+        if not self._layers:
+            return f if is_only or self._policy.everything else checkpoint(f, RematPolicy(MATMULS))
+        inner = checkpoint(f, self._policy)
+
+        def with_named_input(
+            layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
+        ) -> tuple[jax.Array, jax.Array]:
+            return inner(layer, index, checkpoint_name(x, LAYER_INPUT), side, key)
+
+        return with_named_input
+
+
+def _names(policy: RematPolicy) -> SavePolicy:
+    if not policy.host:
+        return jax.checkpoint_policies.save_only_these_names(*policy.device)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=policy.device,
+        names_which_can_be_offloaded=policy.host,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def _everything_but_copies(primitive: Primitive, *_: object, **params: object) -> bool:
+    return primitive.name not in _COPIES

@@ -15,7 +15,7 @@ from maxpipe.config.catalog import ENGINES, OPTIMIZERS
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
 from maxpipe.model.parameters import ParamSpec
-from maxpipe.pipeline.remat import remat_policy
+from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model

@@ -17,7 +17,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, map_specs
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.remat import checkpoint
+from maxpipe.pipeline.chunk import checkpoint
 from maxpipe.planning.jaxpr_flops import program_flops
 
 ATTENTION = "planned_attention"  # name of the equation that stands for an attention kernel

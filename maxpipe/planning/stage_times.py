@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from maxpipe.config.sections import Config
-from maxpipe.pipeline.remat import remat_policy
+from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.footprint import layer_of
 from maxpipe.planning.layer_trace import trace_model

@@ -1,4 +1,4 @@
-"""The split into training and evaluation, and the framing of documents."""
+"""Documents of files, the split into training and evaluation, and the framing of documents."""
 
 from pathlib import Path
 
@@ -8,7 +8,13 @@ import pytest
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import EncodedDocuments, open_documents, split_documents
+from maxpipe.data.documents import (
+    EncodedDocuments,
+    FileDocuments,
+    Spans,
+    open_documents,
+    split_documents,
+)
 from maxpipe.data.tokenizers import load_tokenizer
 
 
@@ -96,3 +102,18 @@ def test_encoded_documents_empty_text_has_no_ids() -> None:
 def test_encoded_documents_ids_outside_vocabulary_raise() -> None:
     with pytest.raises(ConfigError, match=r"model\.vocab_size: 259 is too small .* 5 to 300"):
         _encode(np.array([5, 300]))
+
+
+def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
+    bad, gone = tmp_path / "bad.txt", tmp_path / "gone.txt"
+    bad.write_bytes(b"abc\xff")
+    documents = FileDocuments([str(bad), str(gone)])
+    with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 text: byte 3"):
+        documents[0]
+    with pytest.raises(ConfigError, match=r"gone\.txt cannot be read"):
+        documents[1]
+
+
+def test_spans_locate_every_document() -> None:
+    spans = Spans([np.array([[0, 3], [4, 9]]), np.empty((0, 2), np.int64), np.array([[2, 5]])])
+    assert [spans.locate(i) for i in range(len(spans))] == [(0, 0, 3), (0, 4, 9), (2, 2, 5)]

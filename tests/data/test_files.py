@@ -8,7 +8,7 @@ import pytest
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.data import files
-from maxpipe.data.files import FileDocuments, Spans, find_all, find_files, require_content
+from maxpipe.data.files import find_all, find_files, require_content
 
 
 @pytest.fixture
@@ -61,16 +61,6 @@ def test_require_content_names_empty_files(tmp_path: Path) -> None:
         require_content([str(tmp_path / "empty.bin"), str(tmp_path / "full.bin")])
 
 
-def test_file_documents_unreadable_file_is_named(tmp_path: Path) -> None:
-    bad, gone = tmp_path / "bad.txt", tmp_path / "gone.txt"
-    bad.write_bytes(b"abc\xff")
-    documents = FileDocuments([str(bad), str(gone)])
-    with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 text: byte 3"):
-        documents[0]
-    with pytest.raises(ConfigError, match=r"gone\.txt cannot be read"):
-        documents[1]
-
-
 @pytest.mark.parametrize("block", [1, 3, 100])
 def test_find_all_returns_positions_across_blocks(
     block: int, monkeypatch: pytest.MonkeyPatch
@@ -78,8 +68,3 @@ def test_find_all_returns_positions_across_blocks(
     monkeypatch.setattr(files, "_BLOCK", block)
     assert find_all(np.array([7, 1, 7, 7, 0, 2, 7]), 7).tolist() == [0, 2, 3, 6]
     assert find_all(np.array([1, 2]), 7).tolist() == []
-
-
-def test_spans_locate_every_document() -> None:
-    spans = Spans([np.array([[0, 3], [4, 9]]), np.empty((0, 2), np.int64), np.array([[2, 5]])])
-    assert [spans.locate(i) for i in range(len(spans))] == [(0, 0, 3), (0, 4, 9), (2, 2, 5)]

@@ -1,11 +1,11 @@
-"""The order of documents, and mixtures: shares, epochs of each source, and exact resume."""
+"""Mixtures of sources: shares, epochs of each source, and exact resume."""
 
 import numpy as np
 import pytest
 
 from maxpipe.config import ConfigError, load
 from maxpipe.data.loader import make_loader
-from maxpipe.data.mixture import ROUND, Concatenation, DocumentOrder, MixedOrder, shares
+from maxpipe.data.mixture import ROUND, Concatenation, MixedOrder, shares
 
 SIZES = [30, 400, 7]
 WEIGHTS = [1.0, 2.5, 0.5]
@@ -158,27 +158,3 @@ def test_config_path_next_to_mixture_raises():
             "configs/base.yml",
             ["data.mixture=[{source: python_stdlib, weight: 1}]", "data.path=a.txt"],
         )
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 1000])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_document_order_epoch_is_permutation(count: int, shuffle: bool) -> None:
-    order = DocumentOrder(count, seed=3, shuffle=shuffle)
-    for epoch in (0, 1, 2**32):
-        assert sorted(order(epoch, i) for i in range(count)) == list(range(count))
-
-
-def test_document_order_epochs_and_seeds_differ() -> None:
-    def visit(seed: int, epoch: int, shuffle: bool = True) -> list[int]:
-        order = DocumentOrder(50, seed, shuffle)
-        return [order(epoch, i) for i in range(50)]
-
-    assert visit(0, 0) != visit(0, 1)
-    assert visit(0, 0) != visit(7, 0)
-    assert visit(0, 0, shuffle=False) == visit(0, 1, shuffle=False) == list(range(50))
-
-
-def test_document_order_of_saved_runs_never_changes() -> None:
-    """A saved position refers to this order: with another, documents would repeat or be lost."""
-    order = DocumentOrder(10, seed=0, shuffle=True)
-    assert [order(0, i) for i in range(10)] == [0, 4, 6, 7, 8, 3, 1, 9, 5, 2]

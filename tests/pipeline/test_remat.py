@@ -13,7 +13,7 @@ from maxpipe.config import PipelineConfig, RematTensorsConfig
 from maxpipe.config.catalog import MATMULS, QKV, REMAT_POLICIES, RematPolicy
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.remat import checkpoint, remat_policy
+from maxpipe.pipeline.chunk import checkpoint, remat_policy
 
 NAMED = {
     "minimal": RematPolicy(device=MATMULS),

@@ -12,7 +12,8 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import BadDocument, find_files, require_content
+from maxpipe.data.documents import BadDocument
+from maxpipe.data.files import find_files, require_content
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource

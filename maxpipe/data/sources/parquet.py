@@ -18,7 +18,8 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import Spans, find_files, require_content
+from maxpipe.data.documents import Spans
+from maxpipe.data.files import find_files, require_content
 from maxpipe.storage.local_files import local_copy, version_of
 
 if TYPE_CHECKING:

@@ -12,15 +12,8 @@ import numpy as np
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import (
-    BadDocument,
-    FileDocuments,
-    Spans,
-    find_all,
-    find_files,
-    read_text,
-    require_content,
-)
+from maxpipe.data.documents import BadDocument, FileDocuments, Spans, read_text
+from maxpipe.data.files import find_all, find_files, require_content
 from maxpipe.storage.local_files import unpacked, version_of
 
 # Tests hold files that are broken on purpose; packages are not part of the standard library.

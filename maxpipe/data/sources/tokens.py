@@ -16,7 +16,8 @@ import numpy as np
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.files import Spans, find_all, find_files, require_content
+from maxpipe.data.documents import Spans
+from maxpipe.data.files import find_all, find_files, require_content
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.object_store import is_remote
 

@@ -11,9 +11,8 @@ import numpy as np
 from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import apply_layers, checkpoint, layer_function, remat_policy
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
-from maxpipe.pipeline.remat import checkpoint, remat_policy
 from maxpipe.pipeline.weights import Weights
 
 

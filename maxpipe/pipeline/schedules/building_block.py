@@ -69,6 +69,7 @@ def _repeated_block(
       hops: units of time from a stage to the next, in each of `PASSES`.
       max_in_flight: chunks in flight on a stage, at least what the block needs.
     """
+    # 1. Repeat the shortest block that fits the memory, one per microbatch.
     for starts in _blocks(num_stages, hops):
         rows = [
             _Row(stage, num_stages, num_microbatches, [start[stage] for start in starts])
@@ -78,6 +79,8 @@ def _repeated_block(
             break
     else:
         raise AssertionError(f"no building block with hops {hops} for {num_stages} stages")
+    # 2. Close the gaps of the ends.
+    # 3. Put each W where its stage would idle.
     _squeeze(rows, max_in_flight)
     orders = _fill_with_w([row.order() for row in rows], max_in_flight)
     return place(name, num_stages, num_microbatches, 2, orders, placement="v")
@@ -169,6 +172,7 @@ def _squeeze(rows: Sequence[_Row], max_in_flight: int) -> None:
         else:
             needs.append(("F", microbatch, last) if chunk == last else ("I", microbatch, chunk + 1))
         first = 1 + max((row_of[u].tick[u] for u in needs if u in row_of), default=-1)
+        # Try earlier ticks in turn; a move that exceeds the memory is taken back.
         for tick in range(first, now):
             if row.ahead[tick] or row.backward[tick]:
                 continue
@@ -187,6 +191,7 @@ def _fill_with_w(queues: Sequence[Sequence[RawUnit]], max_in_flight: int) -> lis
     due: list[list[RawUnit]] = [[] for _ in queues]
     done: set[RawUnit] = set()
     while any(due) or any(p < len(queue) for p, queue in zip(position, queues, strict=True)):
+        # One round is one unit of time; what finishes in it is an input from the next round on.
         finished = []
         for stage, queue in enumerate(queues):
             unit = queue[position[stage]] if position[stage] < len(queue) else None

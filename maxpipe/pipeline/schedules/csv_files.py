@@ -83,6 +83,7 @@ def load_csv(
             f"pipeline.num_microbatches={num_microbatches} and pipeline.num_repeats={num_repeats}"
         )
     table = _as_written(path, file, forwarding_delay, slack)
+    # A file with ticks must be valid as it is; an order gets the ticks that its inputs allow.
     if not file.is_order:
         validate(table)
         return table
@@ -98,6 +99,7 @@ def load_csv(
 def _as_written(path: Path, file: CsvFile, forwarding_delay: int, slack: int) -> Table:
     """Return a table with every unit in the tick of its column, which need not be valid."""
     num_stages, num_microbatches, num_repeats = file.sizes
+    # A lockstep tick has a column of each kind: if one cell is elsewhere, columns are ticks.
     width = 3 if any(cell.kind == "W" for cell in file.cells) else 2
     in_columns = all(cell.column % width == LOCKSTEP_COLUMN[cell.kind] for cell in file.cells)
     lockstep = in_columns and not file.is_order

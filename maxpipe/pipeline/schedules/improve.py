@@ -36,6 +36,7 @@ def improve(workload: Workload, orders: Orders, max_trials: int, until: float = 
         step += 1
         path = _critical_path(workload, current, timing)
         options: list[tuple[Cost, Move, Orders, Timing]] = []
+        # 1. Time the orders that one move makes, except those that contradict the inputs.
         for move, neighbour in neighbours(workload, current, path):
             if len(options) == CANDIDATES:
                 break
@@ -44,12 +45,16 @@ def improve(workload: Workload, orders: Orders, max_trials: int, until: float = 
             if tried is None:
                 continue
             value = _cost(tried)
+            # A recent swap is not undone, unless that gives the best order so far.
             if tabu.get(move, 0) < step or value < best_cost:
                 options.append((value, move, neighbour, tried))
         if not options:
             break
+        # 2. Take the best of them even if it is worse than the current one, to leave local minima.
         value, move, current, timing = min(options, key=lambda option: option[:2])
+        # The length varies with the step, so that the search does not run in a circle.
         tabu[move[::-1]] = step + TENURE + step % 7
+        # 3. Of orders with equal makespan the one with the shorter span is better.
         if value[0] < best_cost[0] - TOLERANCE or (
             value[0] < best_cost[0] + TOLERANCE and value[1] < best_cost[1] - TOLERANCE
         ):

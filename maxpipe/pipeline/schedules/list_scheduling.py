@@ -55,6 +55,7 @@ class Choice(NamedTuple):
 def schedule_units(workload: Workload, policy: Policy) -> Orders:
     """Return the orders that a policy gives; they fit the memory."""
     state = _State(workload, policy)
+    # The earliest start over all stages is final: nothing that runs later can bring it forward.
     while choices := [choice for s in range(workload.num_stages) if (choice := state.next(s))]:
         state.run(min(choices))
     whole = frozenset(range(workload.num_pairs)) if policy.whole else frozenset()
@@ -95,9 +96,11 @@ class _State:
     def next(self, stage: int) -> Choice | None:
         """Return what a stage would run next, or None if it has to wait for another stage."""
         now, due, policy = self.free[stage], self.due[stage], self.policy
+        # 1. Too many W are due: one runs now, which also frees memory.
         if len(due) >= policy.max_due:
             return Choice(now, stage, due[0])
         forwards, backwards = self._forwards(stage), self._backwards(stage)
+        # 2. What has its input already runs at once: a backward, unless it is a forward's turn.
         ready = [
             [unit for start, unit in units if start <= now + TOLERANCE]
             for units in (forwards, backwards)
@@ -108,11 +111,13 @@ class _State:
             return Choice(now, stage, self._prefer(ready[1]))
         if ready[0]:
             return Choice(now, stage, self._prefer(ready[0]))
+        # 3. Otherwise a W fills the time until the next input, if it hardly delays that unit.
         coming = min(forwards + backwards, default=None)
         if due:
             enough = self.workload.durations[due[0]] * (1 - policy.patience)
             if coming is None or now + enough <= coming[0] + TOLERANCE:
                 return Choice(now, stage, due[0])
+        # 4. Otherwise the stage waits for that input; without one it has to wait for other stages.
         return Choice(coming[0], stage, coming[1]) if coming else None
 
     def run(self, choice: Choice) -> None:
@@ -137,6 +142,7 @@ class _State:
     def _forwards(self, stage: int) -> list[tuple[float, int]]:
         """Return (arrival of the input, F) of each chunk's next F that may start."""
         workload, chunks = self.workload, self.chunks[stage]
+        # A microbatch that has begun must be able to finish: keep room for its other chunks here.
         oldest = min(self.forwards[chunk] for chunk in chunks)
         rest = sum(self.forwards[chunk] <= oldest for chunk in chunks)
         options = []

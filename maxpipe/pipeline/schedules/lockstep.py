@@ -108,10 +108,12 @@ def _ticks(
     num_stages: int, num_microbatches: int, num_repeats: int, forwarding_delay: int, slack: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ticks of every forward and of every backward, int [M, V*S] each."""
+    # A group must be long enough that its first microbatch is back at stage 0 when the group ends.
     sizes = group_microbatches(num_microbatches, forwarding_delay * num_stages)
     strides = np.maximum(sizes, forwarding_delay * num_stages)
     position = depth_first(sizes, strides, num_repeats)  # [M, V]
     stage = np.arange(num_stages)
+    # D: the tick in which the last stage has run the last chunk of the first microbatch.
     first_backward = (num_repeats - 1) * strides.max() + forwarding_delay * (num_stages - 1) + slack
     shape = (num_microbatches, num_repeats * num_stages)
     # [M, V, 1] + [S] -> [M, V, S] -> [M, V*S]

@@ -32,6 +32,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Table:
         stage 1    F0 F1    B0 F2 B1 F3 B2    B3
         stage 2       F0 B0 F1 B1 F2 B2 F3 B3
     """
+    # The first gradient comes back after as many units as there are stages after this one.
     warmups = [num_stages - 1 - stage for stage in range(num_stages)]
     return _one_chunk("1f1b", num_microbatches, warmups)
 
@@ -54,6 +55,7 @@ def eager_1f1b(num_stages: int, num_microbatches: int) -> Table:
         stage 1    F0 F1 F2 B0 F3 B1    B2    B3
         stage 2       F0 B0 F1 B1 F2 B2 F3 B3
     """
+    # Twice as many: the transfers there and back take as long as a unit each.
     warmups = [2 * (num_stages - 1 - stage) for stage in range(num_stages)]
     return _one_chunk("eager_1f1b", num_microbatches, warmups)
 

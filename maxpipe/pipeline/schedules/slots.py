@@ -130,6 +130,7 @@ def _colour_stage(first: np.ndarray, last: np.ndarray) -> tuple[list[int], int]:
     free: list[int] = []
     num_ended = size = 0
     for tick in first.tolist():
+        # Values whose last use is over give their slots back.
         while num_ended < len(slots) and ends[by_last[num_ended]] < tick:
             free.append(slots[by_last[num_ended]])
             num_ended += 1

@@ -34,6 +34,7 @@ def throttled(
     in_flight = [0] * num_stages
     tick = 0
     while min(backwards) < num_microbatches:
+        # 1. F slots: the latest chunk that fits the memory and whose input is there.
         for stage in range(num_stages):
             room = max_in_flight - in_flight[stage]
             oldest = min(forwards[c] for c in chunks[stage])
@@ -47,6 +48,7 @@ def throttled(
                     forwards[chunk] += 1
                     in_flight[stage] += 1
                     break
+        # 2. Backward slots of the same tick; the last chunk may follow its own F at once.
         for stage in range(num_stages):
             for chunk in reversed(chunks[stage]):
                 m = backwards[chunk]

@@ -116,6 +116,8 @@ class Workload:
     def needs(self) -> list[int]:
         """Return the unit whose result each unit waits for, [3N]; -1 for none."""
         pairs, chunks = self.num_pairs, self.num_chunks
+        # An F waits for the F of the chunk before it, a backward for that of the chunk after it,
+        # the last chunk's backward for its own F, and a W for its I.
         forward = [p - 1 if p % chunks else -1 for p in range(pairs)]
         backward = [p if p % chunks == chunks - 1 else pairs + p + 1 for p in range(pairs)]
         return forward + backward + list(range(pairs, 2 * pairs))
@@ -186,6 +188,7 @@ class Workload:
         position, free = [0] * self.num_stages, [0.0] * self.num_stages
         waiting: dict[int, list[int]] = {}
         ready = list(range(self.num_stages))
+        # A stage runs until a unit lacks its input; the unit that makes the input wakes it.
         while ready:
             stage = ready.pop()
             row, at, now = orders.stages[stage], position[stage], free[stage]
@@ -205,6 +208,7 @@ class Workload:
                 if unit in waiting:
                     ready.extend(waiting.pop(unit))
             position[stage], free[stage] = at, now
+        # No stage can go on but units are left: the orders wait for each other in a circle.
         if any(at < len(row) for at, row in zip(position, orders.stages, strict=True)):
             return None
         spans = [end[row[-1]] - start[row[0]] for row in orders.stages]
@@ -221,6 +225,7 @@ class Workload:
         """Return a time that no order can beat: a stage's work after its first input arrives."""
         times, stage_of = self.times, self.stage_of
         arrival, bounds, seen = 0.0, [], set()
+        # The first forward of a stage has passed all chunks before it; all its work comes after.
         for chunk, stage in enumerate(stage_of):
             if stage not in seen:
                 seen.add(stage)

@@ -37,6 +37,7 @@ def zb_h1(num_stages: int, num_microbatches: int) -> Table:
         stage 1    F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         stage 2       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
     """
+    # The later the stage, the later its W: early stages need its I first.
     orders = [
         split_backward(stage, num_microbatches, num_warmup=num_stages - stage, lag=stage)
         for stage in range(num_stages)
@@ -109,6 +110,7 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Table:
         stage 1    F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         stage 2       F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
+    # Enough forwards to fill the time until the first gradient comes back.
     orders = [
         split_backward(
             stage, num_microbatches, num_warmup=2 * (num_stages - stage) - 1, lag=2 * stage

@@ -19,7 +19,7 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import Remat, apply_layers, checkpoint, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, State
 from maxpipe.pipeline.engines.circular.iterations import BatchSpecs, Iterations, StageInputs
@@ -27,7 +27,6 @@ from maxpipe.pipeline.engines.circular.outside import OutsideLayers
 from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
-from maxpipe.pipeline.remat import Remat, checkpoint
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AXIS_RULES_KEY, only, without
 

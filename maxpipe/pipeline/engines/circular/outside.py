@@ -11,9 +11,8 @@ from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import apply_layers, checkpoint, layer_function, remat_policy
 from maxpipe.pipeline.layout import StageLayout
-from maxpipe.pipeline.remat import checkpoint, remat_policy
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
 

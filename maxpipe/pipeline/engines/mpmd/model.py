@@ -18,11 +18,10 @@ from maxpipe.model import parameters
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.manual import Gather, GatherTree, gather_tree
-from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.weights import Weights
 
 TreeT = TypeVar("TreeT")

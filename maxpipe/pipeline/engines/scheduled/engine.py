@@ -30,7 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
@@ -54,7 +54,6 @@ from maxpipe.pipeline.manual import (
     psum,
     sum_replicas,
 )
-from maxpipe.pipeline.remat import Remat
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
 

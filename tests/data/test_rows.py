@@ -1,4 +1,4 @@
-"""Rows of packed and unpacked sequences, compared with their documents."""
+"""Packed and unpacked rows, compared with their documents, and the order of documents."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.mixture import DocumentOrder
-from maxpipe.data.packing import Batch, RowStream, empty_batch, fill_row
+from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
 
 PAD = -1
 
@@ -124,3 +123,27 @@ def test_row_stream_only_empty_documents_raises() -> None:
         ConfigError, match=r"data\.path: .* one after the other, hold no tokens \(3 in all\)"
     ):
         stream.take(4)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_document_order_epoch_is_permutation(count: int, shuffle: bool) -> None:
+    order = DocumentOrder(count, seed=3, shuffle=shuffle)
+    for epoch in (0, 1, 2**32):
+        assert sorted(order(epoch, i) for i in range(count)) == list(range(count))
+
+
+def test_document_order_epochs_and_seeds_differ() -> None:
+    def visit(seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+        order = DocumentOrder(50, seed, shuffle)
+        return [order(epoch, i) for i in range(50)]
+
+    assert visit(0, 0) != visit(0, 1)
+    assert visit(0, 0) != visit(7, 0)
+    assert visit(0, 0, shuffle=False) == visit(0, 1, shuffle=False) == list(range(50))
+
+
+def test_document_order_of_saved_runs_never_changes() -> None:
+    """A saved position refers to this order: with another, documents would repeat or be lost."""
+    order = DocumentOrder(10, seed=0, shuffle=True)
+    assert [order(0, i) for i in range(10)] == [0, 4, 6, 7, 8, 3, 1, 9, 5, 2]
