@@ -14,7 +14,7 @@ from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.base import EngineInputs
+from maxpipe.pipeline.engines.base import EngineInputs, ignore_note
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
@@ -26,12 +26,8 @@ from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
 
 
-def _ignore(text: str) -> None:
-    """Drop a line that nothing should print."""
-
-
 def build_engine_inputs(
-    config: Config, mesh: Mesh, *, note: Callable[[str], None] = _ignore
+    config: Config, mesh: Mesh, *, note: Callable[[str], None] = ignore_note
 ) -> EngineInputs:
     """Build what an engine is built from; arguments as for `build_trainer`.
 
@@ -57,6 +53,7 @@ def build_engine_inputs(
         mesh=mesh,
         batch_shape=(config.data.global_batch_size, config.data.sequence_length),
         table=table,
+        note=note,
     )
 
 
@@ -72,7 +69,9 @@ def build_engine(config: Config, inputs: EngineInputs) -> Any:
     return implementation(ENGINES[config.pipeline.engine])(inputs)
 
 
-def build_trainer(config: Config, mesh: Mesh, *, note: Callable[[str], None] = _ignore) -> Trainer:
+def build_trainer(
+    config: Config, mesh: Mesh, *, note: Callable[[str], None] = ignore_note
+) -> Trainer:
     """Build the trainer of a resolved configuration, with the engine that it names.
 
     Args:

@@ -3,8 +3,11 @@
 import os
 import signal
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+
+TESTS = Path(__file__).parent
 
 # What XLA and LLVM do to make kernels quick takes most of the time of tests and has no part in what
 # they compare.
@@ -24,6 +27,34 @@ os.environ.setdefault("NPROC", "64")  # see `maxpipe.simulated_devices`
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # In the background of a shell Ctrl-C is ignored, and processes that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Files that take longest, in this order: a worker that begins one last keeps the others waiting.
+LONGEST = (
+    "golden/test_golden.py",
+    "multiprocess/test_training.py",
+    "reliability/test_resume.py",
+    "test_compile.py",
+    "test_clusters.py",
+    "test_train.py",
+    "pipeline/engines/circular/test_engine.py",
+    "pipeline/engines/scheduled/test_grid.py",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, obj):
+    """Make no tests of the thousands of cases of a grid where none of them is selected."""
+    marks = getattr(obj, "pytestmark", None)
+    is_of_grid = isinstance(marks, list) and any(mark.name == "grid" for mark in marks)
+    return [] if is_of_grid and collector.config.option.markexpr == "not grid" else None
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take longest, and keep the order otherwise."""
+    first = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in first)
+    items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
 @pytest.fixture(scope="session")

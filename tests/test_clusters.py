@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.compile_command import NARROW, report_of, tpu_aot
+from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
 
 from maxpipe.config import load, resolve
 
@@ -58,6 +58,7 @@ class TestTpu:
             f"model.num_layers={stages}",
             f"pipeline.num_microbatches={2 * stages}",
             f"data.global_batch_size={2 * stages * config.mesh.ici.fsdp}",
+            environment=QUICK,
         )
         assert report["fits"]
         assert (report["num_devices"], report["num_slices"]) == (chips * slices, slices)
@@ -88,6 +89,7 @@ class TestTpu:
             "pipeline.num_microbatches=4",
             "data.global_batch_size=16",
             f"pipeline.schedule={schedule}",
+            environment=QUICK,
         )
         assert_only_this_axis_leaves_the_slice(report, text, axis)
 
@@ -105,6 +107,7 @@ class TestTpu:
             "model.num_layers=2",
             "pipeline.num_microbatches=1",
             "data.global_batch_size=16",
+            environment=QUICK,
         )
         assert report["engine"] == "sequential"
         assert_only_this_axis_leaves_the_slice(report, text, "data")

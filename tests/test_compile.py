@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.compile_command import NARROW, report_of, run, tpu_aot
+from helpers.compile_command import NARROW, QUICK, report_of, run, tpu_aot
 
 from maxpipe import compile as command
 from maxpipe.compiling.collectives import ASYNC_FUSION
@@ -137,6 +137,7 @@ class TestTpu:
             f"model.num_layers={stages}",
             f"pipeline.num_microbatches={stages}",
             f"data.global_batch_size={chips}",
+            environment=QUICK,
         )
         assert report["fits"]
         assert report["num_devices"] == chips
@@ -170,9 +171,18 @@ class TestTpu:
             "model.num_layers=4",
             "pipeline.num_repeats=-1",
             "data.global_batch_size=16",
+            "data.sequence_length=256",
+            "model.attention_block_size=128",  # two blocks of queries, two of keys
         )
         _, text = report_of(
-            tmp_path, BASE, f"compile.topology={topology}", *small, *words, "--hlo", file
+            tmp_path,
+            BASE,
+            f"compile.topology={topology}",
+            *small,
+            *words,
+            "--hlo",
+            file,
+            environment=QUICK,
         )
         assert "model.attention=splash: the kernel for tpu" in text
         kernels = {
@@ -228,8 +238,15 @@ class TestTpu:
     )
     def test_compile_with_context_parallelism_gathers_keys_and_values(self, tmp_path, words):
         chips = "v5e:2x2" if "mesh.ici.stage=1" in words else "v5e:2x4"
-        sizes = ("mesh.ici.context=2", "data.sequence_length=1024", "model.head_dim=128")
-        report, text = report_of(tmp_path, BASE, f"compile.topology={chips}", *sizes, *words)
+        sizes = (
+            "mesh.ici.context=2",
+            "data.sequence_length=512",
+            "model.head_dim=128",
+            "model.attention_block_size=128",
+        )
+        report, text = report_of(
+            tmp_path, BASE, f"compile.topology={chips}", *sizes, *words, environment=QUICK
+        )
         assert "model.attention=splash" in text
         found = {(c["kind"], c["axes"]) for c in report["collectives"]}
         assert {("all-gather", "context"), ("reduce-scatter", "context")} <= found

@@ -77,6 +77,7 @@ SCRIPTS = {
     "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
     "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
 }
+FOLLOW = ("repeats", "batch")
 # Installing, testing and drawing are the business of other programs.
 OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 
@@ -128,6 +129,8 @@ def test_command(command, place, capfd):
         run(*SCRIPTS[script])
     elif words[:2] == ["python", "sweep.py"]:
         pass  # run by test_main_trains_twice_in_one_process
+    elif words[:2] == ["python", "scripts/follow.py"]:
+        assert words[2] in FOLLOW  # run by tests/scripts/test_follow.py
     elif words[0] == "python":
         run(sys.executable, *words[1:])
     else:

@@ -83,6 +83,7 @@ ENGINES: dict[str, Engine] = {
             "overlap_slots",
             "skip_idle",
             "fsdp_gather",
+            "fsdp_prefetch",
             "scan_iterations",
             "scan_repeats",
             "scan_layers_per_stage",
@@ -95,7 +96,7 @@ ENGINES: dict[str, Engine] = {
     "circular": Engine(
         _ENGINES + "circular.engine:CircularEngine",
         "one program in which activations go around a ring of stages; JAX derives the backward",
-        unused=("overlap_slots", "skip_idle", "memory_limit_gib"),
+        unused=("overlap_slots", "skip_idle", "fsdp_prefetch", "memory_limit_gib"),
         refusals=(
             Refusal(
                 "pipeline.overlap_slots",
@@ -108,6 +109,13 @@ ENGINES: dict[str, Engine] = {
                 ("true",),
                 "all stages compute in one batched operation, the idle ones masked",
                 _LOCKSTEP,
+            ),
+            Refusal(
+                "pipeline.fsdp_prefetch",
+                ("true",),
+                "the compiler gathers its weights where layers use them",
+                "use pipeline.fsdp_gather=per_repeat, which gathers a repeat ahead, or "
+                "pipeline.schedule=lockstep_1f1b",
             ),
         ),
         whole_rounds=True,
@@ -147,12 +155,14 @@ ENGINES: dict[str, Engine] = {
             "delay_activation_forwarding",
             "overlap_slots",
             "skip_idle",
+            "fsdp_prefetch",
             "scan_iterations",
             "scan_repeats",
         ),
         refusals=(
             Refusal("pipeline.overlap_slots", (True,), _NO_TICKS, _LOCKSTEP),
             Refusal("pipeline.skip_idle", ("true",), _NO_TICKS, _LOCKSTEP),
+            Refusal("pipeline.fsdp_prefetch", ("true",), _NO_TICKS, _LOCKSTEP),
             Refusal(
                 "pipeline.delay_activation_forwarding",
                 (True,),

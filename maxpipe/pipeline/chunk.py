@@ -8,7 +8,7 @@ anyway, and a pipeline would save a copy in every iteration.
 Letters: see `maxpipe.pipeline`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -88,6 +88,7 @@ def apply_layers(
     key: jax.Array | None,
     *,
     scan: bool,
+    gathered: Sequence[Params] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply consecutive layers.
 
@@ -99,6 +100,8 @@ def apply_layers(
       side: side inputs of the microbatch.
       key: key of the step or None.
       scan: compile one layer in a loop; otherwise L copies.
+      gathered: the parameters of each layer in full, if they are gathered ahead of it, without
+        `scan`; `layer_fn` then takes {"shards", "gathered"}.
 
     Returns:
       (activations, auxiliary loss summed over layers and sequences).
@@ -114,7 +117,10 @@ def apply_layers(
         return jax.lax.scan(body, (x, jnp.zeros((), jnp.float32)), (layers, index))[0]
     total = jnp.zeros((), jnp.float32)
     for i in range(index.shape[0]):
-        x, aux = layer_fn(jax.tree.map(lambda p, i=i: p[i], layers), index[i], x, side, key)
+        layer = jax.tree.map(lambda p, i=i: p[i], layers)
+        if gathered is not None:
+            layer = {"shards": layer, "gathered": gathered[i]}
+        x, aux = layer_fn(layer, index[i], x, side, key)
         total += aux
     return x, total
 

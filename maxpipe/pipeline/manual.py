@@ -23,7 +23,7 @@ BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its o
 # Axes over which the scheduled engine's program is manual; the partitioner has the others.
 MANUAL_AXES = ("stage", *BATCH_AXES)
 
-ArrayFunction = Callable[[jax.Array], jax.Array]
+ArrayFunction = Callable[..., jax.Array]
 Tree = TypeVar("Tree")  # an array or a pytree of arrays
 
 
@@ -68,10 +68,22 @@ class Gather:
             lambda shard: (self.gather(shard), None),
             lambda _, gradient: (self.scatter(gradient).astype(param_dtype),),
         )
+        self._gathered = jax.custom_vjp(lambda full, shard: full)
+        self._gathered.defvjp(
+            lambda full, shard: (full, None),
+            lambda _, gradient: (None, self.scatter(gradient).astype(param_dtype)),
+        )
 
     def __call__(self, shard: jax.Array) -> jax.Array:
         """Return the full parameter in `dtype`; its gradient is summed in float32 and scattered."""
         return self._differentiable(shard)
+
+    def gathered(self, full: jax.Array, shard: jax.Array) -> jax.Array:
+        """Return the full parameter as `__call__` does, given what `gather` has made of the shard.
+
+        The gradient goes to the shard, as that of `__call__`.
+        """
+        return self._gathered(full, shard)
 
     def gather(self, shard: jax.Array, leading: Sequence[str | None] = ()) -> jax.Array:
         """Return the full parameter, [..., n, ...] -> [..., n * devices, ...]; not differentiable.
@@ -94,6 +106,25 @@ class Gather:
         """Return the dtype in which a parameter is gathered: integers stay as they are."""
         return self._dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
+    def gather_in_steps(self, shard: jax.Array, into: jax.Array) -> jax.Array:
+        """Return what `gather` returns, sent from neighbour to neighbour.
+
+        TPU compilers run such transfers while other operations compute, which they do not do with
+        an all-gather.
+
+        Args:
+          shard: this device's part, without leading layer dimensions.
+          into: of the result's shape and dtype; its memory is used again, its values are not.
+        """
+
+        def gather(x: jax.Array, into: jax.Array) -> jax.Array:
+            steps = [(dim, axis) for dim, axes in self._dims for axis in reversed(axes)]
+            for number, (dim, axis) in enumerate(steps, 1):
+                x = _gather_in_steps(x, axis, dim, into if number == len(steps) else None)
+            return x
+
+        return self._on_parts(gather)(shard.astype(self._dtype), into)
+
     def scatter(self, gradient: jax.Array, leading: Sequence[str | None] = ()) -> jax.Array:
         """Sum a full parameter's gradient over the axes that split it; return this device's shard.
 
@@ -111,8 +142,8 @@ class Gather:
 
         return self._on_parts(reduce, leading)(x)
 
-    def _on_parts(self, f: ArrayFunction, leading: Sequence[str | None]) -> ArrayFunction:
-        """Return `f` applied to each device's part over the partitioner's axes.
+    def _on_parts(self, f: ArrayFunction, leading: Sequence[str | None] = ()) -> ArrayFunction:
+        """Return `f` of arrays of one layout, applied to parts over the partitioner's axes.
 
         The partitioner does not split the operand of a collective written by hand: it would gather
         it first.
@@ -164,9 +195,29 @@ def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.psum(x, several) if several else x
 
 
-def ring(x: Tree, size: int, shift: int) -> Tree:
-    """Send every stage's arrays to the stage `shift` places further, in a ring of `size` stages."""
+def _gather_in_steps(x: jax.Array, axis: str, dim: int, into: jax.Array | None) -> jax.Array:
+    """Return [..., n * devices, ...] of [..., n, ...]; shards go around in both directions."""
+    devices, n, index = lax.axis_size(axis), x.shape[dim], lax.axis_index(axis)
+    shape = (*x.shape[:dim], n * devices, *x.shape[dim + 1 :])
+    full = jnp.zeros(shape, x.dtype) if into is None else into
+    full = lax.dynamic_update_slice_in_dim(full, x, index * n, dim)
+    ahead = back = x
+    for step in range(1, devices // 2 + 1):
+        # After k steps a device has the shards of the k-th devices before and after it.
+        ahead = ring(ahead, devices, +1, axis)
+        full = lax.dynamic_update_slice_in_dim(full, ahead, (index - step) % devices * n, dim)
+        if 2 * step < devices:
+            back = ring(back, devices, -1, axis)
+            full = lax.dynamic_update_slice_in_dim(full, back, (index + step) % devices * n, dim)
+    return full
+
+
+def ring(x: Tree, size: int, shift: int, axis: str = "stage") -> Tree:
+    """Send every stage's arrays to the stage `shift` places further, in a ring of `size` stages.
+
+    Along another mesh axis its devices take the place of the stages.
+    """
     if size == 1:
         return x
     pairs = [(stage, (stage + shift) % size) for stage in range(size)]
-    return jax.tree.map(partial(lax.ppermute, axis_name="stage", perm=pairs), x)
+    return jax.tree.map(partial(lax.ppermute, axis_name=axis, perm=pairs), x)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.compile_command import report_of, tpu_aot
+from helpers.compile_command import QUICK, report_of, tpu_aot
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.topology import axis_links, link_uses, network_seconds
@@ -117,7 +117,7 @@ class TestTpu:
 
     def test_report_names_the_links_of_each_mesh_axis(self, tmp_path):
         words = ("compile.topology=v5p:2x2x2", "mesh.ici.fsdp=4", "data.global_batch_size=32")
-        report, text = report_of(tmp_path, "configs/base.yml", *words)
+        report, text = report_of(tmp_path, "configs/base.yml", *words, environment=QUICK)
         links = {(use["axes"], use["kind"]): (use["links"], use["of"]) for use in report["links"]}
         # Stages differ in one dimension of the torus, fsdp in the two others; none is closed.
         assert links["stage", "permutes"] == (1, 6)

@@ -291,6 +291,7 @@ VALUES = {
     "overlap_slots": ["pipeline.overlap_slots=true"],
     "skip_idle": ["pipeline.skip_idle=true"],
     "fsdp_gather": ["pipeline.fsdp_gather=once"],
+    "fsdp_prefetch": ["pipeline.fsdp_prefetch=true"],
     "scan_iterations": ["pipeline.scan_iterations=false"],
     "scan_repeats": ["pipeline.scan_repeats=false", "pipeline.fsdp_gather=once"],
     "scan_layers_per_stage": ["pipeline.scan_layers_per_stage=true"],

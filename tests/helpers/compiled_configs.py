@@ -1,7 +1,8 @@
 """Compile the training steps of configurations, reduced in size, for simulated devices.
 
 `test_partitioner` runs it as a program, because the partitioner writes its warnings to standard
-error. Each argument is a configuration file, followed by overrides.
+error. Each argument is a configuration file, followed by overrides. Several presets are the same
+program at this size, which is compiled once.
 """
 
 import math
@@ -47,8 +48,8 @@ def reduced(path: str, overrides: Sequence[str]) -> Config:
     return resolve(loaded, math.prod(getattr(loaded.config.mesh.ici, axis) for axis in MESH_AXES))
 
 
-def compile_step(config: Config) -> None:
-    """Compile the training step of a resolved configuration."""
+def compile_step(config: Config, compiled: set[str]) -> None:
+    """Compile the training step of a resolved configuration, unless its text is in `compiled`."""
     devices = math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES)
     trainer = build_trainer(config, build_mesh(config, jax.devices()[:devices]))
     shape = (config.data.global_batch_size, config.data.sequence_length)
@@ -58,11 +59,17 @@ def compile_step(config: Config) -> None:
     }
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     assert isinstance(trainer, SpmdTrainer)
-    trainer.jitted_step.lower(trainer.abstract_state(), batch).compile()
+    lowered = trainer.jitted_step.lower(trainer.abstract_state(), batch)
+    text = lowered.as_text()
+    if text not in compiled:
+        lowered.compile()
+        compiled.add(text)
 
 
 if __name__ == "__main__":
+    compiled: set[str] = set()
     for argument in sys.argv[1:]:
         path, *overrides = argument.split()
         print(argument, file=sys.stderr, flush=True)
-        compile_step(reduced(path, overrides))
+        compile_step(reduced(path, overrides), compiled)
+    print(f"{len(compiled)} programs compiled", file=sys.stderr)

@@ -97,25 +97,24 @@ def _candidate(
     """Build a case around a missing pair; other values cover most missing pairs, or are random."""
     a, x, b, y = rng.choice(in_order)
     case = {a: x, b: y}
-    for name in rng.sample(list(factors), len(factors)):
+    names = list(factors)
+    place = {name: i for i, name in enumerate(names)}
+    for name in rng.sample(names, len(names)):
         if name in case:
             continue
+        before = [(n, v) for n, v in case.items() if place[n] < place[name]]
+        after = [(n, v) for n, v in case.items() if place[n] > place[name]]
 
-        def gain(value: Any, name: str = name) -> int:
-            pairs = [
-                (other, case[other], name, value) for other in case if _before(factors, other, name)
-            ]
-            pairs += [
-                (name, value, other, case[other]) for other in case if _before(factors, name, other)
-            ]
-            return sum(pair in missing for pair in pairs)
+        def gain(
+            value: Any,
+            name: str = name,
+            before: Sequence[tuple[str, Any]] = before,
+            after: Sequence[tuple[str, Any]] = after,
+        ) -> int:
+            pairs = [(other, chosen, name, value) for other, chosen in before]
+            pairs += [(name, value, other, chosen) for other, chosen in after]
+            return len(missing.intersection(pairs))
 
-        case[name] = max(
-            rng.sample(list(factors[name]), len(factors[name])), key=gain if greedy else lambda _: 0
-        )
-    return {name: case[name] for name in factors}
-
-
-def _before(factors: Factors, a: str, b: str) -> bool:
-    names = list(factors)
-    return names.index(a) < names.index(b)
+        values = rng.sample(list(factors[name]), len(factors[name]))
+        case[name] = max(values, key=gain) if greedy else values[0]
+    return {name: case[name] for name in names}

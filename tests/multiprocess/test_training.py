@@ -92,6 +92,17 @@ def train(tmp_path, processes, arguments, name):
     return output
 
 
+RESUMED = ("steps=4", "data.source=python_stdlib")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the losses of one process that trains without a stop; schedules do not differ."""
+    directory = tmp_path_factory.mktemp("whole")
+    train(directory, 1, command(directory, *RESUMED), "whole")
+    return losses(directory / "base")
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "counts",
@@ -101,16 +112,16 @@ def train(tmp_path, processes, arguments, name):
         pytest.param((4, 2), marks=pytest.mark.grid),
     ],
 )
-def test_train_resumed_with_other_number_of_processes_has_same_losses(tmp_path, schedule, counts):
-    words = (f"pipeline.schedule={schedule}", "steps=4", "data.source=python_stdlib")
-    train(tmp_path, 1, command(tmp_path / "whole", *words), "whole")
-    parts = command(tmp_path / "parts", *words)
+def test_train_resumed_with_other_number_of_processes_has_same_losses(
+    tmp_path, whole, schedule, counts
+):
+    parts = command(tmp_path, f"pipeline.schedule={schedule}", *RESUMED)
     output = train(tmp_path, counts[0], [*parts, "stop_after=2"], "before")
     if counts[0] > 1:
         assert f"{counts[0]} processes" in output
-    assert checkpoints(tmp_path / "parts" / "base") == [2]
+    assert checkpoints(tmp_path / "base") == [2]
     assert "resumed after step 2" in train(tmp_path, counts[1], parts, "after")
-    whole, parts = (losses(tmp_path / name / "base") for name in ("whole", "parts"))
+    parts = losses(tmp_path / "base")
     assert list(whole) == list(parts) == [1, 2, 3, 4]
     for step in whole:
         assert parts[step] == pytest.approx(whole[step], rel=1e-5)

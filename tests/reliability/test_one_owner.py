@@ -17,6 +17,14 @@ from maxpipe import train
 sys.exit(train.main(sys.argv[1:]))
 """
 
+LOOKS_OFTEN = """
+import sys
+from maxpipe.storage import lease
+lease.RENEW_SECONDS = 0.2
+from maxpipe import train
+sys.exit(train.main(sys.argv[1:]))
+"""
+
 
 def test_train_second_start_is_refused_until_the_first_is_dead(tmp_path):
     words = command(tmp_path, *ENDLESS)
@@ -45,7 +53,8 @@ def test_train_second_start_is_refused_until_the_first_is_dead(tmp_path):
 
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_train_lost_run_directory_ends_with_1(tmp_path, is_moved):
-    with TrainingProcess(tmp_path / "log", command(tmp_path / "runs", *ENDLESS)) as process:
+    words = command(tmp_path / "runs", *ENDLESS)
+    with TrainingProcess(tmp_path / "log", words, program=LOOKS_OFTEN) as process:
         process.wait_for("step      1/")
         if is_moved:
             (tmp_path / "runs" / "base").rename(tmp_path / "moved")

@@ -79,6 +79,31 @@ def check_scan_repeats(c: Config) -> None:
 
 @rule(
     "pipeline.engine",
+    "pipeline.fsdp_prefetch",
+    "pipeline.fsdp_gather",
+    "pipeline.scan_layers_per_stage",
+)
+def check_prefetch(c: Config) -> None:
+    """Check that each iteration gathers the weights of its layers, all at once."""
+    p = c.pipeline
+    if not ENGINES[p.engine].takes("pipeline.fsdp_prefetch") or p.fsdp_prefetch != "true":
+        return
+    problems = []
+    if p.fsdp_gather != "per_iteration":
+        message = (
+            f"true needs pipeline.fsdp_gather=per_iteration; with {p.fsdp_gather} weights are "
+            "gathered before all iterations"
+        )
+        problems.append(Problem("pipeline.fsdp_prefetch", message))
+    if p.scan_layers_per_stage:
+        message = "true needs pipeline.scan_layers_per_stage=false; a loop gathers layer by layer"
+        problems.append(Problem("pipeline.fsdp_prefetch", message))
+    if problems:
+        raise ConfigError(*problems)
+
+
+@rule(
+    "pipeline.engine",
     "pipeline.schedule",
     "pipeline.scan_layers_per_stage",
     "pipeline.remat_policy",
@@ -166,5 +191,6 @@ ENGINE_RULES = (
     *(_refuse_values(key) for key in _REFUSABLE if key != "pipeline.engine"),
     check_remat,
     check_scan_repeats,
+    check_prefetch,
     check_known_split_backwards,
 )

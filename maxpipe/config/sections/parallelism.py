@@ -178,6 +178,13 @@ class PipelineConfig:
         "gradients are summed once a step on the scheduled and the mpmd engine",
         choices=("per_iteration", "per_repeat", "once"),
     )
+    fsdp_prefetch: str = option(
+        "auto",
+        "with fsdp_gather=per_iteration, gather a chunk's weights one slot ahead, while another "
+        "unit computes; auto = on TPUs, where two gathered chunks take at most 5 % of a device's "
+        "memory",
+        choices=("auto", "true", "false"),
+    )
     scan_iterations: bool = option(
         True, "run iterations as a loop; false = unroll them, which compiles slowly"
     )

@@ -5,6 +5,7 @@ update. Letters: N layers in model order, B sequences of the global batch, T tok
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -27,6 +28,10 @@ ParamsT = TypeVar("ParamsT")
 LayerT = TypeVar("LayerT")
 
 
+def ignore_note(text: str) -> None:
+    """Drop a line that nothing should print."""
+
+
 @dataclass(frozen=True)
 class EngineInputs:
     """What every engine is built from.
@@ -40,6 +45,7 @@ class EngineInputs:
       mesh: all devices.
       batch_shape: (B, T) of training batches.
       table: the schedule; None without a pipeline.
+      note: called with each automatic decision and its reason.
     """
 
     program: ModelProgram
@@ -49,6 +55,7 @@ class EngineInputs:
     mesh: Mesh
     batch_shape: tuple[int, int]
     table: Table | None = None
+    note: Callable[[str], None] = ignore_note
 
     @property
     def context(self) -> int:

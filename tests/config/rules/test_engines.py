@@ -53,6 +53,21 @@ def refusal(**values):
             "loops over the ticks of a phase; use true",
         ),
         (
+            CIRCULAR | {"pipeline.fsdp_prefetch": "true"},
+            "pipeline.fsdp_prefetch",
+            "use pipeline.fsdp_gather=per_repeat",
+        ),
+        (
+            SCHEDULED | {"pipeline.fsdp_prefetch": "true", "pipeline.fsdp_gather": "once"},
+            "pipeline.fsdp_prefetch",
+            "needs pipeline.fsdp_gather=per_iteration",
+        ),
+        (
+            SCHEDULED | {"pipeline.fsdp_prefetch": "true", "pipeline.scan_layers_per_stage": True},
+            "pipeline.fsdp_prefetch",
+            "needs pipeline.scan_layers_per_stage=false",
+        ),
+        (
             SCHEDULED | {"pipeline.remat_policy": "minimal_offloaded"},
             "pipeline.remat_policy",
             "use minimal",

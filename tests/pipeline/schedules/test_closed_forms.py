@@ -1,5 +1,6 @@
 """Schedules against their published time and memory, for many stages, microbatches and repeats."""
 
+import inspect
 import itertools
 import math
 
@@ -21,8 +22,25 @@ def grid(*axes):
     return list(itertools.product(*axes))
 
 
-@pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13)))
-@pytest.mark.parametrize("delay", [1, 2])
+def for_each(cases):
+    """Run a test on each case, in one item of pytest: these cases take less time than an item."""
+
+    def decorate(test):
+        def run_all():
+            for case in cases:
+                try:
+                    test(*case)
+                except BaseException as error:
+                    error.add_note(f"case {inspect.signature(test).bind(*case).arguments}")
+                    raise
+
+        run_all.__name__, run_all.__doc__ = test.__name__, test.__doc__
+        return run_all
+
+    return decorate
+
+
+@for_each(grid(STAGES, (1, 2, 5, 8, 13), (1, 2)))
 def test_gpipe_has_its_published_time_and_memory(S, M, delay):
     run = simulate(load_schedule("gpipe", S, M, forwarding_delay=delay), COSTS)
     assert run.table.num_ticks == 2 * (M + delay * (S - 1))
@@ -31,9 +49,7 @@ def test_gpipe_has_its_published_time_and_memory(S, M, delay):
     assert run.peak_in_flight.tolist() == [M] * S
 
 
-@pytest.mark.parametrize(
-    ("S", "V", "multiple", "extra", "delay"), grid(STAGES, REPEATS, (1, 2), (0, 1), (1, 2))
-)
+@for_each(grid(STAGES, REPEATS, (1, 2), (0, 1), (1, 2)))
 def test_circular_has_its_published_time_and_memory(S, V, multiple, extra, delay):
     M = multiple * delay * S + extra
     run = simulate(load_schedule("circular", S, M, V, forwarding_delay=delay), COSTS)
@@ -42,15 +58,13 @@ def test_circular_has_its_published_time_and_memory(S, V, multiple, extra, delay
     assert run.peak_in_flight.tolist() == [M * V] * S
 
 
-@pytest.mark.parametrize(("S", "V", "M"), grid(STAGES, (2, 3), (1, 2)))
+@for_each(grid(STAGES, (2, 3), (1, 2)))
 def test_circular_with_fewer_microbatches_than_stages_waits_for_the_ring(S, V, M):
     table = load_schedule("circular", S, M, V)
     assert table.num_ticks == 2 * ((V - 1) * max(M, S) + M + S - 1)
 
 
-@pytest.mark.parametrize(
-    ("S", "V", "groups", "delay", "slack"), grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1))
-)
+@for_each(grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1)))
 def test_lockstep_1f1b_has_its_published_time_and_memory(S, V, groups, delay, slack):
     M = groups * delay * S
     table = load_schedule("lockstep_1f1b", S, M, V, forwarding_delay=delay, slack=slack)
@@ -61,9 +75,7 @@ def test_lockstep_1f1b_has_its_published_time_and_memory(S, V, groups, delay, sl
     assert activation_slots(table).residuals.peak.tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("S", "V", "groups", "delay", "slack"), grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1))
-)
+@for_each(grid(STAGES, REPEATS, (2, 3), (1, 2), (0, 1)))
 def test_lockstep_zb_has_its_published_time_and_memory(S, V, groups, delay, slack):
     M, I, W = groups * delay * S, 1.5, 1.25
     table = load_schedule("lockstep_zb", S, M, V, forwarding_delay=delay, slack=slack)
@@ -78,7 +90,7 @@ def test_lockstep_zb_has_its_published_time_and_memory(S, V, groups, delay, slac
     assert slots.residuals.size == activation_slots(full).residuals.size
 
 
-@pytest.mark.parametrize(("S", "V"), grid((2, 3, 4, 8), (1, 2, 3)))
+@for_each(grid((2, 3, 4, 8), (1, 2, 3)))
 def test_lockstep_zb_with_any_number_of_microbatches_saves_time(S, V):
     for M, delay in grid(range(1, 3 * S), (1, 2)):
         split, full = (
@@ -88,7 +100,7 @@ def test_lockstep_zb_with_any_number_of_microbatches_saves_time(S, V):
         assert split.makespan == pytest.approx(full.makespan - delay * (S - 1))
 
 
-@pytest.mark.parametrize(("S", "V", "M"), grid((2, 3, 4, 8), REPEATS, (9, 14, 17, 30)))
+@for_each(grid((2, 3, 4, 8), REPEATS, (9, 14, 17, 30)))
 def test_lockstep_1f1b_with_a_ragged_number_of_microbatches_costs_no_time(S, V, M):
     run = simulate(load_schedule("lockstep_1f1b", S, M, V), COSTS)
     assert run.makespan == pytest.approx((M * V + S - 1) * (F + B))
@@ -97,14 +109,14 @@ def test_lockstep_1f1b_with_a_ragged_number_of_microbatches_costs_no_time(S, V, 
     assert (run.peak_in_flight <= expected).all()
 
 
-@pytest.mark.parametrize(("S", "V"), grid((2, 4, 8), (1, 2, 4)))
+@for_each(grid((2, 4, 8), (1, 2, 4)))
 def test_lockstep_1f1b_with_fewer_microbatches_than_stages_waits_only_for_dependencies(S, V):
     for M in range(1, S):
         run = simulate(load_schedule("lockstep_1f1b", S, M, V), COSTS)
         assert run.makespan == pytest.approx((V * S + M - 1) * (F + B))
 
 
-@pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
+@for_each(grid(STAGES, (1, 2, 5, 8, 13, 32)))
 def test_1f1b_has_its_published_time_and_memory(S, M):
     run = simulate(load_schedule("1f1b", S, M), COSTS)
     assert run.makespan == pytest.approx((M + S - 1) * (F + B))
@@ -112,7 +124,7 @@ def test_1f1b_has_its_published_time_and_memory(S, M):
     assert run.peak_in_flight.tolist() == [min(M, S - s) for s in range(S)]
 
 
-@pytest.mark.parametrize(("S", "M"), grid(STAGES, (1, 2, 5, 8, 13, 32)))
+@for_each(grid(STAGES, (1, 2, 5, 8, 13, 32)))
 def test_eager_1f1b_has_its_published_time_and_memory(S, M):
     run = simulate(load_schedule("eager_1f1b", S, M), COSTS)
     assert run.bubble == pytest.approx((S - 1) * (F + B))
@@ -128,7 +140,7 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(S):
     assert simulate(load_schedule("1f1b", S, M), costs).bubble > ends + M * communication / 2
 
 
-@pytest.mark.parametrize(("S", "V", "groups"), grid(STAGES, REPEATS, (1, 2, 4)))
+@for_each(grid(STAGES, REPEATS, (1, 2, 4)))
 def test_interleaved_1f1b_has_its_published_time_and_memory(S, V, groups):
     M = groups * S
     run = simulate(load_schedule("interleaved_1f1b", S, M, V), COSTS)
@@ -140,27 +152,27 @@ def test_interleaved_1f1b_has_its_published_time_and_memory(S, V, groups):
 SPLIT_COSTS = [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5), (2, 3, 1), (3, 1, 2)]
 
 
-@pytest.mark.parametrize(("S", "extra"), grid(STAGES, (0, 1, 7)))
-@pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
-def test_zb_h1_has_its_published_time_and_memory(S, extra, F, I, W):
+@for_each(grid(STAGES, (0, 1, 7), SPLIT_COSTS))
+def test_zb_h1_has_its_published_time_and_memory(S, extra, costs):
+    F, I, W = costs
     M = S + extra
     run = simulate(load_schedule("zb_h1", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - W))
     assert run.peak_in_flight.tolist() == [S] * S
 
 
-@pytest.mark.parametrize(("S", "extra"), grid(STAGES, (0, 1, 7)))
-@pytest.mark.parametrize(("F", "I", "W"), SPLIT_COSTS)
-def test_zb_h2_has_its_published_time_and_memory(S, extra, F, I, W):
+@for_each(grid(STAGES, (0, 1, 7), SPLIT_COSTS))
+def test_zb_h2_has_its_published_time_and_memory(S, extra, costs):
+    F, I, W = costs
     M = 2 * S - 1 + extra
     run = simulate(load_schedule("zb_h2", S, M), Costs(F, F, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - 2 * W))
     assert run.peak_in_flight.tolist() == [2 * S - 1] * S
 
 
-@pytest.mark.parametrize(("S", "V", "groups"), grid(STAGES, REPEATS, (1, 2, 4)))
-@pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5)])
-def test_interleaved_zb_has_its_published_time_and_memory(S, V, groups, F, I, W):
+@for_each(grid(STAGES, REPEATS, (1, 2, 4), SPLIT_COSTS[:3]))
+def test_interleaved_zb_has_its_published_time_and_memory(S, V, groups, costs):
+    F, I, W = costs
     M = groups * S
     run = simulate(load_schedule("interleaved_zb", S, M, V), Costs(F, I + W, I, W))
     assert run.bubble == pytest.approx((S - 1) * (F + I - W))
@@ -190,7 +202,7 @@ def torch_interleaved_zero_bubble(rank, S, M, V):
     return units + [unit("W", number) for number in range(max(M * V - rank, 0), M * V)]
 
 
-@pytest.mark.parametrize(("S", "V"), grid((1, 2, 3, 4, 5, 6, 8), REPEATS))
+@for_each(grid((1, 2, 3, 4, 5, 6, 8), REPEATS))
 def test_interleaved_zb_is_torchs_order_at_every_size_that_torch_accepts(S, V):
     for M in range(1, 4 * S + 4):
         if M % max(1, M // S) == 0:
@@ -209,14 +221,14 @@ def test_interleaved_zb_with_one_chunk_per_stage_is_zb_h1():
 V_STAGES = (1, 2, 3, 4, 5, 6, 8, 16)
 
 
-@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (-1, 0, 1, 7)))
+@for_each(grid(V_STAGES, (-1, 0, 1, 7)))
 def test_zb_v_has_its_published_time_and_memory(S, extra):
     run = simulate(load_schedule("zb_v", S, max(2 * S + extra, 2), 2), Costs(1, 2, 1, 1))
     assert run.bubble == 0
     assert run.peak_in_flight.tolist() == [2 * S] * S
 
 
-@pytest.mark.parametrize(("S", "extra"), grid((2, 3, 4, 5, 6, 7, 8, 9, 12, 16), (0, 1, 7)))
+@for_each(grid((2, 3, 4, 5, 6, 7, 8, 9, 12, 16), (0, 1, 7)))
 def test_v_half_has_its_published_time_and_memory(S, extra):
     """1F1B has 2S chunks in flight and a bubble of 6(S-1) chunk times: half of both, nearly."""
     run = simulate(load_schedule("v_half", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
@@ -224,7 +236,7 @@ def test_v_half_has_its_published_time_and_memory(S, extra):
     assert run.peak_in_flight.max() == S + (1 if S % 2 else 2)
 
 
-@pytest.mark.parametrize(("S", "extra"), grid((2, 3, 4, 5, 6, 7, 8, 9, 12, 16), (0, 1, 7)))
+@for_each(grid((2, 3, 4, 5, 6, 7, 8, 9, 12, 16), (0, 1, 7)))
 def test_v_min_has_its_published_time_and_memory(S, extra):
     """1F1B has 2S chunks and a bubble of 6(S-1) chunk times: a third and two thirds, nearly."""
     run = simulate(load_schedule("v_min", S, 2 * S + extra, 2), Costs(1, 2, 1, 1))
@@ -241,9 +253,9 @@ def test_squeezed_blocks_lose_no_time_per_period_when_weight_gradients_are_short
     assert many == pytest.approx(few)
 
 
-@pytest.mark.parametrize(("S", "extra"), grid(V_STAGES, (0, 1, 7)))
-@pytest.mark.parametrize(("F", "I", "W"), [(1, 1, 1), (1, 1.2, 0.8), (1, 1.5, 0.5)])
-def test_dualpipe_v_has_its_published_time_and_memory(S, extra, F, I, W):
+@for_each(grid(V_STAGES, (0, 1, 7), SPLIT_COSTS[:3]))
+def test_dualpipe_v_has_its_published_time_and_memory(S, extra, costs):
+    F, I, W = costs
     B = I + W
     run = simulate(load_schedule("dualpipe_v", S, 2 * S + extra, 2), Costs(F, B, I, W))
     assert run.bubble <= (S - 1) * (F + 2 * B - 3 * W) + 1e-9

@@ -18,6 +18,7 @@ Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of
 data shard, T tokens of each on one device, D embed.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -28,6 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.sections import PipelineConfig
+from maxpipe.devices.chips import device_memory
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
@@ -40,6 +42,7 @@ from maxpipe.pipeline.engines.scheduled.stage_program import (
     ChunkInputs,
     ChunkOutputs,
     ChunkVjp,
+    Layers,
     Settings,
     StageProgram,
     filled,
@@ -56,6 +59,9 @@ from maxpipe.pipeline.manual import (
 )
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
+
+# Of a device's memory, for chunks that `pipeline.fsdp_prefetch=auto` holds gathered.
+PREFETCH_SHARE = 0.05
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
@@ -96,6 +102,7 @@ class ScheduledEngine(SpmdEngine):
         self._remat = Remat(inputs.config)
         self._gather_once = inputs.config.fsdp_gather == "once"
         self._gathers = map_specs(self._gather, inputs.program.specs)
+        self._gathers_ahead = gathers_ahead(inputs)
 
     def layer_index(self) -> np.ndarray:
         """Return int32 [V, S, L]: each layer's index in model order, num_layers for padding."""
@@ -169,11 +176,34 @@ class ScheduledEngine(SpmdEngine):
         )
         layer_fn = self._remat.layer(layer_fn, is_only=self._layout.layers_per_stage == 1)
         scan = self._inputs.config.scan_layers_per_stage
-        index, side, key = inputs
-        return apply_layers(layer_fn, weights, index, x, side, key, scan=scan)
+        index, side, key, gathered = inputs
+        return apply_layers(layer_fn, weights, index, x, side, key, scan=scan, gathered=gathered)
 
     def _prepare_layer(self, layer: Params) -> Params:
-        return layer if self._gather_once else gather_tree(self._gathers["layers"], layer)
+        if self._gather_once:
+            return layer
+        if not self._gathers_ahead:
+            return gather_tree(self._gathers["layers"], layer)
+        return map_gathers(
+            lambda gather, full, shard: gather.gathered(full, shard),
+            self._gathers["layers"],
+            layer["gathered"],
+            layer["shards"],
+        )
+
+    def _gather_chunk(self, layers: Params, buffer: Layers | None) -> Layers:
+        """Return the parameters [L, ...] of a chunk in full, layer by layer."""
+        gathers = self._gathers["layers"]
+
+        def layer(i: int) -> Params:
+            shards = jax.tree.map(lambda p: p[i], layers)
+            if buffer is None:
+                return map_gathers(lambda gather, p: gather.gather(p), gathers, shards)
+            return map_gathers(
+                lambda gather, p, full: gather.gather_in_steps(p, full), gathers, shards, buffer[i]
+            )
+
+        return tuple(layer(i) for i in range(self._layout.layers_per_stage))
 
     def _head_loss(
         self, outer: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
@@ -196,7 +226,8 @@ class ScheduledEngine(SpmdEngine):
         # 2. Trace the chunk's vjp once, for any chunk and microbatch.
         first = jnp.zeros((), jnp.int32)
         make_vjp = SplitBackwardVjp if self.plan.splits_backward else SplitVjp
-        vjp = make_vjp(stage.chunk, self._activation(stage), *stage.chunk_operands(first, first))
+        operands = stage.chunk_operands(first, first, stage.gathered(first, None))
+        vjp = make_vjp(stage.chunk, self._activation(stage), *operands)
 
         # 3. All ticks.
         carry = stage.run(self.plan, vjp, self._first_carry(stage, self.plan, vjp))
@@ -241,6 +272,7 @@ class ScheduledEngine(SpmdEngine):
             outer=outer,
             batch=microbatches.columns(batch, self._num_microbatches),
             key=key,
+            gather=self._gather_chunk if self._gathers_ahead else None,
             loss_scale=scales[0],
             aux_scale=scales[1],
         )
@@ -307,6 +339,46 @@ class ScheduledEngine(SpmdEngine):
             "head": outer["head"],
             "layers": jax.tree.map(lambda g: g[:, None], layers),  # [V, L, ...] -> [V, 1, L, ...]
         }
+
+
+def gathers_ahead(inputs: EngineInputs) -> bool:
+    """Return whether a chunk's weights are gathered a slot ahead: `pipeline.fsdp_prefetch`.
+
+    Two chunks are then in memory in full, that of a tick's F and that of its B, instead of a layer.
+    """
+    config, mesh = inputs.config, inputs.mesh
+    layers = inputs.layout.layers_per_stage
+    if config.fsdp_gather != "per_iteration" or mesh.shape["fsdp"] == 1:
+        return False
+    if config.scan_layers_per_stage and layers > 1:
+        return False
+    if config.fsdp_prefetch != "auto":
+        return config.fsdp_prefetch == "true"
+    # Simulated devices have nothing to overlap; GPUs run an all-gather beside computation as it is.
+    devices = list(mesh.devices.flat)
+    memory = device_memory(devices)
+    if devices[0].platform != "tpu" or memory is None:
+        return False
+    required = 2 * layers * _gathered_bytes(inputs)
+    does = required <= PREFETCH_SHARE * memory
+    inputs.note(
+        f"pipeline.fsdp_prefetch={str(does).lower()}: two gathered chunks take "
+        f"{required / 2**30:.2f} GiB, {'at most' if does else 'more than'} {PREFETCH_SHARE:.0%} of "
+        f"a device's {memory / 2**30:.3g} GiB"
+    )
+    return does
+
+
+def _gathered_bytes(inputs: EngineInputs) -> float:
+    """Return the bytes of a layer's weights on one device, gathered over the manual axes."""
+    model, sizes = inputs.program, inputs.mesh.shape
+
+    def gathered(spec: ParamSpec) -> float:
+        names = jax.tree.leaves(tuple(inputs.rules.spec(spec.axes, spec.shape)))
+        shards = math.prod(sizes[name] for name in names if name not in MANUAL_AXES)
+        return math.prod(spec.shape) / shards * jnp.dtype(model.config.dtype).itemsize
+
+    return sum(jax.tree.leaves(map_specs(gathered, model.specs["layers"])))
 
 
 def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:

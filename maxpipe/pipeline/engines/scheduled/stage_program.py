@@ -49,6 +49,8 @@ from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PlanArray
 from maxpipe.pipeline.manual import ring
 from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp, SplitVjp
 
+Layers = tuple[Params, ...]  # parameters of each layer of a chunk, without a layer dimension
+
 Result = TypeVar("Result")
 Operands = TypeVarTuple("Operands")
 
@@ -60,11 +62,13 @@ class ChunkInputs(NamedTuple):
       layer_index: int32 [L], layers in model order.
       side: side inputs of the microbatch, [B, ...] each.
       key: key of the step or None.
+      gathered: the parameters of each layer in full, if they were gathered ahead; else None.
     """
 
     layer_index: jax.Array
     side: SideInputs
     key: jax.Array | None
+    gathered: Layers | None
 
 
 ChunkOutputs = tuple[jax.Array, jax.Array]  # (activation [B, T, D], auxiliary loss)
@@ -85,6 +89,8 @@ class Carry(NamedTuple):
       outer_gradients: float32, of the parameters that the head takes.
       table_gradient: float32, of the local columns of the embedding table.
       loss, aux: float32 scalars, sums of this stage.
+      gathered: parameters in full of the chunk of this tick's F, if they are gathered ahead.
+      buffers: the memory for those of the B and of the W.
     """
 
     activations: jax.Array
@@ -98,6 +104,8 @@ class Carry(NamedTuple):
     table_gradient: jax.Array | None
     loss: jax.Array
     aux: jax.Array
+    gathered: Layers | None = None
+    buffers: tuple[Layers | None, Layers | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,8 @@ class StageProgram:
       outer: parameters as the head takes them.
       batch: microbatches [B, M, ...] of this data shard.
       key: key of the step or None.
+      gather: makes the parameters [L, ...] of a chunk full, in the memory of another chunk's if
+        there is one; None if `chunk` gathers its own or needs no gathering.
       loss_scale, aux_scale: float32 scalars, inverse of the global weight sum and number of
         sequences.
     """
@@ -146,6 +156,7 @@ class StageProgram:
     outer: Params
     batch: Batch
     key: jax.Array | None
+    gather: Callable[[Params, Layers | None], Layers] | None
     loss_scale: jax.Array
     aux_scale: jax.Array
 
@@ -164,6 +175,7 @@ class StageProgram:
             # NumPy arrays of all stages, the same on every device: they may decide what to trace.
             phase = plan.ticks(start, stop)
             tick = partial(self._tick, phase, vjp)
+            carry = self._gather_for_first(phase, carry, column.F.chunk[start])
             with jax.named_scope(f"phase_{number}"):
                 carry, _ = lax.scan(tick, carry, column.ticks(start, stop))
         return carry
@@ -181,7 +193,17 @@ class StageProgram:
           tick: this stage's indices in this tick, scalars.
         """
         y = dx = head_gradient = residuals = None
-        has_B = phase.B.active.any()
+        has_B, has_W = phase.B.active.any(), phase.W.active.any()
+
+        # 0. Gather the weights of the B slot while the F slot computes, those of the W slot while
+        # the B slot does.
+        B_buffer, W_buffer = carry.buffers
+        carry = carry._replace(
+            buffers=(
+                self.gathered(tick.B.chunk, B_buffer) if has_B else None,
+                self.gathered(tick.W.chunk, W_buffer) if has_W else None,
+            )
+        )
 
         # 1. Read the residuals of the B slot before the F slot writes its own, so that neither slot
         # waits for the other; after it in a phase where some B needs those of its own tick's F.
@@ -191,6 +213,9 @@ class StageProgram:
         # 2. F slot: a chunk's forward, from the embedding or an arrived activation.
         if phase.F.active.any():
             carry, y = self._forward(phase, vjp, carry, tick)
+            # Gather the weights of the next F, in the memory of this one's once it has run.
+            buffer, y = lax.optimization_barrier((carry.gathered, y))
+            carry = carry._replace(gathered=self.gathered(tick.F.next_chunk, buffer))
 
         # 3. Head: loss and gradient of the last stage's output; all stages share the work.
         if (phase.ends.head >= 0).any():
@@ -205,7 +230,7 @@ class StageProgram:
             carry, dx = self._backward(phase, vjp, carry, tick, residuals, head_gradient)
 
         # 5. W slot: the weight gradients that an I, perhaps this tick's, has left.
-        if phase.W.active.any():
+        if has_W:
             assert isinstance(vjp, SplitBackwardVjp)
             carry = self._weight_gradients(vjp, carry, tick)
 
@@ -235,7 +260,7 @@ class StageProgram:
                 return self.chunk(x, weights, inputs), []
             return vjp.forward(x, weights, inputs)
 
-        weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch)
+        weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch, carry.gathered)
         (y, aux), residuals = self._unless_idle(tick.F.active, compute, x, weights, inputs)
         # An idle slot writes to the scratch slot, and its auxiliary loss does not count.
         stores = _write_all(carry.residuals, tick.F.residuals, residuals)
@@ -313,7 +338,7 @@ class StageProgram:
             assert head_gradient is not None
             dy = jnp.where(tick.B.from_head, head_gradient, dy)
         # The auxiliary loss has a cotangent of its own, its weight in the total loss.
-        weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch)
+        weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch, carry.buffers[0])
         operands = residuals, weights, inputs, (dy, self.aux_scale)
         if isinstance(vjp, SplitBackwardVjp):
             # I: weight gradients are left to the W slot.
@@ -348,7 +373,7 @@ class StageProgram:
         """Run the W slot; return the carry with weight gradients added."""
         residuals = _read_all(carry.residuals, tick.W.residuals)
         stash = _read_all(carry.stash, tick.W.stash)
-        weights, inputs = self.chunk_operands(tick.W.chunk, tick.W.microbatch)
+        weights, inputs = self.chunk_operands(tick.W.chunk, tick.W.microbatch, carry.buffers[1])
         dw = self._unless_idle(
             tick.W.active, vjp.weight_gradients, residuals, weights, inputs, stash
         )
@@ -384,14 +409,43 @@ class StageProgram:
             carry = carry._replace(gradients=store)
         return carry
 
-    def chunk_operands(self, chunk: PlanArray, microbatch: PlanArray) -> tuple[Params, ChunkInputs]:
+    def _gather_for_first(self, phase: LockstepPlan, carry: Carry, chunk: PlanArray) -> Carry:
+        """Return the carry with gathered weights and buffers for the slots of a phase.
+
+        Within a phase each F leaves the weights of the next one. `chunk` is that of the first.
+        """
+
+        def first(gathered: Layers | None, active: PlanArray) -> Layers | None:
+            return (gathered or self.gathered(chunk, None)) if active.any() else None
+
+        B_buffer, W_buffer = carry.buffers
+        return carry._replace(
+            gathered=first(carry.gathered, phase.F.active),
+            buffers=(first(B_buffer, phase.B.active), first(W_buffer, phase.W.active)),
+        )
+
+    @jax.named_scope("gather")
+    def gathered(self, chunk: PlanArray, buffer: Layers | None) -> Layers | None:
+        """Return the parameters of each layer of a chunk in full; None if it gathers its own.
+
+        They are written to `buffer`, the full parameters of a chunk that nothing reads any more.
+        """
+        if self.gather is None:
+            return None
+        # Barrier: see `chunk_operands`.
+        layers, chunk = lax.optimization_barrier((self.layers, chunk))
+        return self.gather(jax.tree.map(lambda a: _read(a, chunk), layers), buffer)
+
+    def chunk_operands(
+        self, chunk: PlanArray, microbatch: PlanArray, gathered: Layers | None
+    ) -> tuple[Params, ChunkInputs]:
         """Return the parameters of a chunk [L, ...] and its inputs for a microbatch."""
         # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
         # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
         weights, index = jax.tree.map(lambda a: _read(a, chunk), (layers, self.layer_index))
         side = microbatches.side_inputs(self._microbatch(microbatch))
-        return weights, ChunkInputs(index, side, self.key)
+        return weights, ChunkInputs(index, side, self.key, gathered)
 
     def _microbatch(self, index: PlanArray) -> Batch:
         return microbatches.column(self.batch, jnp.asarray(index))

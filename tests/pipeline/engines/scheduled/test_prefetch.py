@@ -1,0 +1,101 @@
+"""Weights that the scheduled engine gathers a slot ahead: `pipeline.fsdp_prefetch`."""
+
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from helpers.engines import (
+    EngineUnderTest,
+    assert_same,
+    make_batch,
+    make_mesh,
+    reference,
+    tiny,
+)
+from jax.extend.core import Jaxpr
+
+from maxpipe.builder import build_engine_inputs
+from maxpipe.pipeline.engines.scheduled import engine as scheduled
+from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
+
+
+def config_of(**values):
+    return tiny(
+        **{
+            "pipeline.engine": "scheduled",
+            "pipeline.schedule": "lockstep_1f1b",
+            "pipeline.num_repeats": 1,
+            "pipeline.num_microbatches": 3,
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 4,
+            "data.global_batch_size": 12,
+        }
+        | values
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
+        {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.num_repeats": 2},
+    ],
+    ids=["four_shards", "split_backwards", "tensor"],
+)
+def test_gradients_with_prefetch_equal_those_without_and_the_reference(values):
+    expected = reference(config_of(**values).model, 12)
+    for prefetch in ("true", "false"):
+        config = config_of(**values, **{"pipeline.fsdp_prefetch": prefetch})
+        actual = EngineUnderTest(config, idle_fill=math.nan).train(make_batch(12))
+        assert_same(actual, expected)
+
+
+def gathers(jaxpr: Jaxpr, *, in_layer: bool = False) -> int:
+    """Count all-gathers in what `jax.checkpoint` wraps: the layers."""
+    return sum(
+        (in_layer and eqn.primitive.name == "all_gather")
+        + sum(
+            gathers(open_jaxpr(inner), in_layer=in_layer or eqn.primitive.name in CHECKPOINTS)
+            for inner in inner_jaxprs(eqn)
+        )
+        for eqn in jaxpr.eqns
+    )
+
+
+def traced(**values):
+    engine = EngineUnderTest(config_of(**values))
+    batch, key = make_batch(12), jax.random.key(0)
+    return jax.make_jaxpr(engine.pipeline.loss_and_gradients)(engine.params, batch, key)
+
+
+def test_layers_with_prefetch_gather_no_weights_of_their_own():
+    assert gathers(traced(**{"pipeline.fsdp_prefetch": "false"}).jaxpr) > 0
+    assert gathers(traced(**{"pipeline.fsdp_prefetch": "true"}).jaxpr) == 0
+
+
+@dataclass(frozen=True)
+class Tpu:
+    device_kind: str
+    platform: str = "tpu"
+    coords: tuple[int, ...] = (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("share", "decision", "reason"), [(0.05, True, "at most"), (1e-9, False, "more than")]
+)
+def test_prefetch_on_auto_needs_a_small_share_of_a_tpu(share, decision, reason, monkeypatch):
+    monkeypatch.setattr(scheduled, "PREFETCH_SHARE", share)
+    notes = []
+    config = config_of()
+    inputs = build_engine_inputs(config, make_mesh(config), note=notes.append)
+    notes.clear()
+    assert not scheduled.gathers_ahead(inputs)
+    assert notes == []
+    tpus = np.array([Tpu("TPU v5p")] * 8).reshape(2, 4)
+    mesh = SimpleNamespace(shape=inputs.mesh.shape, devices=tpus)
+    assert scheduled.gathers_ahead(replace(inputs, mesh=mesh)) is decision
+    assert f"{reason} {share:.0%}" in notes[0]
