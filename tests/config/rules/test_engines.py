@@ -96,7 +96,7 @@ def refusal(**values):
         ),
         (MPMD | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
         (MPMD | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
-        (MPMD | {"pipeline.fsdp_gather": "once"}, "pipeline.fsdp_gather", "use per_iteration"),
+        (MPMD | {"pipeline.fsdp_gather": "per_repeat"}, "pipeline.fsdp_gather", "use once"),
         (
             MPMD | {"pipeline.scan_iterations": False},
             "pipeline.scan_iterations",
