@@ -16,9 +16,9 @@ from maxpipe.config.cli import exit_on_config_error, parse_args
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0 fits, 2 configuration error, 3 does not fit.
+    """Run the command line and return the exit code.
 
-    For separate programs 0 means that each of them fits, not all that a stage holds at once.
+    It is 0 if the step fits, 2 for a configuration error and 3 if the step does not fit.
     """
     arguments = parse_args(
         argv,
@@ -34,7 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if keys.load:
         message = "is for maxpipe.train; here compile.save=FILE stores the step"
         raise ConfigError(Problem("compile.load", message))
-    _check_files(keys.save, {"--json": flags.json, "--hlo": flags.hlo})
+    if keys.topology == "cpu" and (flags.profile or flags.profile_trace):
+        flag = "--profile" if flags.profile else "--profile-trace"
+        message = "needs the estimates of a TPU's compiler; use compile.topology=v5p:2x2x2 or such"
+        raise ConfigError(Problem(flag, message))
+    files = {
+        "--json": flags.json,
+        "--hlo": flags.hlo,
+        "--profile": flags.profile,
+        "--profile-trace": flags.profile_trace,
+    }
+    _check_files(keys.save, files)
     # JAX and everything built on it are imported here, once the configuration is known good.
     from maxpipe.builder import build_trainer
     from maxpipe.compiling.launch import launch
@@ -49,6 +59,16 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--hlo",
         metavar="FILE",
         help="write the optimized, scheduled HLO (empty if it does not fit)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE.html",
+        help="TPUs: write where the predicted step goes, as a page with a timeline",
+    )
+    parser.add_argument(
+        "--profile-trace",
+        metavar="FILE.json.gz",
+        help="TPUs: write the predicted step as a trace for Perfetto",
     )
     parser.add_argument(
         "--programs", metavar="DIR", help="mpmd: write the program of every unit, sliced and as HLO"

@@ -1,9 +1,12 @@
 """Test `python -m maxpipe.compile` for simulated devices and TPU slices, and its exit codes."""
 
+import gzip
+import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,10 +66,11 @@ def test_compile_of_a_model_larger_than_memory_allocates_no_parameters(tmp_path)
         ([], "compile.topology: name the devices to compile for"),
         (["compile.topology=tpu"], "neither cpu nor a chip and its grid"),
         (["compile.topology=cpu", "compile.num_slices=2"], "2 slices need a TPU topology"),
+        (["compile.topology=cpu", "--profile=p.html"], "--profile: needs the estimates of a TPU's"),
         (["compile.topology=cpu", "compile.load=step.bin"], "compile.load: is for maxpipe.train"),
         (
-            [*EIGHT_DEVICES, "pipeline.schedule=zb_v", "--hlo=step.hlo"],
-            "--hlo: is for a train step in one program, and mpmd has many",
+            [*EIGHT_DEVICES, "pipeline.schedule=zb_v", "compile.save=step.bin"],
+            "compile.save: is for a train step in one program",
         ),
     ],
 )
@@ -121,6 +125,44 @@ def test_compile_without_libtpu_names_the_extra():
     assert "pip install -e '.[tpu]'" in done.stderr
 
 
+def check_prediction(report, text):
+    """Check that a report predicts its step from estimates that this libtpu writes."""
+    predicted, seconds = report["predicted"], report["predicted_step_seconds"]
+    assert predicted["unknown"] == []
+    assert seconds == pytest.approx(sum(predicted["parts"].values()))
+    assert seconds == pytest.approx(sum(phase["seconds"] for phase in predicted["phases"]))
+    assert seconds > report["bounds"]["compute_seconds"]
+    assert 0 < predicted["mfu"] < report["bounds"]["mfu"]
+    assert all(predicted["parts"][part] > 0 for part in ("matrix products", "attention kernels"))
+    exposed = sum(c["seconds"] for c in predicted["collectives"])
+    assert predicted["parts"]["collectives"] == pytest.approx(exposed)
+    assert f"from libtpu {predicted['libtpu']}'s cycle estimates" in text
+    if report["engine"] == "sequential":
+        assert predicted["units"] is None
+    else:
+        assert predicted["units"]["backward"] > predicted["units"]["forward"] > 0
+        assert 0 < predicted["bubble"] < seconds
+    if report["engine"] == "scheduled":
+        # Two microbatches: a head in each tick with forwards and backwards, not so the embedding.
+        taken, reached = Counter(), Counter()
+        for conditional in predicted["conditionals"]:
+            taken[conditional["scope"]] += conditional["taken"]
+            reached[conditional["scope"]] += conditional["reached"]
+        assert taken["head"] == taken["embedding"] == taken["embedding gradient"] == 2
+        assert reached["embedding"] > 2
+        assert predicted["units"]["head"] > 0
+
+
+def check_profile(report, page, trace):
+    """Check that a profile shows the whole step and the named parts of the program."""
+    assert f"{report['predicted_step_seconds']:.4g} s a step" in page
+    for text in ("attention", "mlp", "head", "optimizer", "maxpipe/model/layers.py:"):
+        assert text in page
+    assert not re.search(r"(?:src|href)=|https?://", page)
+    end = max(event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X")
+    assert end == pytest.approx(1e6 * report["predicted_step_seconds"], rel=1e-3)
+
+
 class TestTpu:
     pytestmark = tpu_aot
 
@@ -163,7 +205,9 @@ class TestTpu:
         ],
         ids=["sequential", "circular", "scheduled", "per_repeat"],
     )
-    def test_compile_of_every_engine_uses_splash_attention(self, tmp_path, topology, words):
+    def test_compile_of_every_engine_uses_splash_attention_and_predicts_its_step(
+        self, tmp_path, topology, words
+    ):
         file = tmp_path / "step.hlo"
         small = (
             *NARROW,
@@ -174,16 +218,19 @@ class TestTpu:
             "data.sequence_length=256",
             "model.attention_block_size=128",  # two blocks of queries, two of keys
         )
-        _, text = report_of(
+        page, trace = tmp_path / "step.html", tmp_path / "step.json.gz"
+        files = ("--hlo", file, "--profile", page, "--profile-trace", trace)
+        report, text = report_of(
             tmp_path,
             BASE,
             f"compile.topology={topology}",
             *small,
             *words,
-            "--hlo",
-            file,
+            *files,
             environment=QUICK,
         )
+        check_prediction(report, text)
+        check_profile(report, page.read_text(), json.loads(gzip.decompress(trace.read_bytes())))
         assert "model.attention=splash: the kernel for tpu" in text
         kernels = {
             name
@@ -202,7 +249,7 @@ class TestTpu:
             "pipeline.num_microbatches=8",
             "data.global_batch_size=32",
         )
-        recommended = RECOMMENDED["tpu"]
+        recommended = RECOMMENDED["v5e"]
         done = run(
             BASE, *words, "--hlo", file, environment={recommended.variable: recommended.text()}
         )
@@ -282,6 +329,8 @@ class TestTpu:
         assert stored.origin["devices"] == "8 x TPU v5 lite"
         assert "loss" in stored.metrics
         assert report["num_devices"] == 8
+        assert report["predicted_step_seconds"] > 0
+        assert report["predicted"]["unknown"] == []
         assert {c["axes"] for c in report["collectives"] if c["network"] == "dcn"} >= {"stage"}
         assert all("stage" in c["axes"] for c in report["collectives"] if c["network"] == "dcn")
 

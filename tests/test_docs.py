@@ -74,6 +74,8 @@ SCRIPTS = {
         "--help",
     ],
     "examples/gpipe.py": [sys.executable, "examples/gpipe.py", "--help"],  # has a test of its own
+    # Has a test of its own.
+    "examples/own_model_mpmd.py": [sys.executable, "examples/own_model_mpmd.py", "--help"],
     "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
     "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
 }
@@ -96,7 +98,7 @@ def place(tmp_path_factory):
         "maxpipe",
     ):
         (directory / name).symlink_to(REPOSITORY / name)
-    for page in ("docs/extending.md", "docs/python.md"):
+    for page in ("docs/extending.md", "docs/own_models.md", "docs/python.md"):
         for name, text in titled_files(page).items():
             (directory / name).write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,9 @@
 """The command: text on the terminal, and errors of bad input."""
 
+import json
+import shutil
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,7 @@ from helpers.training_process import command
 
 from maxpipe import generate as cli
 from maxpipe import train
+from maxpipe.checkpoint import record
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import ConfigError, replace
@@ -158,6 +163,34 @@ def test_command_without_checkpoint_exits_with_2(tmp_path, capsys):
     assert "there is no directory" in error
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("data.sequence_length", 10**18, "must be at most"),
+        ("model.num_layers", "four", "expected a whole number, got 'four'"),
+        ("model.head_dim", 7, "must be even"),
+        ("sharding.logical_axis_rules", [[1, 2]], "is not of the form"),
+    ],
+    ids=str,
+)
+def test_command_crafted_configuration_in_a_record_is_explained(
+    tmp_path, run_dir, capsys, key, value, problem
+):
+    """The checksum of the record is right; nothing is allocated or compiled for such values."""
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    file = record.record_file(copy / "checkpoints" / "1")
+    content = json.loads(file.read_text())
+    content.pop("checksum")
+    *sections, name = ["meta", "config", *key.split(".")]
+    reduce(dict.__getitem__, sections, content)[name] = value
+    file.write_text(json.dumps({**content, "checksum": record._checksum(content)}))
+    code, out, error = call(capsys, copy)
+    assert out == ""
+    assert code == 2
+    assert f"config error: {key} (record of the checkpoint): " in error
+    assert problem in error
+
+
 def test_command_newer_checkpoint_format_exits_with_1(run_dir, capsys, monkeypatch):
     monkeypatch.setattr("maxpipe.checkpoint.record.FORMAT", 0)
     code, out, error = call(capsys, run_dir)
@@ -166,8 +199,6 @@ def test_command_newer_checkpoint_format_exits_with_1(run_dir, capsys, monkeypat
 
 
 def test_command_damaged_checkpoint_exits_with_1(tmp_path, run_dir, capsys):
-    import shutil
-
     shutil.copytree(run_dir, tmp_path / "copy")
     for file in (tmp_path / "copy" / "checkpoints" / "1" / "arrays").rglob("*"):
         if file.is_file():

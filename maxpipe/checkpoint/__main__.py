@@ -21,6 +21,7 @@ from maxpipe.checkpoint.mirror import open_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError
+from maxpipe.config.terminal import no_tracebacks
 from maxpipe.storage.object_store import explained, is_remote
 
 KEY = "DIR"
@@ -29,6 +30,7 @@ NOTHING = 2
 UNREADABLE = 3
 
 
+@no_tracebacks()
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return the exit code."""
     options = _parser().parse_args(arguments)

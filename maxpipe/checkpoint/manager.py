@@ -4,15 +4,16 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.arrays import Array, named_leaves, saveable
-from maxpipe.checkpoint.digest import summaries
+from maxpipe.checkpoint.digest import Summary, summaries
 from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointSaveError,
@@ -158,6 +159,18 @@ class Checkpointer:
                     self._abandon_from(step)
                 self._writer.start(step, arrays, record)
         return True
+
+    def check(self, step: int, state: object) -> None:
+        """Check a state that is not to be saved; of any layout, with any leaves.
+
+        Raises:
+          StateNotFinite: as `save`.
+        """
+        leaves = named_leaves(state)
+        check_finite(
+            step,
+            {n: leaf for n, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)},
+        )
 
     def restore(
         self,
@@ -347,8 +360,12 @@ def _brief(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
 
 
-def _describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
-    """Return shape, dtype and digest of every array.
+def check_finite(step: int, arrays: Mapping[str, Array]) -> dict[str, Summary]:
+    """Return the summaries of a state's arrays, which are all that a save needs to know of them.
+
+    Args:
+      step: finished steps.
+      arrays: by dotted path.
 
     Raises:
       StateNotFinite: a number is not finite, or so large a parameter that its norm is not.
@@ -357,10 +374,16 @@ def _describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
     names = [
         name
         for name, summary in summary_of.items()
-        if not (summary.has_finite_squares if name.startswith(f"{PARAMS}.") else summary.is_finite)
+        if not (summary.has_finite_squares if PARAMS in name.split(".") else summary.is_finite)
     ]
     if names:
         raise StateNotFinite(step, names)
+    return summary_of
+
+
+def _describe(step: int, arrays: dict[str, Array]) -> dict[str, Leaf]:
+    """Return shape, dtype and digest of every array; raises as `check_finite`."""
+    summary_of = check_finite(step, arrays)
     return {
         name: Leaf(tuple(array.shape), np.dtype(array.dtype).name, summary_of[name].digest)
         for name, array in arrays.items()

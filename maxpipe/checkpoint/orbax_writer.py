@@ -17,6 +17,7 @@ from maxpipe.checkpoint.record import ITEM as RECORD
 from maxpipe.devices import processes
 
 _POLL_SECONDS = 0.02
+_FROM_A_THREAD = "call_soon_threadsafe"  # of asyncio, which C++ calls with every result
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -139,16 +140,25 @@ def leave_errors_to_the_caller() -> None:
         lambda record: not (record.levelno == logging.ERROR and "orbax" in record.pathname)
     )
     print_error = sys.excepthook
+    print_unraisable = sys.unraisablehook
+
+    def is_late(error: BaseException | None, trace: TracebackType | None) -> bool:
+        # What C++ prints has no frame of the program, only that of asyncio.
+        is_of_asyncio = trace is not None and trace.tb_frame.f_code.co_name == _FROM_A_THREAD
+        return is_of_asyncio and str(error) == "Event loop is closed"
 
     def print_unless_late(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        # What C++ prints has no frame of the program, only that of asyncio.
-        is_late = trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe"
-        if not (is_late and str(error) == "Event loop is closed"):
+        if not is_late(error, trace):
             print_error(kind, error, trace)
 
+    def print_unraisable_unless_late(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not is_late(unraisable.exc_value, unraisable.exc_traceback):
+            print_unraisable(unraisable)
+
     sys.excepthook = print_unless_late
+    sys.unraisablehook = print_unraisable_unless_late
 
 
 @functools.cache

@@ -101,6 +101,8 @@ class Record:
 
     def _problem(self) -> str:
         """Return what no save of this program would have written; empty if there is nothing."""
+        if type(self.step) is not int:
+            return "step is not a number"
         if not isinstance(self.meta, dict):
             return "meta is not an object"
         if not isinstance(self.meta.get("config", {}), dict):
@@ -112,8 +114,10 @@ class Record:
         for name, leaf in self.leaves.items():
             if not all(isinstance(size, int) and size >= 0 for size in leaf.shape):
                 return f"the shape of {name} is {list(leaf.shape)}"
-            if leaf.dtype not in DTYPES:
+            if not isinstance(leaf.dtype, str) or leaf.dtype not in DTYPES:
                 return f"the dtype of {name} is {leaf.dtype!r}"
+            if type(leaf.digest) is not int:
+                return f"the digest of {name} is {leaf.digest!r}"
         return ""
 
 

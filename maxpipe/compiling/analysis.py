@@ -9,8 +9,9 @@ from jax.sharding import Mesh
 from maxpipe.compiling.collectives import find_collectives
 from maxpipe.compiling.hlo import parse
 from maxpipe.compiling.knobs import Gain, gains, knobs
-from maxpipe.compiling.report import CompilerMemory, Report
-from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step
+from maxpipe.compiling.prediction.predict import is_predictable, predict
+from maxpipe.compiling.report import Report
+from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
 from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config
@@ -96,14 +97,7 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
 
 def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -> Report:
     """Return the report with what is known of a compiled step."""
-    memory = step.executable.memory_analysis()
-    assert memory is not None
-    compiler = CompilerMemory(
-        arguments=memory.argument_size_in_bytes,
-        temp=memory.temp_size_in_bytes,
-        program=memory.generated_code_size_in_bytes,
-        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-    )
+    compiler = memory_of(step.executable)
     hlo = step.text()
     runs = branch_runs(config, mesh)
     report = replace(
@@ -121,7 +115,11 @@ def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -
     assert report.flops is not None
     links = link_uses(report.collectives, mesh, chip)
     bounds = _bounds(report, config, mesh, report.flops, report.shapes, links)
-    return replace(report, bounds=bounds, links=links)
+    report = replace(report, bounds=bounds, links=links)
+    if not is_predictable(mesh):
+        return report
+    predicted, timeline = predict(config, mesh, chip, hlo, report.model_flops)
+    return replace(report, predicted=predicted, timeline=timeline)
 
 
 def _bounds(

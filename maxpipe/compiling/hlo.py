@@ -7,7 +7,7 @@ and instructions of later compilers do no harm.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 # Bits, since some types are smaller than a byte.
 _BITS = {
@@ -32,6 +32,9 @@ _BITS = {
     "c128": 128,
 }
 
+# Matrix products; TPUs have convolutions only.
+PRODUCTS = ("convolution", "dot")
+
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 _NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
@@ -53,7 +56,7 @@ class Instruction:
       type: the result's type as text.
       operands: names of the operands.
       arguments: the text between the parentheses.
-      attributes: the text after the operands, metadata included.
+      attributes: the text after the operands, metadata included; it may have several lines.
     """
 
     name: str
@@ -96,7 +99,7 @@ def parse(text: str) -> Module:
       ValueError: there is no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry, current = "", None
+    entry, current, latest = "", None, ""
     for line in text.splitlines():
         if current is None:
             header = _HEADER.match(line)
@@ -109,6 +112,11 @@ def parse(text: str) -> Module:
             current = None
         elif instruction := _instruction(line):
             current.instructions[instruction.name] = instruction
+            latest = instruction.name
+        elif latest in current.instructions:
+            begun = current.instructions[latest]
+            joined = f"{begun.attributes}\n{line}"
+            current.instructions[latest] = replace(begun, attributes=joined)
     if not entry:
         raise ValueError("the HLO text has no ENTRY computation")
     return Module(computations, entry)
@@ -206,12 +214,22 @@ def _executions(
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int:
-    """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`."""
+    """Return how often a `while` runs, 1 if that is unknown."""
+    known = known_trip_count(module, computation, loop)
+    return 1 if known is None else known
+
+
+def known_trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """Return how often a `while` runs, by XLA's own note or a condition `counter < constant`.
+
+    Returns:
+      None if neither can be read.
+    """
     if known := _TRIPS.search(loop.attributes):
         return int(known[1])
     conditions = loop.called().get("condition", [])
     if not conditions or conditions[0] not in module.computations:
-        return 1
+        return None
     body = module.computations[conditions[0]].instructions
     for compare in reversed(list(body.values())):
         if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
@@ -220,7 +238,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
         if len(bounds) == 2 and bounds[0] is None and bounds[1] is not None:
             index = _tuple_index(body, compare.operands[0])
             return max(0, bounds[1] - _initial(module, computation, loop, index))
-    return 1
+    return None
 
 
 def _constant(instructions: Mapping[str, Instruction], name: str) -> int | None:

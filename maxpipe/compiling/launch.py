@@ -11,20 +11,18 @@ import jax
 from jax.sharding import Mesh
 
 from maxpipe.compiling.analysis import analyse
-from maxpipe.compiling.programs import (
-    StagesTrainer,
-    as_json,
-    compile_programs,
-    summary_lines,
-)
-from maxpipe.compiling.report import size
-from maxpipe.compiling.step import OutOfMemory, StepTrainer
+from maxpipe.compiling.prediction.page import page_html
+from maxpipe.compiling.prediction.trace import trace_bytes
+from maxpipe.compiling.programs import StagesTrainer, compile_programs, write_programs
+from maxpipe.compiling.report import Report, size
+from maxpipe.compiling.stages import analyse_stages
+from maxpipe.compiling.step import StepTrainer
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.slices import explain_topology
-from maxpipe.devices.chips import device_memory
+from maxpipe.devices.chips import device_memory, short_name
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.xla_flags import advice
 from maxpipe.planning.auto_stages import choose_stages
@@ -45,7 +43,8 @@ def launch(
 
     Args:
       loaded: the configuration.
-      flags: the command's own: json, hlo and programs, each a path or None.
+      flags: the command's own: json, hlo, profile, profile_trace and programs, each a path or
+        None.
       build_trainer: `maxpipe.builder.build_trainer`, passed in from above this package.
       store_step: `maxpipe.training.stored_step.write`, passed in likewise.
 
@@ -62,12 +61,13 @@ def launch(
     _check_engine(config, flags)
     mesh = build_mesh(config, devices)
     if not ENGINES[config.pipeline.engine].one_program:
-        return _compile_programs(config, mesh, flags, build_trainer)
+        return _compile_stages(config, mesh, flags, build_trainer)
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
     report, executable = analyse(config, loaded.config, mesh, trainer, _print)
-    print(*report.lines(), *advice(devices[0].platform, os.environ), sep="\n")
+    print(*report.lines(), *advice(devices[0], os.environ), sep="\n")
     _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     _write("--hlo", flags.hlo, report.hlo)
+    _write_profile(report, config, flags)
     file = config.compile.save
     if file and executable:
         count = store_step(file, executable, config, mesh)
@@ -77,34 +77,29 @@ def launch(
     return FITS if report.fits else DOES_NOT_FIT
 
 
-def _compile_programs(
+def _compile_stages(
     config: Config, mesh: Mesh, flags: argparse.Namespace, build_trainer: BuildTrainer
 ) -> int:
-    """Compile the separate programs of the stages, and return the exit code."""
-    directory = Path(flags.programs) if flags.programs else None
+    """Compile the separate programs of the stages, report on them, and return the exit code."""
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
-    programs = []
+    programs = compile_programs(trainer)
+    if flags.programs:
+        programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
     try:
-        for program in compile_programs(trainer, directory):
-            programs.append(program)
-            print(*program.lines(), sep="\n", flush=True)
+        report = analyse_stages(config, mesh, trainer, programs, _print)
     except OSError as error:
-        message = f"cannot write to {directory}: {error.strerror}"
+        message = f"cannot write to {flags.programs}: {error.strerror}"
         raise ConfigError(Problem("--programs", message)) from None
-    except OutOfMemory as error:
-        sizes = f"{size(error.needed)} of {size(error.available)}"
-        _print(f"{'verdict':<12}does not fit: the next computation needs {sizes}")
-        return DOES_NOT_FIT
-    print(*summary_lines(programs), sep="\n")
-    _write("--json", flags.json, json.dumps(as_json(programs), indent=1) + "\n")
-    if directory:
+    if flags.programs:
         _print(
-            f"{'written':<12}{directory}: what each computation reads, writes and computes (.txt), "
-            "and its HLO (.hlo)"
+            f"{'written':<12}{flags.programs}: what each computation reads, writes and computes "
+            "(.txt), and its HLO (.hlo)"
         )
-    return FITS
+    print(*report.lines(), *advice(mesh.devices.flat[0], os.environ), sep="\n")
+    _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    return FITS if report.fits else DOES_NOT_FIT
 
 
 def _check_engine(config: Config, flags: argparse.Namespace) -> None:
@@ -115,13 +110,14 @@ def _check_engine(config: Config, flags: argparse.Namespace) -> None:
             message = f"is for the mpmd engine; the {engine} engine has one program: --hlo FILE"
             raise ConfigError(Problem("--programs", message))
         return
-    remedies = {
-        "compile.save": "leave it out",
-        "--hlo": "--programs DIR writes those of the stages",
+    files = {
+        "compile.save": config.compile.save,
+        "--hlo": flags.hlo,
+        "--profile": flags.profile,
+        "--profile-trace": flags.profile_trace,
     }
-    files = {"compile.save": config.compile.save, "--hlo": flags.hlo}
     problems = [
-        Problem(key, f"is for a train step in one program, and mpmd has many; {remedies[key]}")
+        Problem(key, "is for a train step in one program; --programs DIR writes those of a step")
         for key, file in files.items()
         if file
     ]
@@ -129,15 +125,32 @@ def _check_engine(config: Config, flags: argparse.Namespace) -> None:
         raise ConfigError(*problems)
 
 
+def _write_profile(report: Report, config: Config, flags: argparse.Namespace) -> None:
+    """Write the profile that `flags` ask for, or say that there is none."""
+    if not (flags.profile or flags.profile_trace):
+        return
+    if report.predicted is None or report.timeline is None:
+        print("profile     none, since there is no prediction")
+        return
+    devices = f"{report.num_devices} x {short_name(report.device_kind)}"
+    title = f"{config.run_name}, {report.schedule}, {devices}"
+    if not ENGINES[config.pipeline.engine].has_stages:
+        title = f"{config.run_name}, {report.engine}, {devices}"
+    if flags.profile:
+        _write("--profile", flags.profile, page_html(report.predicted, report.timeline, title))
+    if flags.profile_trace:
+        _write("--profile-trace", flags.profile_trace, trace_bytes(report.timeline))
+
+
 def _without_digest(config: Config) -> Config:
     """Return the configuration without the digest of batches, which is a program of its own."""
     return update(config, {"telemetry.batch_digest": False})
 
 
-def _write(flag: str, file: str | None, text: str) -> None:
+def _write(flag: str, file: str | None, content: str | bytes) -> None:
     if file:
         try:
-            Path(file).write_text(text, encoding="utf-8")
+            Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise ConfigError(Problem("", f"{flag}: cannot write: {error}")) from None
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 
 from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.knobs import Gain, Knob
+from maxpipe.compiling.prediction.prediction import Prediction
+from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.compiling.topology import LinkUse
 from maxpipe.config.catalog import ENGINES
 from maxpipe.devices.chips import short_name
@@ -45,6 +47,8 @@ class Report:
       links: the traffic of one device by mesh axes, the slowest first; empty if the device's
         figures are unknown.
       bounds: None if the device's figures are unknown.
+      predicted: the step by the compiler's own estimates; None for devices other than TPUs.
+      timeline: what `predicted` sums up; None if there is none.
       compile_seconds: tracing and compilation.
       knobs: ways to save memory, if it does not fit.
       gains: ways to use the memory that is left, if it fits.
@@ -67,6 +71,8 @@ class Report:
     collectives: Sequence[Collective] = ()
     links: Sequence[LinkUse] = ()
     bounds: Bounds | None = None
+    predicted: Prediction | None = None
+    timeline: Timeline | None = None
     compile_seconds: float = 0.0
     knobs: Sequence[Knob] = ()
     gains: Sequence[Gain] = ()
@@ -107,6 +113,8 @@ class Report:
             "collectives": [asdict(c) for c in self.collectives],
             "links": [asdict(use) for use in self.links],
             "bounds": bounds,
+            "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
+            "predicted": self.predicted.as_json() if self.predicted else None,
             "compile_seconds": self.compile_seconds,
             "knobs": [asdict(k) for k in self.knobs],
             "gains": [asdict(gain) for gain in self.gains],
@@ -133,6 +141,7 @@ class Report:
             *self._collective_lines(),
             *self._link_lines(),
             *self._bound_lines(),
+            *(self.predicted.lines() if self.predicted else []),
             self._verdict(),
             *self._knob_lines(),
             *self._gain_lines(),

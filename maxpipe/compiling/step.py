@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxpipe.compiling.report import CompilerMemory
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
 
@@ -113,6 +114,18 @@ def progress(
     finally:
         done.set()
         reporter.join()
+
+
+def memory_of(compiled: jax.stages.Compiled) -> CompilerMemory:
+    """Return the memory of a compiled program on one device."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return CompilerMemory(
+        arguments=memory.argument_size_in_bytes,
+        temp=memory.temp_size_in_bytes,
+        program=memory.generated_code_size_in_bytes,
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+    )
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.errors import ConfigError, Problem, redacted
 from maxpipe.config.help import describe
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.load import Loaded, load
@@ -115,7 +115,7 @@ def parse_args(
     if problems:
         raise ConfigError(*problems)
     if flags.print_config:
-        print(print_config(loaded), end="")
+        print(redacted(print_config(loaded)), end="")
         raise SystemExit(0)
     return Arguments(path, loaded, flags)
 

@@ -28,6 +28,7 @@ _MAX_DEPTH = 6
 _MAX_BRACKETS = 200
 _MAX_CHARACTERS = 1 << 20  # of a file, and of a value with its references followed
 _MAX_VALUES = 10_000  # in one file, aliases written out
+_MAX_NODES = 3 * _MAX_VALUES  # keys, values and what holds them; PyYAML reads 20,000 a second
 _REFERENCE = re.compile(r"\$\{[A-Za-z_]\w*(\.\w+)*\}")
 
 
@@ -142,6 +143,34 @@ def _read(path: str, origin: str) -> Iterator[Setting]:
     yield from _flatten(root, "", path)
 
 
+class _TooManyNodes(Exception):
+    """A file has more nodes than any configuration."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes the nodes of a text, and stops at `_MAX_NODES` of them."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node.
+
+        Raises:
+          _TooManyNodes: it is one too many.
+        """
+        self._num_nodes += 1
+        if self._num_nodes > _MAX_NODES:
+            raise _TooManyNodes
+        return super().compose_node(parent, index)
+
+
+def _too_many_values(path: str) -> Problem:
+    message = f"more than {_MAX_VALUES} values, aliases written out; is it a configuration?"
+    return Problem("", message, path)
+
+
 def _compose(text: str, path: str) -> yaml.Node | None:
     # PyYAML's time grows with the square of the depth.
     depth = accumulate(
@@ -151,7 +180,9 @@ def _compose(text: str, path: str) -> yaml.Node | None:
         message = f"not valid YAML: more than {_MAX_BRACKETS} brackets are open at once"
         raise ConfigError(Problem("", message, path))
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        return _Loader(text).get_single_node()
+    except _TooManyNodes:
+        raise ConfigError(_too_many_values(path)) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}:{mark.line + 1}" if mark and path != COMMAND_LINE else path
@@ -166,8 +197,7 @@ def _compose(text: str, path: str) -> yaml.Node | None:
 
 def _flatten(node: yaml.MappingNode, prefix: str, path: str) -> Iterator[Setting]:
     if not prefix and _count_values(node, {}) > _MAX_VALUES:
-        message = f"more than {_MAX_VALUES} values, aliases written out; is it a configuration?"
-        raise ConfigError(Problem("", message, path))
+        raise ConfigError(_too_many_values(path))
     for key_node, value in node.value:
         source = f"{path}:{key_node.start_mark.line + 1}" if path != COMMAND_LINE else path
         if not isinstance(key_node, yaml.ScalarNode):

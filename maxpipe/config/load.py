@@ -10,12 +10,14 @@ from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
 from maxpipe.config.paths import locate
 from maxpipe.config.rules import RULES
 from maxpipe.config.rules.mesh import check_unknown_axes, fit_mesh, unknown_axes
+from maxpipe.config.rules.model import MODEL_RULES
 from maxpipe.config.rules.rule import Updates, apply_rules
 from maxpipe.config.sections import Config
 from maxpipe.config.shipped import locate_config
 from maxpipe.config.values import check_bounds, check_type, convert
 
 DEFAULT = "default"
+RECORD = "record of the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -136,17 +138,33 @@ def from_record(saved: Mapping[str, object]) -> Config:
     """Return the config that a checkpoint holds as nested mappings.
 
     Keys that this version does not know are left out; keys that the record does not have keep
-    their defaults.
+    their defaults. Names of variants need not be known here.
+
+    Raises:
+      ConfigError: a value is of another type than its key, or breaks the key's bounds or a rule of
+        the model, as no run could have saved it.
     """
     values: Updates = {}
-    for key in OPTIONS:
+    problems = []
+    for key, option in OPTIONS.items():
         *sections, name = key.split(".")
         section: object = saved
         for inner in sections:
             section = section.get(inner, {}) if isinstance(section, Mapping) else {}
-        if isinstance(section, Mapping) and name in section:
+        if not isinstance(section, Mapping) or name not in section:
+            continue
+        try:
+            check_type(option, section[name])
+            if option.bounds.variants is None:
+                check_bounds(option, section[name])
             values[key] = section[name]
-    return update(Config(), values)
+        except ValueError as error:
+            problems.append(Problem(key, str(error)))
+    config = update(Config(), values)
+    problems += apply_rules(MODEL_RULES, config, {problem.key for problem in problems})[1]
+    if problems:
+        raise ConfigError(*(dataclasses.replace(p, source=RECORD) for p in problems))
+    return config
 
 
 def replace(config: Config, **values: object) -> Config:

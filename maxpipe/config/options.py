@@ -68,6 +68,14 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "eval_every": ("eval.every",),
 }
 
+# Keys that one may look for, and how to do without them.
+_ABSENT: Mapping[str, str] = {
+    "devices_per_stage": "all stages of a run have equally many devices, because one mesh holds "
+    "the batch, the parameters and the checkpoints of all; balance stages by their layers instead "
+    "(pipeline.layers_per_stage=auto), or run your own training function on stages of different "
+    "sizes with maxpipe.pipeline.mpmd (examples/own_model_mpmd.py --devices-per-stage 2 1 1)",
+}
+
 
 @dataclass(frozen=True)
 class Option:
@@ -126,10 +134,12 @@ def update(config: Config, values: Mapping[str, object]) -> Config:
 def unknown_key(key: str, is_section: bool = False) -> str:
     """Return the message for a key that does not exist.
 
-    It gives our name of a key of MaxText or of another trainer, else the keys that are spelt alike,
-    else the keys of the section.
+    It says how to do without a key that one may look for, else gives our name of a key of MaxText
+    or of another trainer, else the keys that are spelt alike, else the keys of the section.
     """
     section, _, last = key.rpartition(".")
+    if last in _ABSENT:
+        return f"unknown key; {_ABSENT[last]}"
     is_a_last_word = any(name.rpartition(".")[2] == last for name in OPTIONS)
     may_be_theirs = not is_section and not (section and is_a_last_word)
     if may_be_theirs and (theirs := maxtext_hint(last)):

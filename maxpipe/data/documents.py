@@ -223,7 +223,13 @@ class EncodedDocuments:
             document = self._documents[index]
         except BadDocument as error:
             if not self._skips_bad:
-                raise
+                remedy = "; data.on_bad_document=skip leaves such documents out"
+                raise BadDocument(
+                    *(
+                        replace(problem, message=problem.message + remedy)
+                        for problem in error.problems
+                    )
+                ) from error
             self._skipped[index] = str(error)
             return np.empty(0, np.int32)
         if isinstance(document, str):

@@ -345,6 +345,8 @@ def tokenizer_digest(name_or_path: str) -> str:
     digest = hashlib.blake2b(digest_size=8)
     try:
         for file in files:
+            if file.exists() and not file.is_file():  # a pipe or a device may never end
+                raise ConfigError(Problem("data.tokenizer", f"{file} is not a regular file"))
             digest.update(hashlib.sha256(file.read_bytes()).digest())
     except OSError as error:
         message = f"{file} cannot be read: {error.strerror}"

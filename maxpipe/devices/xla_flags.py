@@ -1,4 +1,4 @@
-"""Recommend flags of XLA from which a pipeline gains, per platform. Imports no JAX.
+"""Recommend flags of XLA from which a pipeline gains, by chip. Imports no JAX.
 
 maxpipe does not set them: they trade memory for overlap, and XLA reads them once, when it is
 loaded.
@@ -6,62 +6,97 @@ loaded.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
+
+from maxpipe.devices.chips import chip_for
+
+
+class Device(Protocol):
+    """The facts of a `jax.Device` that are read here."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def platform(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Recommended:
-    """Flags by name, and the environment variable from which the platform's compiler reads them."""
+    """Flags by name, and the environment variable from which the chip's compiler reads them."""
 
     variable: str
     flags: Mapping[str, str]
+
+    def assignment(self) -> str:
+        """Return the flags as a line for a shell."""
+        return f'{self.variable}="{self.text()}"'
 
     def text(self) -> str:
         """Return the flags as the variable's value."""
         return " ".join(f"--{name}={value}" for name, value in self.flags.items())
 
 
+# Collectives run beside matrix products, cut into pieces where that helps. The head's tokens are
+# distributed over the stages while a chunk is computed.
+_OVERLAP = {
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_tpu_enable_async_all_to_all": "true",
+}
+# XLA cuts gathers of weights into pieces and runs them inside the matrix products before the one
+# that needs them. libtpu refuses that on v5p and v6e, since results may be wrong there.
+_FUSED_GATHERS = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+}
+_TPU = Recommended("LIBTPU_INIT_ARGS", _OVERLAP)
+_GPU = Recommended(
+    "XLA_FLAGS",
+    {
+        "xla_gpu_enable_latency_hiding_scheduler": "true",
+        # Transfers get onto the wire even while matrix products fill the other streams.
+        "xla_gpu_enable_highest_priority_async_stream": "true",
+    },
+)
+
+# By chip, and for every GPU.
 RECOMMENDED = {
-    "tpu": Recommended(
-        "LIBTPU_INIT_ARGS",
-        {
-            # XLA cuts gathers of weights into pieces and runs them inside the matrix products
-            # before the one that needs them.
-            "xla_enable_async_all_gather": "true",
-            "xla_tpu_enable_async_collective_fusion": "true",
-            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-            "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-            "xla_tpu_overlap_compute_collective_tc": "true",
-            # The head's tokens are distributed over the stages while a chunk is computed.
-            "xla_tpu_enable_async_all_to_all": "true",
-        },
-    ),
-    "gpu": Recommended(
-        "XLA_FLAGS",
-        {
-            "xla_gpu_enable_latency_hiding_scheduler": "true",
-            # Transfers get onto the wire even while matrix products fill the other streams.
-            "xla_gpu_enable_highest_priority_async_stream": "true",
-        },
-    ),
+    "v4": _TPU,
+    "v5e": Recommended("LIBTPU_INIT_ARGS", _OVERLAP | _FUSED_GATHERS),
+    "v5p": _TPU,
+    "v6e": _TPU,
+    "tpu7x": _TPU,
+    "gpu": _GPU,
 }
 
 
-def advice(platform: str, environment: Mapping[str, str]) -> list[str]:
-    """Return a line on the recommended flags if the environment leaves one unset, else no line.
+def recommended_for(device: Device) -> Recommended | None:
+    """Return the flags for a device; None for CPUs and for chips that are not in the table."""
+    if device.platform == "gpu":
+        return RECOMMENDED["gpu"]
+    chip = chip_for(device.device_kind)
+    return RECOMMENDED.get(chip.name) if chip else None
+
+
+def advice(device: Device, environment: Mapping[str, str]) -> list[str]:
+    """Return lines on the recommended flags if the environment leaves one unset, else none.
 
     Args:
-      platform: as JAX names it.
+      device: what runs the program.
       environment: variables of the process. A flag that is set to another value is the user's
         choice.
+
+    Returns:
+      A sentence, and an assignment that can be pasted into a shell.
     """
-    recommended = RECOMMENDED.get(platform)
+    recommended = recommended_for(device)
     if recommended is None:
         return []
     words = environment.get(recommended.variable, "").split()
     named = {word.lstrip("-").partition("=")[0] for word in words}
     if named >= set(recommended.flags):
         return []
-    return [
-        f"XLA flags for overlap, at the price of memory: {recommended.variable}="
-        f'"{recommended.text()}"'
-    ]
+    kind = device.device_kind
+    return [f"XLA flags for overlap on {kind}, at the price of memory:", recommended.assignment()]

@@ -35,7 +35,7 @@ def launch(flags: argparse.Namespace) -> int:
     step = find_step(store, flags.step)
     try:
         meta = store.record(step).meta
-        config = from_record(meta["config"])
+        config = from_record(meta.get("config", {}))
         check_block(config)
         tokenizer = find_tokenizer(flags.tokenizer, config, meta, store)
         check_tokens(flags.stop_token, config.model.vocab_size)

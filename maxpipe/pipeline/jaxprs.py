@@ -12,6 +12,9 @@ Atom = Var | Literal
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 
+# What a program runs on the host for its own sake, such as jax.debug.print.
+_CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+
 _EXPENSIVE = (
     "dot_general",
     "ragged_dot",
@@ -103,12 +106,15 @@ def part(
     )
 
 
-def ancestors(equations: Sequence[JaxprEqn], ends: Iterable[Atom]) -> list[JaxprEqn]:
-    """Return the equations that the ends depend on, in order."""
+def ancestors(
+    equations: Sequence[JaxprEqn], ends: Iterable[Atom], *, with_callbacks: bool = False
+) -> list[JaxprEqn]:
+    """Return the equations that the ends depend on, in order, and on demand all callbacks."""
     needed = set(variables(ends))
     selected = []
     for eqn in reversed(equations):
-        if any(v in needed for v in eqn.outvars):
+        is_needed = any(v in needed for v in eqn.outvars)
+        if is_needed or (with_callbacks and calls_back(eqn)):
             selected.append(eqn)
             needed.update(variables(eqn.invars))
     return selected[::-1]
@@ -124,6 +130,11 @@ def read_by(equations: Iterable[JaxprEqn], others: Iterable[Atom]) -> dict[Var, 
     return dict.fromkeys(
         [*(v for eqn in equations for v in variables(eqn.invars)), *variables(others)]
     )
+
+
+def calls_back(eqn: JaxprEqn) -> bool:
+    """Return whether an equation runs on the host for its own sake, even if it has no results."""
+    return eqn.primitive.name in _CALLBACKS
 
 
 def is_cheap(eqn: JaxprEqn) -> bool:

@@ -43,6 +43,7 @@ class Gather:
       param_dtype: dtype in which it is stored.
       dtype: dtype in which it is gathered and used.
       manual: mesh axes over which the program is manual.
+      in_steps: whether `gathered` scatters the gradient from neighbour to neighbour.
 
     Attributes:
       spec: as given.
@@ -55,6 +56,8 @@ class Gather:
         param_dtype: DTypeLike,
         dtype: DTypeLike,
         manual: Collection[str] = MANUAL_AXES,
+        *,
+        in_steps: bool = False,
     ):
         self._dtype = dtype
         self.spec = spec
@@ -68,10 +71,11 @@ class Gather:
             lambda shard: (self.gather(shard), None),
             lambda _, gradient: (self.scatter(gradient).astype(param_dtype),),
         )
+        scatter = self.scatter_in_steps if in_steps else self.scatter
         self._gathered = jax.custom_vjp(lambda full, shard: full)
         self._gathered.defvjp(
             lambda full, shard: (full, None),
-            lambda _, gradient: (None, self.scatter(gradient).astype(param_dtype)),
+            lambda _, gradient: (None, scatter(gradient).astype(param_dtype)),
         )
 
     def __call__(self, shard: jax.Array) -> jax.Array:
@@ -142,6 +146,17 @@ class Gather:
 
         return self._on_parts(reduce, leading)(x)
 
+    def scatter_in_steps(self, gradient: jax.Array) -> jax.Array:
+        """Return what `scatter` returns but for rounding, sent from neighbour to neighbour."""
+
+        def reduce(x: jax.Array) -> jax.Array:
+            for dim, axes in self._dims:
+                for axis in axes:
+                    x = _scatter_in_steps(x, axis, dim)
+            return x
+
+        return self._on_parts(reduce)(gradient.astype(jnp.float32))
+
     def _on_parts(self, f: ArrayFunction, leading: Sequence[str | None] = ()) -> ArrayFunction:
         """Return `f` of arrays of one layout, applied to parts over the partitioner's axes.
 
@@ -210,6 +225,21 @@ def _gather_in_steps(x: jax.Array, axis: str, dim: int, into: jax.Array | None) 
             back = ring(back, devices, -1, axis)
             full = lax.dynamic_update_slice_in_dim(full, back, (index + step) % devices * n, dim)
     return full
+
+
+def _scatter_in_steps(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Return this device's [..., n, ...] of the sum of all devices' [..., n * devices, ...]."""
+    devices, index = lax.axis_size(axis), lax.axis_index(axis)
+    n = x.shape[dim] // devices
+
+    def part(number: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(x, number % devices * n, n, dim)
+
+    # The sum of part p starts on the device after p and ends, all the way around, on p.
+    total = part(index - 1)
+    for step in range(2, devices + 1):
+        total = ring(total, devices, +1, axis) + part(index - step)
+    return total
 
 
 def ring(x: Tree, size: int, shift: int, axis: str = "stage") -> Tree:

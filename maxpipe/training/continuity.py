@@ -77,7 +77,10 @@ def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
     """
     if not isinstance(meta.get("config"), Mapping):
         return ""
-    earlier = from_record(meta["config"]).optimizer
+    try:
+        earlier = from_record(meta["config"]).optimizer
+    except ConfigError:
+        return ""  # crafted: no run has saved it
     finished = jnp.int32(step)
     before = float(learning_rate(earlier, finished))
     now = float(learning_rate(config, finished))

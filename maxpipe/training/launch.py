@@ -94,7 +94,7 @@ def run(
 ) -> int:
     """Train a resolved configuration on a mesh, and return the exit code."""
     decisions = Decisions(log)
-    for line in (*advice(mesh.devices.flat[0].platform, os.environ), *explain_threads(config)):
+    for line in (*advice(mesh.devices.flat[0], os.environ), *explain_threads(config)):
         decisions.add(line)
     memory = device_memory(mesh.devices.reshape(-1).tolist())
     config = choose_stages(config, memory, decisions.add)

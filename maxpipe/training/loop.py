@@ -117,9 +117,12 @@ def _train(run: Run) -> int:
         step_log.finish()
         if step_log.has_diverged:
             return _too_many_skips(run, step_log, saved_step)
-        saves = config.checkpoint.every or config.checkpoint.every_minutes
-        if saves and run.step > saved_step and step_log.last_is_finite:
-            save(run)
+        if run.step > saved_step and step_log.last_is_finite:
+            if config.checkpoint.every or config.checkpoint.every_minutes:
+                save(run)
+            else:
+                with jax.transfer_guard("allow"):
+                    run.checkpointer.check(run.step, run.state)
     return signals.exit_code if is_interrupted else DONE
 
 

@@ -19,7 +19,8 @@
 #
 # --project P picks the project, --dry-run shows what would be run. Every command may be repeated. Workers restart the
 # training by themselves after exit codes 75, 124 and 134 (scripts/launch/restart.sh). output_dir has to be a directory that
-# all workers share, such as a Filestore mount. Tokens come from the workers' environment, never from here.
+# all workers share, such as a Filestore mount. Tokens come from the workers' environment, never from here. LIBTPU_INIT_ARGS
+# is handed on to the training; python -m maxpipe.compile prints the recommended one for a chip.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -148,11 +149,13 @@ fi
 }
 
 start() {
+  local flags=''
   ((${#training[@]})) || fail "what to train is missing: -- CONFIG.yml [key=value ...]"
+  [[ -z "${LIBTPU_INIT_ARGS:-}" ]] || flags="LIBTPU_INIT_ARGS=$(quoted "$LIBTPU_INIT_ARGS") "
   everywhere "cd maxpipe
 if [ -f pid ] && kill -0 \$(cat pid) 2>/dev/null; then echo already running; exit; fi
 rm -f exit_code
-MAXPIPE_JOB=$(quoted "$name in $zone") MAXPIPE_DISTRIBUTED=1 nohup sh -c 'scripts/launch/restart.sh \"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.train \
+${flags}MAXPIPE_JOB=$(quoted "$name in $zone") MAXPIPE_DISTRIBUTED=1 nohup sh -c 'scripts/launch/restart.sh \"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.train \
 $(quoted "${training[@]}") >log 2>&1 </dev/null & echo \$! >pid"
 }
 

@@ -190,3 +190,11 @@ def test_help_on_the_last_word_of_a_key_answers():
     both = describe("every")
     assert describe("eval.every") in both
     assert describe("checkpoint.every") in both
+
+
+def test_print_config_does_not_show_the_secret_in_a_url(base, capsys):
+    with pytest.raises(SystemExit):
+        parse(base, "checkpoint.mirror=s3://me:pass-word@bucket/runs", "--print-config")
+    printed = capsys.readouterr().out
+    assert "mirror: s3://***@bucket/runs" in printed
+    assert "pass-word" not in printed

@@ -1,10 +1,13 @@
 """Loading: precedence, sources, all problems at once; resolving and replacing."""
 
+import dataclasses
 import glob
+import json
 
 import pytest
 
 from maxpipe.config import Config, ConfigError, load, replace, resolve
+from maxpipe.config.load import from_record
 from maxpipe.config.options import OPTIONS, get
 
 
@@ -165,3 +168,30 @@ def test_replace_raises_all_problems_at_once():
 @pytest.mark.parametrize("path", sorted(glob.glob("configs/**/*.yml", recursive=True)))
 def test_load_shipped_config(path):
     assert load(path).config.run_name
+
+
+def recorded(config):
+    """Return a configuration as it comes back from the record of a checkpoint."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def test_from_record_of_a_saved_configuration_returns_it():
+    config = resolve(load("configs/base.yml"), num_devices=4)
+    assert from_record(recorded(config)) == config
+    own = recorded(config)
+    own["model"]["block"] = "one_that_a_module_adds"
+    own["of_a_later_version"] = 3
+    assert from_record(own).model.block == "one_that_a_module_adds"
+    assert from_record({"model": {"num_layers": 3}}) == replace(Config(), **{"model.num_layers": 3})
+
+
+def test_from_record_values_that_no_run_has_saved_are_refused():
+    crafted = recorded(resolve(load("configs/base.yml"), num_devices=4))
+    crafted["seed"] = "x"
+    crafted["data"]["sequence_length"] = 10**18
+    crafted["model"]["num_kv_heads"] = 3
+    with pytest.raises(ConfigError) as caught:
+        from_record(crafted)
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {"seed", "data.sequence_length", "model.num_kv_heads"}
+    assert "seed (record of the checkpoint): expected a whole number" in str(caught.value)

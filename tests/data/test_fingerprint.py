@@ -19,6 +19,7 @@ from maxpipe.data.fingerprint import (
     fingerprint_data,
     sampled_digest,
 )
+from maxpipe.storage.local_files import RemoteFile
 
 
 @pytest.fixture
@@ -126,6 +127,27 @@ def test_fingerprint_notices_another_tokenizer_under_the_same_path(config, tmp_p
     file.unlink()
     with pytest.raises(ConfigError, match=r"data\.tokenizer: .*cannot be read"):
         fingerprint_data(config)
+
+
+def test_fingerprint_of_a_tokenizer_that_is_a_device_is_refused(config):
+    """A pipe would be waited for, and /dev/zero never ends."""
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: /dev/null is not a regular file"):
+        fingerprint_data(replace(config, **{"data.tokenizer": "/dev/null"}))
+
+
+def test_fingerprint_of_an_object_store_is_of_sizes_and_entity_tags(config, monkeypatch):
+    def store(tag):
+        files = [RemoteFile("corpus/a.jsonl", 5, "1"), RemoteFile("corpus/b.jsonl", 5, tag)]
+        monkeypatch.setattr(module, "list_remote", lambda url, suffixes: files)
+
+    monkeypatch.setattr(module, "sampled_digest", lambda path, size: pytest.fail("was read"))
+    config = replace(config, **{"data.path": "s3://bucket/corpus"})
+    store("2")
+    saved = recorded(config)
+    assert kinds(config, saved) == []
+    store("3")
+    (change,) = fingerprint_data(config).changes_since(saved)
+    assert change == ("data.path", CHANGED, "b.jsonl has other contents")
 
 
 def test_fingerprint_of_token_files_includes_their_index(config, tmp_path):

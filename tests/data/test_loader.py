@@ -188,8 +188,9 @@ def test_loader_read_error_raises_in_caller(
     path.write_text('{"text": "abc"}\nnot json\n')
     config = make_config(batch=2, source="jsonl", path=str(path), num_workers=workers)
     loader = make_loader(config, "train", range(2))
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON object"):
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:2: not a JSON object") as caught:
         next(loader)
+    assert str(caught.value).endswith("; data.on_bad_document=skip leaves such documents out")
     loader.close()
 
 

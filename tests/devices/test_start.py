@@ -80,6 +80,20 @@ class TestCompileCache:
         assert jax.config.jax_enable_compilation_cache
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
 
+    @pytest.mark.parametrize("place", ["a file", "below a file"])
+    def test_start_compile_cache_that_cannot_be_written_is_off_and_said_once(
+        self, monkeypatch, tmp_path, capsys, place
+    ):
+        """JAX itself would warn of every program."""
+        monkeypatch.setenv("NPROC", "128")
+        (tmp_path / "a file").touch()
+        cache = tmp_path / {"a file": "a file", "below a file": "a file/cache"}[place]
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(cache)}))
+        assert not jax.config.jax_enable_compilation_cache
+        said = f"nothing is cached: {cache} cannot be written (compile.cache_dir)\n"
+        assert capsys.readouterr().out == said
+
 
 class TestStartOfProcesses:
     @pytest.fixture

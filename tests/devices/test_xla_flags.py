@@ -1,25 +1,97 @@
-"""Recommended XLA flags."""
+"""Recommended XLA flags: what is printed, and that the installed libtpu takes them."""
+
+import os
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
+from helpers.compile_command import tpu_aot
 
+from maxpipe.devices.chips import CHIPS
 from maxpipe.devices.xla_flags import RECOMMENDED, advice
 
+# A JAX device kind of every chip in the table.
+KINDS = {
+    "v4": "TPU v4",
+    "v5e": "TPU v5 lite",
+    "v5p": "TPU v5",
+    "v6e": "TPU v6 lite",
+    "tpu7x": "TPU7x",
+    "gpu": "NVIDIA L4",
+}
+SLICES = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
+DEVICES = {
+    name: SimpleNamespace(device_kind=kind, platform="gpu" if name == "gpu" else "tpu")
+    for name, kind in KINDS.items()
+}
 
-@pytest.mark.parametrize("platform", RECOMMENDED)
-def test_advice_names_unset_flags_with_their_variable(platform):
-    recommended = RECOMMENDED[platform]
-    (line,) = advice(platform, {recommended.variable: "--xla_other=1"})
-    assert f'{recommended.variable}="{recommended.text()}"' in line
+
+def test_every_tpu_of_the_table_of_chips_has_flags():
+    assert {chip.name for chip in CHIPS if chip.torus} | {"gpu"} == set(RECOMMENDED) == set(KINDS)
 
 
-@pytest.mark.parametrize("platform", RECOMMENDED)
-def test_advice_is_empty_if_flags_are_set_to_any_value(platform):
-    recommended = RECOMMENDED[platform]
-    assert advice(platform, {recommended.variable: recommended.text()}) == []
-    assert (
-        advice(platform, {recommended.variable: recommended.text().replace("true", "false")}) == []
-    )
+@pytest.mark.parametrize("name", RECOMMENDED)
+def test_advice_for_unset_flags_ends_with_a_line_for_a_shell(name):
+    recommended = RECOMMENDED[name]
+    said, assignment = advice(DEVICES[name], {recommended.variable: "--xla_other=1"})
+    assert KINDS[name] in said
+    assert shlex.split(assignment) == [f"{recommended.variable}={recommended.text()}"]
 
 
-def test_advice_for_cpus_is_empty():
-    assert advice("cpu", {}) == []
+@pytest.mark.parametrize("name", RECOMMENDED)
+def test_advice_is_empty_if_flags_are_set_to_any_value(name):
+    recommended, device = RECOMMENDED[name], DEVICES[name]
+    assert advice(device, {recommended.variable: recommended.text()}) == []
+    other = recommended.text().replace("true", "false")
+    assert advice(device, {recommended.variable: other}) == []
+
+
+@pytest.mark.parametrize(("kind", "platform"), [("cpu", "cpu"), ("TPU v2", "tpu")])
+def test_advice_for_cpus_and_unknown_tpus_is_empty(kind, platform):
+    assert advice(SimpleNamespace(device_kind=kind, platform=platform), {}) == []
+
+
+# Gathers of sharded weights in a loop of matrix products, for each slice that is named.
+COMPILE = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from maxpipe.compiling.topology import devices_of
+from maxpipe.config import Config, replace
+
+def run(w, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+for topology in sys.argv[1:]:
+    devices = devices_of(replace(Config(), **{"compile.topology": topology}))
+    mesh = Mesh(np.array(devices), ("fsdp",))
+    def shape(spec, *sizes):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=sharding)
+    w, x = shape((None, "fsdp"), 2, 512, 512), shape(("fsdp",), 4096, 512)
+    jax.jit(run).lower(w, x).compile()
+    print("compiled", topology, devices[0].device_kind, flush=True)
+"""
+FLAG_SETS = {RECOMMENDED[name].text(): [] for name in SLICES}
+for _name in SLICES:
+    FLAG_SETS[RECOMMENDED[_name].text()].append(_name)
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    @pytest.mark.parametrize("chips", FLAG_SETS.values(), ids=" ".join)
+    def test_the_installed_libtpu_compiles_with_the_recommended_flags(self, chips):
+        recommended = RECOMMENDED[chips[0]]
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE, *(f"{name}:{SLICES[name]}" for name in chips)],
+            env={**os.environ, recommended.variable: recommended.text()},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.splitlines() == [
+            f"compiled {name}:{SLICES[name]} {KINDS[name]}" for name in chips
+        ]

@@ -1,8 +1,10 @@
 """Cases of the grids that compare pipelined engines with the sequential engine."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from maxpipe.config import Config, catalog
@@ -83,3 +85,14 @@ def assert_equals_sequential(config: Config, case: Case, **options: Any) -> None
     actual = EngineUnderTest(config, **options).train(make_batch(ROWS, packed=case["packed"]))
     model = replace(config.model, logit_tiles=1)
     assert_same(actual, reference(model, ROWS, packed=case["packed"]))
+
+
+def every_nth(cases: Iterable[Case], n: int) -> Iterator[object]:
+    """Yield the cases of a product as parameters, marked `product` but for every n-th.
+
+    CI runs those without the mark; `n` is coprime to the numbers of options, so that they occur in
+    turn.
+    """
+    for number, case in enumerate(cases):
+        marks = [pytest.mark.product] if number % n else []
+        yield pytest.param(case, marks=marks, id=name_of(case))

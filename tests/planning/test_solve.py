@@ -68,6 +68,31 @@ def test_list_scheduling_under_any_cap_runs_every_unit_within_it(S, M, V, placem
         assert simulate(table, UNEVEN).peak_in_flight.max() <= cap
 
 
+def test_duration_of_a_backward_is_that_of_b_or_of_i():
+    work = workload(2, 3, 1, "loop", SPLIT, 3)
+    first = work.num_pairs
+    whole = frozenset([1])
+    assert [work.duration(first + pair, whole) for pair in (0, 1, 2)] == [1.4, 2.3, 1.4]
+    assert work.duration(1, whole) == 1
+
+
+def test_lower_bound_has_the_transfers_to_the_last_stage():
+    bounds = [
+        workload(3, 8, 1, "loop", Costs(1, 2, 1, 1, delay), 8).lower_bound() for delay in (0, 0.5)
+    ]
+    assert bounds == pytest.approx([2 + 8 * 3, 2 + 8 * 3 + 2 * 0.5])
+
+
+@pytest.mark.parametrize("costs", [Costs(1, 2, 1, 1), SPLIT])
+@pytest.mark.parametrize("name", ["1f1b", "zb_h2"])
+def test_list_scheduling_with_the_memory_of_a_named_schedule_is_as_fast(name, costs):
+    table = load_schedule(name, 4, 8)
+    run = simulate(table, costs)
+    work = workload(4, 8, 1, "loop", costs, int(run.peak_in_flight.max()))
+    orders = [schedule_units(work, policy) for policy in policies(work, name == "1f1b")]
+    assert min(work.time(o).makespan for o in orders) == pytest.approx(run.makespan)
+
+
 @pytest.mark.parametrize("splits", [False, True])
 def test_throttled_lockstep_table_under_any_cap_is_valid_and_within_it(splits):
     for S, M, V, placement in itertools.product((1, 3), (1, 5), (1, 2, 3), ("loop", "v")):

@@ -17,7 +17,7 @@ from maxpipe.pipeline.schedules.table import ScheduleError
 from tests.reliability.test_config_mutations import BASE, check, mutate
 
 CASES = int(os.environ.get("FUZZ_CASES", "60"))
-DEADLINE_SECONDS = 5
+DEADLINE_SECONDS = 5  # of this process's time, so that a busy machine does not matter
 PATHS = ("run_name", "output_dir", "data.path", "data.tokenizer", "data.cache_dir")
 
 
@@ -27,10 +27,10 @@ def refusal(*words, text=None, tmp_path=None):
     if text is not None:
         file = tmp_path / "config.yml"
         file.write_text(text)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load(str(file), words)
-    assert time.monotonic() - began < DEADLINE_SECONDS
+    assert time.process_time() - began < DEADLINE_SECONDS
     return str(caught.value)
 
 
@@ -52,8 +52,13 @@ def alias_bomb(width, depth):
         ("a: " + "{a: " * 5_000, "brackets"),
         ("- " * 3_000, "not valid YAML"),
         ("x" * 2_000_000, "characters"),
+        (f"a: [{'b,' * 500_000}]", "more than 10000 values"),
+        ("- a\n" * 200_000, "more than 10000 values"),
     ],
-    ids=["60 aliases", "20 aliases", "itself", "zeros", "brackets", "braces", "dashes", "long"],
+    ids=[
+        *("60 aliases", "20 aliases", "itself", "zeros", "brackets", "braces", "dashes", "long"),
+        *("one long list", "many lines"),
+    ],
 )
 def test_load_bomb_in_a_file_is_refused_in_time(tmp_path, text, message):
     assert message in refusal(text=text, tmp_path=tmp_path)
@@ -145,9 +150,9 @@ class TestSchedules:
         draw = random.Random(3)
         for _ in range(CASES):
             path = damaged(draw)
-            began = time.monotonic()
+            began = time.process_time()
             message = self.read(path)
-            assert time.monotonic() - began < DEADLINE_SECONDS
+            assert time.process_time() - began < DEADLINE_SECONDS
             assert message is None or message
 
     @pytest.mark.parametrize(

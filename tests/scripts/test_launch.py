@@ -250,14 +250,18 @@ class TestTpuVm:
         ]
         assert all("--worker=all" in call for call in calls)
 
-    def test_run_called_twice_starts_the_given_words_once(self, fakes, tpu_vm, tmp_path):
+    def test_run_called_twice_starts_the_given_words_and_flags_once(
+        self, fakes, tpu_vm, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--xla_a=1 {AWKWARD}")
         assert tpu_vm("run", "pod", "--", "a.yml", AWKWARD).returncode == 0
         (call,) = self.commands(fakes)
         remote = call[call.index("--command") + 1]
         worker = tmp_path / "worker"
         (worker / "maxpipe" / "scripts" / "launch").mkdir(parents=True)
         (worker / "maxpipe" / "scripts" / "launch" / "restart.sh").write_text(
-            '#!/bin/bash\nprintf "%s\\0" "$@" >>words; echo . >>attempts; sleep 1; exit 7\n'
+            '#!/bin/bash\nprintf "%s\\0" "$@" "$LIBTPU_INIT_ARGS" >>words; echo . >>attempts; '
+            "sleep 1; exit 7\n"
         )
         (worker / "maxpipe" / "scripts" / "launch" / "restart.sh").chmod(0o755)
         outputs = [
@@ -275,7 +279,8 @@ class TestTpuVm:
         assert exit_code.read_text() == "7\n"
         assert (worker / "maxpipe" / "attempts").read_text() == ".\n"
         words = (worker / "maxpipe" / "words").read_text().split("\0")[:-1]
-        assert words == [".venv/bin/python", "-m", "maxpipe.train", "a.yml", AWKWARD]
+        training = [".venv/bin/python", "-m", "maxpipe.train", "a.yml", AWKWARD]
+        assert words == [*training, f"--xla_a=1 {AWKWARD}"]
         assert not list(tmp_path.rglob("pwned"))
 
     def test_resume_of_a_preempted_resource_recreates_it_and_runs(self, fakes, tpu_vm):
@@ -395,13 +400,17 @@ class TestJobSet:
         assert container["args"] == ["a.yml", AWKWARD]
         assert container["resources"]["limits"] == {"google.com/tpu": 4}
 
-    def test_jobset_names_job_and_attempt(self, fakes):
-        spec = yaml.safe_load(self.jobset(fakes, *self.WORDS, "--", "a.yml").stdout)["spec"]
+    def test_jobset_names_job_attempt_and_own_variables(self, fakes):
+        flags = "--xla_a=true --xla_b=1"
+        words = (*self.WORDS, "--env", f"LIBTPU_INIT_ARGS={flags}", "--env", "HF_HOME=/shared/hf")
+        spec = yaml.safe_load(self.jobset(fakes, *words, "--", "a.yml").stdout)["spec"]
         pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         variables = {item.pop("name"): item for item in pod["containers"][0]["env"]}
         assert variables["MAXPIPE_JOB"]["value"] == "$(JOBSET_NAMESPACE)/$(JOBSET_NAME)"
         attempt = variables["MAXPIPE_ATTEMPT"]["valueFrom"]["fieldRef"]["fieldPath"]
         assert attempt == "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+        assert variables["LIBTPU_INIT_ARGS"]["value"] == flags
+        assert variables["HF_HOME"]["value"] == "/shared/hf"
 
     def test_jobset_fails_on_final_codes_and_restarts_on_others(self, fakes):
         spec = yaml.safe_load(self.jobset(fakes, *self.WORDS, "--", "a.yml").stdout)["spec"]
@@ -415,7 +424,12 @@ class TestJobSet:
 
     @pytest.mark.parametrize(
         "words",
-        [WORDS, ("A_b", *WORDS[1:], "--", "a.yml"), (*WORDS, "--topology", "4", "--", "a.yml")],
+        [
+            WORDS,
+            ("A_b", *WORDS[1:], "--", "a.yml"),
+            (*WORDS, "--topology", "4", "--", "a.yml"),
+            (*WORDS, "--env", "A B=1", "--", "a.yml"),
+        ],
     )
     def test_jobset_with_a_bad_command_line_exits_with_2(self, fakes, words):
         assert self.jobset(fakes, *words).returncode == 2

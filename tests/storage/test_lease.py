@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import fsspec
 import pytest
 
 from maxpipe.storage import lease as lease_module
@@ -92,8 +93,7 @@ def test_lease_of_a_killed_process_is_taken_over_at_once(place, lines, owner_pro
 
 
 def test_lease_of_a_reused_process_number_is_taken_over(place, lines):
-    earlier = dataclasses.replace(Owner.this_process(), process_started=1)
-    place.create(NAME, earlier.to_json())
+    dead_owner(place)
     acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail).release()
 
 
@@ -175,7 +175,7 @@ def test_lease_that_names_no_owner_expires(place, lines, text):
 
 
 def test_lease_is_taken_over_by_one_of_many(place, lines):
-    place.create(NAME, dataclasses.replace(Owner.this_process(), process_started=1).to_json())
+    dead_owner(place)
     leases, refused = [], []
 
     def start():
@@ -195,10 +195,58 @@ def test_lease_is_taken_over_by_one_of_many(place, lines):
     assert names(place) == []
 
 
+def dead_owner(place):
+    """Let a process of this machine that has ended own the place; return it."""
+    owner = dataclasses.replace(Owner.this_process(), process_started=1)
+    place.create(NAME, owner.to_json())
+    return owner
+
+
+def test_lease_taken_over_by_another_after_it_was_read_is_left_alone(place, lines, monkeypatch):
+    """The other has taken over, and removed its guard, between this one's look and its guard."""
+    guard = f"{NAME}.{dead_owner(place).start}"
+    other = Owner.this_process()
+    create = place.create
+
+    def create_late(name, text):
+        if name == guard:
+            place.replace(NAME, other.to_json())
+        return create(name, text)
+
+    monkeypatch.setattr(place, "create", create_late)
+    with pytest.raises(PlaceInUse):
+        acquire(place, Owner.this_process(), lines.append, sleep=Waiting())
+    assert place.read(NAME).text == other.to_json()
+    assert names(place) == [NAME]
+
+
+def test_lease_being_taken_over_is_not_taken_over_by_another(place, lines, monkeypatch):
+    """The other looks after this one has compared the lease, and before it replaces it."""
+    guard = f"{NAME}.{dead_owner(place).start}"
+    read = place.read
+    refused = []
+
+    def read_and_be_late(name):
+        entry = read(name)
+        if read(guard) is not None and not refused:
+            with pytest.raises(TimeoutError):
+                acquire(LeaseDirectory(place._path), Owner.this_process(), lines.append, sleep=end)
+            refused.append(entry)
+        return entry
+
+    def end(_):
+        raise TimeoutError
+
+    monkeypatch.setattr(place, "read", read_and_be_late)
+    lease = acquire(place, Owner.this_process(), lines.append)
+    assert len(refused) == 1
+    lease.verify()
+    lease.release()
+    assert names(place) == []
+
+
 def test_lease_with_a_guard_left_by_a_killed_process_is_taken_over(place, lines):
-    dead = dataclasses.replace(Owner.this_process(), process_started=1)
-    place.create(NAME, dead.to_json())
-    guard = f"{NAME}.{dead.start}"
+    guard = f"{NAME}.{dead_owner(place).start}"
     place.create(guard, "")
     os.utime(place._path / guard, (0, 0))
     acquire(place, Owner.this_process(), lines.append, sleep=Waiting()).release()
@@ -294,6 +342,33 @@ def test_lease_in_an_object_store_is_refused_taken_over_and_released(s3, lines, 
     ]
     other.release()
     assert "Contents" not in s3.list_objects_v2(Bucket="leases")
+
+
+def test_lease_in_a_store_like_google_is_refused_taken_over_and_released(lines, monkeypatch):
+    """gcsfs needs an account; the file system in memory has the same interface and conditions."""
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 3600)
+    store = fsspec.filesystem("memory", skip_instance_cache=True)
+    place = LeaseObjects("memory://leases/base", store, Deadline(30))
+    lease = acquire(place, Owner.this_process(), lines.append)
+    before = place.read(NAME)
+    lease.verify()
+    assert place.read(NAME).changed > before.changed
+    with pytest.raises(PlaceInUse, match="memory://leases/base is in use by process"):
+        acquire(place, Owner.this_process(), lines.append, sleep=pytest.fail)
+    other = acquire(place, elsewhere(), lines.append, sleep=Waiting())
+    with pytest.raises(LeaseLost, match="was taken over by"):
+        lease.verify()
+    lease.release()
+    assert place.read(NAME) is not None
+    other.release()
+    assert store.find("/leases") == []
+    # Both look before either writes; the store itself looks at a path without protocol.
+    exists = store.exists
+    monkeypatch.setattr(store, "exists", lambda path: "://" not in path and exists(path))
+    assert [place.create(NAME, text) for text in ("first", "second")] == [True, False]
+    assert place.read(NAME).text == "first"
+    place.remove(NAME)
+    place.remove(NAME)
 
 
 def test_lease_in_an_object_store_that_ignores_conditions_is_refused(s3, lines, monkeypatch):

@@ -1,9 +1,12 @@
 """The lease of a run: what a user is told, and what is left of a run that did not begin."""
 
+import fsspec
 import pytest
 
 from maxpipe.config import ConfigError
 from maxpipe.storage.lease import LeaseLost
+from maxpipe.storage.lease_places import LeaseObjects
+from maxpipe.storage.object_store import Deadline
 from maxpipe.supervision.run_lease import RunLease, own_run
 
 NO_JOB = ("", 0)
@@ -52,3 +55,27 @@ def test_run_lease_verify_looks_at_the_directory(tmp_path):
 
 def test_run_lease_without_leases_is_never_lost():
     RunLease().verify()
+
+
+class MirrorInMemory:
+    """What `own_run` needs of a mirror."""
+
+    url = "memory://run-lease/base/checkpoints"
+
+    def lease_place(self):
+        store = fsspec.filesystem("memory")
+        return LeaseObjects("memory://run-lease/base", store, Deadline(30))
+
+
+def test_own_run_of_another_directory_is_refused_at_the_same_mirror(tmp_path):
+    store = fsspec.filesystem("memory")
+    with own_run(tmp_path / "a", MirrorInMemory(), NO_JOB, print) as lease:
+        assert store.find("/run-lease") == ["/run-lease/base/lease.json"]
+        with (
+            pytest.raises(ConfigError, match=r"run_name: memory://run-lease/base is in use by"),
+            own_run(tmp_path / "b", MirrorInMemory(), NO_JOB, print),
+        ):
+            pass
+        assert not (tmp_path / "b").exists()
+        lease.verify()
+    assert store.find("/run-lease") == []

@@ -59,6 +59,9 @@ class Checkpointer:
     def due(self, step):
         return step in self.late or (bool(self.every) and step % self.every == 0)
 
+    def check(self, step, state):
+        self.notes.append(f"check {step}: {state}")
+
     def save(self, step, state, rows, meta):
         if step in self.not_finite:
             raise StateNotFinite(step, ["params.weight"])
@@ -175,9 +178,9 @@ def test_loop_stores_the_evaluation_loss_of_the_saved_step_only(run):
     assert run.losses == {2: None, 4: None, 6: 0.6, 7: 0.7}
 
 
-def test_loop_with_every_0_never_saves_or_evaluates(run, notes):
+def test_loop_with_every_0_never_saves_or_evaluates_and_checks_the_last_state(run, notes):
     run(**{"checkpoint.every": 0, "eval.every": 0})
-    assert of(notes, "save", "evaluate") == []
+    assert of(notes, "save", "evaluate", "check") == ["check 6: 6"]
 
 
 def test_loop_with_stop_after_saves_without_evaluation(run, notes):

@@ -10,7 +10,8 @@ Without `| kubectl apply -f -` nothing is changed; applying the same JobSet twic
 either. All pods are started again after exit codes 75, 124 and 134, and after the loss of a node;
 never after 1, 2, 42 and 130. The cluster needs the JobSet controller (https://jobset.sigs.k8s.io)
 and TPU node pools; `--claim` names a persistent volume claim that all pods can write to, mounted at
-/shared. Tokens come from secrets of the cluster, never from here.
+/shared. Tokens come from secrets of the cluster, never from here. `--env LIBTPU_INIT_ARGS="..."`
+sets the compiler's flags that `python -m maxpipe.compile` prints for a chip.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
         "name": "train",
         "image": options.image,
         "args": options.training,
-        "env": _job_variables(),
+        "env": [*_job_variables(), *({"name": n, "value": v} for n, v in options.env)],
         "ports": [{"containerPort": 8471}, {"containerPort": 8080}],
         "resources": {"limits": {"google.com/tpu": options.chips_per_host}},
     }
@@ -135,6 +136,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--claim", default="", help=f"persistent volume claim, mounted at {SHARED}")
     parser.add_argument("--grace-seconds", type=int, default=300, help="from SIGTERM to SIGKILL")
     parser.add_argument("--max-restarts", type=int, default=20)
+    parser.add_argument(
+        "--env",
+        type=_variable,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="repeatable",
+    )
     options = parser.parse_args(words[:end])
     options.training = words[end + 1 :]
     if not options.training:
@@ -152,6 +161,13 @@ def _name(text: str) -> str:
             "lower-case letters, digits and '-', at most 40, beginning with a letter"
         )
     return text
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise argparse.ArgumentTypeError("a name and a value, such as HF_HOME=/shared/hf")
+    return name, value
 
 
 def _topology(text: str) -> list[int]:

@@ -52,6 +52,14 @@ def test_slots_of_lockstep_arrivals_are_one():
     assert (slots.activations.size, slots.gradients.size) == (1, 1)
 
 
+def test_slots_of_gradients_of_the_head_live_from_the_tick_after_it():
+    table = load_schedule("lockstep_1f1b", 2, 3, slack=1)
+    gradients = activation_slots(table).gradients
+    from_head = gradients.global_chunk == 1
+    assert gradients.first[from_head].tolist() == (table.ticks["F"][:, 1] + 1).tolist()
+    assert gradients.last[from_head].tolist() == table.ticks["B"][:, 1].tolist()
+
+
 def test_slots_of_a_forward_table_have_no_residuals():
     slots = activation_slots(forward_only(load_schedule("circular", 4, 8, 2)))
     assert slots.residuals.size == slots.gradients.size == slots.stash.size == 0

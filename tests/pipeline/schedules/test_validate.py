@@ -108,13 +108,22 @@ def test_validate_of_two_units_in_a_free_running_tick_is_refused():
         validate(both)
 
 
-def test_validate_of_a_cell_out_of_range_is_refused():
+@pytest.mark.parametrize(
+    ("cell", "name"), [((7, 0), "0F7"), ((0, 1), "2F0"), ((0, -1), "-2F0"), ((-2, 0), "0F-2")]
+)
+def test_validate_of_a_cell_out_of_range_is_refused(cell, name):
     table = load_schedule("gpipe", 2, 2)
     with pytest.raises(
         ScheduleError,
-        match="0F7 at tick 0, stage 0 does not exist with 2 microbatches and 2 chunks",
+        match=f"{name} at tick 0, stage 0 does not exist with 2 microbatches and 2 chunks",
     ):
-        validate(changed(table, F_0_0=(7, 0)))
+        validate(changed(table, F_0_0=cell))
+
+
+def test_ticks_of_a_unit_that_never_runs_are_minus_one():
+    table = changed(load_schedule("gpipe", 1, 2), F_1_0=(IDLE, IDLE))
+    assert table.ticks["F"].tolist() == [[0], [-1]]
+    assert forward_only(table).merged_ticks("BW").tolist() == [[-1], [-1]]
 
 
 def test_validate_of_a_table_without_its_slack_or_delay_is_refused():

@@ -75,9 +75,8 @@ class DeviceParts:
             sums: Arrays, donated: Arrays, retained: Arrays, fixed: Arrays, varying: Arrays
         ) -> tuple[Arrays, Arrays]:
             own = [x[0] if t.axes else x for x, t in zip(sums, totals, strict=True)]
-            results, written = run(
-                own, [x[0] for x in donated], [x[0] for x in retained], fixed, varying
-            )
+            parts = [x[0] for x in donated], [x[0] for x in retained]
+            results, written = run(own, *parts, fixed, varying)
             stacked = [x[None] if t.axes else x for x, t in zip(results, totals, strict=True)]
             return stacked, [jnp.asarray(x)[None] for x in written]
 
@@ -123,11 +122,10 @@ class DeviceParts:
     def running_sum(self, output: int, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return the running sum of an output, given one device's term of it."""
         total = self.totals[output]
-        whole = self.whole(part, total.running)
-        count = math.prod(self._mesh.shape[axis] for axis in total.axes)
-        return jax.ShapeDtypeStruct(
-            (count, *whole.shape) if total.axes else whole.shape, jnp.float32
-        )
+        shape = self.whole(part, total.running).shape
+        if total.axes:
+            shape = (math.prod(self._mesh.shape[axis] for axis in total.axes), *shape)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def _manual(
         self, f: Callable[..., Results], mesh: Mesh, in_specs: object, out_specs: object

@@ -1,4 +1,4 @@
-"""Mark where a traced program is cut into stages, by identities that survive transformations."""
+"""Mark where a traced program is cut into chunks, by identities that survive transformations."""
 
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
@@ -19,16 +19,30 @@ mark_p.multiple_results = True
 
 
 def mark_stage_boundary(x: T) -> T:
-    """Return `x`, and mark that what precedes it is one stage and what follows it the next.
+    """Return `x`, and mark that what precedes it is one chunk and what follows it the next.
 
-    The mark survives grad, vmap, jit, `jax.checkpoint` and loops. Differentiation marks tangents as
-    well, and its transpose leaves a backward mark on the cotangents, so that the gradient of a
-    program with marks is cut where the program is.
+    A model of G chunks has G marks, one at the end of each. The last is between the last layer and
+    the loss, so that the backward of the last chunk has a beginning. Chunks have the order in which
+    Python calls the marks. What one chunk computes and a later one reads need not pass through the
+    mark: it is sent along, as are skip connections past several stages.
+
+    `jax.grad`, `jax.vmap` and `jax.jit` around a mark keep it. Differentiation leaves a backward
+    mark on the cotangents, so that the gradient of a program is cut where the program is. But
+    `lax.scan`, `lax.fori_loop`, `lax.while_loop`, `lax.cond` and `jax.checkpoint` run on one stage
+    as a whole: between two marks they may contain anything but a mark. A mark inside of them, one
+    whose result is not used, and one that no gradient passes through are refused when the program
+    is sliced; a mark too few or too many, when it meets the table. Of two marks with nothing in
+    between, the second ends a chunk without work.
 
     Args:
-      x: pytree of all that the next stage receives, at least one array.
+      x: pytree of what the next chunk receives, at least one array; one of them has a gradient.
+
+    Raises:
+      ValueError: there is no array.
     """
     leaves, tree = jax.tree.flatten(x)
+    if not leaves:
+        raise ValueError("a stage mark needs an array; write x = mark_stage_boundary(x)")
     return jax.tree.unflatten(tree, mark_p.bind(*leaves, phase=FORWARD))
 
 

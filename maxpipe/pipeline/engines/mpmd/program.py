@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from maxpipe.pipeline.jaxprs import Atom, part
+from maxpipe.pipeline.schedules.table import KINDS
 
 
 class UnitName(NamedTuple):
@@ -32,6 +33,10 @@ class UnitName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.chunk}"
+
+    def runs(self, num_microbatches: int) -> int:
+        """Return how often a step runs it."""
+        return num_microbatches if self.kind in KINDS else 1
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts, UnitFunction
+from maxpipe.pipeline.engines.mpmd.fitting import check_program, fitted
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.schedules.table import KINDS, Table
 
@@ -236,10 +237,13 @@ class Runner:
     Args:
       program: sliced into the kinds of units that the table has.
       table: the schedule.
-      meshes: sub-mesh of each stage, all of the same shape.
+      meshes: sub-mesh of each stage; the axes have the same names, and sizes may differ.
       varying: inputs of the program that differ between microbatches.
       sum_shardings: for each stage, of the running sums of the program's outputs.
       parts: if the program is of a device's parts, how they make up arrays.
+
+    Raises:
+      ValueError: the program does not have the chunks or the kinds of units of the table.
 
     Attributes:
       needs: for each stage, the inputs of the program that are read there.
@@ -258,6 +262,7 @@ class Runner:
         sum_shardings: Sequence[Mapping[int, NamedSharding]],
         parts: DeviceParts | None = None,
     ):
+        check_program(program, table)
         stage_of_chunk = table.stage_of_chunk.tolist()
         self._meshes = meshes
         self._order = execution_order(table)
@@ -294,7 +299,7 @@ class Runner:
         self.reductions: dict[int, tuple[list[int], jax.stages.Wrapped]] = {}
         if parts is not None:
             self._add_ends(parts, stage_of_chunk)
-        self._sharding_on_stage: dict[tuple[int, Sharding], NamedSharding] = {}
+        self._sharding_on_stage: dict[tuple[int, tuple[int, ...], Sharding], NamedSharding] = {}
 
     def run(
         self,
@@ -334,7 +339,7 @@ class Runner:
             if values := self._sends[name]:
                 receiver = self._receiver[name]
                 arrays = live[stage].read(values, microbatch)
-                shardings = [self._on_stage(receiver, x.sharding) for x in arrays]
+                shardings = [self._on_stage(receiver, x) for x in arrays]
                 live[receiver].add(values, jax.device_put(arrays, shardings), microbatch)
             # 3. Free what was used here for the last time.
             live[stage].count_use(self._used_by[name], microbatch)
@@ -376,11 +381,12 @@ class Runner:
             reduced = reduce([sums.pop(output) for output in outputs])
             sums.update(zip(outputs, reduced, strict=True))
 
-    def _on_stage(self, stage: int, sharding: Sharding) -> NamedSharding:
-        """Return the same layout on another stage."""
+    def _on_stage(self, stage: int, x: jax.Array) -> NamedSharding:
+        """Return an array's layout on another stage, without axes that do not divide it there."""
         # Every transfer of every microbatch asks for one, so they are kept.
-        key = stage, sharding
+        key = stage, x.shape, x.sharding
         if key not in self._sharding_on_stage:
-            spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-            self._sharding_on_stage[key] = NamedSharding(self._meshes[stage], spec)
+            spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+            mesh = self._meshes[stage]
+            self._sharding_on_stage[key] = NamedSharding(mesh, fitted(spec, x.shape, mesh))
         return self._sharding_on_stage[key]

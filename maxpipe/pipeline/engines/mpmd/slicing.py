@@ -39,9 +39,17 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.pipeline import jaxprs
+from maxpipe.pipeline.engines.mpmd.mark_checks import check_marks_are_open, check_phases
 from maxpipe.pipeline.engines.mpmd.marks import BACKWARD, FORWARD, mark_p
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
-from maxpipe.pipeline.jaxprs import Atom, ancestors, is_cheap_or_collective, read_by, variables
+from maxpipe.pipeline.jaxprs import (
+    Atom,
+    ancestors,
+    calls_back,
+    is_cheap_or_collective,
+    read_by,
+    variables,
+)
 
 Outputs = dict[int, tuple[Atom, ...]]  # index of an output -> atoms whose sum is (a part of) it
 
@@ -59,22 +67,11 @@ def open_calls(
     the recomputed forward.
 
     Raises:
-      ValueError: a stage mark is inside a loop, a conditional or a checkpoint that stays closed.
+      ValueError: a stage mark is inside a loop, a branch or a checkpoint.
     """
+    check_marks_are_open(program)
     calls = jaxprs.CALLS + jaxprs.CHECKPOINTS if checkpoints else jaxprs.CALLS
-    flat = jaxprs.inline(program, calls, make_jaxpr)
-    for eqn in flat.jaxpr.eqns:
-        if eqn.primitive is not mark_p and _has_mark(eqn):
-            raise ValueError(
-                f"a stage mark lies inside {eqn.primitive.name}, which runs on one stage as one "
-                f"equation; call mark_stage_boundary outside of it"
-            )
-    return flat
-
-
-def _has_mark(eqn: JaxprEqn) -> bool:
-    inner = (jaxprs.open_jaxpr(jaxpr) for jaxpr in jaxprs.inner_jaxprs(eqn))
-    return eqn.primitive is mark_p or any(_has_mark(e) for jaxpr in inner for e in jaxpr.eqns)
+    return jaxprs.inline(program, calls, make_jaxpr)
 
 
 # Pass 2: find segments.
@@ -136,17 +133,9 @@ def find_segments(flat: ClosedJaxpr) -> Segments:
 
 
 def _computation_names(flat: ClosedJaxpr) -> list[UnitName]:
+    check_phases(flat)
     phases = [eqn.params["phase"] for eqn in flat.jaxpr.eqns if eqn.primitive is mark_p]
     count = phases.count(FORWARD)
-    if not count:
-        remedy = "call mark_stage_boundary between its stages"
-        raise ValueError(f"the program has no stage marks; {remedy}")
-    if phases not in ([FORWARD] * count, [FORWARD] * count + [BACKWARD] * count):
-        raise ValueError(
-            f"{count} forward marks and {phases.count(BACKWARD)} backward ones in the order "
-            f"{phases}; every mark needs an operand with a gradient, and a program with "
-            f"derivatives must be the gradient of a scalar"
-        )
     names = [UnitName("F", chunk) for chunk in range(count)]
     if BACKWARD in phases:
         names += [UnitName("B", chunk) for chunk in reversed(range(count))]
@@ -251,9 +240,11 @@ def assemble_computations(
         # Walk back from the results and collect the equations that they depend on.
         live = {*writes, *variables(atom for atoms in outputs[index].values() for atom in atoms)}
         equations: list[JaxprEqn] = []
-        for eqn, _ in reversed(segments.equations):
+        for eqn, segment in reversed(segments.equations):
             is_here = all(placement.home.get(v, index) == index for v in eqn.outvars)
-            if is_here and not live.isdisjoint(eqn.outvars):
+            # A callback without results, such as jax.debug.print, stays where it was traced.
+            runs_alone = calls_back(eqn) and (bool(eqn.outvars) or segment == index)
+            if is_here and (runs_alone or not live.isdisjoint(eqn.outvars)):
                 equations.append(eqn)
                 live.difference_update(eqn.outvars)
                 live.update(variables(eqn.invars))
@@ -294,7 +285,7 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     # 2. W runs what the remaining outputs depend on, and reads what I has computed of it.
     late_terms = [term for terms in backward.outputs.values() for term in terms if is_late(term)]
     remaining = [eqn for eqn in backward.equations if computed_first.isdisjoint(eqn.outvars)]
-    second = ancestors(remaining, late_terms)
+    second = ancestors(remaining, late_terms, with_callbacks=True)
     handed_over = [v for v in read_by(second, late_terms) if v in computed_first]
 
     def half(

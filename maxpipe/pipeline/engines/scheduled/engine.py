@@ -159,7 +159,9 @@ class ScheduledEngine(SpmdEngine):
 
     def _gather(self, spec: ParamSpec) -> Gather:
         rules, dtype = self._inputs.rules, self._program.config.dtype
-        return Gather(rules.spec(spec.axes, spec.shape), spec.dtype, dtype)
+        # A transfer between neighbours waits for all devices, also for those that skip a slot.
+        in_steps = not self._settings.skip_idle
+        return Gather(rules.spec(spec.axes, spec.shape), spec.dtype, dtype, in_steps=in_steps)
 
     def _outer(self, params: dict[str, Tree]) -> dict[str, Tree]:
         """Return the part of {"embed", "head", ...} that the head reads."""

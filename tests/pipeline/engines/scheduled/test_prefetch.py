@@ -41,10 +41,11 @@ def config_of(**values):
     "values",
     [
         {},
+        {"pipeline.skip_idle": "false"},
         {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
         {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.num_repeats": 2},
     ],
-    ids=["four_shards", "split_backwards", "tensor"],
+    ids=["four_shards", "no_slot_skipped", "split_backwards", "tensor"],
 )
 def test_gradients_with_prefetch_equal_those_without_and_the_reference(values):
     expected = reference(config_of(**values).model, 12)

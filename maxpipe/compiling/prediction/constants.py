@@ -1,0 +1,78 @@
+"""State the constants of a prediction, by chip. None of them is tuned on a measured step.
+
+- The clock is derived: the data sheet's peak FLOP/s over twice the multiply-accumulates that the
+  matrix units finish in a cycle. XLA's estimates count these cycles.
+- Attention kernels carry no estimate. They are taken to run their causal FLOPs at half of the
+  chip's peak.
+- Transfers between chips are taken to reach nine tenths of the data sheet's link bandwidth.
+"""
+
+import importlib.metadata
+from dataclasses import dataclass
+
+from maxpipe.devices.chips import Chip
+
+_ATTENTION_EFFICIENCY = 0.5
+_LINK_EFFICIENCY = 0.9
+
+# Multiply-accumulates in a cycle of one JAX device: matrix units of 128 x 128, of v6e 256 x 256.
+_PRODUCTS_PER_CYCLE = {
+    "v4": 8 * 128**2,
+    "v5e": 4 * 128**2,
+    "v5p": 8 * 128**2,
+    "v6e": 4 * 256**2,
+}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a prediction assumes of a device.
+
+    Attributes:
+      chip: its short name.
+      clock: cycles of its cores in a second.
+      peak_flops: FLOP/s of one JAX device, bfloat16.
+      attention_efficiency: share of the peak that attention kernels reach.
+      hbm_bandwidth: bytes/s of one JAX device.
+      link_bandwidth: bytes/s one way that a transfer reaches on one link within a slice.
+      dcn_bandwidth: bytes/s one way to other slices; None if unknown.
+    """
+
+    chip: str
+    clock: float
+    peak_flops: float
+    attention_efficiency: float
+    hbm_bandwidth: float
+    link_bandwidth: float
+    dcn_bandwidth: float | None
+
+    def text(self) -> str:
+        """Return the constants in words."""
+        return (
+            f"{self.clock / 1e9:.2f} GHz, attention at {100 * self.attention_efficiency:.0f} % of "
+            f"peak, links {self.link_bandwidth / 1e9:.3g} GB/s, HBM "
+            f"{self.hbm_bandwidth / 1e9:.0f} GB/s"
+        )
+
+
+def constants_of(chip: Chip, devices_per_chip: int = 1) -> Constants | None:
+    """Return the constants of a device of a chip; None if the clock is unknown."""
+    products = _PRODUCTS_PER_CYCLE.get(chip.name)
+    if products is None:
+        return None
+    peak = chip.peak_flops["bfloat16"]
+    return Constants(
+        chip=chip.name,
+        # A v4 chip of two JAX devices shares its matrix units among them, at the same clock.
+        clock=peak / (2 * products),
+        peak_flops=peak / devices_per_chip,
+        attention_efficiency=_ATTENTION_EFFICIENCY,
+        hbm_bandwidth=chip.hbm_bandwidth / devices_per_chip,
+        link_bandwidth=_LINK_EFFICIENCY * chip.link_bandwidth,
+        dcn_bandwidth=chip.dcn_bandwidth / devices_per_chip if chip.dcn_bandwidth else None,
+    )
+
+
+def compiler_version() -> str:
+    """Return the version of libtpu whose estimates these are, such as "0.0.46"."""
+    return importlib.metadata.version("libtpu")

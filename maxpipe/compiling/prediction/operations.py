@@ -1,0 +1,234 @@
+"""Price the operations of a scheduled program: computation, copies, transfers between chips.
+
+XLA writes an estimate of cycles next to almost every fusion. What carries none is priced here:
+attention kernels by their FLOPs, transfers by their bytes and links, the rest by the bytes of its
+result through memory. A matrix product or a kernel that cannot be priced is reported, not guessed.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+
+from maxpipe.compiling.collectives import (
+    axes_of,
+    between_slices,
+    dcn_axes,
+    groups_of,
+    kind_of,
+    operand_bytes,
+    sent_bytes,
+    slice_shape,
+)
+from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes
+from maxpipe.compiling.prediction.constants import Constants
+from maxpipe.compiling.topology import PERMUTE, axis_links
+from maxpipe.devices.chips import Chip
+
+
+class Part(StrEnum):
+    """What the time of an operation is reported as."""
+
+    MATRIX_PRODUCTS = "matrix products"
+    ATTENTION = "attention kernels"
+    LOOP_FUSIONS = "loop fusions"
+    COPIES = "copies"
+    COLLECTIVES = "collectives"
+
+
+class Price(NamedTuple):
+    """What an operation costs.
+
+    Attributes:
+      part: what it counts as.
+      seconds: how long it takes; None if that is unknown.
+      collective: HLO name of the collective, such as "all-gather"; "" if it is none.
+      axes: mesh axes of the collective, such as "fsdp".
+      is_estimated: whether the compiler says so.
+    """
+
+    part: Part
+    seconds: float | None
+    collective: str = ""
+    axes: str = ""
+    is_estimated: bool = False
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+){2,})\]")
+_KERNEL = "tpu_custom_call"
+# Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
+# for queries, gradients for keys and values.
+_ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+_BLOCK = 512  # of queries and keys: half of the blocks on the diagonal is computed masked
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
+    "after-all", "opt-barrier", "domain", "add-dependency", "recv",
+}  # fmt: skip
+_NO_WORK = {"AllocateBuffer", "Sharding", "SliceId", "ZeroCrop"}
+
+
+class Prices:
+    """Prices the instructions of one program.
+
+    Args:
+      module: the program of one device.
+      mesh: what it was compiled for.
+      chip: of the mesh.
+      constants: of a device.
+    """
+
+    def __init__(self, module: Module, mesh: Mesh, chip: Chip, constants: Constants):
+        self._module = module
+        self._mesh = mesh
+        self._chip = chip
+        self._constants = constants
+        self._slice_shape = slice_shape(mesh)
+        self._links: dict[str, int] = {}
+        self._contains: dict[str, bool] = {}
+
+    def of(self, computation: Computation, instruction: Instruction) -> Price | None:
+        """Return the price of an instruction; None for one that does no work of its own."""
+        if instruction.opcode in _FREE:
+            return None
+        if cycles := _CYCLES.search(instruction.attributes):
+            seconds = int(cycles[1]) / self._constants.clock
+            return Price(self._part(instruction), seconds, is_estimated=True)
+        if collective := self.collective(computation, instruction):
+            return collective
+        if instruction.opcode == "custom-call":
+            return self._kernel(computation, instruction)
+        if self._part(instruction) is Part.MATRIX_PRODUCTS:
+            return Price(Part.MATRIX_PRODUCTS, None)
+        part = Part.COPIES if instruction.opcode == "copy" else Part.LOOP_FUSIONS
+        moved = _moved_bytes(computation, instruction)
+        return Price(part, moved / self._constants.hbm_bandwidth)
+
+    def collective(self, computation: Computation, instruction: Instruction) -> Price | None:
+        """Return the price of a collective, of its start, or of a fusion that is nothing else."""
+        if kind := between_slices(instruction):
+            size = array_bytes(instruction.type)[0]
+            bandwidth = self._constants.dcn_bandwidth
+            seconds = size / bandwidth if bandwidth else None
+            return Price(Part.COLLECTIVES, seconds, kind, dcn_axes(self._mesh))
+        for inside, candidate in self._candidates(computation, instruction):
+            if kind := kind_of(inside, candidate):
+                groups = groups_of(candidate, math.prod(self._slice_shape.values()))
+                members = max(map(len, groups), default=1)
+                sent = sent_bytes(kind, operand_bytes(inside, candidate), members)
+                axes = axes_of(groups, self._slice_shape)
+                # A permute sends to one neighbour, over one link.
+                links = 1 if kind == PERMUTE else self._links_of(axes)
+                seconds = sent / (links * self._constants.link_bandwidth)
+                return Price(Part.COLLECTIVES, seconds, kind, axes)
+        return None
+
+    def transfer(self, computation: Computation, instruction: Instruction) -> Price:
+        """Return the price of an asynchronous start: a collective, or a copy within the chip."""
+        if collective := self.collective(computation, instruction):
+            return collective
+        # A copy moves its operand; a slice moves the smaller of operand and result.
+        moved = min(
+            operand_bytes(computation, instruction),
+            max(array_bytes(instruction.type), default=0) or math.inf,
+        )
+        if instruction.opcode == "slice-start" or "slice" in instruction.name:
+            moved = min([moved, *(size for size in array_bytes(instruction.type) if size > 64)])
+        return Price(Part.COPIES, moved / self._constants.hbm_bandwidth)
+
+    def channel(self, instruction: Instruction) -> str:
+        """Return what the two ends of a transfer share, for a fusion that of the collective inside.
+
+        Between slices that is the name of a rendezvous, else the number of a channel. "" if there
+        is neither.
+        """
+        names = instruction.called().get("calls", []) if instruction.opcode == "fusion" else []
+        texts = [instruction.attributes] + [
+            inner.attributes
+            for name in names
+            for inner in self._module.computations[name].instructions.values()
+        ]
+        found = (_RENDEZVOUS.search(text) or _CHANNEL.search(text) for text in texts)
+        return next((match[1] for match in found if match), "")
+
+    def _candidates(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Computation, Instruction]]:
+        """Yield an instruction, and those of a computation that a fusion or a start wraps."""
+        yield computation, instruction
+        if instruction.opcode in ("fusion", "async-start"):
+            for name in instruction.called().get("calls", []):
+                inside = self._module.computations[name]
+                for inner in inside.instructions.values():
+                    yield inside, inner
+
+    def _links_of(self, axes: str) -> int:
+        if axes not in self._links:
+            self._links[axes] = axis_links(self._mesh, self._chip, axes)
+        return self._links[axes]
+
+    def _part(self, instruction: Instruction) -> Part:
+        opcode = instruction.opcode
+        if opcode in PRODUCTS or any(
+            self._has_product(name) for name in instruction.called().get("calls", [])
+        ):
+            return Part.MATRIX_PRODUCTS
+        return Part.COPIES if opcode in ("copy", "transpose") else Part.LOOP_FUSIONS
+
+    def _has_product(self, name: str) -> bool:
+        """Return whether a computation, or one that it calls, has a matrix product."""
+        if name not in self._contains:
+            inside = self._module.computations.get(name)
+            self._contains[name] = inside is not None and any(
+                inner.opcode in PRODUCTS
+                or any(self._has_product(n) for n in inner.called().get("calls", []))
+                for inner in inside.instructions.values()
+            )
+        return self._contains[name]
+
+    def _kernel(self, computation: Computation, instruction: Instruction) -> Price | None:
+        """Return the price of a custom call; an attention kernel is known by name and shapes."""
+        target = _TARGET.search(instruction.attributes)
+        if target and target[1] in _NO_WORK:
+            return None
+        words = [word for word in _ATTENTION_PRODUCTS if word in instruction.name]
+        shapes = [
+            [int(size) for size in floats[1].split(",")]
+            for name in instruction.operands
+            if name in computation.instructions
+            and (floats := _FLOATS.match(computation.instructions[name].type))
+        ]
+        if not target or target[1] != _KERNEL:
+            # One of the compiler's own.
+            moved = _moved_bytes(computation, instruction)
+            return Price(Part.LOOP_FUSIONS, moved / self._constants.hbm_bandwidth)
+        if not words or len(shapes) < 2:
+            return Price(Part.ATTENTION if words else Part.LOOP_FUSIONS, None)
+        # Queries [B, H, T, C] come first, then keys [B, KV, S, C]: each query meets half of the
+        # keys under the causal mask, and the masked half of the blocks on the diagonal.
+        queries, keys = math.prod(shapes[0]), shapes[1][-2]
+        met = 0.5 * (keys + min(_BLOCK, keys))
+        flops = 2.0 * queries * met * _ATTENTION_PRODUCTS[words[0]]
+        peak = self._constants.attention_efficiency * self._constants.peak_flops
+        return Price(Part.ATTENTION, flops / peak)
+
+
+def _moved_bytes(computation: Computation, instruction: Instruction) -> float:
+    """Return the bytes that an operation reads and writes, about twice its result.
+
+    What takes or updates a slice in place touches only the smaller side.
+    """
+    if "slice" in instruction.name or "slice" in instruction.opcode:
+        sizes = [
+            sum(array_bytes(computation.instructions[name].type))
+            for name in instruction.operands
+            if name in computation.instructions
+        ]
+        return 2.0 * min((size for size in sizes if size > 64), default=0)
+    return 2.0 * sum(array_bytes(instruction.type))

@@ -1,0 +1,181 @@
+"""Show a predicted step on one HTML page that loads nothing else."""
+
+from collections.abc import Sequence
+from html import escape
+
+from maxpipe.compiling.prediction.operations import Part
+from maxpipe.compiling.prediction.prediction import Prediction
+from maxpipe.compiling.prediction.profile import (
+    COMPUTATION,
+    WAIT,
+    Row,
+    Span,
+    merged,
+    operation_name,
+    spans,
+    table,
+)
+from maxpipe.compiling.prediction.timeline import Loop, Timeline
+from maxpipe.render.chart import DARK, LIGHT
+
+MAX_LOOPS = 6
+SHORTEST = 1 / 3000  # of a timeline; shorter neighbours are joined
+COLOURS = {
+    Part.MATRIX_PRODUCTS.value: "#3574d4",
+    Part.ATTENTION.value: "#17917c",
+    Part.LOOP_FUSIONS.value: "#d98a1f",
+    Part.COPIES.value: "#8b66d0",
+    Part.COLLECTIVES.value: "#c8486f",
+    WAIT: "#e08aa3",
+    "conditional": "#7c8896",
+}
+STYLE = """
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1500px;padding:28px 32px 48px;background:var(--ground);
+  color:var(--ink);
+  font:14px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+h1{font-size:20px;margin:0 0 2px}
+h2{font-size:15px;margin:28px 0 8px}
+p{margin:0 0 10px;color:var(--muted)}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}
+th,td{padding:3px 14px 3px 0;text-align:right;border-bottom:1px solid var(--line);
+  white-space:nowrap}
+th{font-weight:500;color:var(--muted)}
+th:first-child,td:first-child{text-align:left;max-width:460px;overflow:hidden;
+  text-overflow:ellipsis}
+td:last-child{width:38%}
+.bar{display:flex;height:12px}
+.key{display:inline-block;width:11px;height:11px;border-radius:3px;margin:0 5px 0 14px}
+.lanes{display:grid;grid-template-columns:190px 1fr;border:1px solid var(--line);
+  border-radius:10px;padding:8px 12px}
+.names div{height:24px;line-height:24px;font-size:12px;color:var(--muted);white-space:nowrap}
+.scroll{overflow-x:auto}
+.scroll svg{display:block;width:100%}
+.axis{position:relative;height:20px;font-size:11px;color:var(--muted)}
+.axis span{position:absolute;border-left:1px solid var(--line);padding-left:4px}
+#tip{position:fixed;display:none;pointer-events:none;max-width:520px;padding:7px 10px;
+  border-radius:7px;background:var(--ink);color:var(--ground);font-size:12.5px;white-space:pre-line}
+"""
+SCRIPT = """
+const tip = document.getElementById("tip");
+for (const lanes of document.querySelectorAll(".lanes")) {
+  const wide = lanes.querySelector(".wide");
+  lanes.previousElementSibling.querySelector("input").addEventListener("input", (event) => {
+    wide.style.width = 100 * 2 ** event.target.value + "%";
+  });
+  wide.addEventListener("pointermove", (event) => {
+    const box = event.target.closest("[data-t]");
+    tip.style.display = box ? "block" : "none";
+    if (!box) return;
+    tip.textContent = box.dataset.t;
+    tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
+    tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+  });
+  wide.addEventListener("pointerleave", () => tip.style.display = "none");
+}
+"""
+
+
+def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
+    """Return a page with a step's time by phase, scope, source line and operation, and timelines.
+
+    Args:
+      prediction: of the step; its lines stand at the top.
+      timeline: that it sums up.
+      title: of the configuration and its devices.
+    """
+    tables = (
+        ("By part of the step", table(timeline, lambda spent: spent.place.phase)),
+        ("By part of the model", table(timeline, lambda spent: spent.origin.scope)),
+        ("By source line", table(timeline, lambda spent: spent.origin.source, 30)),
+        ("By operation", table(timeline, operation_name, 30)),
+    )
+    loops = sorted(timeline.loops, key=lambda loop: -loop.iterations * loop.seconds)[:MAX_LOOPS]
+    figures = "".join(_timeline(timeline, loop) for loop in loops)
+    key = "".join(
+        f'<span class="key" style="background:{colour}"></span>{escape(name)}'
+        for name, colour in COLOURS.items()
+    )
+    summary = "\n".join(prediction.lines())
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+<style>
+:root{{{LIGHT}}}
+@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}
+{STYLE}</style>
+</head>
+<body>
+<h1>Predicted step: {escape(title)}</h1>
+<p>Predicted from the compiler's estimates, not measured. Copies and collectives count where
+computation waits for them.</p>
+<pre>{escape(summary)}</pre>
+<p>{key}</p>
+{figures}
+{"".join(_table(name, rows) for name, rows in tables)}
+<div id="tip" role="tooltip"></div>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _table(title: str, rows: Sequence[Row]) -> str:
+    total = sum(row.seconds for row in rows) or 1.0
+    widest = max((row.seconds for row in rows), default=0.0) or 1.0
+    lines = []
+    for row in rows:
+        bar = "".join(
+            f'<div style="width:{100 * seconds / widest:.3g}%;background:{COLOURS[part.value]}" '
+            f'title="{part.value} {_time(seconds)}"></div>'
+            for part, seconds in row.parts.items()
+            if seconds
+        )
+        lines.append(
+            f'<tr><td title="{escape(row.name)}">{escape(row.name)}</td>'
+            f"<td>{_time(row.seconds)}</td><td>{100 * row.seconds / total:.1f} %</td>"
+            f'<td><div class="bar">{bar}</div></td></tr>'
+        )
+    head = "<tr><th></th><th>time</th><th>share</th><th></th></tr>"
+    return f"<h2>{title}</h2>\n<table>{head}{''.join(lines)}</table>\n"
+
+
+def _timeline(timeline: Timeline, loop: Loop) -> str:
+    """Draw one iteration of a loop, a lane for computation and one for each kind of transfer."""
+    rectangles = merged(list(spans(timeline, loop.body)), SHORTEST * loop.seconds)
+    lanes = list(dict.fromkeys([COMPUTATION, *(span.lane for span in rectangles)]))
+    boxes = "".join(_box(span, lanes.index(span.lane), loop.seconds) for span in rectangles)
+    names = "".join(f"<div>{escape(lane)}</div>" for lane in lanes)
+    axis = "".join(
+        f'<span style="left:{10 * n}%">{_time(n / 10 * loop.seconds)}</span>' for n in range(10)
+    )
+    title = f"One of {loop.iterations:.0f} iterations of {loop.phase}: {_time(loop.seconds)}"
+    return f"""<div><h2>{escape(title)}</h2>
+<p><label>zoom <input type="range" min="0" max="6" step="0.25" value="0"></label></p></div>
+<div class="lanes"><div class="names">{names}</div><div class="scroll"><div class="wide">
+<svg viewBox="0 0 10000 {24 * len(lanes)}" height="{24 * len(lanes)}" preserveAspectRatio="none"
+ role="img" aria-label="{escape(title)}">{boxes}</svg><div class="axis">{axis}</div>
+</div></div></div>
+"""
+
+
+def _box(span: Span, row: int, seconds: float) -> str:
+    words = [span.name, f"{span.kind}, {_time(span.end - span.start)}", span.scope, span.source]
+    text = escape("\n".join(word for word in words if word))
+    x, width = 1e4 * span.start / seconds, 1e4 * (span.end - span.start) / seconds
+    return (
+        f'<rect x="{x:.2f}" y="{24 * row + 3}" width="{max(width, 0.8):.2f}" height="18" '
+        f'fill="{COLOURS[span.kind]}" fill-opacity=".85" data-t="{text}"/>'
+    )
+
+
+def _time(seconds: float) -> str:
+    """Return a time with three digits in µs, ms or s."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{1e6 * seconds:.3g} µs"

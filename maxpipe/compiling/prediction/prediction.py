@@ -1,0 +1,144 @@
+"""Hold a predicted step: its seconds, their parts, phases and units, as data, JSON and lines."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from maxpipe.compiling.prediction.constants import Constants
+from maxpipe.compiling.prediction.operations import Part
+from maxpipe.compiling.prediction.timeline import Conditional
+from maxpipe.compiling.prediction.units import UnitSeconds
+
+
+class CollectiveTime(NamedTuple):
+    """Seconds of a step in which computation waits for collectives of one kind and axis."""
+
+    kind: str
+    axes: str
+    seconds: float
+
+
+class PhaseTime(NamedTuple):
+    """What a phase of a step takes.
+
+    Attributes:
+      name: "phase_1", "forward loop 1" or "outside the loops".
+      slots: kinds of units that each tick computes, such as "FB"; "" on other engines.
+      iterations: ticks, or iterations of the loop; 0 outside of loops.
+      seconds: of all iterations.
+    """
+
+    name: str
+    slots: str
+    iterations: float
+    seconds: float
+
+
+class Basis(NamedTuple):
+    """What a prediction rests on.
+
+    Attributes:
+      libtpu: version of the compiler whose estimates these are.
+      constants: of the device; None if the chip's are unknown.
+    """
+
+    libtpu: str
+    constants: Constants | None
+
+    def text(self) -> str:
+        """Return the basis in words."""
+        constants = f"; {self.constants.text()}" if self.constants else ""
+        return f"libtpu {self.libtpu}'s cycle estimates{constants}"
+
+
+class Speed(NamedTuple):
+    """Tokens per second of a chip, and model FLOPs utilisation."""
+
+    tokens_per_second: float
+    mfu: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted step of a compiled program.
+
+    Attributes:
+      seconds: of a step; None if something that matters cannot be priced.
+      basis: what it rests on.
+      parts: seconds by part; they add up to what could be priced.
+      collectives: exposed seconds, the slowest first; their sum is a part.
+      bubble: seconds of idle slots.
+      has_bubble_in_parts: whether idle slots are computed masked, so that they are in the parts.
+      conditionals: how often they are taken.
+      phases: in order.
+      units: None where there are no units, or where they cannot be told apart.
+      speed: None if the seconds are.
+      unknown: what cannot be priced, in words.
+    """
+
+    seconds: float | None
+    basis: Basis
+    parts: dict[Part, float]
+    collectives: Sequence[CollectiveTime] = ()
+    bubble: float | None = None
+    has_bubble_in_parts: bool = True
+    conditionals: Sequence[Conditional] = ()
+    phases: Sequence[PhaseTime] = ()
+    units: UnitSeconds | None = None
+    speed: Speed | None = None
+    unknown: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain data; times in seconds, null for what is unknown."""
+        return {
+            "seconds": self.seconds,
+            "libtpu": self.basis.libtpu,
+            "constants": asdict(self.basis.constants) if self.basis.constants else None,
+            "parts": {part.value: seconds for part, seconds in self.parts.items()},
+            "collectives": [c._asdict() for c in self.collectives],
+            "bubble": self.bubble,
+            "conditionals": [c._asdict() for c in self.conditionals],
+            "phases": [phase._asdict() for phase in self.phases],
+            "units": asdict(self.units) if self.units else None,
+            "tokens_per_second_per_chip": self.speed and self.speed.tokens_per_second,
+            "mfu": self.speed and self.speed.mfu,
+            "unknown": list(self.unknown),
+        }
+
+    def lines(self) -> list[str]:
+        """Return the prediction for people."""
+        if self.seconds is None:
+            lines = [f"predicted   no step time: {'; '.join(self.unknown)}"]
+        else:
+            lines = [f"predicted   {self.seconds:.4g} s a step, from {self.basis.text()}"]
+        if self.speed:
+            rate = f"{self.speed.tokens_per_second:.4g} tokens/s/chip"
+            mfu = f"MFU {100 * self.speed.mfu:.1f} %"
+            lines.append(f"            {rate}, {mfu}: predicted, not measured")
+        total = sum(self.parts.values()) or 1.0
+        for part, seconds in sorted(self.parts.items(), key=lambda item: -item[1]):
+            name = f"{part}, exposed" if part in (Part.COPIES, Part.COLLECTIVES) else part
+            lines.append(f"  {name:<28} {seconds:>9.3g} s  {100 * seconds / total:>4.0f} %")
+        for time in self.collectives:
+            name = f"{time.kind} {time.axes}".strip()
+            lines.append(f"    {name:<26} {time.seconds:>9.3g} s")
+        if self.bubble:
+            name = f"bubble, {'within' if self.has_bubble_in_parts else 'besides'} the above"
+            lines.append(f"  {name:<28} {self.bubble:>9.3g} s")
+        for phase in self.phases:
+            each = (
+                f"{phase.iterations:.0f} x {phase.seconds / phase.iterations:.3g} s"
+                if phase.iterations
+                else ""
+            )
+            name = f"{phase.name} {phase.slots}".strip()
+            lines.append(f"  {name:<28} {phase.seconds:>9.3g} s  {each}".rstrip())
+        lines += [
+            f"  {c.scope} in {c.phase}: taken {c.taken:.0f} of {c.reached:.0f} times, "
+            f"{c.seconds:.3g} s each"
+            for c in self.conditionals
+            if c.taken < c.reached
+        ]
+        if self.units:
+            lines.append(f"  units, for maxpipe.schedule: {self.units.words()}")
+        return lines

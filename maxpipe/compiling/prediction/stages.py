@@ -1,0 +1,96 @@
+"""Predict a step of the mpmd engine from the timelines of its units' programs."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from maxpipe.compiling.prediction.operations import Part
+from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
+from maxpipe.compiling.prediction.prediction import Basis, CollectiveTime, Prediction
+from maxpipe.compiling.prediction.timeline import Timeline
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.schedules.table import KINDS, Table
+from maxpipe.planning.simulate import Costs, simulate
+
+
+def predict_stages(
+    table: Table, timelines: Mapping[UnitName, Timeline], basis: Basis, transfer_bytes: float
+) -> Prediction:
+    """Compose the units' times in the order of the schedule.
+
+    What a stage runs once a step, to gather weights and to reduce gradients, is added to its own
+    time alone. The optimizer's update and the start of the step are not in it.
+
+    Args:
+      table: the schedule, free-running.
+      timelines: of the program of each unit, and of those that run once a step.
+      basis: what they rest on; its constants are known.
+      transfer_bytes: what one device sends to a neighbouring stage after a unit.
+
+    Returns:
+      The prediction without its speed; its parts are those of the busiest stage.
+    """
+    assert basis.constants is not None
+    unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
+    costs = unit_costs(table, timelines, transfer_bytes / basis.constants.link_bandwidth)
+    run = simulate(table, costs)
+    once = np.zeros(table.num_stages)
+    for name, timeline in timelines.items():
+        if name.kind not in KINDS:
+            once[table.stage_of_chunk[name.chunk]] += timeline.seconds
+    work = run.work + once
+    busiest = int(work.argmax())
+    makespan = float((run.last_end + once).max())
+    parts = dict.fromkeys(Part, 0.0)
+    waits: dict[tuple[str, str], float] = {}
+    for name, timeline in timelines.items():
+        if table.stage_of_chunk[name.chunk] != busiest:
+            continue
+        runs = name.runs(table.num_microbatches)
+        for part, seconds in parts_of(timeline).items():
+            parts[part] += runs * seconds
+        for time in collectives_of(timeline):
+            key = time.kind, time.axes
+            waits[key] = waits.get(key, 0.0) + runs * time.seconds
+    return Prediction(
+        seconds=None if unknown else makespan,
+        basis=basis,
+        parts=parts,
+        collectives=sorted(
+            (CollectiveTime(*key, seconds) for key, seconds in waits.items()),
+            key=lambda time: -time.seconds,
+        ),
+        bubble=makespan - float(work[busiest]),
+        has_bubble_in_parts=False,
+        unknown=unknown,
+    )
+
+
+def unit_costs(table: Table, timelines: Mapping[UnitName, Timeline], communication: float) -> Costs:
+    """Return the times of units by global chunk; the head is part of the last chunk's units."""
+
+    def seconds(kind: str) -> list[float]:
+        names = [UnitName(kind, chunk) for chunk in range(table.num_chunks)]
+        if kind == "B" and names[0] not in timelines:
+            # In a table with split backwards, a B that is not split is an I and a W.
+            return np.add(seconds("I"), seconds("W")).tolist()
+        return [timelines[name].seconds if name in timelines else 0.0 for name in names]
+
+    return Costs(
+        forward=seconds("F"),
+        backward=seconds("B"),
+        input_gradient=seconds("I"),
+        weight_gradient=seconds("W"),
+        communication=communication,
+    )
+
+
+def stage_words(table: Table, costs: Costs) -> str:
+    """Return the times of whole stages as `maxpipe.schedule` takes them."""
+    words = []
+    fields = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
+    for kind in table.kinds:
+        of_chunks = costs.of_chunks(kind, table)
+        stages = np.bincount(table.stage_of_chunk, of_chunks, table.num_stages)
+        words.append(f"{fields[kind]}={','.join(f'{time:.4g}' for time in stages)}")
+    return " ".join([*words, f"comm={costs.communication:.4g}"])

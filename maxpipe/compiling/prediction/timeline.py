@@ -1,0 +1,124 @@
+"""Hold what a walk through a scheduled program has timed: operations, events, loops."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from maxpipe.compiling.prediction.operations import Price
+from maxpipe.compiling.prediction.origins import Origin
+
+OUTSIDE = "outside the loops"
+
+
+class Place(NamedTuple):
+    """Where the walk is.
+
+    Attributes:
+      phase: label of the outermost loop, or of the scheduled engine's phase.
+      conditional: scope of the enclosing conditional; "" outside.
+      runs: how often a step gets here.
+      loops: number of enclosing loops.
+    """
+
+    phase: str
+    conditional: str
+    runs: float
+    loops: int = 0
+
+
+class Spent(NamedTuple):
+    """What an operation adds to a step.
+
+    Attributes:
+      name, price, origin: of the operation; of a transfer, its start.
+      place: where it stands.
+      seconds: in each run: the whole of a computation, the wait for a transfer.
+    """
+
+    name: str
+    price: Price
+    origin: Origin
+    place: Place
+    seconds: float
+
+    @property
+    def total(self) -> float:
+        """Return the seconds of all runs in a step."""
+        return self.place.runs * self.seconds
+
+
+class Event(NamedTuple):
+    """What runs from `start` to `end`, in seconds after a computation has begun.
+
+    Attributes:
+      name, price, origin: as in `Spent`; `price` is None for a loop or a conditional.
+      inside: name of the computation that a loop or a conditional runs.
+      times: how often, one after the other; less than 1 for a conditional that is not always
+        taken.
+      is_wait: whether this is the time in which computation stands still for a transfer, which has
+        an event of its own.
+    """
+
+    name: str
+    start: float
+    end: float
+    price: Price | None
+    origin: Origin
+    inside: str = ""
+    times: float = 1
+    is_wait: bool = False
+
+
+class Loop(NamedTuple):
+    """A loop that no other loop contains.
+
+    Attributes:
+      phase: label.
+      body: name of the computation.
+      iterations: in a step.
+      seconds: of one iteration.
+    """
+
+    phase: str
+    body: str
+    iterations: float
+    seconds: float
+
+
+class Conditional(NamedTuple):
+    """A conditional.
+
+    Attributes:
+      scope: what it belongs to, such as "head".
+      phase: label of the place.
+      reached, taken: how often in a step.
+      seconds: of the branch with the work.
+    """
+
+    scope: str
+    phase: str
+    reached: float
+    taken: float
+    seconds: float
+
+
+@dataclass
+class Timeline:
+    """A program that has been walked through.
+
+    Attributes:
+      entry: name of the computation that is the whole.
+      seconds: of the whole.
+      spent: what each operation adds.
+      loops: outermost loops, in order.
+      conditionals: all of them.
+      events: of each computation that was walked, by name.
+      unknown_loops: names of loops whose trip count is unknown, counted once.
+    """
+
+    entry: str = ""
+    seconds: float = 0.0
+    spent: list[Spent] = field(default_factory=list)
+    loops: list[Loop] = field(default_factory=list)
+    conditionals: list[Conditional] = field(default_factory=list)
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    unknown_loops: list[str] = field(default_factory=list)

@@ -1,0 +1,227 @@
+"""Report what a step of the mpmd engine costs, from the compiled programs of its units.
+
+The memory of a stage is its state and what the schedule keeps in flight there, both from shapes,
+and what the largest of its programs works with, from the compiler. On TPUs every program is timed,
+and the simulator composes the times in the order of the schedule.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from jax.sharding import Mesh
+
+from maxpipe.compiling.collectives import Collective
+from maxpipe.compiling.prediction.predict import basis_of, is_predictable, speed_of, time_program
+from maxpipe.compiling.prediction.prediction import Prediction
+from maxpipe.compiling.prediction.stages import predict_stages, stage_words, unit_costs
+from maxpipe.compiling.prediction.timeline import Timeline
+from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, collectives_of_step
+from maxpipe.compiling.report import collective_line, size
+from maxpipe.compiling.step import OutOfMemory
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import chip_for, device_memory, short_name
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.planning.auto_stages import run_table
+from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.planning.footprint import itemsize, microbatch_tokens
+from maxpipe.planning.simulate import simulate
+from maxpipe.planning.stage_memory import StageMemory
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes on one device of a stage.
+
+    Attributes:
+      state: parameters, optimizer state and sums of gradients, from shapes.
+      in_flight: what waits for later units, from shapes.
+      working: temporary memory and code of the largest of its programs, from the compiler.
+    """
+
+    state: float
+    in_flight: float
+    working: float
+
+    @property
+    def total(self) -> float:
+        """Return the bytes of all parts."""
+        return self.state + self.in_flight + self.working
+
+
+@dataclass(frozen=True)
+class StagesReport:
+    """Everything that `maxpipe.compile` prints of separate programs.
+
+    Attributes:
+      device_kind, num_devices: what was compiled for.
+      schedule: its name.
+      bubble: idle fraction of the schedule, from the simulator with units of unit cost.
+      capacity: memory of a device; None if unknown.
+      programs: compiled, in order of their dependencies.
+      stages: memory by stage.
+      needed_by_program: bytes of a program that the compiler gave up; None if there is none.
+      predicted: None for devices other than TPUs.
+      schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
+    """
+
+    device_kind: str
+    num_devices: int
+    schedule: str
+    bubble: float
+    capacity: float | None
+    programs: Sequence[CompiledProgram]
+    stages: Sequence[StageBytes] = ()
+    needed_by_program: float | None = None
+    predicted: Prediction | None = None
+    schedule_words: str = ""
+
+    @property
+    def needed(self) -> float:
+        """Return the bytes of the fullest stage, or of the program that does not fit."""
+        return self.needed_by_program or max(stage.total for stage in self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage fits; True if the memory is not known."""
+        return self.capacity is None or self.needed <= self.capacity
+
+    def collectives(self, stage: int) -> list[Collective]:
+        """Return those of one device of a stage in a step, without the optimizer's update."""
+        return collectives_of_step(p for p in self.programs if p.stage == stage)
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
+        return {
+            "device_kind": self.device_kind,
+            "num_devices": self.num_devices,
+            "engine": "mpmd",
+            "schedule": self.schedule,
+            "bubble": self.bubble,
+            "fits": None if self.capacity is None else self.fits,
+            "memory": {"needed_bytes": self.needed, "capacity_bytes": self.capacity},
+            "stages": [
+                {f"{name}_bytes": value for name, value in asdict(stage).items()}
+                | {"collectives": list(map(asdict, self.collectives(number)))}
+                for number, stage in enumerate(self.stages)
+            ],
+            "programs": [
+                {"stage": program.stage, "name": str(program.name), "runs": program.runs}
+                | {f"{name}_bytes": value for name, value in asdict(program.memory).items()}
+                | {"collectives": list(map(asdict, program.collectives))}
+                for program in self.programs
+            ],
+            "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
+            "predicted": self.predicted.as_json() if self.predicted else None,
+        }
+
+    def lines(self) -> list[str]:
+        """Return the report for people, without a line for each program."""
+        pipeline = f"{self.schedule} on the mpmd engine, bubble {100 * self.bubble:.1f} %"
+        lines = [
+            f"devices     {self.num_devices} x {short_name(self.device_kind)}",
+            f"pipeline    {pipeline}",
+        ]
+        for number, stage in enumerate(self.stages):
+            parts = f"state {size(stage.state)}, in flight {size(stage.in_flight)} (from shapes)"
+            title = "memory" if number == 0 else ""
+            lines.append(
+                f"{title:<12}stage {number}: {size(stage.total)}: {parts}, "
+                f"working {size(stage.working)} (from the compiler)"
+            )
+        for number in range(len(self.stages)):
+            collectives = self.collectives(number)
+            none = "" if collectives else " none"
+            lines.append(f"collectives of one device of stage {number} in a step:{none}")
+            lines += map(collective_line, collectives)
+        if self.predicted:
+            lines += self.predicted.lines()
+            lines.append("  without the optimizer's update; parts are those of the busiest stage")
+            if self.schedule_words:
+                lines.append(f"  units, for maxpipe.schedule: {self.schedule_words}")
+        return [*lines, self._verdict()]
+
+    def _verdict(self) -> str:
+        if self.capacity is None:
+            return f"verdict     needs {size(self.needed)} on a device; their memory is not known"
+        sizes = f"{size(self.needed)} of {size(self.capacity)}"
+        if self.needed_by_program:
+            return f"verdict     does not fit: the next computation needs {sizes}"
+        return (
+            f"verdict     {'fits' if self.fits else 'does NOT fit'}: {sizes} on the fullest stage"
+        )
+
+
+def analyse_stages(
+    config: Config,
+    mesh: Mesh,
+    trainer: StagesTrainer,
+    programs: Iterable[CompiledProgram],
+    note: Callable[[str], None],
+) -> StagesReport:
+    """Report what a step costs, compiling its programs one by one.
+
+    Args:
+      config: resolved, its stages chosen.
+      mesh: of all stages.
+      trainer: of the configuration.
+      programs: of the trainer, compiled as they are taken.
+      note: prints a line.
+    """
+    devices = mesh.devices.reshape(-1).tolist()
+    table = run_table(config)
+    report = StagesReport(
+        device_kind=devices[0].device_kind,
+        num_devices=mesh.size,
+        schedule=config.pipeline.schedule,
+        bubble=simulate(table).bubble_fraction,
+        capacity=device_memory(devices),
+        programs=[],
+    )
+    compiled: list[CompiledProgram] = []
+    try:
+        for program in programs:
+            compiled.append(program)
+            for line in program.lines():
+                note(line)
+    except OutOfMemory as error:
+        return replace(
+            report, programs=compiled, needed_by_program=error.needed, capacity=error.available
+        )
+    memory = StageMemory(config, table)
+    sizes = [len(layers) for layers in trainer.engine.layer_index()]
+    stages = []
+    for stage in range(table.num_stages):
+        of_stage = [n for n, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
+        working = max(p.memory.temp + p.memory.program for p in compiled if p.stage == stage)
+        in_flight = memory.in_flight_bytes(stage, of_stage)
+        stages.append(StageBytes(memory.state_bytes(stage, sum(of_stage)), in_flight, working))
+    report = replace(report, programs=compiled, stages=stages)
+    return _with_prediction(report, config, mesh, trainer) if is_predictable(mesh) else report
+
+
+def _with_prediction(
+    report: StagesReport, config: Config, mesh: Mesh, trainer: StagesTrainer
+) -> StagesReport:
+    """Return the report with the predicted step."""
+    chip = chip_for(report.device_kind)
+    if chip is None:
+        return report
+    basis = basis_of(mesh, chip)
+    timelines: dict[UnitName, Timeline] = {}
+    for program in report.programs:
+        timeline = time_program(program.hlo, trainer.engine.meshes[program.stage], chip, basis)
+        if isinstance(timeline, str):
+            return replace(report, predicted=Prediction(None, basis, {}, unknown=[timeline]))
+        timelines[program.name] = timeline
+    assert basis.constants is not None
+    table = run_table(config)
+    width = config.model.embed_dim * itemsize(config.model.dtype)
+    transfer_bytes = microbatch_tokens(config) * width
+    predicted = predict_stages(table, timelines, basis, transfer_bytes)
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    model_flops = tokens * model_flops_per_token(config.model, config.data.sequence_length)
+    speed = speed_of(config, mesh, chip, predicted.seconds, model_flops)
+    costs = unit_costs(table, timelines, transfer_bytes / basis.constants.link_bandwidth)
+    return replace(
+        report, predicted=replace(predicted, speed=speed), schedule_words=stage_words(table, costs)
+    )

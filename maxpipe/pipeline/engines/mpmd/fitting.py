@@ -1,0 +1,148 @@
+"""Check that a sliced program, a table and the stages' meshes fit together.
+
+Meshes may differ in size, not in the names of their axes. So one PartitionSpec says how an array
+lies on every stage.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.pipeline import jaxprs
+from maxpipe.pipeline.engines.mpmd.program import SlicedProgram
+from maxpipe.pipeline.schedules.table import Table
+
+
+def check_program(program: SlicedProgram, table: Table) -> None:
+    """Raise ValueError unless the program has the chunks and the kinds of units of the table."""
+    if program.num_chunks != table.num_chunks:
+        raise ValueError(
+            f"the function has {program.num_chunks} stage marks, but the table ({table.name}, "
+            f"{table.num_stages} stages with {table.num_repeats} chunks each) needs "
+            f"{table.num_chunks}; call mark_stage_boundary after each chunk, the last one "
+            f"too, before the loss"
+        )
+    kinds = {name.kind for name in program.computations}
+    if kinds == {"F"} and table.kinds != ("F",):
+        raise ValueError(
+            "the function has no gradients, but the table has backwards; pass "
+            "jax.value_and_grad(loss), or for an evaluation the table forward_only(table)"
+        )
+    if kinds != {"F"} and table.kinds == ("F",):
+        raise ValueError(
+            "the function has gradients, but the table has no backwards; pass the loss itself, or "
+            "the table of a schedule"
+        )
+    if ("W" in kinds) != ("W" in table.kinds):
+        raise ValueError(
+            f"the program is cut into {', '.join(sorted(kinds))}, but the table has "
+            f"{', '.join(table.kinds)}; slice with split_backwards={'W' in table.kinds}"
+        )
+
+
+def check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
+    """Raise ValueError unless there is a mesh of its own devices for each stage of the table."""
+    if len(meshes) != table.num_stages:
+        raise ValueError(
+            f"there are {len(meshes)} meshes, but the table ({table.name}) has {table.num_stages} "
+            f"stages; give one mesh for each stage"
+        )
+    names = {mesh.axis_names for mesh in meshes}
+    if len(names) > 1:
+        listed = ", ".join(map(str, sorted(names)))
+        raise ValueError(
+            f"the meshes have the axes {listed}; give all the same names, with size 1 for an axis "
+            f"that a stage does not use"
+        )
+    devices = [device for mesh in meshes for device in mesh.devices.flat]
+    shared = sorted({str(device) for device in devices if devices.count(device) > 1})
+    if shared:
+        raise ValueError(
+            f"several stages have {', '.join(shared)}; give each stage devices of its own "
+            f"(jax.config.update('jax_num_cpu_devices', N) simulates N of them), or a stage "
+            f"several chunks by a schedule with repeats"
+        )
+    foreign = sorted(str(d) for d in devices if d.process_index != jax.process_index())
+    if foreign:
+        raise ValueError(
+            f"{foreign[0]} belongs to another process, but one process has to drive all stages; "
+            f"give devices of jax.local_devices()"
+        )
+
+
+def check_layouts(program: ClosedJaxpr, meshes: Sequence[Mesh]) -> None:
+    """Raise ValueError if the program names a layout that some stage cannot have."""
+    for eqn in _equations(program.jaxpr):
+        if eqn.primitive.name == "sharding_constraint":
+            mesh = getattr(eqn.params["sharding"], "mesh", None)
+            remedy = "constrain to NamedSharding(meshes[0].abstract_mesh, spec)"
+            if isinstance(mesh, Mesh):
+                raise ValueError(
+                    f"a sharding constraint names the devices of one stage, but its code may run "
+                    f"on another; {remedy}"
+                )
+        elif eqn.primitive.name == "shard_map":
+            mesh = eqn.params["mesh"]
+            remedy = "call jax.shard_map with mesh=meshes[0].abstract_mesh"
+        else:
+            continue
+        if mesh is not None and any(mesh.shape != stage_mesh.shape for stage_mesh in meshes):
+            sizes = ", ".join(str(dict(stage_mesh.shape)) for stage_mesh in meshes)
+            raise ValueError(
+                f"{eqn.primitive.name} is for a mesh of {dict(mesh.shape)}, but those of the "
+                f"stages are {sizes}; leave it out where stages differ in size, else {remedy}"
+            )
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs.inner_jaxprs(eqn):
+            yield from _equations(jaxprs.open_jaxpr(inner))
+
+
+def layout(
+    mesh: Mesh, spec: PartitionSpec, x: jax.ShapeDtypeStruct, name: str, stage: int
+) -> NamedSharding:
+    """Return a layout on a stage that a caller has chosen.
+
+    Args:
+      mesh: of the stage.
+      spec: chosen.
+      x: the array.
+      name: of the array, for messages.
+      stage: index, for messages.
+
+    Raises:
+      ValueError: the mesh has no such axis, or the axes do not divide the array.
+    """
+    where = f"{name} {list(x.shape)} with {spec} on stage {stage}"
+    unknown = [axis for axis in _axes(spec) if axis not in mesh.axis_names]
+    if unknown:
+        raise ValueError(f"{where}: its mesh has the axes {', '.join(mesh.axis_names)}")
+    if len(spec) > len(x.shape) or fitted(spec, x.shape, mesh) != spec:
+        raise ValueError(f"{where}: the mesh {dict(mesh.shape)} does not divide it")
+    return NamedSharding(mesh, spec)
+
+
+def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Return the spec without the axes that do not divide a dimension of `shape` on `mesh`."""
+
+    def divides(entry: str | tuple[str, ...] | None, length: int) -> bool:
+        return length % math.prod(mesh.shape[axis] for axis in _axes([entry])) == 0
+
+    entries = list(zip(spec, shape, strict=False))
+    if all(divides(entry, length) for entry, length in entries):
+        return spec
+    return PartitionSpec(*(entry if divides(entry, length) else None for entry, length in entries))
+
+
+def _axes(entries: Sequence[str | tuple[str, ...] | None] | PartitionSpec) -> list[str]:
+    """Return the names of axes in the entries of a PartitionSpec."""
+    axes: list[str] = []
+    for entry in entries:
+        axes += [entry] if isinstance(entry, str) else entry or ()
+    return axes

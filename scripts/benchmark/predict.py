@@ -1,0 +1,100 @@
+"""Predict the step of several configurations on TPUs and print a table, without a chip.
+
+    python scripts/benchmark/predict.py "configs/models/llama3-8b.yml compile.topology=v6e:2x4"
+    python scripts/benchmark/predict.py \\
+        "shape.yml pipeline.schedule=lockstep_1f1b" "shape.yml pipeline.schedule=circular" \\
+        --python other/bin/python
+
+Each argument is a configuration with its overrides. Each is compiled by a process of its own, so
+that flags in LIBTPU_INIT_ARGS act, and one that fails leaves the others. The first row is what the
+last column compares with. Exit code 1 means that some configuration could not be predicted.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 2**20
+PARTS = ("matrix products", "attention kernels", "loop fusions", "copies", "collectives")
+HEADER = ("configuration", "step s", *PARTS, "bubble", "MFU %", "temp MiB", "fits", "of first")
+DOES_NOT_FIT = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile every configuration, print a row as soon as it is there, and then the versions."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("configurations", nargs="+", metavar='"CONFIG key=value ..."')
+    parser.add_argument("--python", default=sys.executable, help="compiles (this one)")
+    options = parser.parse_args(argv)
+    print(f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}", flush=True)
+    reference: float | None = None
+    bases: set[str] = set()
+    failures: list[str] = []
+    for configuration in options.configurations:
+        report, error = compiled(options.python, shlex.split(configuration))
+        seconds = report["predicted_step_seconds"] if report else None
+        if report and seconds is not None:
+            reference = reference or seconds
+            bases.add(basis(report["predicted"]))
+            print(f"| {' | '.join(row(configuration, report, reference))} |", flush=True)
+            continue
+        reasons = (report.get("predicted") or {}).get("unknown") if report else None
+        failures.append(f"{configuration}: {'; '.join(reasons or []) or error or 'no prediction'}")
+    for text in sorted(bases):
+        print(f"\npredicted by {text}")
+    for text in failures:
+        print(f"no prediction: {text}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def compiled(python: str, words: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
+    """Return the report of `maxpipe.compile`, None if it fails; and the end of its messages."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "report.json"
+        command = [python, "-m", "maxpipe.compile", *words, "--json", str(file)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode not in (0, DOES_NOT_FIT) or not file.exists():
+            return None, (done.stderr.strip() or done.stdout.strip())[-500:]
+        return json.loads(file.read_text(encoding="utf-8")), ""
+
+
+def row(configuration: str, report: dict[str, Any], reference: float) -> list[str]:
+    """Return the cells of a configuration; `reference` is the step of the first one."""
+    predicted, memory = report["predicted"], report["memory"]
+    seconds = report["predicted_step_seconds"]
+    bubble = predicted["bubble"]
+    temp = memory.get("temp_bytes")
+    fits = {True: "yes", False: "no", None: "?"}[report["fits"]]
+    return [
+        configuration,
+        f"{seconds:.4g}",
+        *(f"{predicted['parts'][part]:.3g}" for part in PARTS),
+        "" if bubble is None else f"{bubble:.3g}",
+        f"{100 * predicted['mfu']:.1f}",
+        "" if temp is None else f"{temp / MIB:.0f}",
+        fits,
+        f"{seconds / reference:.3f}",
+    ]
+
+
+def basis(predicted: dict[str, Any]) -> str:
+    """Return in words what a prediction rests on."""
+    constants = predicted["constants"]
+    return (
+        f"libtpu {predicted['libtpu']}: {constants['chip']} at {constants['clock'] / 1e9:.2f} GHz, "
+        f"attention at {100 * constants['attention_efficiency']:.0f} % of peak, links "
+        f"{constants['link_bandwidth'] / 1e9:.3g} GB/s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

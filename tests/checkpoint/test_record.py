@@ -1,0 +1,126 @@
+"""Records whose checksum is right and whose content no save has written are damage.
+
+FUZZ_CASES=5000 runs that many random ones instead of a few.
+"""
+
+import copy
+import io
+import json
+import os
+import random
+import sys
+
+import pytest
+
+from maxpipe.checkpoint import record
+from maxpipe.checkpoint.__main__ import DAMAGE, UNREADABLE, main
+from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record, record_file
+
+CASES = int(os.environ.get("FUZZ_CASES", "60"))
+LEAVES = {
+    "params.layers.up": Leaf((4, 16, 32), "float32", 7),
+    "step": Leaf((), "int32", 2**32 - 1),
+    ITERATOR: Leaf((8, 3), "int64", 0),
+}
+META = {
+    "config": {"seed": 0, "model": {"num_layers": 4}},
+    "versions": {"jax": "1.2.3"},
+    "fingerprint": {"data": [], "eval": None, "tokenizer": "byte", "documents": 9},
+    "eval_loss": 2.5,
+}
+VALUES = (
+    *("x", "", "1", "\ud800", -1, 0, 2**70, 1.5, float("nan"), float("inf"), None, True),
+    *([], {}, [1], ["a"], [[[]]], {"a": 1}),
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes the content of step 1 with a right checksum."""
+    file = record_file(tmp_path / "checkpoints" / "1")
+    file.parent.mkdir(parents=True)
+
+    def write(content):
+        file.write_text(json.dumps({**content, "checksum": record._checksum(content)}))
+        return file.parents[1]
+
+    return write
+
+
+def content():
+    sound = Record(1, META, LEAVES).to_json()
+    sound.pop("checksum")
+    return sound
+
+
+def places(node, path=()):
+    """Yield the path of every node below one."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from places(value, (*path, key))
+
+
+def mutate(draw):
+    """Return a content with up to three nodes replaced or deleted."""
+    mutated = copy.deepcopy(content())
+    for _ in range(draw.randint(1, 3)):
+        if not (paths := [*places(mutated)]):
+            break
+        *outer, last = draw.choice(paths)
+        node = mutated
+        for key in outer:
+            node = node[key]
+        if draw.random() < 0.2:
+            del node[last]
+        else:
+            node[last] = draw.choice(VALUES)
+    return mutated
+
+
+def test_read_record_returns_what_was_written(write):
+    assert read_record(write(content())) == Record(1, META, LEAVES)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"dtype": ["float32"]}, "the dtype of step is"),
+        ({"digest": "7"}, "the digest of step is"),
+        ({"digest": True}, "the digest of step is"),
+        ({"shape": [-1]}, "the shape of step is"),
+    ],
+    ids=str,
+)
+def test_read_record_leaf_that_no_save_has_written_is_damage(write, change, problem):
+    crafted = content()
+    crafted["leaves"]["step"].update(change)
+    with pytest.raises(CheckpointDamaged, match=problem):
+        read_record(write(crafted))
+
+
+def test_read_record_step_that_is_text_is_damage(write):
+    with pytest.raises(CheckpointDamaged, match="step is not a number"):
+        read_record(write({**content(), "step": "1"}))
+
+
+def test_show_random_records_are_shown_or_damage(write, capsys):
+    draw = random.Random(4)
+    sys.stderr.reconfigure(errors="backslashreplace")  # as outside of tests
+    for _ in range(CASES):
+        crafted = mutate(draw)
+        run = write(crafted).parents[1]
+        assert main(["show", str(run)]) in (0, DAMAGE, UNREADABLE), crafted
+        capsys.readouterr()
+
+
+def test_verify_names_that_the_console_cannot_show_are_escaped(write, monkeypatch):
+    crafted = content()
+    crafted["leaves"]["\ud800"] = {"shape": [], "dtype": "x", "digest": 0}
+    run = write(crafted).parents[1]
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["verify", str(run)]) == DAMAGE
+    assert b"the dtype of \\ud800 is 'x'" in raw.getvalue()

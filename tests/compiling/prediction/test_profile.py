@@ -1,0 +1,98 @@
+"""Where a predicted step goes: tables, spans of a tick, the page and the trace."""
+
+import gzip
+import json
+import re
+
+import pytest
+from helpers.hand_timed import BASIS, NANOSECOND, TICK, walked
+
+from maxpipe.compiling.prediction.page import page_html
+from maxpipe.compiling.prediction.predict import parts_of
+from maxpipe.compiling.prediction.prediction import Prediction
+from maxpipe.compiling.prediction.profile import COMPUTATION, WAIT, merged, spans, table
+from maxpipe.compiling.prediction.trace import trace_bytes
+
+
+def nanoseconds(span):
+    return span.lane, span.kind, round(span.start / NANOSECOND), round(span.end / NANOSECOND)
+
+
+def test_spans_of_a_tick_have_a_lane_for_computation_and_for_each_transfer():
+    timeline = walked()
+    assert sorted(map(nanoseconds, spans(timeline, "body"))) == sorted(
+        [
+            ("collective-permute stage", "collectives", 0, 100),
+            (COMPUTATION, "matrix products", 0, 60),
+            (COMPUTATION, WAIT, 60, 100),
+            ("all-gather fsdp", "collectives", 100, 200),
+            (COMPUTATION, WAIT, 100, 200),
+            (COMPUTATION, "loop fusions", 200, 250),
+        ]
+    )
+
+
+def test_spans_of_the_step_repeat_the_tick_and_fill_the_computations_lane():
+    timeline = walked()
+    lane = [span for span in spans(timeline, "main") if span.lane == COMPUTATION]
+    assert sum(span.end - span.start for span in lane) == pytest.approx(timeline.seconds)
+    starts = [span.start for span in lane if span.kind == "matrix products"]
+    assert starts == pytest.approx([n * (TICK + 50) * NANOSECOND for n in range(3)])
+
+
+def test_spans_show_a_conditional_that_is_taken_at_times_by_its_expected_length():
+    timeline = walked(times_taken=lambda origin, reached: 1 if origin.scope == "head" else reached)
+    (head,) = [span for span in spans(timeline, "body") if span.kind == "conditional"]
+    assert head.name == "head, in 33 % of the iterations"
+    assert head.end - head.start == pytest.approx((50 + 2 * 2) / 3 * NANOSECOND)
+
+
+def test_merged_joins_short_neighbours_only():
+    tick = list(spans(walked(), "body"))
+    assert merged(tick, 0.0) == tick
+    lane = [s for s in tick if s.kind == "matrix products"]
+    after = lane[0]._replace(start=lane[0].end, end=2 * lane[0].end)
+    (joined,) = merged([lane[0], after], shortest=1.0)
+    assert (joined.start, joined.end) == (lane[0].start, after.end)
+    assert len(merged([lane[0], after._replace(kind=WAIT)], shortest=1.0)) == 2
+
+
+def test_table_adds_up_to_the_step_and_keeps_the_largest_rows():
+    timeline = walked()
+    rows = table(timeline, lambda spent: spent.origin.scope)
+    assert sum(row.seconds for row in rows) == pytest.approx(timeline.seconds)
+    seconds = {row.name: row.seconds / NANOSECOND for row in rows}
+    assert seconds["mlp"] == pytest.approx(3 * 60)
+    assert seconds["optimizer"] == pytest.approx(90 + 300)
+    short = table(timeline, lambda spent: spent.name, limit=1)
+    assert [row.name for row in short] == ["fetch", "6 others"]
+    assert sum(row.seconds for row in short) == pytest.approx(timeline.seconds)
+
+
+def test_page_loads_nothing_and_names_phase_line_scope_and_lanes():
+    timeline = walked()
+    prediction = Prediction(timeline.seconds, BASIS, parts_of(timeline))
+    html = page_html(prediction, timeline, "a <run>")
+    assert "Predicted step: a &lt;run&gt;" in html
+    for text in ("phase_1", "maxpipe/model/layers.py:52", "optimizer", "all-gather fsdp"):
+        assert text in html
+    assert "One of 3 iterations of phase_1" in html
+    assert not re.search(r"(?:src|href)=|https?://|@import|url\(", html)
+
+
+def test_trace_has_a_thread_for_each_lane_and_the_whole_step():
+    document = json.loads(gzip.decompress(trace_bytes(walked())))
+    events = document["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(names.values()) == {
+        COMPUTATION,
+        "copies",
+        "collective-permute stage",
+        "all-gather fsdp",
+    }
+    run = [e for e in events if e["ph"] == "X"]
+    end = max(e["ts"] + e["dur"] for e in run)
+    assert end == pytest.approx(1e6 * walked().seconds)
+    (mlp, *others) = [e for e in run if e["name"] == "mlp"]
+    assert len(others) == 2
+    assert mlp["args"] == {"source": "maxpipe/model/layers.py:52", "scope": "mlp"}

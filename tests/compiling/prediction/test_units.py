@@ -1,0 +1,96 @@
+"""Times of units, and how often the table takes conditionals, from a plan and made-up seconds."""
+
+import pytest
+
+from maxpipe.compiling.prediction.activity import phases_of, times_taken
+from maxpipe.compiling.prediction.operations import Part, Price
+from maxpipe.compiling.prediction.origins import Origin
+from maxpipe.compiling.prediction.timeline import Conditional, Loop, Place, Spent, Timeline
+from maxpipe.compiling.prediction.units import unit_seconds
+from maxpipe.config import Config, replace, resolve
+from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
+from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.planning.simulate import simulate
+
+
+def table_of(schedule, **values):
+    keys = {"mesh.ici.stage": 4, "pipeline.num_microbatches": 8, "pipeline.schedule": schedule}
+    keys |= {"model.num_layers": 16, "data.global_batch_size": 16, "eval.every": 0}
+    return build_table(resolve(replace(Config(), **(keys | values)), 4))
+
+
+def origin(words):
+    return Origin(f"jit(train_step)/shard_map/{words}/cond")
+
+
+@pytest.mark.parametrize(("repeats", "forward_ticks", "both"), [(2, 7, 12), (4, 15, 20)])
+def test_phases_of_lockstep_1f1b_take_the_head_once_a_microbatch(repeats, forward_ticks, both):
+    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": repeats})
+    phases = phases_of(lockstep_plan(table))
+    assert [(phase.kinds, phase.ticks) for phase in phases] == [
+        ("F", forward_ticks),
+        ("FB", both),
+        ("B", forward_ticks),
+    ]
+    assert [phase.heads for phase in phases] == [0, 8, 0]
+    assert sum(phase.embeddings for phase in phases) == 8
+    assert sum(phase.embedding_gradients for phase in phases) == 8
+    assert times_taken(phases, origin("phase_1/while/body/head"), both) == 8
+    assert times_taken(phases, origin("phase_0/while/body/forward/embedding"), 7) == (
+        phases[0].embeddings
+    )
+    backward = origin("phase_2/while/body/backward/embedding")
+    assert times_taken(phases, backward, 7) == phases[2].embedding_gradients
+    # A conditional that is none of the table's is taken each time.
+    assert times_taken(phases, origin("optimizer"), 1) == 1
+
+
+def spent(phase, ticks, seconds, conditional=""):
+    place = Place(phase, conditional, ticks)
+    return Spent("f", Price(Part.LOOP_FUSIONS, seconds), Origin(), place, seconds)
+
+
+def test_unit_seconds_of_split_backwards_come_from_the_phases_ticks():
+    words = {"pipeline.num_repeats": 1, "pipeline.remat_policy": "minimal"}
+    table = table_of("lockstep_zb", **words)
+    phases = phases_of(lockstep_plan(table))
+    slots = {"F": 3.0, "I": 4.0, "W": 2.0}
+    timeline = Timeline(
+        spent=[
+            part
+            for number, phase in enumerate(phases)
+            for part in (
+                spent(f"phase_{number}", phase.ticks, sum(slots[kind] for kind in phase.kinds)),
+                spent(f"phase_{number}", phase.heads, 0.5, "head"),
+            )
+        ],
+        conditionals=[Conditional("head", "phase_1", 12, 8, 0.5)],
+    )
+    units = unit_seconds(timeline, table, phases)
+    assert units.backward is None
+    assert (units.forward, units.input_gradient, units.weight_gradient) == pytest.approx((3, 4, 2))
+    # Four stages share the head.
+    assert units.head == pytest.approx(4 * 0.5)
+    assert units.words() == "forward=3 input_gradient=4 weight_gradient=2 head=2"
+    step = sum(part.total for part in timeline.spent)
+    assert simulate(table, units.costs()).makespan == pytest.approx(step)
+
+
+def test_unit_seconds_of_one_loop_with_two_slots_are_unknown():
+    table = table_of("lockstep_1f1b", **{"pipeline.num_repeats": 2})
+    (both,) = [phase for phase in phases_of(lockstep_plan(table)) if phase.kinds == "FB"]
+    assert unit_seconds(Timeline(spent=[spent("phase_0", 12, 5.0)]), table, [both]) is None
+
+
+def test_unit_seconds_of_the_circular_engine_are_those_of_its_longest_loops():
+    table = table_of("circular", **{"pipeline.num_repeats": 2})
+    loops = [
+        Loop("forward loop 1", "a", 19, 1.5),
+        Loop("forward loop 2", "b", 4, 2.0),  # of the head
+        Loop("backward loop 1", "c", 4, 5.0),
+        Loop("backward loop 2", "d", 19, 4.0),
+    ]
+    units = unit_seconds(Timeline(loops=loops), table, [])
+    assert (units.forward, units.backward) == pytest.approx((1.5, 4.0))
+    assert units.words() == "forward=3 backward=8 head=0"
+    assert unit_seconds(Timeline(loops=loops[:2]), table, []) is None

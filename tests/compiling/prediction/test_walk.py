@@ -1,0 +1,136 @@
+"""The clocked walk and its prices, on a program whose times are worked out by hand, in ns."""
+
+from dataclasses import replace
+
+import pytest
+from helpers.hand_timed import CONSTANTS, HLO, NANOSECOND, OUTSIDE_LOOPS, PROGRAM, TICK, walked
+
+from maxpipe.compiling.prediction.constants import constants_of
+from maxpipe.compiling.prediction.operations import Part
+from maxpipe.compiling.prediction.origins import Origin
+from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unknowns
+from maxpipe.compiling.prediction.timeline import OUTSIDE
+from maxpipe.devices.chips import CHIPS
+
+
+def nanoseconds(seconds):
+    return pytest.approx(seconds * NANOSECOND)
+
+
+def test_walk_multiplies_loops_and_counts_only_what_computation_waits_for():
+    timeline = walked()
+    assert timeline.seconds == nanoseconds(3 * (TICK + 50) + OUTSIDE_LOOPS)
+    assert parts_of(timeline) == {
+        Part.MATRIX_PRODUCTS: nanoseconds(3 * 60),
+        Part.ATTENTION: 0,
+        Part.LOOP_FUSIONS: nanoseconds(3 * 50 + 90 + 300),
+        Part.COPIES: nanoseconds(400 - 90),
+        Part.COLLECTIVES: nanoseconds(3 * (40 + 100)),
+    }
+    assert collectives_of(timeline) == [
+        ("all-gather", "fsdp", nanoseconds(300)),
+        ("collective-permute", "stage", nanoseconds(120)),
+    ]
+    assert [(loop.phase, loop.iterations) for loop in timeline.loops] == [("phase_1", 3)]
+    assert timeline.loops[0].seconds == nanoseconds(TICK + 50)
+    assert unknowns(timeline) == []
+
+
+def test_walk_of_a_longer_computation_hides_the_whole_transfer():
+    timeline = walked(PROGRAM.replace('"estimated_cycles":"60"', '"estimated_cycles":"160"'))
+    assert timeline.seconds == nanoseconds(3 * (160 + 100 + 50) + OUTSIDE_LOOPS)
+    assert [c.kind for c in collectives_of(timeline)] == ["all-gather"]
+
+
+def test_walk_hides_a_gather_in_the_product_that_it_is_fused_with():
+    timeline = walked((HLO / "overlap.hlo").read_text(encoding="utf-8"))
+    # 100 bytes are sent beneath a product of 70 cycles.
+    assert timeline.seconds == nanoseconds(100)
+    assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == nanoseconds(70)
+    assert collectives_of(timeline) == [("all-gather", "fsdp", nanoseconds(30))]
+
+
+def test_walk_waits_for_what_other_slices_send():
+    text = (HLO / "slices.hlo").read_text(encoding="utf-8")
+    half = replace(CONSTANTS, dcn_bandwidth=0.5e9)
+    timeline = walked(text, num_slices=2, constants=half)
+    # 100 bytes at half a byte a ns, 50 of which are hidden.
+    assert timeline.seconds == nanoseconds(200)
+    assert collectives_of(timeline) == [("collective-permute", "stage", nanoseconds(150))]
+    assert unknowns(walked(text, num_slices=2)) == [
+        "transfers over a network of unknown bandwidth: give"
+    ]
+
+
+def test_walk_weighs_a_conditional_by_how_often_its_work_is_done():
+    timeline = walked(times_taken=lambda origin, reached: 1 if origin.scope == "head" else reached)
+    # Once the branch of 50 cycles, twice the other one.
+    assert timeline.seconds == nanoseconds(3 * TICK + 50 + 2 * 2 + OUTSIDE_LOOPS)
+    (conditional,) = timeline.conditionals
+    assert conditional[:4] == ("head", "phase_1", 3, 1)
+    assert conditional.seconds == nanoseconds(50)
+    assert sum(s.total for s in timeline.spent) == pytest.approx(timeline.seconds)
+
+
+def test_walk_names_phase_source_line_and_scope_of_an_operation():
+    timeline = walked()
+    spent = {s.name: s for s in timeline.spent}
+    # The fusion's own line has no name; that of its matrix product counts.
+    assert spent["mlp"].origin.scope == "mlp"
+    assert spent["mlp"].origin.source == "maxpipe/model/layers.py:52"
+    assert spent["mlp"].place.phase == "phase_1"
+    # The call from the package counts, not the line of an installed library.
+    assert spent["norm"].origin.source == "maxpipe/model/layers.py:52"
+    assert spent["norm"].place.phase == OUTSIDE
+    assert spent["head.work"].place.conditional == "head"
+
+
+@pytest.mark.parametrize(
+    ("op_name", "scope", "is_backward"),
+    [
+        ("jit(train_step)/phase_1/while/body/forward/layer/mlp/dot_general", "mlp", False),
+        ("jit(train_step)/transpose(jvp(layer))/attention/mul", "attention", True),
+        ("jit(train_step)/phase_2/while/body/backward/all_gather", "backward", True),
+        ("jit(train_step)/phase_0/while/body/forward/embedding/cond", "embedding", False),
+        ("jit(train_step)/sub", "", False),
+    ],
+)
+def test_origins_have_the_innermost_scope_of_the_model(op_name, scope, is_backward):
+    origin = Origin(op_name)
+    assert (origin.scope, origin.is_backward) == (scope, is_backward)
+
+
+def test_walk_says_what_it_cannot_price():
+    config = ', backend_config={"window_config":{"estimated_cycles":"60"}}'
+    assert config in PROGRAM
+    text = (
+        PROGRAM.replace(config, "")
+        .replace('"known_trip_count":{"n":"3"}', '"other":{}')
+        .replace("direction=LT", "direction=NE")
+    )
+    assert unknowns(walked(text)) == [
+        "matrix products without estimated_cycles: mlp",
+        "loops of unknown length: loop",
+    ]
+
+
+def test_prices_of_attention_kernels_come_from_causal_flops():
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    timeline = walked(text)
+    # Two products for half of 1024 x 1024 scores and the masked half of the diagonal's blocks.
+    flops = 2 * 2 * (2 * 4 * 128) * (1024 * 1024 / 2 + 1024 * 512 / 2)
+    assert timeline.seconds == pytest.approx(flops / (0.5 * 1e12))
+    assert unknowns(timeline) == ["kernels whose work is unknown: own.1"]
+
+
+def test_constants_have_the_clocks_that_the_data_sheets_imply():
+    clocks = {chip.name: constants_of(chip) for chip in CHIPS if chip.torus}
+    assert {name: c and round(c.clock / 1e9, 2) for name, c in clocks.items()} == {
+        "v4": 1.05,
+        "v5e": 1.5,
+        "v5p": 1.75,
+        "v6e": 1.75,
+        "tpu7x": None,
+    }
+    v5p = clocks["v5p"]
+    assert (v5p.attention_efficiency, v5p.link_bandwidth) == (0.5, 90e9)

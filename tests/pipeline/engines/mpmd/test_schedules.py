@@ -1,0 +1,54 @@
+"""Every schedule of the mpmd engine: gradients as the sequential engine's, units in its order."""
+
+from operator import itemgetter
+
+import pytest
+from helpers.engines import assert_same, make_batch, reference, tiny
+from helpers.mpmd_under_test import MpmdUnderTest
+
+from maxpipe.config.catalog import SCHEDULES
+
+STAGES, CHUNKS, MICROBATCHES = 2, 4, 5
+ROWS = 2 * MICROBATCHES
+NAMES = [name for name, schedule in SCHEDULES.items() if "mpmd" in schedule.engines]
+
+
+def config_of(name):
+    """Two repeats where the schedule has them; all have the same model of four layers."""
+    return tiny(
+        **{
+            "pipeline.engine": "mpmd",
+            "pipeline.schedule": name,
+            "pipeline.num_repeats": SCHEDULES[name].repeats_for(CHUNKS // STAGES),
+            "pipeline.num_microbatches": MICROBATCHES,
+            "pipeline.remat_policy": "minimal",
+            "model.num_layers": CHUNKS,
+            "model.tie_embeddings": True,
+            "data.global_batch_size": ROWS,
+            "mesh.ici.stage": STAGES,
+        }
+    )
+
+
+def units_of(table, stage):
+    """Return (computation, microbatch) of a stage by tick; a B of a split table is an I and a W."""
+    units = []
+    for kind in table.kinds:
+        halves = ("I", "W") if kind == "B" and "W" in table.kinds else (kind,)
+        for tick, s, microbatch, chunk in zip(*table.units(kind), strict=True):
+            if s == stage:
+                name = int(table.global_chunk(chunk, s))
+                units += [(int(tick), ((half, name), int(microbatch))) for half in halves]
+    return [unit for _, unit in sorted(units, key=itemgetter(0))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schedule_on_the_mpmd_engine_equals_sequential_in_the_order_of_its_table(name):
+    config = config_of(name)
+    mpmd, ran = MpmdUnderTest(config), [[] for _ in range(STAGES)]
+
+    def observe(stage, unit, microbatch):
+        ran[stage].append((tuple(unit), microbatch))
+
+    assert_same(mpmd.train(make_batch(ROWS), observe=observe), reference(config.model, ROWS))
+    assert ran == [units_of(mpmd.engine.table, stage) for stage in range(STAGES)]

@@ -1,0 +1,402 @@
+"""One's own function over stages equals the plain function; what does not fit is refused."""
+
+import doctest
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.pipeline import mpmd
+from maxpipe.pipeline.mpmd import forward_only, load_schedule, mark_stage_boundary, pipelined
+
+ROWS, MICROBATCHES = 24, 3
+
+
+def example():
+    path = Path(__file__).parents[2] / "examples" / "own_model_mpmd.py"
+    spec = importlib.util.spec_from_file_location("own_model_mpmd", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+EXAMPLE = example()
+
+
+def meshes(*sizes):
+    devices = iter(jax.devices())
+    return [Mesh([next(devices) for _ in range(size)], ("data",)) for size in sizes]
+
+
+def table(schedule="1f1b", stages=3, repeats=1):
+    return load_schedule(schedule, stages, MICROBATCHES, repeats)
+
+
+def assert_close(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def chain(params, batch, num_chunks=3):
+    x = batch["x"]
+    for chunk in range(num_chunks):
+        x = mark_stage_boundary(jnp.sin(x @ params["w"][chunk]))
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def chain_params(num_chunks=3):
+    keys = jax.random.split(jax.random.key(0), num_chunks)
+    return {"w": [jax.random.normal(key, (4, 4)) for key in keys]}
+
+
+def chain_batch(rows=ROWS):
+    return {"x": jax.random.normal(jax.random.key(1), (rows, 4)), "y": jnp.ones((rows, 4))}
+
+
+def chain_step(*args, **options):
+    return pipelined(jax.value_and_grad(chain), table(), meshes(1, 1, 1), *args, **options)
+
+
+def test_example_of_the_docstring_passes():
+    results = doctest.testmod(mpmd)
+    assert results.attempted > 10
+    assert results.failed == 0
+
+
+class TestExample:
+    """Uneven, with tied weights, a skip connection from first to last stage, and checkpoints."""
+
+    batch = jax.random.normal(jax.random.key(1), (ROWS, EXAMPLE.FEATURES))
+
+    @pytest.fixture(scope="class")
+    def params(self):
+        return EXAMPLE.Autoencoder().init(jax.random.key(0), self.batch)
+
+    @pytest.fixture(scope="class")
+    def expected(self, params):
+        return jax.value_and_grad(EXAMPLE.loss)(params, self.batch)
+
+    @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 4)], ids=str)
+    @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+    def test_loss_and_gradients_equal_those_of_the_plain_function(
+        self, params, expected, schedule, sizes
+    ):
+        step = pipelined(
+            jax.value_and_grad(EXAMPLE.loss),
+            table(schedule),
+            meshes(*sizes),
+            batch_specs=P("data"),
+        )
+        placed = jax.device_put(params, step.param_shardings(params, self.batch))
+        results = step(placed, self.batch)
+        assert_close(results, expected)
+        # Gradients lie where parameters do, so that an optimizer finds both in one place.
+        for gradient, parameter in zip(*map(jax.tree.leaves, (results[1], placed)), strict=True):
+            assert gradient.sharding == parameter.sharding
+            assert gradient.sharding.device_set in [{*mesh.devices.flat} for mesh in meshes(*sizes)]
+
+    def test_stages_own_what_they_read_first(self, params):
+        step = pipelined(jax.value_and_grad(EXAMPLE.loss), table(), meshes(1, 1, 1))
+        shardings = step.param_shardings(params, self.batch)
+        by_stage = step.by_stage(jax.device_put(params, shardings))
+        names = [
+            {str(path[1].key) for path, _ in jax.tree_util.tree_leaves_with_path(part)}
+            for part in by_stage
+        ]
+        denses = {f"CheckpointDense_{i}" for i in range(4)}
+        assert names == [{"shared"}, denses, {"LayerNorm_0"}]
+        assert_close(step.join(by_stage), params)
+
+    def test_optimizer_on_each_stage_equals_one_for_all(self, params):
+        step = pipelined(
+            jax.value_and_grad(EXAMPLE.loss), table(), meshes(2, 1, 1), batch_specs=P()
+        )
+        optimizer = optax.sgd(0.1, momentum=0.9)
+
+        def update(params, state, gradients):
+            changes, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, changes), state
+
+        placed = jax.device_put(params, step.param_shardings(params, self.batch))
+        by_stage = step.by_stage(placed)
+        states = [optimizer.init(part) for part in by_stage]
+        state = optimizer.init(params)
+        for _ in range(2):
+            _, gradients = step(step.join(by_stage), self.batch)
+            updated = map(jax.jit(update), by_stage, states, step.by_stage(gradients))
+            by_stage, states = zip(*updated, strict=True)
+            _, gradients = jax.value_and_grad(EXAMPLE.loss)(params, self.batch)
+            params, state = update(params, state, gradients)
+        assert_close(step.join(by_stage), params)
+
+
+def test_layouts_of_parameters_and_batch_are_those_of_the_specs():
+    specs = {"w": [P("data"), P(), P(None, "data")]}
+    step = pipelined(
+        jax.value_and_grad(chain),
+        table(),
+        meshes(2, 1, 4),
+        param_specs=specs,
+        batch_specs={"x": P("data"), "y": P()},
+    )
+    params, batch = chain_params(), chain_batch()
+    results = step(params, batch)
+    assert_close(results, jax.value_and_grad(chain)(params, batch))
+    for mesh, spec, gradient in zip(step.meshes, specs["w"], results[1]["w"], strict=True):
+        assert gradient.sharding == NamedSharding(mesh, spec)
+
+
+def test_activations_that_a_larger_stage_cannot_divide_are_replicated_there():
+    """Microbatches of eight rows lie on two devices and then on three."""
+    step = pipelined(
+        jax.value_and_grad(chain),
+        table(),
+        meshes(2, 3, 1),
+        batch_specs={"x": P("data"), "y": P()},
+    )
+    params, batch = chain_params(), chain_batch()
+    assert_close(step(params, batch), jax.value_and_grad(chain)(params, batch))
+
+
+def test_v_placement_runs_both_ends_of_a_model_on_the_first_stage():
+    def loss(params, batch):
+        return chain(params, batch, num_chunks=4)
+
+    step = pipelined(jax.value_and_grad(loss), table("zb_v", 2, 2), meshes(1, 1))
+    params, batch = chain_params(4), chain_batch()
+    assert_close(step(params, batch), jax.value_and_grad(loss)(params, batch))
+    devices = [{d.id for d in s.device_set} for s in step.param_shardings(params, batch)["w"]]
+    assert devices == [{0}, {1}, {1}, {0}]
+
+
+def test_evaluation_returns_the_loss():
+    step = pipelined(chain, forward_only(table("zb_h1")), meshes(1, 1, 1))
+    params, batch = chain_params(), chain_batch()
+    assert_close(step(params, batch), chain(params, batch))
+
+
+def test_batches_of_several_sizes_and_auxiliary_values_are_averaged():
+    def with_largest(params, batch):
+        value = chain(params, batch)
+        return value, {"loss": 2 * value, "rows": batch["x"].shape[0]}
+
+    step = pipelined(jax.value_and_grad(with_largest, has_aux=True), table(), meshes(1, 1, 1))
+    params = chain_params()
+    for rows in (ROWS, 2 * ROWS):
+        batch = chain_batch(rows)
+        (value, aux), gradients = step(params, batch)
+        assert_close((value, gradients), jax.value_and_grad(chain)(params, batch))
+        assert aux["loss"] == pytest.approx(2 * value)
+        assert aux["rows"] == rows / MICROBATCHES
+
+
+def test_sum_with_a_shared_divisor_equals_a_weighted_mean():
+    def loss(params, batch, divisor):
+        x = batch["x"]
+        for matrix in params["w"]:
+            x = mark_stage_boundary(jnp.sin(x @ matrix))
+        return jnp.sum(batch["weight"] * jnp.sum((x - batch["y"]) ** 2, axis=1)) / divisor
+
+    weight = jnp.arange(ROWS) % 5.0
+    batch = chain_batch() | {"weight": weight}
+    step = pipelined(jax.value_and_grad(loss), table(), meshes(1, 1, 1), reduction="sum")
+    arguments = chain_params(), batch, jnp.sum(weight)
+    assert_close(step(*arguments), jax.value_and_grad(loss)(*arguments))
+
+
+def test_keys_are_folded_with_the_microbatch_and_legacy_ones_are_not():
+    def loss(params, batch, key):
+        x = batch["x"] * jax.random.bernoulli(key, shape=batch["x"].shape)
+        return chain(params, batch | {"x": x})
+
+    step = pipelined(jax.value_and_grad(loss), table(), meshes(1, 1, 1))
+    params, batch, key = chain_params(), chain_batch(), jax.random.key(3)
+    rows = ROWS // MICROBATCHES
+
+    def average(key_of):
+        results = [
+            jax.value_and_grad(loss)(
+                params, {n: x[m * rows : (m + 1) * rows] for n, x in batch.items()}, key_of(m)
+            )
+            for m in range(MICROBATCHES)
+        ]
+        return jax.tree.map(lambda *x: sum(x) / MICROBATCHES, *results)
+
+    assert_close(step(params, batch, key), average(lambda m: jax.random.fold_in(key, m)))
+    old = jax.random.PRNGKey(3)
+    assert_close(step(params, batch, old), average(lambda m: old))
+
+
+def test_bfloat16_gradients_are_summed_in_float32():
+    """Two hundred and fifty-six ones and then single ones: bfloat16 would lose the latter."""
+
+    def loss(params, batch):
+        x = mark_stage_boundary(params["w"] * batch)
+        return jnp.sum(x.astype(jnp.float32))
+
+    batch = jnp.array([[256.0], [1.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
+    step = pipelined(
+        jax.value_and_grad(loss), load_schedule("1f1b", 1, 5), meshes(1), reduction="sum"
+    )
+    _, gradients = step({"w": jnp.ones((1,), jnp.bfloat16)}, batch)
+    assert gradients["w"].dtype == jnp.bfloat16
+    assert gradients["w"] == 260
+
+
+def test_meshes_with_explicit_axes_are_used_as_automatic_ones():
+    devices = jax.devices()
+    explicit = [
+        Mesh(np.array(devices[2 * i : 2 * i + 2]), ("data",), axis_types=(AxisType.Explicit,))
+        for i in range(3)
+    ]
+    step = pipelined(jax.value_and_grad(chain), table(), explicit, batch_specs=P("data"))
+    params, batch = chain_params(), chain_batch()
+    placed = jax.device_put(params, NamedSharding(explicit[0], P()))
+    assert_close(step(placed, batch), jax.value_and_grad(chain)(params, batch))
+
+
+def test_arrays_that_the_function_captures_reach_every_stage():
+    scale = jax.device_put(jnp.arange(1.0, 5.0), jax.devices()[0])
+
+    def loss(params, batch):
+        x = batch["x"]
+        for matrix in params["w"]:
+            x = mark_stage_boundary(jnp.sin(x @ matrix) * scale)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    step = pipelined(jax.value_and_grad(loss), table(), meshes(1, 1, 1))
+    params, batch = chain_params(), chain_batch()
+    assert_close(step(params, batch), jax.value_and_grad(loss)(params, batch))
+
+
+def test_constraints_hold_on_every_stage_of_one_size():
+    stages = meshes(2, 2, 2)
+    spec = NamedSharding(stages[0].abstract_mesh, P("data"))
+
+    def loss(params, batch):
+        x = batch["x"]
+        for matrix in params["w"]:
+            x = mark_stage_boundary(jax.lax.with_sharding_constraint(jnp.sin(x @ matrix), spec))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params, batch = chain_params(), chain_batch()
+    step = pipelined(jax.value_and_grad(loss), table(), stages, batch_specs=P())
+    assert_close(step(params, batch), jax.value_and_grad(chain)(params, batch))
+    uneven = pipelined(jax.value_and_grad(loss), table(), meshes(2, 1, 1), batch_specs=P())
+    with pytest.raises(ValueError, match="leave it out where stages differ in size"):
+        uneven(params, batch)
+
+
+def test_constraint_to_devices_of_one_stage_is_refused():
+    stages = meshes(1, 1, 1)
+
+    def loss(params, batch):
+        x = jax.lax.with_sharding_constraint(batch["x"], NamedSharding(stages[0], P()))
+        return chain(params, batch | {"x": x})
+
+    with pytest.raises(ValueError, match=r"NamedSharding\(meshes\[0\].abstract_mesh, spec\)"):
+        pipelined(jax.value_and_grad(loss), table(), stages)(chain_params(), chain_batch())
+
+
+def test_sliced_program_is_shown_as_text():
+    sliced = chain_step().sliced(chain_params(), chain_batch())
+    texts = {str(name): text for name, text in mpmd.dump(sliced).items()}
+    assert [*texts] == ["F0", "F1", "F2", "B2", "B1", "B0"]
+    assert "reads  input 1 f32[4,4]" in texts["F1"]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("count", [2, 4])
+    def test_marks_of_another_number_than_chunks(self, count):
+        def loss(params, batch):
+            return chain(params, batch, num_chunks=count)
+
+        step = pipelined(jax.value_and_grad(loss), table(), meshes(1, 1, 1))
+        with pytest.raises(ValueError, match=rf"has {count} stage marks, but .* needs 3; call"):
+            step(chain_params(4), chain_batch())
+
+    def test_loss_without_gradients(self):
+        with pytest.raises(ValueError, match=r"value_and_grad\(loss\).* forward_only\(table\)"):
+            pipelined(chain, table(), meshes(1, 1, 1))(chain_params(), chain_batch())
+
+    def test_gradients_with_a_table_of_forwards(self):
+        step = pipelined(jax.value_and_grad(chain), forward_only(table()), meshes(1, 1, 1))
+        with pytest.raises(ValueError, match="pass the loss itself"):
+            step(chain_params(), chain_batch())
+
+    def test_gradients_of_more_than_the_first_argument(self):
+        step = pipelined(jax.value_and_grad(chain, argnums=(0, 1)), table(), meshes(1, 1, 1))
+        with pytest.raises(ValueError, match=r"without argnums"):
+            step(chain_params(), chain_batch())
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"x": jnp.ones((ROWS + 1, 4))}, r"batch\['x'\] has 25 rows, which 3 microbatches"),
+            ({"x": jnp.ones((2 * ROWS, 4))}, r"differ in rows: batch\['x'\] has 48, .* has 24"),
+            ({"step": 3}, r"batch\['step'\] is a scalar .*; pass it after the batch"),
+        ],
+        ids=["rows", "differ", "scalar"],
+    )
+    def test_batches_that_cannot_be_divided(self, changes, message):
+        with pytest.raises(ValueError, match=message):
+            chain_step()(chain_params(), chain_batch() | changes)
+
+    @pytest.mark.parametrize(
+        ("stages", "message"),
+        [
+            (meshes(1, 1), "2 meshes, but .* 3 stages"),
+            ([meshes(1)[0]] * 3, "devices of its own"),
+            ([*meshes(1, 1), Mesh(jax.devices()[2:3], ("fsdp",))], "all the same names"),
+        ],
+        ids=["number", "devices", "axes"],
+    )
+    def test_meshes_that_do_not_fit(self, stages, message):
+        with pytest.raises(ValueError, match=message):
+            pipelined(jax.value_and_grad(chain), table(), stages)
+
+    def test_several_devices_without_a_spec(self):
+        with pytest.raises(ValueError, match=r"batch_specs=PartitionSpec\('data'\)"):
+            pipelined(jax.value_and_grad(chain), table(), meshes(2, 1, 1))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"param_specs": P("data")}, r"params\['w'\]\[1\] \[4, 4\] .* on stage 1: the mesh"),
+            ({"param_specs": P("fsdp")}, r"params\['w'\]\[0\] .*: its mesh has the axes data"),
+            ({"batch_specs": P("fsdp")}, r"batch\['x'\] .*: its mesh has the axes data"),
+            ({"batch_specs": {"z": P()}}, "batch_specs is no prefix of the tree"),
+            ({"param_specs": {"w": "data"}}, "param_specs has 'data'; .*PartitionSpec"),
+            ({"param_specs": P(), "reduction": "max"}, "reduction='max': must be"),
+        ],
+        ids=["size", "axis", "axis_of_batch", "tree", "type", "reduction"],
+    )
+    def test_options_that_do_not_fit(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            pipelined(jax.value_and_grad(chain), table(), meshes(1, 3, 1), **options)(
+                chain_params(), chain_batch()
+            )
+
+    def test_call_inside_of_jit(self):
+        with pytest.raises(ValueError, match=r"call it outside of jax\.jit"):
+            jax.jit(chain_step())(chain_params(), chain_batch())
+
+    def test_trees_that_lie_on_no_stage(self):
+        with pytest.raises(
+            ValueError, match=r"\['w'\]\[0\] does not lie on a stage; put all there"
+        ):
+            chain_step().by_stage(jax.device_get(chain_params()))
+
+    def test_program_that_is_sliced_for_other_units(self):
+        step = chain_step()
+        sliced = step.sliced(chain_params(), chain_batch())
+        with pytest.raises(ValueError, match="slice with split_backwards=True"):
+            mpmd.Runner(sliced, table("zb_h1"), step.meshes, [], [{}, {}, {}])

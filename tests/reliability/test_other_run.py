@@ -1,0 +1,95 @@
+"""A checkpoint of another run under this run's name is never trained on."""
+
+import shutil
+
+import pytest
+from helpers.runs import checkpoints, losses, rows
+from helpers.training_process import command
+
+from maxpipe import train
+from maxpipe.checkpoint.record import record_file
+
+HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
+STEPS = ("steps=4", "optimizer.decay_steps=4", "checkpoint.every=1", "checkpoint.keep=9")
+
+
+def main(output_dir, *words):
+    """Return the exit code."""
+    try:
+        return train.main(command(output_dir, *HERE, *STEPS, *words))
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return a directory with two runs of two steps, `ours` of seed 0 and `theirs` of seed 1."""
+    directory = tmp_path_factory.mktemp("runs")
+    for name, seed in (("ours", 0), ("theirs", 1)):
+        assert main(directory / name, f"seed={seed}", "stop_after=2") == 0
+    return directory
+
+
+@pytest.fixture
+def ours(runs, tmp_path):
+    """Return a copy of the run of seed 0."""
+    return shutil.copytree(runs / "ours", tmp_path / "ours") / "base"
+
+
+def put(runs, ours, step):
+    """Replace a step of ours by that of the other run."""
+    shutil.rmtree(ours / "checkpoints" / str(step))
+    source = runs / "theirs" / "base" / "checkpoints" / str(step)
+    shutil.copytree(source, ours / "checkpoints" / str(step))
+
+
+def assert_refused(ours, capsys):
+    before = (ours / "metrics.jsonl").read_bytes()
+    assert main(ours.parent) == 2
+    assert "seed: is 0, but the checkpoints in" in (error := capsys.readouterr().err)
+    assert "were made with 1; checkpoint.accept_changes=[seed] continues" in error
+    assert (ours / "metrics.jsonl").read_bytes() == before
+
+
+def test_train_newest_checkpoint_of_another_run_is_refused_before_it_is_read(runs, ours, capsys):
+    put(runs, ours, 2)
+    for file in (ours / "checkpoints" / "2" / "arrays").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    config = (ours / "config.yml").read_bytes()
+    assert_refused(ours, capsys)
+    assert (ours / "config.yml").read_bytes() == config
+    assert checkpoints(ours) == [1, 2]
+
+
+def test_train_older_checkpoint_of_another_run_is_not_fallen_back_to(runs, ours, capsys):
+    """The record of the newest checkpoint is sound and ours; its arrays are not."""
+    put(runs, ours, 1)
+    shutil.rmtree(ours / "checkpoints" / "2" / "arrays")
+    assert_refused(ours, capsys)
+
+
+def test_train_other_seed_is_trained_on_if_accepted_and_said(runs, ours, capsys):
+    put(runs, ours, 2)
+    assert main(ours.parent, "checkpoint.accept_changes=[seed]") == 0
+    assert "changed since step 2: seed 1 -> 0\n" in capsys.readouterr().out
+    assert {"step": 2, "changed": "seed", "before": 1, "now": 0} in rows(ours)
+    assert sorted(losses(ours)) == [1, 2, 3, 4]
+
+
+def test_train_checkpoints_moved_away_leave_a_run_that_starts_again(ours, tmp_path, capsys):
+    (ours / "checkpoints").rename(tmp_path / "away")
+    assert main(ours.parent, "stop_after=1") == 0
+    assert "4 steps, fresh" in capsys.readouterr().out
+    assert sorted(losses(ours)) == [1]
+
+
+def test_train_damaged_last_step_is_not_finished_and_is_trained_again(runs, ours, capsys):
+    record = record_file(ours / "checkpoints" / "2")
+    record.write_bytes(record.read_bytes()[:-1])
+    assert main(ours.parent, "steps=2") == 0
+    output = capsys.readouterr().out
+    assert "step 2 of steps=2 is saved, but damaged" in output
+    assert "is finished" not in output
+    assert checkpoints(ours) == [1, 2]
+    assert losses(ours) == losses(runs / "ours" / "base")

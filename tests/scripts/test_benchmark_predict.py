@@ -1,0 +1,76 @@
+"""Test scripts/benchmark/predict.py with a compiler that answers from a file."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.hand_timed import BASIS
+
+from maxpipe.compiling.prediction.operations import Part
+from maxpipe.compiling.prediction.prediction import Prediction, Speed
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "predict.py"
+PREDICTED = {
+    "libtpu": "0.0.46",
+    "constants": {
+        "chip": "v5p",
+        "clock": 1.75e9,
+        "attention_efficiency": 0.5,
+        "link_bandwidth": 9e10,
+    },
+    "parts": {
+        "matrix products": 0.5,
+        "attention kernels": 0.25,
+        "loop fusions": 0.125,
+        "copies": 0.0,
+        "collectives": 0.125,
+    },
+    "bubble": 0.1,
+    "mfu": 0.4,
+    "unknown": [],
+}
+FAKE = """#!{python}
+import json, sys
+words = sys.argv[3:]
+if words[0] == "bad.yml":
+    sys.exit("config error: bad.yml")
+report = {{"predicted_step_seconds": 1.0 if words[1] == "a=1" else 0.75, "fits": True,
+  "predicted": {predicted!r}, "memory": {{"temp_bytes": 3 * 2**20}}}}
+if words[1] == "a=3":
+    report["predicted_step_seconds"] = None
+    report["predicted"]["unknown"] = ["kernels whose work is unknown: own"]
+json.dump(report, open(words[words.index("--json") + 1], "w"))
+"""
+
+
+def test_predict_prints_a_row_for_each_configuration_and_says_what_failed(tmp_path):
+    fake = tmp_path / "python"
+    fake.write_text(FAKE.format(python=sys.executable, predicted=PREDICTED))
+    fake.chmod(0o755)
+    words = ["x.yml a=1", "x.yml 'a=2' b=1", "bad.yml", "x.yml a=3"]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *words, "--python", fake], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    head, _, first, second, _, basis = done.stdout.splitlines()
+    assert head.startswith("| configuration | step s | matrix products |")
+    assert (
+        first == "| x.yml a=1 | 1 | 0.5 | 0.25 | 0.125 | 0 | 0.125 | 0.1 | 40.0 | 3 | yes | 1.000 |"
+    )
+    assert second.startswith("| x.yml 'a=2' b=1 | 0.75 | ")
+    assert second.endswith("| 0.750 |")
+    assert basis == (
+        "predicted by libtpu 0.0.46: v5p at 1.75 GHz, attention at 50 % of peak, links 90 GB/s"
+    )
+    assert done.stderr.splitlines() == [
+        "no prediction: bad.yml: config error: bad.yml",
+        "no prediction: x.yml a=3: kernels whose work is unknown: own",
+    ]
+
+
+def test_predicted_json_has_what_the_table_reads():
+    prediction = Prediction(1.0, BASIS, dict.fromkeys(Part, 0.2), speed=Speed(1.0, 0.4))
+    data = prediction.as_json()
+    assert set(PREDICTED) <= set(data)
+    assert set(PREDICTED["parts"]) == set(data["parts"])
+    assert set(PREDICTED["constants"]) <= set(data["constants"])
