@@ -36,6 +36,7 @@ _BITS = {
 PRODUCTS = ("convolution", "dot")
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
+_END = re.compile(r"^\}(\s*$| //|, execution_thread=)")
 _NAME = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -106,7 +107,7 @@ def parse(text: str) -> Module:
             if header and "=" not in line.split("(")[0]:
                 current = computations.setdefault(header[2], Computation(header[2]))
                 entry = header[2] if header[1] else entry
-        elif line.rstrip() == "}" or line.startswith("} //"):
+        elif _END.match(line):
             # No other line with a brace ends it: a kernel's configuration may hold line breaks and
             # braces of its own.
             current = None

@@ -157,3 +157,22 @@ def test_compiled_loops_have_their_lengths():
     assert sorted(loops) == [3, 5]
     times = [runs for _, instruction, runs in executions(module) if instruction.opcode == "sine"]
     assert 15 in times
+
+
+def test_parse_ends_a_computation_of_another_thread():
+    text = """
+%offloaded (param.0: f32[8]) -> f32[8] {
+  ROOT %param.0 = f32[8]{0} parameter(0)
+}, execution_thread="sparsecore"
+
+%branch (param.1: f32[8]) -> f32[8] {
+  ROOT %param.1 = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (param.2: f32[8]) -> f32[8] {
+  ROOT %param.2 = f32[8]{0} parameter(0)
+}
+"""
+    module = parse(text)
+    assert [*module.computations] == ["offloaded", "branch", "main"]
+    assert all(len(c.instructions) == 1 for c in module.computations.values())

@@ -62,6 +62,7 @@ from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
 
 # Of a device's memory, for chunks that `pipeline.fsdp_prefetch=auto` holds gathered.
 PREFETCH_SHARE = 0.05
+PREFETCH_RING = 4  # devices of mesh axis fsdp
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
@@ -356,6 +357,9 @@ def gathers_ahead(inputs: EngineInputs) -> bool:
         return False
     if config.fsdp_prefetch != "auto":
         return config.fsdp_prefetch == "true"
+    # Every weight takes a transfer to each other device: with many, compiling takes long.
+    if mesh.shape["fsdp"] > PREFETCH_RING:
+        return False
     # Simulated devices have nothing to overlap; GPUs run an all-gather beside computation as it is.
     devices = list(mesh.devices.flat)
     memory = device_memory(devices)

@@ -100,3 +100,5 @@ def test_prefetch_on_auto_needs_a_small_share_of_a_tpu(share, decision, reason, 
     mesh = SimpleNamespace(shape=inputs.mesh.shape, devices=tpus)
     assert scheduled.gathers_ahead(replace(inputs, mesh=mesh)) is decision
     assert f"{reason} {share:.0%}" in notes[0]
+    long_ring = SimpleNamespace(shape={**inputs.mesh.shape, "fsdp": 8}, devices=tpus)
+    assert not scheduled.gathers_ahead(replace(inputs, mesh=long_ring))
