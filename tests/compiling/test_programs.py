@@ -12,7 +12,7 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 SMALL = [
     "compile.topology=cpu",
     "mesh.simulated_devices=8",
-    "mesh.ici.fsdp=4",
+    "mesh.ici.data=2",
     "model.num_layers=2",
     "model.embed_dim=16",
     "model.num_query_heads=2",
