@@ -111,9 +111,9 @@ def test_every_gradient_is_summed_once_a_step_and_units_sum_nothing(gather):
     weights = [len(jax.tree.leaves(stage)) for stage in engine.abstract]
     units = [name for name in over_data if name[0] in "FB"]
     assert units == ["F0", "F1", "B1", "B0"]
+    assert [over_data[name] for name in units] == [0, 0, 0, 0]
     # The loss is summed as well, on the last stage.
     assert [over_data["reduce0"], over_data["reduce1"]] == [weights[0], weights[1] + 1]
-    assert [over_data[name] for name in units] == [0, 0, 0, 0]
     ends = {name: count for name, count in runs.items() if name not in units}
     assert ends == dict.fromkeys(ends, 1)
     assert len(ends) == (4 if gather == "once" else 2)
