@@ -14,16 +14,21 @@ from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.engines.base import EngineInputs, ignore_note
+from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.planning.prefetch import gathers_ahead
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.stored_step import StoredStep
 from maxpipe.training.trainer import SpmdTrainer, Trainer
+
+
+def ignore_note(text: str) -> None:
+    """Drop a line that nothing should print."""
 
 
 def build_engine_inputs(
@@ -53,7 +58,7 @@ def build_engine_inputs(
         mesh=mesh,
         batch_shape=(config.data.global_batch_size, config.data.sequence_length),
         table=table,
-        note=note,
+        gathers_ahead=gathers_ahead(config, mesh, note),
     )
 
 

@@ -169,9 +169,11 @@ def _without_effect(c: Config) -> list[str]:
 
 
 def _pipeline_notes(c: Config) -> list[str]:
-    """Return a line if a third gathered repeat is in memory."""
+    """Return a line for gathers that have no effect, and for a third repeat in memory."""
     if not ENGINES[c.pipeline.engine].has_stages:
         return []
+    if c.pipeline.fsdp_prefetch == "true" and c.mesh.size("fsdp") == 1:
+        return ["pipeline.fsdp_prefetch=true has no effect: with fsdp=1 weights are whole"]
     microbatches, least = c.pipeline.num_microbatches, least_microbatches(c)
     is_third_needed = c.pipeline.fsdp_gather == "per_repeat" and c.pipeline.num_repeats > 2
     if is_third_needed and microbatches == least:

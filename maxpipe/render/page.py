@@ -4,20 +4,12 @@ from collections.abc import Sequence
 from html import escape
 
 from maxpipe.planning.simulate import Simulation
-from maxpipe.render.chart import DARK, LIGHT, STYLE, chart_svg, fit_frame
+from maxpipe.render.chart import STYLE, chart_svg, fit_frame
+from maxpipe.render.html import document
 from maxpipe.render.terminal import FOOTNOTE, HEADER, comparison_rows
 
 PAGE_STYLE = """
-*{box-sizing:border-box}
-body{margin:0;padding:28px 32px 48px;background:var(--ground);color:var(--ink);
-  font:14px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-h1{font-size:20px;margin:0 0 2px}
-p{margin:0 0 22px;color:var(--muted)}
-table{border-collapse:collapse;margin:0 0 10px;font-variant-numeric:tabular-nums}
-th,td{padding:5px 14px 5px 0;text-align:right;border-bottom:1px solid var(--line);
-  white-space:nowrap}
-th{font-weight:500;color:var(--muted)}
-th:first-child,td:first-child{text-align:left;font-weight:600}
+th:first-child,td:first-child{font-weight:600}
 .charts{display:grid;gap:26px}
 .charts figure{margin:0;overflow-x:auto;border:1px solid var(--line);border-radius:10px;
   padding:14px 8px 6px}
@@ -26,22 +18,10 @@ th:first-child,td:first-child{text-align:left;font-weight:600}
 .chart.tracing [data-unit]{opacity:.22}
 .chart.tracing [data-unit].traced{opacity:1}
 .cursor{stroke:var(--muted);stroke-dasharray:3 3;pointer-events:none}
-#tip{position:fixed;display:none;pointer-events:none;z-index:1;max-width:340px;padding:7px 10px;
-  border-radius:7px;
-  background:var(--ink);color:var(--ground);font-size:12.5px;line-height:1.45;white-space:pre-line;
-  box-shadow:0 4px 16px #0004}
 """
 
 SCRIPT = """
-const tip = document.getElementById("tip");
 const names = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"};
-const show = (event, text) => {
-  tip.textContent = text;
-  tip.style.display = "block";
-  const right = event.clientX + 14 + tip.offsetWidth > innerWidth;
-  tip.style.left = (right ? event.clientX - 14 - tip.offsetWidth : event.clientX + 14) + "px";
-  tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
-};
 const describe = (unit, at, stages) => {
   const [stage, start, end] = at.split(" ");
   const when = `\\nstage ${stage}, time ${start} to ${end}`;
@@ -117,32 +97,16 @@ def page_html(runs: Sequence[Simulation], subtitle: str) -> str:
         f"<figure>{chart_svg(run, frame, standalone=False)}</figure>" for run in runs
     )
     names = ", ".join(run.table.name for run in runs)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark">
-<title>{escape(names)}</title>
-<style>
-.chart{{min-width:{least}px;max-width:{most}px}}
-.charts{{{columns}}}
-:root{{{LIGHT}}}
-@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}
-{STYLE}{PAGE_STYLE}</style>
-</head>
-<body>
-<h1>{"Pipeline schedules" if len(runs) > 1 else "Pipeline schedule"}</h1>
+    body = f"""<h1>{"Pipeline schedules" if len(runs) > 1 else "Pipeline schedule"}</h1>
 <p>{escape(subtitle)}</p>
 {_figures(runs)}
 <div class="charts">
 {charts}
-</div>
-<div id="tip" role="tooltip"></div>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
+</div>"""
+    style = (
+        f"{STYLE}{PAGE_STYLE}.chart{{min-width:{least}px;max-width:{most}px}}\n.charts{{{columns}}}"
+    )
+    return document(names, body, style, SCRIPT)
 
 
 def _figures(runs: Sequence[Simulation]) -> str:

@@ -91,6 +91,14 @@ def test_notes_name_keys_that_another_key_switches_off(base, switch, key, value)
     assert notes(resolve(load(base, [*on, f"{key}={value}"]), 4)) == []
 
 
+def test_notes_prefetch_without_shards_has_no_effect(base):
+    words = ["pipeline.engine=scheduled", "pipeline.schedule=lockstep_1f1b"]
+    words += ["mesh.ici.stage=2", "pipeline.fsdp_prefetch=true"]
+    line = "pipeline.fsdp_prefetch=true has no effect: with fsdp=1 weights are whole"
+    assert line in notes(resolve(load(base, [*words, "mesh.ici.fsdp=1", "mesh.ici.data=2"]), 4))
+    assert line not in notes(resolve(load(base, [*words, "mesh.ici.fsdp=2"]), 4))
+
+
 def test_notes_checkpoints_by_the_clock_use_keep(base):
     words = ["checkpoint.every=0", "checkpoint.every_minutes=5", "checkpoint.keep=5"]
     assert notes(resolve(load(base, words), 4)) == []

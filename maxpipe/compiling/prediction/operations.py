@@ -48,6 +48,8 @@ class Price(NamedTuple):
       collective: HLO name of the collective, such as "all-gather"; "" if it is none.
       axes: mesh axes of the collective, such as "fsdp".
       is_estimated: whether the compiler says so.
+      links: the links that the collective sends over; "" if it is none. Transfers over the same
+        links wait for each other.
     """
 
     part: Part
@@ -55,9 +57,11 @@ class Price(NamedTuple):
     collective: str = ""
     axes: str = ""
     is_estimated: bool = False
+    links: str = ""
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(-?\d+)')
+_PAIRS = re.compile(r"\bsource_target_pairs=(\{[{}\d,]*\})")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
@@ -116,7 +120,8 @@ class Prices:
             size = array_bytes(instruction.type)[0]
             bandwidth = self._constants.dcn_bandwidth
             seconds = size / bandwidth if bandwidth else None
-            return Price(Part.COLLECTIVES, seconds, kind, dcn_axes(self._mesh))
+            axes = dcn_axes(self._mesh)
+            return Price(Part.COLLECTIVES, seconds, kind, axes, links=axes)
         for inside, candidate in self._candidates(computation, instruction):
             if kind := kind_of(inside, candidate):
                 groups = groups_of(candidate, math.prod(self._slice_shape.values()))
@@ -126,7 +131,10 @@ class Prices:
                 # A permute sends to one neighbour, over one link.
                 links = 1 if kind == PERMUTE else self._links_of(axes)
                 seconds = sent / (links * self._constants.link_bandwidth)
-                return Price(Part.COLLECTIVES, seconds, kind, axes)
+                # Permutes to different neighbours go over different links.
+                pairs = _PAIRS.search(candidate.attributes)
+                used = f"{axes} {pairs[1]}" if pairs else axes
+                return Price(Part.COLLECTIVES, seconds, kind, axes, links=used)
         return None
 
     def transfer(self, computation: Computation, instruction: Instruction) -> Price:

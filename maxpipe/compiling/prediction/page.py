@@ -16,7 +16,7 @@ from maxpipe.compiling.prediction.profile import (
     table,
 )
 from maxpipe.compiling.prediction.timeline import Loop, Timeline
-from maxpipe.render.chart import DARK, LIGHT
+from maxpipe.render.html import document
 
 MAX_LOOPS = 6
 SHORTEST = 1 / 3000  # of a timeline; shorter neighbours are joined
@@ -30,19 +30,12 @@ COLOURS = {
     "conditional": "#7c8896",
 }
 STYLE = """
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1500px;padding:28px 32px 48px;background:var(--ground);
-  color:var(--ink);
-  font:14px/1.5 ui-sans-serif,system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-h1{font-size:20px;margin:0 0 2px}
+body{margin:0 auto;max-width:1500px}
 h2{font-size:15px;margin:28px 0 8px}
-p{margin:0 0 10px;color:var(--muted)}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums;width:100%}
-th,td{padding:3px 14px 3px 0;text-align:right;border-bottom:1px solid var(--line);
-  white-space:nowrap}
-th{font-weight:500;color:var(--muted)}
-th:first-child,td:first-child{text-align:left;max-width:460px;overflow:hidden;
-  text-overflow:ellipsis}
+p{margin-bottom:10px}
+table{width:100%}
+th,td{padding:3px 14px 3px 0}
+th:first-child,td:first-child{max-width:460px;overflow:hidden;text-overflow:ellipsis}
 td:last-child{width:38%}
 .bar{display:flex;height:12px}
 .key{display:inline-block;width:11px;height:11px;border-radius:3px;margin:0 5px 0 14px}
@@ -53,11 +46,8 @@ td:last-child{width:38%}
 .scroll svg{display:block;width:100%}
 .axis{position:relative;height:20px;font-size:11px;color:var(--muted)}
 .axis span{position:absolute;border-left:1px solid var(--line);padding-left:4px}
-#tip{position:fixed;display:none;pointer-events:none;max-width:520px;padding:7px 10px;
-  border-radius:7px;background:var(--ink);color:var(--ground);font-size:12.5px;white-space:pre-line}
 """
 SCRIPT = """
-const tip = document.getElementById("tip");
 for (const lanes of document.querySelectorAll(".lanes")) {
   const wide = lanes.querySelector(".wide");
   lanes.previousElementSibling.querySelector("input").addEventListener("input", (event) => {
@@ -65,11 +55,8 @@ for (const lanes of document.querySelectorAll(".lanes")) {
   });
   wide.addEventListener("pointermove", (event) => {
     const box = event.target.closest("[data-t]");
-    tip.style.display = box ? "block" : "none";
-    if (!box) return;
-    tip.textContent = box.dataset.t;
-    tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
-    tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+    if (box) show(event, box.dataset.t);
+    else tip.style.display = "none";
   });
   wide.addEventListener("pointerleave", () => tip.style.display = "none");
 }
@@ -97,31 +84,14 @@ def page_html(prediction: Prediction, timeline: Timeline, title: str) -> str:
         for name, colour in COLOURS.items()
     )
     summary = "\n".join(prediction.lines())
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>
-:root{{{LIGHT}}}
-@media(prefers-color-scheme:dark){{:root{{{DARK}}}}}
-{STYLE}</style>
-</head>
-<body>
-<h1>Predicted step: {escape(title)}</h1>
+    body = f"""<h1>Predicted step: {escape(title)}</h1>
 <p>Predicted from the compiler's estimates, not measured. Copies and collectives count where
 computation waits for them.</p>
 <pre>{escape(summary)}</pre>
 <p>{key}</p>
 {figures}
-{"".join(_table(name, rows) for name, rows in tables)}
-<div id="tip" role="tooltip"></div>
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
+{"".join(_table(name, rows) for name, rows in tables)}"""
+    return document(title, body, STYLE, SCRIPT)
 
 
 def _table(title: str, rows: Sequence[Row]) -> str:

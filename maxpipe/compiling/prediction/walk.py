@@ -1,7 +1,8 @@
 """Walk through a scheduled program with a clock.
 
 Computation advances the clock. A start notes when its transfer will have ended; its done waits for
-that moment, and only the wait counts as exposed. The body of a loop is timed once and multiplied
+that moment, and only the wait counts as exposed. Transfers over the same links follow each other,
+as there is one bandwidth for all of them. The body of a loop is timed once and multiplied
 by its trip count. A conditional counts in proportion to how often its work is done.
 """
 
@@ -83,6 +84,7 @@ class _Walker:
         """Walk through one computation and return its seconds."""
         clock = 0.0
         under_way: dict[str, _Transfer] = {}
+        free_from: dict[str, float] = {}  # by links
         events: list[Event] = []
         for instruction in computation.instructions.values():
             name, opcode = instruction.name, instruction.opcode
@@ -92,9 +94,12 @@ class _Walker:
                 here = place._replace(phase=f"phase_{origin.phase}")
             if _is_start(instruction):
                 moved = self._prices.transfer(computation, instruction)
-                transfer = _Transfer(clock + (moved.seconds or 0.0), name, moved, origin)
+                begin = max(clock, free_from.get(moved.links, 0.0))
+                transfer = _Transfer(begin + (moved.seconds or 0.0), name, moved, origin)
+                if moved.links:
+                    free_from[moved.links] = transfer.end
                 under_way |= dict.fromkeys(self._keys(instruction), transfer)
-                events.append(Event(name, clock, transfer.end, moved, origin))
+                events.append(Event(name, begin, transfer.end, moved, origin))
                 if moved.seconds is None:
                     self._spend(name, moved, origin, here, 0.0)
             elif opcode.endswith("-update"):

@@ -5,7 +5,6 @@ update. Letters: N layers in model order, B sequences of the global batch, T tok
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -28,10 +27,6 @@ ParamsT = TypeVar("ParamsT")
 LayerT = TypeVar("LayerT")
 
 
-def ignore_note(text: str) -> None:
-    """Drop a line that nothing should print."""
-
-
 @dataclass(frozen=True)
 class EngineInputs:
     """What every engine is built from.
@@ -45,7 +40,7 @@ class EngineInputs:
       mesh: all devices.
       batch_shape: (B, T) of training batches.
       table: the schedule; None without a pipeline.
-      note: called with each automatic decision and its reason.
+      gathers_ahead: whether a chunk's weights are gathered a slot ahead, where the engine can.
     """
 
     program: ModelProgram
@@ -55,7 +50,7 @@ class EngineInputs:
     mesh: Mesh
     batch_shape: tuple[int, int]
     table: Table | None = None
-    note: Callable[[str], None] = ignore_note
+    gathers_ahead: bool = False
 
     @property
     def context(self) -> int:

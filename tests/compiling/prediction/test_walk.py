@@ -42,6 +42,23 @@ def test_walk_of_a_longer_computation_hides_the_whole_transfer():
     assert [c.kind for c in collectives_of(timeline)] == ["all-gather"]
 
 
+@pytest.mark.parametrize(
+    ("pairs", "exposed"),
+    [
+        ("{{0,2},{1,3}}", 140),  # the same links: the second ends after 200 ns, 60 of them hidden
+        ("{{2,0},{3,1}}", 40),  # the other direction has links of its own
+    ],
+)
+def test_walk_of_two_transfers_over_the_same_links_adds_their_times(pairs, exposed):
+    first = next(line for line in PROGRAM.splitlines() if "%send =" in line)
+    second = first.replace("%send", "%send.2").replace("{{0,2},{1,3}}", pairs)
+    done = next(line for line in PROGRAM.splitlines() if "%got =" in line)
+    text = PROGRAM.replace(first, f"{first}\n{second}").replace(
+        done, f"{done}\n{done.replace('%got', '%got.2').replace('%send', '%send.2')}"
+    )
+    assert walked(text).seconds == nanoseconds(3 * (60 + exposed + 100 + 50) + OUTSIDE_LOOPS)
+
+
 def test_walk_hides_a_gather_in_the_product_that_it_is_fused_with():
     timeline = walked((HLO / "overlap.hlo").read_text(encoding="utf-8"))
     # 100 bytes are sent beneath a product of 70 cycles.

@@ -7,6 +7,7 @@ express that order, so here the backward is written out. From a table to gradien
     plan            the table as indices of units and of buffer slots, per tick and stage
     split_vjp       a chunk's vjp as functions that run in different ticks, and what passes between
     ends            embedding and head, their work spread over the stages
+    carry           what a stage keeps from tick to tick
     stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers
     sharding        how parameters and batch lie over the mesh, and the rules that this allows
     engine          this module: builds these parts, and sums gradients over devices after the loop
@@ -18,7 +19,6 @@ Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of
 data shard, T tokens of each on one device, D embed.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -29,23 +29,20 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.devices.chips import device_memory
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
+from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.sharding import batch_specs, check_rules, param_specs
 from maxpipe.pipeline.engines.scheduled.stage_program import (
-    Carry,
     ChunkInputs,
     ChunkOutputs,
     ChunkVjp,
-    Layers,
     Settings,
     StageProgram,
-    filled,
 )
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import (
@@ -59,10 +56,6 @@ from maxpipe.pipeline.manual import (
 )
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
-
-# Of a device's memory, for chunks that `pipeline.fsdp_prefetch=auto` holds gathered.
-PREFETCH_SHARE = 0.05
-PREFETCH_RING = 4  # devices of mesh axis fsdp
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
@@ -103,7 +96,7 @@ class ScheduledEngine(SpmdEngine):
         self._remat = Remat(inputs.config)
         self._gather_once = inputs.config.fsdp_gather == "once"
         self._gathers = map_specs(self._gather, inputs.program.specs)
-        self._gathers_ahead = gathers_ahead(inputs)
+        self._gathers_ahead = inputs.gathers_ahead
 
     def layer_index(self) -> np.ndarray:
         """Return int32 [V, S, L]: each layer's index in model order, num_layers for padding."""
@@ -342,49 +335,6 @@ class ScheduledEngine(SpmdEngine):
             "head": outer["head"],
             "layers": jax.tree.map(lambda g: g[:, None], layers),  # [V, L, ...] -> [V, 1, L, ...]
         }
-
-
-def gathers_ahead(inputs: EngineInputs) -> bool:
-    """Return whether a chunk's weights are gathered a slot ahead: `pipeline.fsdp_prefetch`.
-
-    Two chunks are then in memory in full, that of a tick's F and that of its B, instead of a layer.
-    """
-    config, mesh = inputs.config, inputs.mesh
-    layers = inputs.layout.layers_per_stage
-    if config.fsdp_gather != "per_iteration" or mesh.shape["fsdp"] == 1:
-        return False
-    if config.scan_layers_per_stage and layers > 1:
-        return False
-    if config.fsdp_prefetch != "auto":
-        return config.fsdp_prefetch == "true"
-    # Every weight takes a transfer to each other device: with many, compiling takes long.
-    if mesh.shape["fsdp"] > PREFETCH_RING:
-        return False
-    # Simulated devices have nothing to overlap; GPUs run an all-gather beside computation as it is.
-    devices = list(mesh.devices.flat)
-    memory = device_memory(devices)
-    if devices[0].platform != "tpu" or memory is None:
-        return False
-    required = 2 * layers * _gathered_bytes(inputs)
-    does = required <= PREFETCH_SHARE * memory
-    inputs.note(
-        f"pipeline.fsdp_prefetch={str(does).lower()}: two gathered chunks take "
-        f"{required / 2**30:.2f} GiB, {'at most' if does else 'more than'} {PREFETCH_SHARE:.0%} of "
-        f"a device's {memory / 2**30:.3g} GiB"
-    )
-    return does
-
-
-def _gathered_bytes(inputs: EngineInputs) -> float:
-    """Return the bytes of a layer's weights on one device, gathered over the manual axes."""
-    model, sizes = inputs.program, inputs.mesh.shape
-
-    def gathered(spec: ParamSpec) -> float:
-        names = jax.tree.leaves(tuple(inputs.rules.spec(spec.axes, spec.shape)))
-        shards = math.prod(sizes[name] for name in names if name not in MANUAL_AXES)
-        return math.prod(spec.shape) / shards * jnp.dtype(model.config.dtype).itemsize
-
-    return sum(jax.tree.leaves(map_specs(gathered, model.specs["layers"])))
 
 
 def skips_idle(config: PipelineConfig, mesh: Mesh) -> bool:

@@ -31,7 +31,7 @@ Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of
 data shard, T tokens of each on one device, D embed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar, TypeVarTuple
@@ -44,12 +44,22 @@ from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
+from maxpipe.pipeline.engines.scheduled.carry import (
+    Carry,
+    Gathered,
+    Layers,
+    add,
+    add_to_layers,
+    filled,
+    read,
+    read_all,
+    write,
+    write_all,
+)
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PlanArray
 from maxpipe.pipeline.manual import ring
 from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp, SplitVjp
-
-Layers = tuple[Params, ...]  # parameters of each layer of a chunk, without a layer dimension
 
 Result = TypeVar("Result")
 Operands = TypeVarTuple("Operands")
@@ -74,38 +84,6 @@ class ChunkInputs(NamedTuple):
 ChunkOutputs = tuple[jax.Array, jax.Array]  # (activation [B, T, D], auxiliary loss)
 Chunk = Callable[[jax.Array, Params, ChunkInputs], ChunkOutputs]
 ChunkVjp = SplitVjp[Params, ChunkInputs, ChunkOutputs]
-
-
-class Carry(NamedTuple):
-    """What a tick hands to the next: stores, then sums.
-
-    Attributes:
-      activations, gradients: arrived ones, [slots + 1, B, T, D]; the last slot is scratch.
-      residuals: for each residual of a unit [slots + 1, ...].
-      stash: the same for each array that an I leaves to its W; empty if backwards are not split.
-      outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer takes
-        along, [B, T, D]; else None.
-      layer_gradients: float32 [V, L, ...] of this stage's layers.
-      outer_gradients: float32, of the parameters that the head takes.
-      table_gradient: float32, of the local columns of the embedding table.
-      loss, aux: float32 scalars, sums of this stage.
-      gathered: parameters in full of the chunk of this tick's F, if they are gathered ahead.
-      buffers: the memory for those of the B and of the W.
-    """
-
-    activations: jax.Array
-    gradients: jax.Array | None
-    residuals: Arrays
-    stash: Arrays
-    outgoing_activation: jax.Array | None
-    outgoing_gradient: jax.Array | None
-    layer_gradients: Params | None
-    outer_gradients: Params | None
-    table_gradient: jax.Array | None
-    loss: jax.Array
-    aux: jax.Array
-    gathered: Layers | None = None
-    buffers: tuple[Layers | None, Layers | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -197,25 +175,24 @@ class StageProgram:
 
         # 0. Gather the weights of the B slot while the F slot computes, those of the W slot while
         # the B slot does.
-        B_buffer, W_buffer = carry.buffers
-        carry = carry._replace(
-            buffers=(
-                self.gathered(tick.B.chunk, B_buffer) if has_B else None,
-                self.gathered(tick.W.chunk, W_buffer) if has_W else None,
-            )
+        gathered = carry.gathered._replace(
+            B=self.gathered(tick.B.chunk, carry.gathered.B) if has_B else None,
+            W=self.gathered(tick.W.chunk, carry.gathered.W) if has_W else None,
         )
+        carry = carry._replace(gathered=gathered)
 
         # 1. Read the residuals of the B slot before the F slot writes its own, so that neither slot
         # waits for the other; after it in a phase where some B needs those of its own tick's F.
         if has_B and not phase.reuses_residuals_in_tick:
-            residuals = _read_all(carry.residuals, tick.B.residuals)
+            residuals = read_all(carry.residuals, tick.B.residuals)
 
         # 2. F slot: a chunk's forward, from the embedding or an arrived activation.
         if phase.F.active.any():
             carry, y = self._forward(phase, vjp, carry, tick)
             # Gather the weights of the next F, in the memory of this one's once it has run.
-            buffer, y = lax.optimization_barrier((carry.gathered, y))
-            carry = carry._replace(gathered=self.gathered(tick.F.next_chunk, buffer))
+            buffer, y = lax.optimization_barrier((gathered.F, y))
+            next_F = self.gathered(tick.F.next_chunk, buffer)
+            carry = carry._replace(gathered=gathered._replace(F=next_F))
 
         # 3. Head: loss and gradient of the last stage's output; all stages share the work.
         if (phase.ends.head >= 0).any():
@@ -226,7 +203,7 @@ class StageProgram:
         if has_B:
             assert vjp is not None
             if residuals is None:
-                residuals = _read_all(carry.residuals, tick.B.residuals)
+                residuals = read_all(carry.residuals, tick.B.residuals)
             carry, dx = self._backward(phase, vjp, carry, tick, residuals, head_gradient)
 
         # 5. W slot: the weight gradients that an I, perhaps this tick's, has left.
@@ -237,7 +214,7 @@ class StageProgram:
         # 6. Store the head's gradient for a later B; this tick's B has read that slot by now.
         if phase.stores_head_gradient:
             assert head_gradient is not None
-            gradients = _write(carry.gradients, tick.ends.head_gradient, head_gradient)
+            gradients = write(carry.gradients, tick.ends.head_gradient, head_gradient)
             carry = carry._replace(gradients=gradients)
 
         # 7. Transfers: y to the next stage, dx to the previous one.
@@ -249,7 +226,7 @@ class StageProgram:
     ) -> tuple[Carry, jax.Array]:
         """Run the F slot; return the carry with residuals written, and the output [B, T, D]."""
         # A stage that embeds, or idles, reads the scratch slot.
-        x = _read(carry.activations, tick.F.reads)
+        x = read(carry.activations, tick.F.reads)
         if phase.F.embeds.any():
             x = jnp.where(tick.F.embeds, self._embed(tick.ends.embed, x), x)
 
@@ -260,10 +237,10 @@ class StageProgram:
                 return self.chunk(x, weights, inputs), []
             return vjp.forward(x, weights, inputs)
 
-        weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch, carry.gathered)
+        weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch, carry.gathered.F)
         (y, aux), residuals = self._unless_idle(tick.F.active, compute, x, weights, inputs)
         # An idle slot writes to the scratch slot, and its auxiliary loss does not count.
-        stores = _write_all(carry.residuals, tick.F.residuals, residuals)
+        stores = write_all(carry.residuals, tick.F.residuals, residuals)
         aux = carry.aux + jnp.where(tick.F.active, aux, 0)
         return carry._replace(residuals=stores, aux=aux), y
 
@@ -305,7 +282,7 @@ class StageProgram:
             loss, y_gradient, outer_gradient = self.head.losses_and_gradients(
                 self.outer, y, targets, weights, self.loss_scale
             )
-            return (loss_sum + loss, jax.tree.map(_add, outer, outer_gradient)), y_gradient
+            return (loss_sum + loss, jax.tree.map(add, outer, outer_gradient)), y_gradient
 
         def idle(sums: Sums) -> tuple[Sums, jax.Array]:
             return sums, jnp.full_like(y, self.settings.idle_fill)
@@ -333,20 +310,20 @@ class StageProgram:
           input [B, T, D]).
         """
         assert carry.gradients is not None
-        dy = _read(carry.gradients, tick.B.reads)
+        dy = read(carry.gradients, tick.B.reads)
         if phase.B.from_head.any():
             assert head_gradient is not None
             dy = jnp.where(tick.B.from_head, head_gradient, dy)
         # The auxiliary loss has a cotangent of its own, its weight in the total loss.
-        weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch, carry.buffers[0])
+        weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch, carry.gathered.B)
         operands = residuals, weights, inputs, (dy, self.aux_scale)
         if isinstance(vjp, SplitBackwardVjp):
             # I: weight gradients are left to the W slot.
             dx, stash = self._unless_idle(tick.B.active, vjp.input_gradient, *operands)
-            carry = carry._replace(stash=_write_all(carry.stash, tick.B.stash, stash))
+            carry = carry._replace(stash=write_all(carry.stash, tick.B.stash, stash))
         else:
             dx, dw = self._unless_idle(tick.B.active, vjp.backward, *operands)
-            carry = _add_to_layers(carry, tick.B.active, tick.B.chunk, dw)
+            carry = add_to_layers(carry, tick.B.active, tick.B.chunk, dw)
         if (phase.ends.embed_backward >= 0).any():
             carry = self._embed_backward(carry, tick.ends.embed_backward, dx)
         return carry, dx
@@ -371,13 +348,13 @@ class StageProgram:
         tick: LockstepPlan,
     ) -> Carry:
         """Run the W slot; return the carry with weight gradients added."""
-        residuals = _read_all(carry.residuals, tick.W.residuals)
-        stash = _read_all(carry.stash, tick.W.stash)
-        weights, inputs = self.chunk_operands(tick.W.chunk, tick.W.microbatch, carry.buffers[1])
+        residuals = read_all(carry.residuals, tick.W.residuals)
+        stash = read_all(carry.stash, tick.W.stash)
+        weights, inputs = self.chunk_operands(tick.W.chunk, tick.W.microbatch, carry.gathered.W)
         dw = self._unless_idle(
             tick.W.active, vjp.weight_gradients, residuals, weights, inputs, stash
         )
-        return _add_to_layers(carry, tick.W.active, tick.W.chunk, dw)
+        return add_to_layers(carry, tick.W.active, tick.W.chunk, dw)
 
     @jax.named_scope("transfer")
     def _transfer(
@@ -401,28 +378,29 @@ class StageProgram:
         # All stages send and receive; what no unit will read goes to the scratch slot.
         if phase.activations_arrive:
             assert activation is not None
-            store = _write(carry.activations, tick.F.arrival, ring(activation, size, +1))
+            store = write(carry.activations, tick.F.arrival, ring(activation, size, +1))
             carry = carry._replace(activations=store)
         if phase.gradients_arrive:
             assert gradient is not None
-            store = _write(carry.gradients, tick.B.arrival, ring(gradient, size, -1))
+            store = write(carry.gradients, tick.B.arrival, ring(gradient, size, -1))
             carry = carry._replace(gradients=store)
         return carry
 
     def _gather_for_first(self, phase: LockstepPlan, carry: Carry, chunk: PlanArray) -> Carry:
-        """Return the carry with gathered weights and buffers for the slots of a phase.
+        """Return the carry with gathered weights for the slots that a phase runs.
 
-        Within a phase each F leaves the weights of the next one. `chunk` is that of the first.
+        Within a phase each F leaves the weights of the next one. `chunk` is that of the first; B
+        and W overwrite theirs.
         """
 
         def first(gathered: Layers | None, active: PlanArray) -> Layers | None:
             return (gathered or self.gathered(chunk, None)) if active.any() else None
 
-        B_buffer, W_buffer = carry.buffers
-        return carry._replace(
-            gathered=first(carry.gathered, phase.F.active),
-            buffers=(first(B_buffer, phase.B.active), first(W_buffer, phase.W.active)),
+        F, B, W = carry.gathered
+        gathered = Gathered(
+            first(F, phase.F.active), first(B, phase.B.active), first(W, phase.W.active)
         )
+        return carry._replace(gathered=gathered)
 
     @jax.named_scope("gather")
     def gathered(self, chunk: PlanArray, buffer: Layers | None) -> Layers | None:
@@ -434,7 +412,7 @@ class StageProgram:
             return None
         # Barrier: see `chunk_operands`.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
-        return self.gather(jax.tree.map(lambda a: _read(a, chunk), layers), buffer)
+        return self.gather(jax.tree.map(lambda a: read(a, chunk), layers), buffer)
 
     def chunk_operands(
         self, chunk: PlanArray, microbatch: PlanArray, gathered: Layers | None
@@ -443,7 +421,7 @@ class StageProgram:
         # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
         # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
-        weights, index = jax.tree.map(lambda a: _read(a, chunk), (layers, self.layer_index))
+        weights, index = jax.tree.map(lambda a: read(a, chunk), (layers, self.layer_index))
         side = microbatches.side_inputs(self._microbatch(microbatch))
         return weights, ChunkInputs(index, side, self.key, gathered)
 
@@ -462,39 +440,3 @@ class StageProgram:
             return jax.tree.map(lambda s: filled(s.shape, s.dtype, self.settings.idle_fill), shapes)
 
         return lax.cond(active, compute, idle, *operands)
-
-
-def _read(store: jax.Array, slot: PlanArray) -> jax.Array:
-    """Return slot `slot` of a store: [slots + 1, ...] -> [...]."""
-    return lax.dynamic_index_in_dim(store, slot, keepdims=False)
-
-
-def _write(store: jax.Array | None, slot: PlanArray, value: jax.Array) -> jax.Array:
-    """Return the store [slots + 1, ...] with one slot overwritten by `value` [...]."""
-    return lax.dynamic_update_index_in_dim(store, value, slot, 0)
-
-
-def _read_all(stores: Sequence[jax.Array], slot: PlanArray) -> Arrays:
-    return [_read(store, slot) for store in stores]
-
-
-def _write_all(stores: Sequence[jax.Array], slot: PlanArray, values: Sequence[jax.Array]) -> Arrays:
-    return [_write(store, slot, value) for store, value in zip(stores, values, strict=True)]
-
-
-def _add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients: Params) -> Carry:
-    """Add a chunk's gradients [L, ...] to this stage's [V, L, ...], zeros if the slot is idle."""
-
-    def add(total: jax.Array, g: jax.Array) -> jax.Array:
-        return total.at[chunk].add(jnp.where(active, g, 0).astype(total.dtype))
-
-    return carry._replace(layer_gradients=jax.tree.map(add, carry.layer_gradients, gradients))
-
-
-def _add(total: jax.Array, g: jax.Array) -> jax.Array:
-    return total + g.astype(total.dtype)
-
-
-def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:
-    """Return an array of `value`, or of zeros if the dtype is not floating."""
-    return jnp.full(shape, value if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)

@@ -1,24 +1,18 @@
 """Weights that the scheduled engine gathers a slot ahead: `pipeline.fsdp_prefetch`."""
 
 import math
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from helpers.engines import (
     EngineUnderTest,
     assert_same,
     make_batch,
-    make_mesh,
     reference,
     tiny,
 )
 from jax.extend.core import Jaxpr
 
-from maxpipe.builder import build_engine_inputs
-from maxpipe.pipeline.engines.scheduled import engine as scheduled
 from maxpipe.pipeline.jaxprs import CHECKPOINTS, inner_jaxprs, open_jaxpr
 
 
@@ -76,29 +70,3 @@ def traced(**values):
 def test_layers_with_prefetch_gather_no_weights_of_their_own():
     assert gathers(traced(**{"pipeline.fsdp_prefetch": "false"}).jaxpr) > 0
     assert gathers(traced(**{"pipeline.fsdp_prefetch": "true"}).jaxpr) == 0
-
-
-@dataclass(frozen=True)
-class Tpu:
-    device_kind: str
-    platform: str = "tpu"
-    coords: tuple[int, ...] = (0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("share", "decision", "reason"), [(0.05, True, "at most"), (1e-9, False, "more than")]
-)
-def test_prefetch_on_auto_needs_a_small_share_of_a_tpu(share, decision, reason, monkeypatch):
-    monkeypatch.setattr(scheduled, "PREFETCH_SHARE", share)
-    notes = []
-    config = config_of()
-    inputs = build_engine_inputs(config, make_mesh(config), note=notes.append)
-    notes.clear()
-    assert not scheduled.gathers_ahead(inputs)
-    assert notes == []
-    tpus = np.array([Tpu("TPU v5p")] * 8).reshape(2, 4)
-    mesh = SimpleNamespace(shape=inputs.mesh.shape, devices=tpus)
-    assert scheduled.gathers_ahead(replace(inputs, mesh=mesh)) is decision
-    assert f"{reason} {share:.0%}" in notes[0]
-    long_ring = SimpleNamespace(shape={**inputs.mesh.shape, "fsdp": 8}, devices=tpus)
-    assert not scheduled.gathers_ahead(replace(inputs, mesh=long_ring))

@@ -1,0 +1,103 @@
+"""Hold what a stage keeps from tick to tick: stores of buffer slots, gathered weights, sums.
+
+Letters as in `stage_program`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxpipe.model.parameters import Params
+from maxpipe.pipeline.engines.scheduled.plan import PlanArray
+from maxpipe.pipeline.split_vjp import Arrays
+
+Layers = tuple[Params, ...]  # parameters of each layer of a chunk, without a layer dimension
+
+
+class Gathered(NamedTuple):
+    """The chunks whose parameters are in memory in full, by the slot of a tick that reads them.
+
+    None where a chunk gathers its own, and for a slot that no stage runs. Each slot's memory is
+    written again for its next unit.
+
+    Attributes:
+      F: gathered in the tick before, after its F.
+      B: gathered in the same tick, while F computes.
+      W: gathered in the same tick, while B computes.
+    """
+
+    F: Layers | None = None
+    B: Layers | None = None
+    W: Layers | None = None
+
+
+class Carry(NamedTuple):
+    """What a tick hands to the next: stores, then sums.
+
+    Attributes:
+      activations, gradients: arrived ones, [slots + 1, B, T, D]; the last slot is scratch.
+      residuals: for each residual of a unit [slots + 1, ...].
+      stash: the same for each array that an I leaves to its W; empty if backwards are not split.
+      outgoing_activation, outgoing_gradient: with delayed forwarding what the next transfer takes
+        along, [B, T, D]; else None.
+      layer_gradients: float32 [V, L, ...] of this stage's layers.
+      outer_gradients: float32, of the parameters that the head takes.
+      table_gradient: float32, of the local columns of the embedding table.
+      loss, aux: float32 scalars, sums of this stage.
+      gathered: parameters in full, as far as they are gathered ahead.
+    """
+
+    activations: jax.Array
+    gradients: jax.Array | None
+    residuals: Arrays
+    stash: Arrays
+    outgoing_activation: jax.Array | None
+    outgoing_gradient: jax.Array | None
+    layer_gradients: Params | None
+    outer_gradients: Params | None
+    table_gradient: jax.Array | None
+    loss: jax.Array
+    aux: jax.Array
+    gathered: Gathered = Gathered()
+
+
+def read(store: jax.Array, slot: PlanArray) -> jax.Array:
+    """Return slot `slot` of a store: [slots + 1, ...] -> [...]."""
+    return lax.dynamic_index_in_dim(store, slot, keepdims=False)
+
+
+def write(store: jax.Array | None, slot: PlanArray, value: jax.Array) -> jax.Array:
+    """Return the store [slots + 1, ...] with one slot overwritten by `value` [...]."""
+    return lax.dynamic_update_index_in_dim(store, value, slot, 0)
+
+
+def read_all(stores: Sequence[jax.Array], slot: PlanArray) -> Arrays:
+    """Return slot `slot` of each store."""
+    return [read(store, slot) for store in stores]
+
+
+def write_all(stores: Sequence[jax.Array], slot: PlanArray, values: Sequence[jax.Array]) -> Arrays:
+    """Return the stores with one slot of each overwritten by its value."""
+    return [write(store, slot, value) for store, value in zip(stores, values, strict=True)]
+
+
+def add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients: Params) -> Carry:
+    """Add a chunk's gradients [L, ...] to this stage's [V, L, ...], zeros if the slot is idle."""
+
+    def add_chunk(total: jax.Array, g: jax.Array) -> jax.Array:
+        return total.at[chunk].add(jnp.where(active, g, 0).astype(total.dtype))
+
+    return carry._replace(layer_gradients=jax.tree.map(add_chunk, carry.layer_gradients, gradients))
+
+
+def add(total: jax.Array, g: jax.Array) -> jax.Array:
+    """Return the sum in the dtype of `total`."""
+    return total + g.astype(total.dtype)
+
+
+def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:
+    """Return an array of `value`, or of zeros if the dtype is not floating."""
+    return jnp.full(shape, value if jnp.issubdtype(dtype, jnp.floating) else 0, dtype)

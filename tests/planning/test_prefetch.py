@@ -1,0 +1,85 @@
+"""When weights are gathered a slot ahead on auto, and what is said about it."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.engines import tiny
+
+from maxpipe.planning import prefetch
+
+
+@dataclass(frozen=True)
+class Device:
+    device_kind: str = "TPU v5p"
+    platform: str = "tpu"
+    coords: tuple[int, ...] = (0, 0, 0)
+
+
+def decided(device=Device(), ring=4, **values):
+    """Return (decision, notes) for two stages with weights split over `ring` devices."""
+    config = tiny(
+        **{
+            "pipeline.engine": "scheduled",
+            "pipeline.schedule": "lockstep_1f1b",
+            "pipeline.num_repeats": 1,
+            "pipeline.num_microbatches": 3,
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 4,
+            "data.global_batch_size": 48,
+        }
+        | values
+    )
+    devices = np.array([device] * 2 * ring).reshape(2, ring)
+    mesh = SimpleNamespace(shape={"stage": 2, "fsdp": ring}, devices=devices)
+    notes = []
+    return prefetch.gathers_ahead(config, mesh, notes.append), notes
+
+
+@pytest.mark.parametrize(
+    ("share", "decision", "reason"), [(0.05, True, "at most 5%"), (1e-9, False, "more than 0%")]
+)
+def test_prefetch_on_auto_needs_a_small_share_of_a_tpu(share, decision, reason, monkeypatch):
+    monkeypatch.setattr(prefetch, "MEMORY_SHARE", share)
+    does, (note,) = decided()
+    assert does is decision
+    assert note.startswith(f"pipeline.fsdp_prefetch={str(decision).lower()}: ")
+    assert reason in note
+
+
+def test_prefetch_on_auto_avoids_long_rings_and_says_so():
+    does, (note,) = decided(ring=8)
+    assert not does
+    assert "each of 8 devices of mesh axis fsdp" in note
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"device": Device("cpu", "cpu")},
+        {"ring": 1},
+        {"pipeline.fsdp_gather": "once"},
+        {"pipeline.scan_layers_per_stage": True},
+        {
+            "pipeline.engine": "circular",
+            "pipeline.schedule": "circular",
+            "pipeline.num_microbatches": 4,
+        },
+        {"pipeline.fsdp_prefetch": "false"},
+    ],
+    ids=["cpu", "whole_weights", "gathered_once", "loop_over_layers", "circular", "false"],
+)
+def test_prefetch_is_off_without_a_word_where_nothing_is_decided(values):
+    values = {"model.num_layers": 4, "pipeline.num_layers_per_stage": 2} | values
+    assert decided(**values) == (False, [])
+
+
+def test_prefetch_as_told_needs_no_words():
+    assert decided(**{"pipeline.fsdp_prefetch": "true"}) == (True, [])
+
+
+def test_gathered_chunks_count_what_tensor_parallelism_leaves_to_a_device():
+    notes = [decided(**{"mesh.ici.tensor": size, "model.mlp_dim": 2**24})[1][0] for size in (1, 2)]
+    whole, half = (float(note.split("take ")[1].split()[0]) for note in notes)
+    assert whole > 1.8 * half
