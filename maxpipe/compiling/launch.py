@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from maxpipe.compiling.analysis import analyse
 from maxpipe.compiling.prediction.page import page_html
 from maxpipe.compiling.prediction.trace import trace_bytes
+from maxpipe.compiling.programs import StagesTrainer, compile_programs, write_programs
 from maxpipe.compiling.report import Report, size
 from maxpipe.compiling.stages import analyse_stages
-from maxpipe.compiling.step import StagesTrainer, StepTrainer, compile_units, write_programs
+from maxpipe.compiling.step import StepTrainer
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
@@ -83,11 +84,11 @@ def _compile_stages(
     config = choose_stages(config, device_memory(mesh.devices.reshape(-1).tolist()), _print)
     built = build_trainer(_without_digest(config), mesh, note=lambda decision: None)
     trainer = cast(StagesTrainer, built)
-    units = compile_units(trainer)
+    programs = compile_programs(trainer)
     if flags.programs:
-        units = write_programs(units, trainer.engine.texts(), Path(flags.programs))
+        programs = write_programs(programs, trainer.engine.texts(), Path(flags.programs))
     try:
-        report = analyse_stages(config, mesh, trainer, units, _print)
+        report = analyse_stages(config, mesh, trainer, programs, _print)
     except OSError as error:
         message = f"cannot write to {flags.programs}: {error.strerror}"
         raise ConfigError(Problem("--programs", message)) from None

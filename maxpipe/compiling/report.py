@@ -169,11 +169,7 @@ class Report:
         if not self.collectives:
             return ["collectives none"] if self.compiler else []
         lines = ["collectives of one device in a step:"]
-        for c in self.collectives:
-            where = f"{c.axes or 'none'}{' (DCN)' if c.network == 'dcn' else ''}"
-            volume = f"operands {size(c.bytes)}, sends {size(c.sent_bytes)}"
-            lines.append(f"  {c.kind:<19} {where:<14} {c.count:>8.0f} x  {volume}")
-        return lines
+        return [*lines, *map(collective_line, self.collectives)]
 
     def _link_lines(self) -> list[str]:
         if not self.links:
@@ -233,6 +229,13 @@ class Report:
             mfu = f"{100 * self.bounds.mfu:.1f} -> {100 * gain.mfu:.1f} %"
             lines.append(f"  {gain.words:<32} would fit: {memory}, MFU at most {mfu}")
         return lines
+
+
+def collective_line(c: Collective) -> str:
+    """Return a line about the collectives of one kind, for people."""
+    where = f"{c.axes or 'none'}{' (DCN)' if c.network == 'dcn' else ''}"
+    volume = f"operands {size(c.bytes)}, sends {size(c.sent_bytes)}"
+    return f"  {c.kind:<19} {where:<14} {c.count:>8.0f} x  {volume}"
 
 
 def size(count: float) -> str:

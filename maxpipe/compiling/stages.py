@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, replace
 
 from jax.sharding import Mesh
 
+from maxpipe.compiling.collectives import Collective
 from maxpipe.compiling.prediction.predict import basis_of, is_predictable, speed_of, time_program
 from maxpipe.compiling.prediction.prediction import Prediction
 from maxpipe.compiling.prediction.stages import predict_stages, stage_words, unit_costs
 from maxpipe.compiling.prediction.timeline import Timeline
-from maxpipe.compiling.report import size
-from maxpipe.compiling.step import CompiledUnit, OutOfMemory, StagesTrainer
+from maxpipe.compiling.programs import CompiledProgram, StagesTrainer, collectives_of_step
+from maxpipe.compiling.report import collective_line, size
+from maxpipe.compiling.step import OutOfMemory
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
@@ -55,9 +57,9 @@ class StagesReport:
       schedule: its name.
       bubble: idle fraction of the schedule, from the simulator with units of unit cost.
       capacity: memory of a device; None if unknown.
-      units: compiled, in order of their dependencies.
+      programs: compiled, in order of their dependencies.
       stages: memory by stage.
-      needed_by_unit: bytes of a program that the compiler gave up; None if there is none.
+      needed_by_program: bytes of a program that the compiler gave up; None if there is none.
       predicted: None for devices other than TPUs.
       schedule_words: predicted times of stages, as `maxpipe.schedule` takes them.
     """
@@ -67,21 +69,25 @@ class StagesReport:
     schedule: str
     bubble: float
     capacity: float | None
-    units: Sequence[CompiledUnit]
+    programs: Sequence[CompiledProgram]
     stages: Sequence[StageBytes] = ()
-    needed_by_unit: float | None = None
+    needed_by_program: float | None = None
     predicted: Prediction | None = None
     schedule_words: str = ""
 
     @property
     def needed(self) -> float:
         """Return the bytes of the fullest stage, or of the program that does not fit."""
-        return self.needed_by_unit or max(stage.total for stage in self.stages)
+        return self.needed_by_program or max(stage.total for stage in self.stages)
 
     @property
     def fits(self) -> bool:
         """Whether every stage fits; True if the memory is not known."""
         return self.capacity is None or self.needed <= self.capacity
+
+    def collectives(self, stage: int) -> list[Collective]:
+        """Return those of one device of a stage in a step, without the optimizer's update."""
+        return collectives_of_step(p for p in self.programs if p.stage == stage)
 
     def as_json(self) -> dict[str, object]:
         """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
@@ -95,19 +101,21 @@ class StagesReport:
             "memory": {"needed_bytes": self.needed, "capacity_bytes": self.capacity},
             "stages": [
                 {f"{name}_bytes": value for name, value in asdict(stage).items()}
-                for stage in self.stages
+                | {"collectives": list(map(asdict, self.collectives(number)))}
+                for number, stage in enumerate(self.stages)
             ],
-            "units": [
-                {"stage": unit.stage, "name": str(unit.name)}
-                | {f"{name}_bytes": value for name, value in asdict(unit.memory).items()}
-                for unit in self.units
+            "programs": [
+                {"stage": program.stage, "name": str(program.name), "runs": program.runs}
+                | {f"{name}_bytes": value for name, value in asdict(program.memory).items()}
+                | {"collectives": list(map(asdict, program.collectives))}
+                for program in self.programs
             ],
             "predicted_step_seconds": self.predicted.seconds if self.predicted else None,
             "predicted": self.predicted.as_json() if self.predicted else None,
         }
 
     def lines(self) -> list[str]:
-        """Return the report for people, without a line for each unit."""
+        """Return the report for people, without a line for each program."""
         pipeline = f"{self.schedule} on the mpmd engine, bubble {100 * self.bubble:.1f} %"
         lines = [
             f"devices     {self.num_devices} x {short_name(self.device_kind)}",
@@ -120,6 +128,11 @@ class StagesReport:
                 f"{title:<12}stage {number}: {size(stage.total)}: {parts}, "
                 f"working {size(stage.working)} (from the compiler)"
             )
+        for number in range(len(self.stages)):
+            collectives = self.collectives(number)
+            none = "" if collectives else " none"
+            lines.append(f"collectives of one device of stage {number} in a step:{none}")
+            lines += map(collective_line, collectives)
         if self.predicted:
             lines += self.predicted.lines()
             lines.append("  without the optimizer's update; parts are those of the busiest stage")
@@ -131,7 +144,7 @@ class StagesReport:
         if self.capacity is None:
             return f"verdict     needs {size(self.needed)} on a device; their memory is not known"
         sizes = f"{size(self.needed)} of {size(self.capacity)}"
-        if self.needed_by_unit:
+        if self.needed_by_program:
             return f"verdict     does not fit: the next computation needs {sizes}"
         return (
             f"verdict     {'fits' if self.fits else 'does NOT fit'}: {sizes} on the fullest stage"
@@ -142,17 +155,17 @@ def analyse_stages(
     config: Config,
     mesh: Mesh,
     trainer: StagesTrainer,
-    units: Iterable[CompiledUnit],
+    programs: Iterable[CompiledProgram],
     note: Callable[[str], None],
 ) -> StagesReport:
-    """Report what a step costs, compiling its units one by one.
+    """Report what a step costs, compiling its programs one by one.
 
     Args:
       config: resolved, its stages chosen.
       mesh: of all stages.
       trainer: of the configuration.
-      units: of the trainer, compiled as they are taken.
-      note: prints a line for each unit.
+      programs: of the trainer, compiled as they are taken.
+      note: prints a line.
     """
     devices = mesh.devices.reshape(-1).tolist()
     table = run_table(config)
@@ -162,26 +175,27 @@ def analyse_stages(
         schedule=config.pipeline.schedule,
         bubble=simulate(table).bubble_fraction,
         capacity=device_memory(devices),
-        units=[],
+        programs=[],
     )
-    compiled: list[CompiledUnit] = []
+    compiled: list[CompiledProgram] = []
     try:
-        for unit in units:
-            compiled.append(unit)
-            note(unit.line())
+        for program in programs:
+            compiled.append(program)
+            for line in program.lines():
+                note(line)
     except OutOfMemory as error:
         return replace(
-            report, units=compiled, needed_by_unit=error.needed, capacity=error.available
+            report, programs=compiled, needed_by_program=error.needed, capacity=error.available
         )
     memory = StageMemory(config, table)
     sizes = [len(layers) for layers in trainer.engine.layer_index()]
     stages = []
     for stage in range(table.num_stages):
         of_stage = [n for n, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
-        working = max(u.memory.temp + u.memory.program for u in compiled if u.stage == stage)
+        working = max(p.memory.temp + p.memory.program for p in compiled if p.stage == stage)
         in_flight = memory.in_flight_bytes(stage, of_stage)
         stages.append(StageBytes(memory.state_bytes(stage, sum(of_stage)), in_flight, working))
-    report = replace(report, units=compiled, stages=stages)
+    report = replace(report, programs=compiled, stages=stages)
     return _with_prediction(report, config, mesh, trainer) if is_predictable(mesh) else report
 
 
@@ -194,11 +208,11 @@ def _with_prediction(
         return report
     basis = basis_of(mesh, chip)
     timelines: dict[UnitName, Timeline] = {}
-    for unit in report.units:
-        timeline = time_program(unit.hlo, trainer.engine.meshes[unit.stage], chip, basis)
+    for program in report.programs:
+        timeline = time_program(program.hlo, trainer.engine.meshes[program.stage], chip, basis)
         if isinstance(timeline, str):
             return replace(report, predicted=Prediction(None, basis, {}, unknown=[timeline]))
-        timelines[unit.name] = timeline
+        timelines[program.name] = timeline
     assert basis.constants is not None
     table = run_table(config)
     width = config.model.embed_dim * itemsize(config.model.dtype)

@@ -1,12 +1,11 @@
-"""Compile a train step, or the separate programs of its stages, from shapes alone."""
+"""Compile a train step from shapes alone."""
 
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -14,11 +13,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.compiling.report import CompilerMemory, size
+from maxpipe.compiling.report import CompilerMemory
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.imports import install_command
-from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
-from maxpipe.pipeline.engines.mpmd.program import UnitName
 
 PROGRESS_SECONDS = 15.0
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -31,12 +28,6 @@ class StepTrainer(Protocol):
     jitted_step: jax.stages.Wrapped
 
     def abstract_state(self) -> object: ...
-
-
-class StagesTrainer(Protocol):
-    """What is compiled of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
-
-    engine: MpmdEngine
 
 
 class OutOfMemory(Exception):
@@ -125,47 +116,6 @@ def progress(
         reporter.join()
 
 
-@dataclass(frozen=True)
-class CompiledUnit:
-    """One unit of a training step on the mpmd engine, compiled for the devices of its stage.
-
-    Attributes:
-      stage: that runs it.
-      name: kind and global chunk.
-      memory: on a device of the stage.
-      hlo: optimized text.
-    """
-
-    stage: int
-    name: UnitName
-    memory: CompilerMemory
-    hlo: str
-
-    def line(self) -> str:
-        """Return the memory for people."""
-        memory = self.memory
-        return (
-            f"{f'stage {self.stage}':<12}{self.name!s:<5} arguments {size(memory.arguments)}"
-            f", results {size(memory.results)}, temp {size(memory.temp)}"
-        )
-
-
-def compile_units(trainer: StagesTrainer) -> Iterator[CompiledUnit]:
-    """Compile every computation of a training step, one by one.
-
-    Args:
-      trainer: of a configuration whose stages are chosen.
-
-    Raises:
-      OutOfMemory: the compiler says that the computation after the last one does not fit.
-    """
-    try:
-        for stage, name, compiled in trainer.engine.compile():
-            yield CompiledUnit(stage, name, memory_of(compiled), compiled.as_text() or "")
-    except jax.errors.JaxRuntimeError as error:
-        raise (out_of_memory(str(error)) or error) from None
-
-
 def memory_of(compiled: jax.stages.Compiled) -> CompilerMemory:
     """Return the memory of a compiled program on one device."""
     memory = compiled.memory_analysis()
@@ -176,33 +126,6 @@ def memory_of(compiled: jax.stages.Compiled) -> CompilerMemory:
         program=memory.generated_code_size_in_bytes,
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
     )
-
-
-def write_programs(
-    units: Iterable[CompiledUnit], texts: Mapping[UnitName, str], directory: Path
-) -> Iterator[CompiledUnit]:
-    """Write computations as they are compiled, and yield them.
-
-    `stage_S/NAME.txt` is a computation as sliced, `stage_S/NAME.hlo` as compiled.
-
-    Args:
-      units: compiled.
-      texts: as sliced.
-      directory: made if it does not exist; such files of earlier calls are removed.
-
-    Raises:
-      OSError: something cannot be written.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    # Earlier files may be of stages or units that this configuration does not have.
-    for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
-        earlier.unlink()
-    for unit in units:
-        folder = directory / f"stage_{unit.stage}"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{unit.name}.txt").write_text(texts[unit.name], encoding="utf-8")
-        (folder / f"{unit.name}.hlo").write_text(unit.hlo, encoding="utf-8")
-        yield unit
 
 
 def out_of_memory(message: str) -> OutOfMemory | None:

@@ -78,9 +78,8 @@ def split_module(make: Callable[[], nnx.Module]) -> tuple[Callable[..., Any], Pa
     variables, _ = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     treedef = jax.tree.structure(state)
     spec_dict = nnx.to_pure_dict(state)
-    specs = jax.tree.unflatten(
-        jax.tree.structure(spec_dict), [v.get_metadata()["spec"] for v in variables]
-    )
+    leaves = [v.get_metadata()["spec"] for v in variables]
+    specs = jax.tree.unflatten(jax.tree.structure(spec_dict), leaves)
 
     def apply(params: Params, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
         module = nnx.merge(graph, jax.tree.unflatten(treedef, jax.tree.leaves(params)))

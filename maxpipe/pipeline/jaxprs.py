@@ -1,6 +1,6 @@
 """Read traced programs (jaxprs), open the calls in them, and cut programs out of them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ _EXPENSIVE = (
     "ffi_call",
 )
 
+_COLLECTIVES = ("all_gather", "reduce_scatter", "psum")
+
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """Return the program without its constants, if it has any."""
@@ -47,13 +49,23 @@ def shaped(atom: Atom) -> ShapedArray:
     return aval
 
 
-def inline(program: ClosedJaxpr, calls: Sequence[str]) -> ClosedJaxpr:
-    """Return the program with every call of a primitive in `calls` replaced by the call's body."""
+def inline(
+    program: ClosedJaxpr,
+    calls: Sequence[str],
+    make_jaxpr: Callable[..., Callable[..., ClosedJaxpr]] = jax.make_jaxpr,
+) -> ClosedJaxpr:
+    """Return the program with every call of a primitive in `calls` replaced by the call's body.
+
+    Args:
+      program: as traced.
+      calls: names of primitives.
+      make_jaxpr: traces a function in the surroundings in which the program was traced.
+    """
 
     def run(*args: jax.Array) -> list[jax.Array]:
         return _evaluate(program, args, calls)
 
-    return jax.make_jaxpr(run)(
+    return make_jaxpr(run)(
         *(jax.ShapeDtypeStruct(shaped(v).shape, shaped(v).dtype) for v in program.jaxpr.invars)
     )
 
@@ -131,3 +143,11 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     if name.startswith(("scatter", "cum", "reduce_window")) or name in _EXPENSIVE:
         return False
     return not eqn.effects and not any(inner_jaxprs(eqn))
+
+
+def is_cheap_or_collective(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is cheap, or only moves its operands between devices."""
+    if eqn.primitive.name == "shard_map":
+        inner = [e for jaxpr in inner_jaxprs(eqn) for e in open_jaxpr(jaxpr).eqns]
+        return all(map(is_cheap_or_collective, inner))
+    return eqn.primitive.name in _COLLECTIVES or is_cheap(eqn)

@@ -4,7 +4,7 @@ Such a program is manual over named mesh axes: arrays are one device's parts, an
 devices is written out. Over the mesh axes that are not manual XLA's partitioner works as elsewhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -42,9 +42,11 @@ class Gather:
       spec: the parameter's PartitionSpec, without leading layer dimensions.
       param_dtype: dtype in which it is stored.
       dtype: dtype in which it is gathered and used.
+      manual: mesh axes over which the program is manual.
       in_steps: whether `gathered` scatters the gradient from neighbour to neighbour.
 
     Attributes:
+      spec: as given.
       axes: the manual axes that split it.
     """
 
@@ -53,13 +55,14 @@ class Gather:
         spec: PartitionSpec,
         param_dtype: DTypeLike,
         dtype: DTypeLike,
+        manual: Collection[str] = MANUAL_AXES,
         *,
         in_steps: bool = False,
     ):
         self._dtype = dtype
-        self._spec = spec
+        self.spec = spec
         self._dims: list[tuple[int, tuple[str, ...]]] = []
-        for dim, entry in enumerate(manual_part(spec)):
+        for dim, entry in enumerate(only(spec, manual)):
             if entry is not None:
                 self._dims.append((dim, entry if isinstance(entry, tuple) else (entry,)))
         self.axes = {axis for _, axes in self._dims for axis in axes}
@@ -93,7 +96,7 @@ class Gather:
           shard: this device's part, with any number of leading layer dimensions.
           leading: for each of them the partitioner's mesh axis that splits it, or None.
         """
-        x = shard.astype(self._dtype) if jnp.issubdtype(shard.dtype, jnp.floating) else shard
+        x = shard.astype(self.dtype_of(shard))
 
         def gather(x: jax.Array) -> jax.Array:
             for dim, axes in self._dims:
@@ -102,6 +105,10 @@ class Gather:
             return x
 
         return self._on_parts(gather, leading)(x)
+
+    def dtype_of(self, shard: jax.Array | jax.ShapeDtypeStruct) -> DTypeLike:
+        """Return the dtype in which a parameter is gathered: integers stay as they are."""
+        return self._dtype if jnp.issubdtype(shard.dtype, jnp.floating) else shard.dtype
 
     def gather_in_steps(self, shard: jax.Array, into: jax.Array) -> jax.Array:
         """Return what `gather` returns, sent from neighbour to neighbour.
@@ -160,7 +167,7 @@ class Gather:
         # All of them, even axes of size one: XLA of jax 0.12 aborts the process if any is left to
         # the partitioner.
         automatic = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
-        spec = only(PartitionSpec(*leading, *self._spec), automatic)
+        spec = only(PartitionSpec(*leading, *self.spec), automatic)
         if not self._dims or not any(spec):
             return f
         return jax.shard_map(

@@ -81,5 +81,7 @@ class Weights:
 
     def _gather(self, spec: ParamSpec, p: jax.Array) -> jax.Array:
         # XLA's partitioner gathers where the layout asks for less splitting than the operand has.
-        target = without(self._rules.spec(spec.axes, spec.shape), STORAGE_AXES)
+        # Over manual axes there is nothing left to gather.
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        target = without(self._rules.spec(spec.axes, spec.shape), (*STORAGE_AXES, *manual))
         return self._rules.lay_out(p, target, spec.axes)

@@ -82,6 +82,7 @@ class Simulation:
       head_start, head_end: float [M]: when the loss of each microbatch is computed.
       makespan: time from the first unit to the end of the last.
       work: float [S], time that each stage computes, its part of the head included.
+      last_end: float [S], when each stage's last unit ends.
       span: float [S], time from a stage's first unit to its last; lockstep: the makespan.
       peak_in_flight: int [S], most chunks whose F has started and whose B (or W) has not ended.
       peak_stash: int [S], most chunks whose I has started and whose W has not ended.
@@ -95,6 +96,7 @@ class Simulation:
     head_end: np.ndarray
     makespan: float
     work: np.ndarray
+    last_end: np.ndarray
     span: np.ndarray
     peak_in_flight: np.ndarray = field(init=False)
     peak_stash: np.ndarray = field(init=False)
@@ -174,7 +176,9 @@ def simulate(table: Table, costs: Costs | None = None) -> Simulation:
     last[table.stage_of_chunk[-1]] = max(last[table.stage_of_chunk[-1]], head_end.max())
     span = np.full(table.num_stages, makespan) if table.lockstep else last - first
     bytes_sent = _transfers(table) * costs.activation_bytes
-    return Simulation(table, start, end, head_start, head_end, makespan, work, span, bytes_sent)
+    return Simulation(
+        table, start, end, head_start, head_end, makespan, work, last, span, bytes_sent
+    )
 
 
 def _transfers(table: Table) -> np.ndarray:

@@ -51,20 +51,38 @@ class StageMemory:
         return self.state_bytes(stage, sum(sizes)) + self.in_flight_bytes(stage, sizes) + working
 
     def state_bytes(self, stage: int, layers: int) -> float:
-        """Return the bytes of parameters, optimizer state and gradients, sharded as at rest."""
-        tied = self._config.model.tie_embeddings
-        owned = layers * self._parameters("layers")
+        """Return the bytes of parameters, optimizer state and sums of gradients.
+
+        Weights that are gathered once a step are there twice, and the sums of their gradients are
+        whole; otherwise all are sharded as at rest.
+        """
+        model = self._config.model
+        owned, copied = self._held(stage, layers)
+        at_rest = (owned + copied) * itemsize(model.param_dtype)
+        at_rest += owned * optimizer_bytes(self._config)
+        if not self._gathers_once:
+            return at_rest + (owned + copied) * 4.0
+        return at_rest + sum(self._held(stage, layers, gathered=True)) * (itemsize(model.dtype) + 4)
+
+    def _held(self, stage: int, layers: int, *, gathered: bool = False) -> tuple[float, float]:
+        """Return the parameters that a stage owns, and those that it has as a copy."""
+        owned = layers * self._parameters("layers", gathered=gathered)
         copied = 0.0
         if self._is_first(stage):
-            owned += self._parameters("embed")
+            owned += self._parameters("embed", gathered=gathered)
         if self._is_last(stage):
-            owned += self._parameters("head")
-            if tied and not self._is_first(stage):
+            owned += self._parameters("head", gathered=gathered)
+            if self._config.model.tie_embeddings and not self._is_first(stage):
                 # The embeddings are copied to the stage of the head, with a gradient and without
                 # an optimizer.
-                copied = self._parameters("embed")
-        parameter_and_gradient = itemsize(self._config.model.param_dtype) + 4.0
-        return (owned + copied) * parameter_and_gradient + owned * optimizer_bytes(self._config)
+                copied = self._parameters("embed", gathered=gathered)
+        return owned, copied
+
+    @property
+    def _gathers_once(self) -> bool:
+        mesh = self._config.mesh
+        is_split = any(mesh.size(axis) > 1 for axis in STORAGE_AXES if axis != "stage")
+        return is_split and self._config.pipeline.fsdp_gather == "once"
 
     def in_flight_bytes(self, stage: int, sizes: Sequence[int]) -> float:
         """Return the bytes of chunks in flight, and of inputs and gradients not yet used."""
@@ -88,10 +106,13 @@ class StageMemory:
         config = self._config
         size = itemsize(config.model.dtype)
         ends = 0.0
+        projection = "embed" if config.model.tie_embeddings else "head"
+        if self._gathers_once:
+            # They are part of the stage's state; the head's gradient is not.
+            return self._parameters(projection, gathered=True) * size * self._is_last(stage)
         if self._is_first(stage):
             ends = self._parameters("embed", gathered=True) * size
         if self._is_last(stage):
-            projection = "embed" if config.model.tie_embeddings else "head"
             # With the head's gradient, float32.
             ends = max(ends, self._parameters(projection, gathered=True) * (size + 4.0))
         if config.mesh.size("fsdp") == 1:

@@ -144,6 +144,12 @@ def only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return _filtered(spec, lambda axis: axis in axes)
 
 
+def axes_of(spec: PartitionSpec) -> set[str]:
+    """Return the mesh axes that `spec` lays dimensions over."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry]
+    return {axis for entry in entries for axis in entry}
+
+
 def _filtered(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
     entries: list[MeshAxes] = []
     for entry in spec:

@@ -12,7 +12,7 @@ from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 SMALL = [
     "compile.topology=cpu",
     "mesh.simulated_devices=8",
-    "mesh.ici.fsdp=4",
+    "mesh.ici.data=2",
     "model.num_layers=2",
     "model.embed_dim=16",
     "model.num_query_heads=2",
@@ -41,7 +41,8 @@ def written(tmp_path_factory):
 
 def test_every_computation_is_there_as_sliced_and_as_compiled(written):
     files = sorted(str(path.relative_to(written)) for path in written.glob("*/*.*"))
-    names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in "FIW"]
+    kinds = ("F", "I", "W", "reduce")
+    names = [f"stage_{stage}/{kind}{stage}" for stage in range(2) for kind in kinds]
     assert files == sorted(f"{name}{suffix}" for name in names for suffix in (".txt", ".hlo"))
 
 
@@ -50,11 +51,11 @@ def test_the_sliced_program_says_where_values_come_from_and_go(written):
         (written / f"stage_{stage}" / name).read_text()
         for stage, name in ((0, "F0.txt"), (1, "W1.txt"))
     )
-    assert "  reads  ['params']['embed']['embedding'] f32[320,16]\n" in forward
-    assert "  writes F0.1 f32[8,16,16] for F1, I1\n" in forward
-    assert "sharding_constraint[P('fsdp', None, None)]" in forward
-    assert "  reads  I1.1 f32[8,16,32]\n" in late
-    assert "  adds to gradient of ['params']['chunks'][1]['mlp']['gate'] f32[1,16,32]\n" in late
+    assert "  reads  ['params']['embed']['embedding'] f32[320,8]\n" in forward
+    assert "  writes F0.1 f32[2,16,16] for F1, I1\n" in forward
+    assert "sharding_constraint[P(None, None, None)]" in forward
+    assert "  reads  I1.1 f32[2,16,32]\n" in late
+    assert "  adds to gradient of ['params']['chunks'][1]['mlp']['gate'] f32[1,8,32]\n" in late
     assert "dot_general" in late
 
 
@@ -63,7 +64,7 @@ def test_the_hlo_is_of_the_stages_own_devices(written):
     assert hlo.startswith("HloModule jit_I1, ")
     assert "num_partitions=4" in hlo.partition("\n")[0]
     # Two rows of a microbatch of eight are on each of the four devices.
-    assert "f32[2,16,16]" in hlo.partition("\n")[0]
+    assert "f32[1,2,16,16]" in hlo.partition("\n")[0]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,10 @@ def test_the_report_has_memory_by_stage_and_units(written):
     report = json.loads((written / "report.json").read_text())
     assert report["fits"] is None  # the memory of simulated devices is not known
     assert report["predicted_step_seconds"] is None
-    assert [unit["name"] for unit in report["units"]] == ["F0", "F1", "I1", "W1", "I0", "W0"]
-    totals = [sum(stage.values()) for stage in report["stages"]]
+    names = ["F0", "F1", "I1", "W1", "I0", "W0", "reduce0", "reduce1"]
+    assert [program["name"] for program in report["programs"]] == names
+    parts = ("state", "in_flight", "working")
+    totals = [sum(stage[f"{part}_bytes"] for part in parts) for stage in report["stages"]]
     assert len(totals) == 2
     assert report["memory"]["needed_bytes"] == max(totals)
     for number, stage in enumerate(report["stages"]):
@@ -113,9 +116,39 @@ def test_the_report_has_memory_by_stage_and_units(written):
         assert stage["state_bytes"] > 4 * 4 * layer / 4
         assert stage["in_flight_bytes"] > 0
         temp = [
-            u["temp_bytes"] + u["program_bytes"] for u in report["units"] if u["stage"] == number
+            program["temp_bytes"] + program["program_bytes"]
+            for program in report["programs"]
+            if program["stage"] == number
         ]
         assert stage["working_bytes"] == max(temp)
+
+
+def test_the_report_counts_collectives_by_program_and_step(written):
+    """Units gather and scatter over fsdp; sums over data are taken once, of what devices have."""
+    report = json.loads((written / "report.json").read_text())
+    found = {
+        program["name"]: {(c["kind"], c["axes"]): c for c in program["collectives"]}
+        for program in report["programs"]
+    }
+    runs = {program["name"]: program["runs"] for program in report["programs"]}
+    assert runs["W1"] == runs["F0"] == 2
+    assert runs["reduce1"] == 1
+    for name, collectives in found.items():
+        sums = [axes for kind, axes in collectives if kind == "all-reduce"]
+        assert name.startswith("reduce") == any("data" in axes for axes in sums)
+    assert ("all-gather", "fsdp") in found["F0"]
+    assert ("reduce-scatter", "fsdp") in found["W1"]
+    for number, stage in enumerate(report["stages"]):
+        programs = [p for p in report["programs"] if p["stage"] == number]
+        assert stage["collectives"]
+        for total in stage["collectives"]:
+            key = total["kind"], total["axes"]
+            parts = [
+                p["runs"] * found[p["name"]][key]["bytes"]
+                for p in programs
+                if key in found[p["name"]]
+            ]
+            assert total["bytes"] == pytest.approx(sum(parts))
 
 
 def test_stages_that_do_not_fit_end_with_3(tmp_path, monkeypatch, capsys):

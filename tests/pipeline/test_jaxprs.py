@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxpipe.pipeline.engines.mpmd.row_parallel import tracer
 from maxpipe.pipeline.jaxprs import (
     CALLS,
     CHECKPOINTS,
@@ -11,6 +12,7 @@ from maxpipe.pipeline.jaxprs import (
     inline,
     inner_jaxprs,
     is_cheap,
+    is_cheap_or_collective,
     open_jaxpr,
     part,
 )
@@ -61,3 +63,23 @@ def test_is_cheap_of_products_calls_and_effects_is_false() -> None:
 
     equations = jax.make_jaxpr(f)(jnp.ones((2, 2))).jaxpr.eqns
     assert [eqn.primitive.name for eqn in equations if is_cheap(eqn)] == ["add"]
+
+
+def test_gathers_of_parts_are_cheap_or_collective_and_attention_over_parts_is_not() -> None:
+    mesh = jax.sharding.AbstractMesh((2, 2), ("fsdp", "tensor"))
+
+    def over_tensor(f):
+        spec = jax.sharding.PartitionSpec()
+        return jax.shard_map(
+            f, in_specs=spec, out_specs=spec, axis_names={"tensor"}, check_vma=False
+        )
+
+    def f(x):
+        x = jax.lax.all_gather(x, "fsdp", tiled=True)
+        x = over_tensor(lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True))(x)
+        return over_tensor(lambda x: x @ x)(x)
+
+    body = tracer(mesh, ["fsdp"])(f)(jax.ShapeDtypeStruct((2, 2), jnp.float32))
+    assert names(body.jaxpr.eqns) == ["all_gather", "shard_map", "shard_map"]
+    assert [is_cheap(eqn) for eqn in body.jaxpr.eqns] == [False, False, False]
+    assert [is_cheap_or_collective(eqn) for eqn in body.jaxpr.eqns] == [True, True, False]

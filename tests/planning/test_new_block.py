@@ -128,7 +128,7 @@ def test_widths_are_those_of_what_the_programs_of_the_stages_hand_over(policy, d
         }
     )
     computations = build_trainer(config, make_mesh(config)).engine.training.program.computations
-    column = 4 * T * jnp.dtype(dtype).itemsize  # of a microbatch, over both devices of a stage
+    column = 2 * T * jnp.dtype(dtype).itemsize  # of a device's half of a microbatch of 4
 
     def width(values):
         long, short = (

@@ -49,8 +49,10 @@ def trainer_of(**values):
     return config, build_trainer(config, make_mesh(config))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
+@pytest.mark.parametrize(
+    ("tied", "gather"), [(False, "per_iteration"), (True, "per_iteration"), (True, "once")]
+)
+def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied, gather):
     config, trainer = trainer_of(
         **{
             "model.num_layers": 5,
@@ -60,6 +62,7 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
             "mesh.ici.fsdp": 2,
             "mesh.ici.tensor": 2,
             "pipeline.layers_per_stage": [3, 2],
+            "pipeline.fsdp_gather": gather,
         }
     )
     memory = StageMemory(config, build_table(config))
@@ -71,6 +74,10 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied):
             state += 2 * shard_bytes(
                 trainer.engine.abstract[0]["embed"]
             )  # a copy, and its gradient
+        if gather == "once":
+            # The gathered weights, and whole sums of gradients instead of halves.
+            copied = shard_bytes(trainer.engine.abstract[0]["embed"]) if stage == 1 else 0
+            state += 3 * (shard_bytes(owned) + copied)
         # Norms are on every device.
         assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
 
@@ -133,9 +140,8 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
         }
     )
     computations = trainer.engine.training.program.computations
-    column = (
-        4 * 16 * (4 if dtype == "float32" else 2)
-    )  # bytes of a microbatch, over both devices of a stage
+    # Bytes of a device's rows of a microbatch.
+    column = 2 * 16 * (4 if dtype == "float32" else 2)
 
     def width(values):
         long, short = (

@@ -5,7 +5,7 @@ from functools import partial
 
 from jax.sharding import Mesh
 
-from maxpipe.compiling.hlo import parse
+from maxpipe.compiling.hlo import Module, parse
 from maxpipe.compiling.prediction.activity import Phase, phases_of, times_taken
 from maxpipe.compiling.prediction.constants import compiler_version, constants_of
 from maxpipe.compiling.prediction.operations import Part, Prices
@@ -91,11 +91,21 @@ def time_program(
     """
     if basis.constants is None:
         return f"the clock of {chip.name} is not known"
-    if f'"{ESTIMATE}"' not in hlo:
-        return f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program"
     module = parse(hlo)
+    # A program that only sums over devices, such as a reduction, has nothing to estimate.
+    if has_fusions(module) and f'"{ESTIMATE}"' not in hlo:
+        return f"libtpu {basis.libtpu} writes no {ESTIMATE} into the program"
     prices = Prices(module, mesh, chip, basis.constants)
     return walk(module, prices, Origins(hlo, module), taken)
+
+
+def has_fusions(module: Module) -> bool:
+    """Return whether a program computes anything next to which XLA writes an estimate."""
+    return any(
+        instruction.opcode == "fusion"
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+    )
 
 
 def speed_of(

@@ -9,7 +9,7 @@ from maxpipe.compiling.prediction.predict import collectives_of, parts_of, unkno
 from maxpipe.compiling.prediction.prediction import Basis, CollectiveTime, Prediction
 from maxpipe.compiling.prediction.timeline import Timeline
 from maxpipe.pipeline.engines.mpmd.program import UnitName
-from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.table import KINDS, Table
 from maxpipe.planning.simulate import Costs, simulate
 
 
@@ -18,11 +18,12 @@ def predict_stages(
 ) -> Prediction:
     """Compose the units' times in the order of the schedule.
 
-    The optimizer's update and the start of the step are not in it.
+    What a stage runs once a step, to gather weights and to reduce gradients, is added to its own
+    time alone. The optimizer's update and the start of the step are not in it.
 
     Args:
       table: the schedule, free-running.
-      timelines: of the program of each unit.
+      timelines: of the program of each unit, and of those that run once a step.
       basis: what they rest on; its constants are known.
       transfer_bytes: what one device sends to a neighbouring stage after a unit.
 
@@ -33,26 +34,33 @@ def predict_stages(
     unknown = list(dict.fromkeys(u for timeline in timelines.values() for u in unknowns(timeline)))
     costs = unit_costs(table, timelines, transfer_bytes / basis.constants.link_bandwidth)
     run = simulate(table, costs)
-    busiest = int(run.work.argmax())
+    once = np.zeros(table.num_stages)
+    for name, timeline in timelines.items():
+        if name.kind not in KINDS:
+            once[table.stage_of_chunk[name.chunk]] += timeline.seconds
+    work = run.work + once
+    busiest = int(work.argmax())
+    makespan = float((run.last_end + once).max())
     parts = dict.fromkeys(Part, 0.0)
     waits: dict[tuple[str, str], float] = {}
     for name, timeline in timelines.items():
         if table.stage_of_chunk[name.chunk] != busiest:
             continue
+        runs = name.runs(table.num_microbatches)
         for part, seconds in parts_of(timeline).items():
-            parts[part] += table.num_microbatches * seconds
+            parts[part] += runs * seconds
         for time in collectives_of(timeline):
             key = time.kind, time.axes
-            waits[key] = waits.get(key, 0.0) + table.num_microbatches * time.seconds
+            waits[key] = waits.get(key, 0.0) + runs * time.seconds
     return Prediction(
-        seconds=None if unknown else run.makespan,
+        seconds=None if unknown else makespan,
         basis=basis,
         parts=parts,
         collectives=sorted(
             (CollectiveTime(*key, seconds) for key, seconds in waits.items()),
             key=lambda time: -time.seconds,
         ),
-        bubble=run.makespan - float(run.work[busiest]),
+        bubble=makespan - float(work[busiest]),
         has_bubble_in_parts=False,
         unknown=unknown,
     )

@@ -174,7 +174,8 @@ class PipelineConfig:
     )
     fsdp_gather: str = option(
         "per_iteration",
-        "how often FSDP weights are gathered, and their gradients reduced",
+        "how often FSDP weights are gathered, and their gradients scattered; over other axes "
+        "gradients are summed once a step on the scheduled and the mpmd engine",
         choices=("per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(

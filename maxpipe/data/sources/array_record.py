@@ -54,10 +54,8 @@ class ArrayRecords:
             (record,) = self._source.__getitems__([index])
             return bytes_feature(record, "text").decode("utf-8")
         except (ValueError, KeyError, RuntimeError) as error:
-            message = (
-                f"{self._locate(index)} is no tf.train.Example with a feature "
-                f'"text" in UTF-8 ({error})'
-            )
+            place = self._locate(index)
+            message = f'{place} is no tf.train.Example with a feature "text" in UTF-8 ({error})'
             kind = ConfigError if isinstance(error, RuntimeError) else BadDocument
             raise kind(Problem("data.path", message)) from error
 

@@ -47,6 +47,19 @@ def test_stages_are_composed_in_the_order_of_the_schedule():
     assert "bubble, besides the above" in "\n".join(predicted.lines())
 
 
+def test_stages_gather_and_reduce_once_a_step():
+    ends = {
+        UnitName("gather", 0): timeline(0.0, wait=0.25),
+        UnitName("reduce", 0): timeline(0.0, wait=3.0),
+        UnitName("reduce", 1): timeline(0.0, wait=2.0),
+    }
+    predicted = predict_stages(table(), TIMELINES | ends, BASIS, transfer_bytes=0.5e9)
+    # Stage 0 ends last; what stage 1 does at its end is hidden by it.
+    assert predicted.seconds == pytest.approx(22 + 0.25 + 3)
+    assert predicted.parts[Part.COLLECTIVES] == pytest.approx(3 * 1.0 + 2.0)
+    assert predicted.bubble == pytest.approx(predicted.seconds - 20)
+
+
 def test_stages_with_a_unit_of_unknown_time_have_no_predicted_step():
     unknown = timeline(1.0, price=None)
     predicted = predict_stages(table(), TIMELINES | {UnitName("F", 0): unknown}, BASIS, 0.0)

@@ -96,7 +96,7 @@ def refusal(**values):
         ),
         (MPMD | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
         (MPMD | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
-        (MPMD | {"pipeline.fsdp_gather": "once"}, "pipeline.fsdp_gather", "use per_iteration"),
+        (MPMD | {"pipeline.fsdp_gather": "per_repeat"}, "pipeline.fsdp_gather", "use once"),
         (
             MPMD | {"pipeline.scan_iterations": False},
             "pipeline.scan_iterations",
@@ -166,8 +166,8 @@ def test_split_backward_with_saved_products_is_accepted(values):
     assert tiny(**values).pipeline.engine in ("scheduled", "mpmd")
 
 
-def test_fsdp_gather_on_mpmd_is_refused_next_to_wrong_repeats():
-    wrong = MPMD | {"pipeline.fsdp_gather": "once", "pipeline.num_repeats": 3}
+def test_gathers_per_repeat_on_mpmd_are_refused_next_to_wrong_repeats():
+    wrong = MPMD | {"pipeline.fsdp_gather": "per_repeat", "pipeline.num_repeats": 3}
     assert list(refusal(**wrong)) == ["pipeline.num_repeats", "pipeline.fsdp_gather"]
 
 

@@ -19,8 +19,10 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, Engine, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.model import MarkedModel
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
+from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, check_gather, manual_axes
 from maxpipe.pipeline.engines.mpmd.runner import Observer
 from maxpipe.pipeline.engines.mpmd.staged import Arguments, ArraysByPath, StagedProgram, by_path
+from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import forward_only
 
 StageParams = tuple[Params, ...]  # for each stage, the parameters that it owns
@@ -45,6 +47,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
       training: the sliced gradient.
       loss_stage: the stage of the loss.
       observer: told of each unit of a training step that is dispatched, if not None.
+
+    Raises:
+      ConfigError: weights cannot be gathered once a step under the sharding rules.
     """
 
     layer_axes = ("layers_per_stage",)
@@ -55,7 +60,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self.meshes = stage_meshes(inputs.mesh)
         stage_of_chunk = self.table.stage_of_chunk.tolist()
         self.loss_stage = stage_of_chunk[-1]
-        self.model = MarkedModel(inputs, stage_of_chunk)
+        manual = manual_axes(inputs.rules)
+        check_gather(inputs.config.fsdp_gather, manual, inputs.rules)
+        self.model = MarkedModel(inputs, stage_of_chunk, manual)
         self.observer: Observer | None = None
         self._row_multiple = self.table.num_microbatches * inputs.rules.size("activation_batch")
         self.batch_spec = inputs.rules.spec(("activation_batch", "activation_length"))
@@ -75,6 +82,16 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), all_params
         )
         self._paths = list(by_path({"params": self._all_params}))
+        specs = self._param_specs()
+        self._specs = dict(zip(self._paths, specs, strict=True))
+        self._rows: RowParallel | None = None
+        if manual:
+            dtype, is_once = inputs.program.config.dtype, inputs.config.fsdp_gather == "once"
+            gathers = {
+                path: Gather(self._specs[path], p.dtype, dtype, manual)
+                for path, p in by_path({"params": self._all_params}).items()
+            }
+            self._rows = RowParallel(manual, gathers, is_once)
         # 2. The programs. Evaluations are traced for each shape of a batch, when it comes.
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}
         self.training = self._training_program(
@@ -102,8 +119,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self, params: StageParams, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, StageParams]:
         # 1. Run all units; each stage has sums of what its own units add to.
+        data = jax.random.key_data(key)
         keys = [
-            jax.device_put(key, NamedSharding(mesh, PartitionSpec())) if self._needs_key else None
+            jax.device_put(data, NamedSharding(mesh, PartitionSpec())) if self._needs_key else None
             for mesh in self.meshes
         ]
         arguments = self._arguments(params, self.training)
@@ -142,17 +160,28 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
 
     def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
         """Compile the training step's computations as `StagedProgram.compile` does."""
-        return self.training.compile(dict(zip(self._paths, self._param_specs(), strict=True)))
+        return self.training.compile()
 
     def texts(self) -> dict[UnitName, str]:
         """Return the training step's computations in words and equations; see `dump`."""
+        program, runner = self.training.program, self.training.runner
         inputs = [keystr(path) for path in self.training.paths]
         outputs = ["loss", *(f"gradient of {keystr(path)}" for path in self._paths)]
-        return dump(self.training.program, inputs, outputs)
+        texts = dump(program, inputs, outputs)
+        name_of = dict(zip(program.inputs, inputs, strict=True))
+        for chunk, (gathered, _) in runner.gathers.items():
+            lines = [f"  gathers {name_of[v]}\n" for v in gathered]
+            texts[UnitName("gather", chunk)] = f"gather{chunk}\n{''.join(lines)}"
+        for chunk, (reduced, _) in runner.reductions.items():
+            lines = [f"  sums {outputs[output]} over devices\n" for output in reduced]
+            texts[UnitName("reduce", chunk)] = f"reduce{chunk}\n{''.join(lines)}"
+        return texts
 
     def _training_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:
         def loss_and_gradients(arguments: Arguments) -> tuple[jax.Array, Params]:
-            fixed = arguments["micro"], arguments["scales"], arguments["key"]
+            data = arguments["key"]
+            key = None if data is None else jax.random.wrap_key_data(data)
+            fixed = arguments["micro"], arguments["scales"], key
             return jax.value_and_grad(self.model.loss)(arguments["params"], *fixed)
 
         return StagedProgram(
@@ -162,8 +191,11 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             self.table,
             self.meshes,
             batch_spec=self.batch_spec,
-            output_specs=[PartitionSpec(), *self._param_specs()],
+            param_specs=self._specs,
+            output_specs=[PartitionSpec(), *self._specs.values()],
             needs_key=self._needs_key,
+            rows=self._rows,
+            output_gathers=[None, *(self._rows.gathers.values() if self._rows else ())],
         )
 
     def _evaluation_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:
@@ -177,8 +209,11 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             forward_only(self.table),
             self.meshes,
             batch_spec=self.batch_spec,
+            param_specs=self._specs,
             output_specs=[PartitionSpec()],
             needs_key=False,
+            rows=self._rows,
+            output_gathers=[None],
         )
 
     def _param_specs(self) -> list[PartitionSpec]:

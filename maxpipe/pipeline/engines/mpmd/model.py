@@ -5,7 +5,8 @@ Parameters of the program are {"embed", "chunks": {global chunk: layers}, "head"
 sequences of a microbatch, T tokens of each, D embed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -15,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.model import parameters
 from maxpipe.model.layers import SideInputs
-from maxpipe.model.parameters import Params
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
+from maxpipe.pipeline.manual import Gather, GatherTree, gather_tree
 from maxpipe.pipeline.weights import Weights
 
 TreeT = TypeVar("TreeT")
@@ -34,12 +36,16 @@ class MarkedModel:
     Args:
       inputs: as for every engine; the rules are bound to the abstract mesh of a stage.
       stage_of_chunk: the stage that holds each chunk.
+      manual: mesh axes over which the losses are manual; their parameters are then one device's
+        parts, or with `fsdp_gather=once` gathered already.
 
     Attributes:
       layer_index: for each chunk int32 [L], indices of its layers in model order.
     """
 
-    def __init__(self, inputs: EngineInputs, stage_of_chunk: Sequence[int]):
+    def __init__(
+        self, inputs: EngineInputs, stage_of_chunk: Sequence[int], manual: Collection[str] = ()
+    ):
         self._program = inputs.program
         self._rules = inputs.rules
         self._scan = inputs.config.scan_layers_per_stage
@@ -51,6 +57,9 @@ class MarkedModel:
             Weights(inputs.rules, inputs.program.specs, ("layers_per_stage",), (size,))
             for size in sizes
         ]
+        self._gathers: dict[str, GatherTree] | None = None
+        if manual and inputs.config.fsdp_gather != "once":
+            self._gathers = map_specs(partial(self._gather, manual), inputs.program.specs)
         # Chunks hold consecutive layers in model order: each ends at the sum of the sizes so far.
         self.layer_index = tuple(
             np.arange(end - size, end, dtype=np.int32)
@@ -156,7 +165,9 @@ class MarkedModel:
         return apply_layers(layer_fn, layers, index, x, side, key, scan=self._scan)
 
     def _prepare(self, layer: Params) -> Params:
-        # One layer has the same specs in every chunk.
+        if self._gathers is not None:
+            layer = gather_tree(self._gathers["layers"], layer)
+        # Over the partitioner's axes. One layer has the same specs in every chunk.
         return self._weights[0].gather_layer(self._program.cast(layer))
 
     def _outer(self, params: Params) -> Params:
@@ -166,7 +177,13 @@ class MarkedModel:
         own dtype.
         """
         outer = {name: params[name] for name in ("embed", "head")}
+        if self._gathers is not None:
+            outer = {name: gather_tree(self._gathers[name], outer[name]) for name in outer}
         return self._weights[0].gather_outer(self._program.cast(outer))
+
+    def _gather(self, manual: Collection[str], spec: ParamSpec) -> Gather:
+        pspec = self._rules.spec(spec.axes, spec.shape)
+        return Gather(pspec, spec.dtype, self._program.config.dtype, manual)
 
     def _head(self, params: Params, x: jax.Array, micro: Batch) -> tuple[jax.Array, jax.Array]:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])

@@ -18,16 +18,25 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from maxpipe.pipeline.jaxprs import Atom, part
+from maxpipe.pipeline.schedules.table import KINDS
 
 
 class UnitName(NamedTuple):
-    """Which computation: `F2` is the forward of global chunk 2."""
+    """Which computation: `F2` is the forward of global chunk 2.
+
+    Besides units there are "gather" and "reduce", which a step runs once for each chunk, before its
+    first unit and after its last.
+    """
 
     kind: str
     chunk: int
 
     def __str__(self) -> str:
         return f"{self.kind}{self.chunk}"
+
+    def runs(self, num_microbatches: int) -> int:
+        """Return how often a step runs it."""
+        return num_microbatches if self.kind in KINDS else 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,8 @@ def dump(
     """Return for each computation, as text, what it reads, writes and adds to, and its equations.
 
     A value is named after the computation that writes it: `F1.0` is the first value that the
-    forward of chunk 1 writes.
+    forward of chunk 1 writes. Where devices have rows of their own, shapes are those of one
+    device's parts.
 
     Args:
       program: sliced.
@@ -162,7 +172,11 @@ def _text(
     readers: Mapping[Var, Sequence[UnitName]],
 ) -> str:
     inputs = [*computation.reads, *computation.arguments]
-    jaxpr = jax.make_jaxpr(program.function(computation, inputs))(*map(shape_of, inputs))
+    # Constants are among the operands; a trace of the computation would need its device mesh.
+    constants = [v for v in program.constants if v in used(computation)]
+    addends = [v for terms in computation.outputs.values() for v in terms]
+    results = [*computation.writes, *addends]
+    jaxpr = part(program.flat.jaxpr, [*constants, *inputs], computation.equations, results)
     lines = [str(computation.name)]
     for v in inputs:
         lines.append(f"  reads  {names[v]} {_shape(v)}")

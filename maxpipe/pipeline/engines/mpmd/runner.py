@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts, UnitFunction
 from maxpipe.pipeline.engines.mpmd.fitting import check_program, fitted
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.schedules.table import KINDS, Table
@@ -131,7 +132,9 @@ class Executable:
       computation: to compile.
       dying: values that no unit uses after this computation.
       varying: inputs of the program that differ between microbatches.
+      mesh: of the stage.
       sum_shardings: of the running sum of each output.
+      parts: if the program is of a device's parts, how they make up arrays.
 
     Attributes:
       outputs: indices of the program's outputs to which the computation adds.
@@ -147,7 +150,9 @@ class Executable:
         computation: Computation,
         dying: Collection[Var],
         varying: Collection[Var],
+        mesh: Mesh,
         sum_shardings: Mapping[int, NamedSharding],
+        parts: DeviceParts | None = None,
     ):
         self.outputs = list(computation.outputs)
         self.donated = _donations(computation, dying)
@@ -166,10 +171,14 @@ class Executable:
             totals = zip(sums, self.outputs, strict=True)
             return [_add(total, terms[output]) for total, output in totals], written
 
-        run.__name__ = str(computation.name)  # in profiles and dumps of XLA
+        unit: UnitFunction = run
+        if parts is not None:
+            values = self.donated, self.retained, self.writes
+            unit = parts.unit(run, mesh, self.outputs, values, (self.fixed, self.varying))
+        unit.__name__ = str(computation.name)  # in profiles and dumps of XLA
         # Sums keep their layout from unit to unit; XLA chooses the layout of the values.
         shardings = [sum_shardings[i] for i in self.outputs], None
-        self.run: jax.stages.Wrapped = jax.jit(run, donate_argnums=(0, 1), out_shardings=shardings)
+        self.run: jax.stages.Wrapped = jax.jit(unit, donate_argnums=(0, 1), out_shardings=shardings)
 
 
 def _add(total: jax.Array, terms: Sequence[jax.Array]) -> jax.Array:
@@ -230,7 +239,8 @@ class Runner:
       table: the schedule.
       meshes: sub-mesh of each stage; the axes have the same names, and sizes may differ.
       varying: inputs of the program that differ between microbatches.
-      sum_shardings: for each stage, of the sums of the program's outputs.
+      sum_shardings: for each stage, of the running sums of the program's outputs.
+      parts: if the program is of a device's parts, how they make up arrays.
 
     Raises:
       ValueError: the program does not have the chunks or the kinds of units of the table.
@@ -239,6 +249,8 @@ class Runner:
       needs: for each stage, the inputs of the program that are read there.
       outputs: for each stage, the outputs of the program to which it adds.
       executables: by computation.
+      gathers: by chunk, the inputs that are gathered before its first unit, and the program.
+      reductions: by chunk, the outputs that are reduced after its last unit, and the program.
     """
 
     def __init__(
@@ -248,6 +260,7 @@ class Runner:
         meshes: Sequence[Mesh],
         varying: Sequence[Var],
         sum_shardings: Sequence[Mapping[int, NamedSharding]],
+        parts: DeviceParts | None = None,
     ):
         check_program(program, table)
         stage_of_chunk = table.stage_of_chunk.tolist()
@@ -278,8 +291,14 @@ class Runner:
             self.outputs[stage].update(computation.outputs)
             dying = routes.last_reads(stage, name) - set(routes.sends[name])
             self.executables[name] = Executable(
-                program, computation, dying, varying, sum_shardings[stage]
+                program, computation, dying, varying, meshes[stage], sum_shardings[stage], parts
             )
+        # 3. What comes before the first unit of each chunk and after its last.
+        self._last_unit = {name.chunk: (name, m) for _, name, m in self._order}
+        self.gathers: dict[int, tuple[list[Var], jax.stages.Wrapped]] = {}
+        self.reductions: dict[int, tuple[list[int], jax.stages.Wrapped]] = {}
+        if parts is not None:
+            self._add_ends(parts, stage_of_chunk)
         self._sharding_on_stage: dict[tuple[int, tuple[int, ...], Sharding], NamedSharding] = {}
 
     def run(
@@ -300,21 +319,18 @@ class Runner:
         Returns:
           The sums over all microbatches, by stage.
         """
-        # The same for all microbatches, so they are looked up once.
-        fixed_of = {
-            name: [fixed[stage][v] for v in self.executables[name].fixed]
-            for stage, name, microbatch in self._order
-            if microbatch == 0
-        }
+        fixed_of: dict[int, ArraysByVar] = {}  # for each chunk at work
         live = [LiveValues(num_uses) for num_uses in self._num_uses]
         for stage, name, microbatch in self._order:
             executable = self.executables[name]
+            if name.chunk not in fixed_of:
+                fixed_of[name.chunk] = self._gathered(name.chunk, fixed[stage])
             # 1. Compute.
             totals, written = executable.run(
                 [sums[stage][output] for output in executable.outputs],
                 live[stage].read(executable.donated, microbatch),
                 live[stage].read(executable.retained, microbatch),
-                fixed_of[name],
+                [fixed_of[name.chunk][v] for v in executable.fixed],
                 [varying[stage][microbatch][v] for v in executable.varying],
             )
             sums[stage].update(zip(executable.outputs, totals, strict=True))
@@ -327,10 +343,43 @@ class Runner:
                 live[receiver].add(values, jax.device_put(arrays, shardings), microbatch)
             # 3. Free what was used here for the last time.
             live[stage].count_use(self._used_by[name], microbatch)
+            if (name, microbatch) == self._last_unit[name.chunk]:
+                del fixed_of[name.chunk]
+                self._reduce(name.chunk, sums[stage])
             if observe:
                 observe(stage, name, microbatch)
         assert not any(live), "values are left over after the last unit"
         return sums
+
+    def _add_ends(self, parts: DeviceParts, stage_of_chunk: Sequence[int]) -> None:
+        """Prepare the programs that gather inputs for each chunk, and reduce its outputs."""
+        inputs: dict[int, set[Var]] = {chunk: set() for chunk in range(len(stage_of_chunk))}
+        last_chunk: dict[tuple[int, int], int] = {}  # that adds to an output on a stage
+        for stage, name, _ in self._order:
+            executable = self.executables[name]
+            inputs[name.chunk].update(v for v in executable.fixed if v in parts.gathers)
+            last_chunk.update(((stage, output), name.chunk) for output in executable.outputs)
+        for chunk, stage in enumerate(stage_of_chunk):
+            mesh = self._meshes[stage]
+            if gathered := [v for v in parts.gathers if v in inputs[chunk]]:
+                self.gathers[chunk] = gathered, parts.gather(mesh, gathered, f"gather{chunk}")
+            summed = [output for (_, output), last in last_chunk.items() if last == chunk]
+            if reduced := [output for output in sorted(summed) if parts.totals[output].axes]:
+                self.reductions[chunk] = reduced, parts.reduction(mesh, reduced, f"reduce{chunk}")
+
+    def _gathered(self, chunk: int, fixed: ArraysByVar) -> ArraysByVar:
+        """Return the inputs as the units of a chunk take them."""
+        if chunk not in self.gathers:
+            return fixed
+        inputs, gather = self.gathers[chunk]
+        return {**fixed, **dict(zip(inputs, gather([fixed[v] for v in inputs]), strict=True))}
+
+    def _reduce(self, chunk: int, sums: dict[int, jax.Array]) -> None:
+        """Replace the running sums that are complete with the chunk's last unit."""
+        if chunk in self.reductions:
+            outputs, reduce = self.reductions[chunk]
+            reduced = reduce([sums.pop(output) for output in outputs])
+            sums.update(zip(outputs, reduced, strict=True))
 
     def _on_stage(self, stage: int, x: jax.Array) -> NamedSharding:
         """Return an array's layout on another stage, without axes that do not divide it there."""

@@ -32,22 +32,35 @@ forward of chunk 0, B0: its backward) and after pass 6 (I0: gradient of its inpu
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.pipeline import jaxprs
 from maxpipe.pipeline.engines.mpmd.mark_checks import check_marks_are_open, check_phases
 from maxpipe.pipeline.engines.mpmd.marks import BACKWARD, FORWARD, mark_p
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
-from maxpipe.pipeline.jaxprs import Atom, ancestors, calls_back, is_cheap, read_by, variables
+from maxpipe.pipeline.jaxprs import (
+    Atom,
+    ancestors,
+    calls_back,
+    is_cheap_or_collective,
+    read_by,
+    variables,
+)
 
 Outputs = dict[int, tuple[Atom, ...]]  # index of an output -> atoms whose sum is (a part of) it
 
 
 # Pass 1: open calls.
-def open_calls(program: ClosedJaxpr, *, checkpoints: bool = False) -> ClosedJaxpr:
+def open_calls(
+    program: ClosedJaxpr,
+    *,
+    checkpoints: bool = False,
+    make_jaxpr: Callable[..., Callable[..., ClosedJaxpr]] = jax.make_jaxpr,
+) -> ClosedJaxpr:
     """Return the program with the bodies of nested calls in the place of the calls.
 
     With `checkpoints` the bodies of `jax.checkpoint` are opened as well, so that pass 6 can divide
@@ -58,7 +71,7 @@ def open_calls(program: ClosedJaxpr, *, checkpoints: bool = False) -> ClosedJaxp
     """
     check_marks_are_open(program)
     calls = jaxprs.CALLS + jaxprs.CHECKPOINTS if checkpoints else jaxprs.CALLS
-    return jaxprs.inline(program, calls)
+    return jaxprs.inline(program, calls, make_jaxpr)
 
 
 # Pass 2: find segments.
@@ -150,7 +163,7 @@ def place_equations(flat: ClosedJaxpr, segments: Segments) -> Placement:
     # 1. What is cheap and follows from inputs alone runs in each computation that reads it.
     anywhere: set[Var] = {*flat.jaxpr.invars, *flat.jaxpr.constvars}
     for eqn, _ in segments.equations:
-        if is_cheap(eqn) and anywhere.issuperset(variables(eqn.invars)):
+        if is_cheap_or_collective(eqn) and anywhere.issuperset(variables(eqn.invars)):
             anywhere.update(eqn.outvars)
     # 2. What is tied to a stage stays in its segment. Everything else, such as a table computed
     #    before the first mark, goes to its first reader.
@@ -170,7 +183,7 @@ def place_equations(flat: ClosedJaxpr, segments: Segments) -> Placement:
     for eqn, segment in segments.equations:
         sources = {home[v] for v in variables(eqn.invars) if v not in anywhere}
         is_backward = segment >= segments.num_chunks and bool(sources)
-        if is_backward and min(sources) >= segments.num_chunks and is_cheap(eqn):
+        if is_backward and min(sources) >= segments.num_chunks and is_cheap_or_collective(eqn):
             home.update((v, max(sources)) for v in eqn.outvars)
     return Placement(home, anywhere)
 
@@ -261,7 +274,7 @@ def split_backward(backward: Computation) -> tuple[Computation, Computation]:
     recomputable = _recomputable(backward)
     ends: Iterable[Atom] = backward.writes
     if not ends:
-        costly = [eqn for eqn in backward.equations if not is_cheap(eqn)]
+        costly = [eqn for eqn in backward.equations if not is_cheap_or_collective(eqn)]
         ends = [v for v in variables(costly[-1].invars) if v not in recomputable] if costly else ()
     first = ancestors(backward.equations, ends)
     computed_first = {v for eqn in first for v in eqn.outvars} - recomputable
@@ -302,12 +315,17 @@ def _recomputable(computation: Computation) -> set[Var]:
     computed: set[Var] = set()
     for eqn in computation.equations:
         computed.update(eqn.outvars)
-        if not is_cheap(eqn) or not costly.isdisjoint(variables(eqn.invars)):
+        if not is_cheap_or_collective(eqn) or not costly.isdisjoint(variables(eqn.invars)):
             costly.update(eqn.outvars)
     return computed - costly
 
 
-def slice_program(program: ClosedJaxpr, *, split_backwards: bool = False) -> SlicedProgram:
+def slice_program(
+    program: ClosedJaxpr,
+    *,
+    split_backwards: bool = False,
+    make_jaxpr: Callable[..., Callable[..., ClosedJaxpr]] = jax.make_jaxpr,
+) -> SlicedProgram:
     """Cut a program at its stage marks.
 
     A program with G forward marks has G chunks: a mark follows each, also the last, which the loss
@@ -315,12 +333,14 @@ def slice_program(program: ClosedJaxpr, *, split_backwards: bool = False) -> Sli
     `split_backwards` Ic and Wc; of a forward alone, Fc.
 
     Args:
-      program: a forward, or `jax.value_and_grad` of one, traced by `jax.make_jaxpr`.
+      program: a forward, or `jax.value_and_grad` of one, traced by `make_jaxpr`.
+      split_backwards: cut each B into I and W.
+      make_jaxpr: traces functions where the program was traced, such as in `jax.shard_map`.
 
     Raises:
       ValueError: the marks do not cut the program; see `open_calls` and `find_segments`.
     """
-    flat = open_calls(program, checkpoints=split_backwards)
+    flat = open_calls(program, checkpoints=split_backwards, make_jaxpr=make_jaxpr)
     segments = find_segments(flat)
     placement = place_equations(flat, segments)
     outputs = split_sums(segments, placement)

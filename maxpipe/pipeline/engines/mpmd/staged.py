@@ -6,20 +6,24 @@ Letters: M microbatches, B sequences of the global batch, T tokens of each.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Var
+from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
+from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts
 from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
+from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, total_of, tracer
 from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, Sums
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
+from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.sharding.context_parallel import CONTEXT_AXIS
 
@@ -33,7 +37,7 @@ class Arguments(TypedDict):
       params: of the model, {"embed", "chunks", "head"}.
       micro: the microbatch.
       scales: see `MarkedModel.loss`, float32 scalars.
-      key: PRNG key of the step, or None.
+      key: data of the PRNG key of the step, or None.
     """
 
     params: Params
@@ -66,8 +70,11 @@ class StagedProgram:
       table: the schedule.
       meshes: sub-mesh of each stage.
       batch_spec: layout of batches.
+      param_specs: layouts of the parameters.
       output_specs: layouts of the outputs' sums.
-      needs_key: whether "key" is a PRNG key, or None.
+      needs_key: whether "key" is the data of a PRNG key, or None.
+      rows: how the devices of a stage share rows; None if they do not.
+      output_gathers: with `rows`, of the parameters whose gradients the outputs are.
 
     Attributes:
       program: as sliced.
@@ -84,35 +91,59 @@ class StagedProgram:
         meshes: Sequence[Mesh],
         *,
         batch_spec: PartitionSpec,
+        param_specs: Mapping[KeyPath, PartitionSpec],
         output_specs: Sequence[PartitionSpec],
         needs_key: bool,
+        rows: RowParallel | None = None,
+        output_gathers: Sequence[Gather | None] = (),
     ):
         self._num_microbatches = table.num_microbatches
         self._stage_of_chunk = table.stage_of_chunk.tolist()
         self._context = meshes[0].shape[CONTEXT_AXIS]
         self._meshes = meshes
+        mesh = meshes[0].abstract_mesh
         # 1. Trace and slice.
         scale = jax.ShapeDtypeStruct((), jnp.float32)
-        key = jax.eval_shape(lambda: jax.random.key(0)) if needs_key else None
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))) if needs_key else None
         micro = jax.eval_shape(self._microbatches, batch)[0]
         arguments = {"params": params, "micro": micro, "scales": (scale, scale), "key": key}
-        traced, outputs = jax.make_jaxpr(f, return_shape=True)(arguments)
-        self.program = slice_program(traced, split_backwards="W" in table.kinds)
-        self._output_shapes = [output.shape for output in jax.tree.leaves(outputs)]
+        at_rest = by_path(arguments)
+        specs = dict(param_specs)
+        # Microbatches lie as batches do.
+        for path, x in by_path({"micro": micro}).items():
+            specs[path] = PartitionSpec(*batch_spec[: x.ndim])
+        self._at_rest = {path: (at_rest[path], spec) for path, spec in specs.items()}
+        make_jaxpr: Callable[..., Callable[..., ClosedJaxpr]] = jax.make_jaxpr
+        if rows is not None:
+            specs = {path: rows.unit_spec(path, spec) for path, spec in specs.items()}
+            arguments = tree_map_with_path(partial(rows.unit_part, mesh, specs), arguments)
+            make_jaxpr = tracer(mesh, rows.axes)
+        traced = make_jaxpr(f)(arguments)
+        self.program = slice_program(
+            traced, split_backwards="W" in table.kinds, make_jaxpr=make_jaxpr
+        )
         # 2. Connect the inputs of the program with leaves of the argument.
         self.paths = list(by_path(arguments))
         self._path_of = dict(zip(self.program.inputs, self.paths, strict=True))
-        self._batch_specs = {  # of microbatches as of batches
-            path: PartitionSpec(*batch_spec[: x.ndim])
-            for path, x in by_path({"micro": micro}).items()
-        }
+        self._specs = {v: specs.get(path, PartitionSpec()) for v, path in self._path_of.items()}
         # 3. Prepare the stages.
+        self._parts: DeviceParts | None = None
+        if rows is not None:
+            outputs = zip(output_specs, output_gathers, strict=True)
+            totals = [total_of(spec, gather, rows, mesh) for spec, gather in outputs]
+            self._parts = DeviceParts(rows, mesh, self._specs, self._path_of, totals)
+            output_specs = [total.stacked for total in totals]
+        shapes = map(shape_of, traced.jaxpr.outvars)
+        self._sum_shapes = [
+            x.shape if self._parts is None else self._parts.running_sum(output, x).shape
+            for output, x in enumerate(shapes)
+        ]
         self._sum_shardings = [
             {output: NamedSharding(mesh, spec) for output, spec in enumerate(output_specs)}
             for mesh in meshes
         ]
         varying = self._inputs(self.program.inputs, "micro")
-        self.runner = Runner(self.program, table, meshes, varying, self._sum_shardings)
+        self.runner = Runner(self.program, table, meshes, varying, self._sum_shardings, self._parts)
         needs = self.runner.needs
         self._params = [self._inputs(inputs, "params") for inputs in needs]
         self._shared = [self._inputs(inputs, "scales", "key") for inputs in needs]
@@ -156,42 +187,63 @@ class StagedProgram:
             sums.append(inputs.zeros)
         return self.runner.run(fixed, varying, sums, observe)
 
-    def compile(
-        self, layouts: Mapping[KeyPath, PartitionSpec]
-    ) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
+    def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
         """Compile the computations one by one without running any.
 
-        Args:
-          layouts: of the parameters.
-
         Yields:
-          (stage, computation, executable), in an order that respects dependencies.
+          (stage, computation, executable), in an order that respects dependencies; what gathers a
+          chunk's parameters before its units and reduces its gradients after them is `gather1`, and
+          `reduce1`, of chunk 1.
         """
-        layouts = self._batch_specs | dict(layouts)
-        specs = {v: layouts.get(path, PartitionSpec()) for v, path in self._path_of.items()}
+        specs = dict(self._specs)
         for name in self.program.computations:
             stage, executable = self._stage_of_chunk[name.chunk], self.runner.executables[name]
             mesh = self._meshes[stage]
-            sums = [
-                jax.ShapeDtypeStruct(
-                    self._output_shapes[output],
-                    jnp.float32,
-                    sharding=self._sum_shardings[stage][output],
-                )
-                for output in executable.outputs
-            ]
+            if name.kind == "F" and name.chunk in self.runner.gathers:
+                yield stage, UnitName("gather", name.chunk), self._compiled_gather(name.chunk)
             compiled = executable.run.lower(
-                sums,
-                _abstract(executable.donated, specs, mesh),
-                _abstract(executable.retained, specs, mesh),
-                _abstract(executable.fixed, specs, mesh),
-                _abstract(executable.varying, specs, mesh),
+                [self._sum(stage, output) for output in executable.outputs],
+                [self._value(v, specs, mesh) for v in executable.donated],
+                [self._value(v, specs, mesh) for v in executable.retained],
+                [self._input(v, specs, mesh) for v in executable.fixed],
+                [self._input(v, specs, mesh) for v in executable.varying],
             ).compile()
             # Later computations read these values in the layout that XLA has chosen for them.
             _, written = compiled.output_shardings
             for v, sharding in zip(executable.writes, written, strict=True):
                 specs[v] = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
             yield stage, name, compiled
+        for chunk, (outputs, reduce) in self.runner.reductions.items():
+            stage = self._stage_of_chunk[chunk]
+            compiled = reduce.lower([self._sum(stage, output) for output in outputs]).compile()
+            yield stage, UnitName("reduce", chunk), compiled
+
+    def _compiled_gather(self, chunk: int) -> jax.stages.Compiled:
+        inputs, gather = self.runner.gathers[chunk]
+        mesh = self._meshes[self._stage_of_chunk[chunk]]
+        at_rest = [self._at_rest[self._path_of[v]] for v in inputs]
+        return gather.lower(
+            [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+                for x, spec in at_rest
+            ]
+        ).compile()
+
+    def _sum(self, stage: int, output: int) -> jax.ShapeDtypeStruct:
+        sharding = self._sum_shardings[stage][output]
+        return jax.ShapeDtypeStruct(self._sum_shapes[output], jnp.float32, sharding=sharding)
+
+    def _value(
+        self, v: Var, specs: Mapping[Var, PartitionSpec], mesh: Mesh
+    ) -> jax.ShapeDtypeStruct:
+        x = shape_of(v) if self._parts is None else self._parts.stacked(shape_of(v))
+        return x.update(sharding=NamedSharding(mesh, specs[v]))
+
+    def _input(
+        self, v: Var, specs: Mapping[Var, PartitionSpec], mesh: Mesh
+    ) -> jax.ShapeDtypeStruct:
+        x = shape_of(v) if self._parts is None else self._parts.whole(shape_of(v), specs[v])
+        return x.update(sharding=NamedSharding(mesh, specs[v]))
 
     def _microbatches(self, batch: Batch) -> list[Batch]:
         prepared = microbatches.prepared(batch, self._context)
@@ -212,11 +264,11 @@ class StagedProgram:
             return (
                 [shared[path] for path in shared_paths],
                 [[arrays[path] for path in micro_paths] for arrays in micro],
-                {output: jnp.zeros(self._output_shapes[output], jnp.float32) for output in outputs},
+                {output: jnp.zeros(self._sum_shapes[output], jnp.float32) for output in outputs},
             )
 
         mesh = self._meshes[stage]
-        micro = [NamedSharding(mesh, self._batch_specs[path]) for path in micro_paths]
+        micro = [NamedSharding(mesh, self._specs[v]) for v in self._micro[stage]]
         zeros = {output: self._sum_shardings[stage][output] for output in outputs}
         return jax.jit(prepare, out_shardings=(None, [micro] * self._num_microbatches, zeros))
 
@@ -240,9 +292,3 @@ def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         x.shape, sharding, [shards[device] for device in mesh.devices.flat]
     )
-
-
-def _abstract(
-    values: Sequence[Var], specs: Mapping[Var, PartitionSpec], mesh: Mesh
-) -> list[jax.ShapeDtypeStruct]:
-    return [shape_of(v).update(sharding=NamedSharding(mesh, specs[v])) for v in values]

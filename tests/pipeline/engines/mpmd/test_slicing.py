@@ -205,25 +205,36 @@ def test_dump_names_values_after_their_computations():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "values", [{}, {"model.tie_embeddings": True, "pipeline.remat_policy": "none"}]
+    "values",
+    [
+        {"mesh.ici.tensor": 2},
+        {"model.tie_embeddings": True, "pipeline.remat_policy": "none"},
+    ],
 )
-def test_i_of_a_model_hands_no_gradient_of_a_parameter_to_w(dtype, values):
-    """Activations are [4, 8, ...] here, and no parameter is."""
+def test_computations_of_a_model_hand_over_no_parameter_and_no_gradient_of_one(dtype, values):
+    """Activations of a device are [6, 8, ...] here, and no parameter is, nor is its shard."""
     config = tiny(
         **{
             "mesh.ici.stage": 2,
             "mesh.ici.fsdp": 2,
             "pipeline.schedule": "zb_h1",
             "pipeline.num_microbatches": 4,
+            "data.global_batch_size": 48,
             "model.dtype": dtype,
             **values,
         }
     )
-    program = build_trainer(config, make_mesh(config)).engine.training.program
-    layouts = {shape for v in program.inputs for shape in (v.aval.shape, v.aval.shape[1:])}
+    engine = build_trainer(config, make_mesh(config)).engine
+    program = engine.training.program
+    shards = [v.aval for v in program.inputs]
+    arrays = [*shards, *jax.tree.leaves(engine.abstract)]
+    layouts = {shape for x in arrays for shape in (x.shape, x.shape[1:])}
     halves = [c for c in program.computations.values() if c.name.kind == "I"]
     assert [c.name.chunk for c in halves] == [1, 0]
     for half in halves:
         assert half.writes
         assert not half.outputs
-        assert layouts.isdisjoint(v.aval.shape for v in half.writes)
+    for unit in program.computations.values():
+        # The sum of auxiliary losses is a scalar.
+        handed_over = {v.aval.shape for v in unit.writes} - {()}
+        assert layouts.isdisjoint(handed_over)

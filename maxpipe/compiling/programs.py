@@ -1,0 +1,124 @@
+"""Compile the separate programs of the stages, and count what they exchange in a step.
+
+A unit of the schedule runs once for each microbatch. What gathers a chunk's weights before its
+units, and what reduces its gradients after them, runs once a step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import jax
+
+from maxpipe.compiling.collectives import Collective, find_collectives
+from maxpipe.compiling.hlo import parse
+from maxpipe.compiling.report import CompilerMemory, collective_line, size
+from maxpipe.compiling.step import memory_of, out_of_memory
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
+from maxpipe.pipeline.engines.mpmd.program import UnitName
+
+
+class StagesTrainer(Protocol):
+    """What is compiled of a trainer with programs per stage, `mpmd_trainer.MpmdTrainer`."""
+
+    engine: MpmdEngine
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """One program of a training step on the mpmd engine, compiled for the devices of its stage.
+
+    Attributes:
+      stage: that runs it.
+      name: kind and global chunk, such as F0 or reduce0.
+      runs: how often a step runs it.
+      memory: on a device of the stage.
+      collectives: of one device in one run.
+      hlo: optimized text.
+    """
+
+    stage: int
+    name: UnitName
+    runs: int
+    memory: CompilerMemory
+    collectives: Sequence[Collective]
+    hlo: str
+
+    def lines(self) -> list[str]:
+        """Return a line about the memory, and one for each kind of collective of a run."""
+        memory = self.memory
+        sizes = (
+            f"arguments {size(memory.arguments)}, results {size(memory.results)}, "
+            f"temp {size(memory.temp)}; {self.runs} x a step"
+        )
+        head = f"{f'stage {self.stage}':<12}{self.name!s:<8} {sizes}"
+        return [head, *map(collective_line, self.collectives)]
+
+
+def compile_programs(trainer: StagesTrainer) -> Iterator[CompiledProgram]:
+    """Compile every program of a training step, one by one.
+
+    Args:
+      trainer: of a configuration whose stages are chosen.
+
+    Raises:
+      OutOfMemory: the compiler says that the program after the last one does not fit.
+    """
+    num_microbatches = trainer.engine.table.num_microbatches
+    try:
+        for stage, name, compiled in trainer.engine.compile():
+            hlo = compiled.as_text() or ""
+            yield CompiledProgram(
+                stage,
+                name,
+                name.runs(num_microbatches),
+                memory_of(compiled),
+                find_collectives(parse(hlo), trainer.engine.meshes[stage]),
+                hlo,
+            )
+    except jax.errors.JaxRuntimeError as error:
+        raise (out_of_memory(str(error)) or error) from None
+
+
+def write_programs(
+    programs: Iterable[CompiledProgram], texts: Mapping[UnitName, str], directory: Path
+) -> Iterator[CompiledProgram]:
+    """Write programs as they are compiled, and yield them.
+
+    `stage_S/NAME.txt` is a program as sliced, `stage_S/NAME.hlo` as compiled.
+
+    Args:
+      programs: compiled.
+      texts: as sliced.
+      directory: made if it does not exist; such files of earlier calls are removed.
+
+    Raises:
+      OSError: something cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    # Earlier files may be of stages or units that this configuration does not have.
+    for earlier in (*directory.glob("stage_*/*.txt"), *directory.glob("stage_*/*.hlo")):
+        earlier.unlink()
+    for program in programs:
+        folder = directory / f"stage_{program.stage}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{program.name}.txt").write_text(texts[program.name], encoding="utf-8")
+        (folder / f"{program.name}.hlo").write_text(program.hlo, encoding="utf-8")
+        yield program
+
+
+def collectives_of_step(programs: Iterable[CompiledProgram]) -> list[Collective]:
+    """Return the collectives of one device in a step, given the programs of its stage.
+
+    The largest sender comes first.
+    """
+    totals: dict[tuple[str, str, str], Collective] = {}
+    for program in programs:
+        for c in program.collectives:
+            key = c.kind, c.axes, c.network
+            total = totals.setdefault(key, replace(c, count=0.0, bytes=0.0, sent_bytes=0.0))
+            total.count += program.runs * c.count
+            total.bytes += program.runs * c.bytes
+            total.sent_bytes += program.runs * c.sent_bytes
+    return sorted(totals.values(), key=lambda c: -c.sent_bytes)

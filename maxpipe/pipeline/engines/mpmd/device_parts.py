@@ -1,0 +1,140 @@
+"""Run the units of a sliced program on each device's parts of its arrays; see `row_parallel`."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+
+from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, Total, split_counts
+from maxpipe.sharding.rules import only
+
+Results = TypeVar("Results")
+Arrays = list[jax.Array]
+UnitFunction = Callable[[Arrays, Arrays, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+
+
+class DeviceParts:
+    """The arrays of a sliced program whose units are manual, and the programs at a chunk's ends.
+
+    Args:
+      rows: how devices share rows.
+      mesh: of a stage.
+      inputs: layouts in which units take the inputs of the program.
+      paths: of the inputs.
+      totals: for each output of the program.
+
+    Attributes:
+      gathers: of the inputs that are gathered once a step.
+      totals: as given.
+    """
+
+    def __init__(
+        self,
+        rows: RowParallel,
+        mesh: AbstractMesh,
+        inputs: Mapping[Var, PartitionSpec],
+        paths: Mapping[Var, KeyPath],
+        totals: Sequence[Total],
+    ):
+        self._axes = rows.axes
+        self._mesh = mesh
+        self._inputs = inputs
+        self.totals = totals
+        self.gathers = {
+            v: rows.gathers[path] for v, path in paths.items() if rows.once and path in rows.gathers
+        }
+
+    def unit(
+        self,
+        run: UnitFunction,
+        mesh: Mesh,
+        outputs: Sequence[int],
+        values: tuple[Sequence[Var], Sequence[Var], Sequence[Var]],
+        arguments: tuple[Sequence[Var], Sequence[Var]],
+    ) -> UnitFunction:
+        """Return a unit as a function of whole arrays, given as a function of a device's parts.
+
+        Args:
+          run: `Executable.run` of parts.
+          mesh: of the stage.
+          outputs: of the program, to which the unit adds.
+          values: that it takes as its two lists of values, and that it writes.
+          arguments: its two lists of inputs of the program.
+        """
+        totals = [self.totals[output] for output in outputs]
+        sums = [only(total.stacked, self._axes) for total in totals]
+        donated, retained, writes = ([PartitionSpec(self._axes)] * len(part) for part in values)
+        fixed, varying = ([only(self._inputs[v], self._axes) for v in part] for part in arguments)
+
+        def per_device(
+            sums: Arrays, donated: Arrays, retained: Arrays, fixed: Arrays, varying: Arrays
+        ) -> tuple[Arrays, Arrays]:
+            own = [x[0] if t.axes else x for x, t in zip(sums, totals, strict=True)]
+            parts = [x[0] for x in donated], [x[0] for x in retained]
+            results, written = run(own, *parts, fixed, varying)
+            stacked = [x[None] if t.axes else x for x, t in zip(results, totals, strict=True)]
+            return stacked, [jnp.asarray(x)[None] for x in written]
+
+        specs = sums, donated, retained, fixed, varying
+        return self._manual(per_device, mesh, specs, (sums, writes))
+
+    def gather(self, mesh: Mesh, inputs: Sequence[Var], name: str) -> jax.stages.Wrapped:
+        """Return a program that gathers inputs on a stage, a list of arrays to another."""
+        gathers = [self.gathers[v] for v in inputs]
+
+        def gather(shards: Arrays) -> Arrays:
+            return [g.gather(x) for g, x in zip(gathers, shards, strict=True)]
+
+        whole = [PartitionSpec()] * len(gathers)
+        run = self._manual(gather, mesh, ([only(g.spec, self._axes) for g in gathers],), whole)
+        run.__name__ = name
+        return jax.jit(run, out_shardings=[NamedSharding(mesh, self._inputs[v]) for v in inputs])
+
+    def reduction(self, mesh: Mesh, outputs: Sequence[int], name: str) -> jax.stages.Wrapped:
+        """Return a program that sums the running sums of outputs over the devices of a stage."""
+        totals = [self.totals[output] for output in outputs]
+
+        def reduce(sums: Arrays) -> Arrays:
+            return [total.reduce(x) for total, x in zip(totals, sums, strict=True)]
+
+        before = [only(total.stacked, self._axes) for total in totals]
+        after = [only(total.spec, self._axes) for total in totals]
+        run = self._manual(reduce, mesh, (before,), after)
+        run.__name__ = name
+        return jax.jit(run, out_shardings=[NamedSharding(mesh, total.spec) for total in totals])
+
+    def stacked(self, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return the array that holds all devices' values, given one device's."""
+        count = math.prod(self._mesh.shape[axis] for axis in self._axes)
+        return jax.ShapeDtypeStruct((count, *part.shape), part.dtype)
+
+    def whole(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        """Return the array that lies as `spec` says, given one device's part of it."""
+        counts = split_counts(only(spec, self._axes), self._mesh, len(part.shape))
+        shape = tuple(n * count for n, count in zip(part.shape, counts, strict=True))
+        return jax.ShapeDtypeStruct(shape, part.dtype)
+
+    def running_sum(self, output: int, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return the running sum of an output, given one device's term of it."""
+        total = self.totals[output]
+        shape = self.whole(part, total.running).shape
+        if total.axes:
+            shape = (math.prod(self._mesh.shape[axis] for axis in total.axes), *shape)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def _manual(
+        self, f: Callable[..., Results], mesh: Mesh, in_specs: object, out_specs: object
+    ) -> Callable[..., Results]:
+        return jax.shard_map(
+            f,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self._axes),
+            check_vma=False,
+        )

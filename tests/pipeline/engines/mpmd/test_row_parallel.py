@@ -1,0 +1,173 @@
+"""Devices of a stage have rows of their own: gradients, and how often they are summed."""
+
+import jax
+import pytest
+from helpers.engines import assert_same, make_batch, reference, tiny
+from helpers.mpmd_under_test import MpmdUnderTest
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.compiling.collectives import axes_of, groups_of
+from maxpipe.compiling.hlo import parse
+from maxpipe.config import ConfigError
+from maxpipe.pipeline.engines.mpmd.row_parallel import (
+    RowParallel,
+    check_gather,
+    manual_axes,
+    total_of,
+)
+from maxpipe.pipeline.manual import Gather
+from maxpipe.sharding.rules import AxisRules
+
+ROWS = 48
+AXES = ("data", "fsdp", "context")
+MESH = jax.sharding.AbstractMesh((2, 2, 1, 2), ("data", "fsdp", "context", "tensor"))
+
+
+def config_of(**values):
+    common = {
+        "pipeline.engine": "mpmd",
+        "pipeline.schedule": "1f1b",
+        "pipeline.num_microbatches": 4,
+        "pipeline.remat_policy": "minimal",
+        "data.global_batch_size": ROWS,
+        "model.num_layers": 2,
+        "model.z_loss": 1e-2,
+        "mesh.ici.stage": 2,
+        "mesh.ici.fsdp": 2,
+    }
+    return tiny(**common | values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {
+            "pipeline.fsdp_gather": "once",
+            "pipeline.schedule": "zb_v",
+            "pipeline.num_repeats": 2,
+            "pipeline.layers_per_stage": [1, 2, 1, 1],
+            "pipeline.remat_policy": "none",
+            "model.num_layers": 5,
+            "model.tie_embeddings": True,
+            "mesh.ici.data": 2,
+        },
+        {
+            "pipeline.fsdp_gather": "once",
+            "pipeline.scan_layers_per_stage": True,
+            "model.num_layers": 4,
+            "model.tie_embeddings": True,
+            "model.dropout": 0.2,
+            "mesh.ici.tensor": 2,
+        },
+        {"pipeline.schedule": "zb_h1", "model.dropout": 0.2, "mesh.ici.data": 2},
+    ],
+    ids=["once, uneven v", "once, tensor", "per_iteration, split backward"],
+)
+def test_gradients_of_devices_with_their_own_rows_equal_sequential(values):
+    config = config_of(**values)
+    assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+def sums_by_axis(compiled, mesh, axis):
+    """Count the arrays that a program sums over a mesh axis."""
+    counts = 0
+    for computation in parse(compiled.as_text()).computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode.removesuffix("-start") in ("all-reduce", "reduce-scatter"):
+                groups = groups_of(instruction, mesh.size)
+                if axis in axes_of(groups, mesh.shape).split(","):
+                    counts += len(instruction.operands)
+    return counts
+
+
+@pytest.mark.parametrize("gather", ["per_iteration", "once"])
+def test_every_gradient_is_summed_once_a_step_and_units_sum_nothing(gather):
+    """Over fsdp units scatter what they gather; the norms' gradients wait for the end."""
+    subject = MpmdUnderTest(config_of(**{"pipeline.fsdp_gather": gather, "mesh.ici.data": 2}))
+    engine = subject.engine
+    programs = list(engine.compile())
+    over_data, over_fsdp = (
+        {
+            str(name): sums_by_axis(compiled, engine.meshes[stage], axis)
+            for stage, name, compiled in programs
+        }
+        for axis in ("data", "fsdp")
+    )
+    runs = dict.fromkeys(over_data, 0)
+
+    def counted(name, run):
+        def count(*args):
+            runs[name] += 1
+            return run(*args)
+
+        return count
+
+    runner = engine.training.runner
+    for chunk, (outputs, run) in runner.reductions.items():
+        runner.reductions[chunk] = outputs, counted(f"reduce{chunk}", run)
+    for chunk, (inputs, run) in runner.gathers.items():
+        runner.gathers[chunk] = inputs, counted(f"gather{chunk}", run)
+    subject.train(make_batch(ROWS))
+    weights = [len(jax.tree.leaves(stage)) for stage in engine.abstract]
+    units = [name for name in over_data if name[0] in "FB"]
+    assert units == ["F0", "F1", "B1", "B0"]
+    assert [over_data[name] for name in units] == [0, 0, 0, 0]
+    # The loss is summed as well, on the last stage.
+    assert [over_data["reduce0"], over_data["reduce1"]] == [weights[0], weights[1] + 1]
+    ends = {name: count for name, count in runs.items() if name not in units}
+    assert ends == dict.fromkeys(ends, 1)
+    assert len(ends) == (4 if gather == "once" else 2)
+    if gather == "once":
+        assert over_fsdp == over_data
+    else:
+        # Two norms in a layer, and one in the head.
+        assert [over_fsdp["reduce0"], over_fsdp["reduce1"]] == [2, 4]
+        # The loss and the gradient of the head's kernel belong to the last forward.
+        in_units = [over_fsdp[name] for name in units]
+        assert in_units == [0, 1, weights[1] - 4, weights[0] - 2]
+
+
+RULES = {
+    "activation_batch": ["data", "fsdp"],
+    "activation_length": ["context"],
+    "layers_per_stage": [],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, AXES),
+        ({"activation_batch": ["data"]}, ("data", "context")),
+        ({"layers_per_stage": ["fsdp"]}, ("data", "context")),
+        ({"activation_batch": ["tensor"]}, ()),
+    ],
+    ids=str,
+)
+def test_units_are_manual_over_axes_of_rows_and_tokens_alone(changes, expected):
+    rules = AxisRules([*(RULES | changes).items()], MESH)
+    assert manual_axes(rules) == expected
+    check_gather("per_iteration", expected, rules)
+    if "fsdp" in expected:
+        check_gather("once", expected, rules)
+    else:
+        with pytest.raises(ConfigError, match=r"once is for weights over fsdp whose rows"):
+            check_gather("once", expected, rules)
+
+
+@pytest.mark.parametrize(
+    ("once", "split", "axes", "running"),
+    [
+        (False, True, ("data",), P("fsdp", "tensor")),
+        (False, False, ("data", "fsdp"), P(None, "tensor")),
+        (True, True, ("data", "fsdp"), P(None, "tensor")),
+    ],
+)
+def test_sums_of_gradients_are_kept_scattered_unless_weights_are_gathered_once(
+    once, split, axes, running
+):
+    spec = P("fsdp" if split else None, "tensor")
+    gather = Gather(spec, "float32", "float32")
+    total = total_of(spec, gather, RowParallel(AXES, {}, once), MESH)
+    assert (total.axes, total.running, total.spec) == (axes, running, spec)
+    assert total.stacked == P(axes, *running)
