@@ -12,6 +12,7 @@ import numpy as np
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 LENGTH = 40  # tokens of a sequence, longer than every window
 POSITIONS = (0, 7, 12, 25, 39)  # of the logits that are stored
+NUM_GENERATED = 64  # tokens after those of `tokens`
 VOCAB_SIZE = 64
 
 _COMMON = {
@@ -118,7 +119,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
-    "phi3_longrope_short": ("phi3", _longrope(64)),
+    "phi3_longrope_short": ("phi3", _longrope(128)),
     "phi3_longrope_long": ("phi3", _longrope(32)),
     "granite": (
         "granite",
@@ -156,5 +157,9 @@ def weights(shapes: dict[str, tuple[int, ...]], *, is_gemma: bool) -> dict[str, 
 
 
 def recorded(name: str) -> dict[str, object]:
-    """Return {"config", "shapes", "logits" [positions][V]} as transformers had them."""
+    """Return what transformers had.
+
+    Keys: "config", "shapes"; "logits" [positions][V] of `tokens`, "largest" of all positions;
+    "generated", the greedy tokens after them, and "generated_logits", the logit of each.
+    """
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
