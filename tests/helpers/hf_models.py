@@ -6,6 +6,7 @@ Only NumPy is needed. Logits of transformers for them are in `tests/golden/hf`.
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -156,7 +157,7 @@ def weights(shapes: dict[str, tuple[int, ...]], *, is_gemma: bool) -> dict[str, 
     return {name: draw(name, tuple(shape)) for name, shape in shapes.items()}
 
 
-def recorded(name: str) -> dict[str, object]:
+def recorded(name: str) -> dict[str, Any]:
     """Return what transformers had.
 
     Keys: "config", "shapes"; "logits" [positions][V] of `tokens`, "largest" of all positions;
