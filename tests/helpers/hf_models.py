@@ -16,6 +16,19 @@ POSITIONS = (0, 7, 12, 25, 39)  # of the logits that are stored
 NUM_GENERATED = 64  # tokens after those of `tokens`
 VOCAB_SIZE = 64
 
+# Training, on which transformers and maxpipe are compared
+TRAINED = "gemma2"  # windows, tied embeddings, scaled norms and soft caps
+STEPS = 20
+ROWS = 8
+OPTIMIZER = {
+    "learning_rate": 3e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "grad_clip_norm": 1.0,
+}
+
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -143,6 +156,17 @@ def keys_of(name: str) -> dict[str, object]:
 def tokens() -> np.ndarray:
     """Return the token ids that logits are compared on, int32 [1, T]."""
     return np.random.default_rng(0).integers(3, VOCAB_SIZE, (1, LENGTH)).astype(np.int32)
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the (tokens, targets) of a training step, int32 [ROWS, T]; four batches in turns."""
+    drawn = np.random.default_rng(step % 4).integers(3, VOCAB_SIZE, (ROWS, LENGTH + 1))
+    return drawn[:, :-1].astype(np.int32), drawn[:, 1:].astype(np.int32)
+
+
+def probe(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return what the gradient of a tensor is multiplied with, so that one number tells of all."""
+    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
 
 
 def weights(shapes: dict[str, tuple[int, ...]], *, is_gemma: bool) -> dict[str, np.ndarray]:
