@@ -64,22 +64,38 @@ def greedy(model: transformers.PreTrainedModel) -> tuple[list[int], list[float]]
     return output.sequences[0, tokens().shape[1] :].tolist(), largest
 
 
+def error_of_bfloat16(model: transformers.PreTrainedModel, text: torch.Tensor) -> float:
+    """Return the root mean square of what bfloat16 changes in logits, as a share of theirs.
+
+    Tensors become bfloat16; rotary frequencies stay float32, as in a model that is loaded so.
+    """
+    with torch.no_grad():
+        exact = model(text).logits
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        difference = model(text).logits.float() - exact
+    return float(difference.square().mean().sqrt() / exact.square().mean().sqrt())
+
+
 def record(name: str) -> None:
     """Write a case's config.json, names and shapes of tensors, logits, and greedy tokens."""
     model = model_of(name)
     generated, generated_logits = greedy(model)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens()).long()).logits[0].numpy()
+    shapes = {n: list(p.shape) for n, p in model.named_parameters()}
+    text = torch.cat([torch.from_numpy(tokens()).long(), torch.tensor([generated])], dim=1)
     left_out = ("transformers_version", "id2label", "label2id", "_name_or_path")
     config = {k: v for k, v in model.config.to_dict().items() if k not in left_out}
     content = {
         "transformers": transformers.__version__,
         "config": config,
-        "shapes": {n: list(p.shape) for n, p in model.named_parameters()},
+        "shapes": shapes,
         "largest": float(np.abs(logits).max()),
         "logits": [[float(f"{x:.9g}") for x in logits[i]] for i in POSITIONS],
         "generated": generated,
         "generated_logits": generated_logits,
+        "bfloat16_error": float(f"{error_of_bfloat16(model, text):.4g}"),
     }
     GOLDEN.mkdir(exist_ok=True)
     (GOLDEN / f"{name}.json").write_text(json.dumps(content, indent=None) + "\n")

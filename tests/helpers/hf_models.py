@@ -185,6 +185,7 @@ def recorded(name: str) -> dict[str, Any]:
     """Return what transformers had.
 
     Keys: "config", "shapes"; "logits" [positions][V] of `tokens`, "largest" of all positions;
-    "generated", the greedy tokens after them, and "generated_logits", the logit of each.
+    "generated", the greedy tokens after them, and "generated_logits", the logit of each;
+    "bfloat16_error", the root mean square of what bfloat16 changes, as a share of the logits'.
     """
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
