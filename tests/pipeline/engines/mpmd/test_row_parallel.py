@@ -151,7 +151,7 @@ def test_units_are_manual_over_axes_of_rows_and_tokens_alone(changes, expected):
     if "fsdp" in expected:
         check_gather("once", expected, rules)
     else:
-        with pytest.raises(ConfigError, match=r"once is for weights over fsdp whose rows"):
+        with pytest.raises(ConfigError, match=r"once needs rules that lay rows over mesh axis fsdp"):
             check_gather("once", expected, rules)
 
 
