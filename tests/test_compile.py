@@ -291,6 +291,10 @@ class TestTpu:
             "data.sequence_length=512",
             "model.head_dim=128",
             "model.attention_block_size=128",
+            # Layers that differ choose between two kernels.
+            "model.layer_pattern=[local,global]",
+            "model.attention_window=128",
+            "model.attention_soft_cap=30",
         )
         report, text = report_of(
             tmp_path, BASE, f"compile.topology={chips}", *sizes, *words, environment=QUICK

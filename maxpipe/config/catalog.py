@@ -383,8 +383,37 @@ class Block:
 
 BLOCKS: dict[str, Block] = {
     "llama": Block(
-        "maxpipe.model.block:LlamaBlock", summary="attention, then a gated MLP, each behind a norm"
+        "maxpipe.model.block:LlamaBlock", summary="attention, then a gated MLP, each with its norms"
     )
+}
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A `model_type` of Hugging Face's config.json: a subclass of `maxpipe.hf.family.Family`.
+
+    Attributes:
+      implementation: "module:class".
+      summary: a phrase for the documentation.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+_FAMILIES = "maxpipe.hf.families."
+MODEL_TYPES: dict[str, ModelType] = {
+    "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", summary="Gemma 2"),
+    "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", summary="the text part of Gemma 3"),
+    "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
+    "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),
+    "mistral": ModelType(_FAMILIES + "llama:Mistral", summary="Mistral 7B, Nemo"),
+    "olmo2": ModelType(_FAMILIES + "olmo:Olmo2", summary="OLMo 2"),
+    "olmo3": ModelType(_FAMILIES + "olmo:Olmo3", summary="OLMo 3"),
+    "phi3": ModelType(_FAMILIES + "phi:Phi3", summary="Phi-3, Phi-3.5, Phi-4"),
+    "qwen2": ModelType(_FAMILIES + "llama:Qwen2", summary="Qwen2 and Qwen2.5, dense"),
+    "qwen3": ModelType(_FAMILIES + "llama:Qwen3", summary="Qwen3, dense"),
+    "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", summary="SmolLM3"),
 }
 
 

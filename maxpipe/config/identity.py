@@ -39,6 +39,8 @@ _OF_A_START = {
     "run_name",
     "output_dir",
     "stop_after",
+    "init_from",
+    "model.from_hf",  # the keys of the shape are compared themselves
     "checkpoint.resume",
     "checkpoint.convert_dtype",
     ACCEPT,

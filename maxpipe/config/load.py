@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from maxpipe.config import from_hf
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import Setting, follow_references, read_files, read_overrides
 from maxpipe.config.options import OPTIONS, SECTIONS, unknown_key, update
@@ -41,7 +42,8 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     `path` may also name a shipped configuration, such as llama3-8b.
 
     Checks that depend on the number of devices are left to `resolve`. Precedence, weakest first:
-    defaults, the furthest `base:`, ..., the file, the overrides in their order.
+    defaults, the furthest `base:`, ..., the file, the shape of `model.from_hf`, the overrides in
+    their order. Those may not contradict that shape.
 
     Raises:
       ConfigError: with all problems.
@@ -64,9 +66,11 @@ def load(path: str, overrides: Sequence[str] = ()) -> Loaded:
     chosen, reference_problems = follow_references(chosen)
     chosen, remarks = locate(chosen)
     values, value_problems = _values(chosen)
-    problems += reference_problems + value_problems
+    set_by = {key: setting.source for key, setting in chosen.items()}
+    values, set_by, shape_problems = from_hf.override(values, set_by)
+    problems += reference_problems + value_problems + shape_problems
     config = update(Config(), values)
-    sources = {key: chosen[key].source if key in chosen else DEFAULT for key in OPTIONS}
+    sources = {key: set_by.get(key, DEFAULT) for key in OPTIONS}
     misread = {problem.key for problem in problems}
     broken = misread | set(unknown_axes(config))
     problems += _sourced(apply_rules((check_unknown_axes, *RULES), config, broken)[1], sources)

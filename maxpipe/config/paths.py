@@ -19,6 +19,7 @@ LISTS = ("data.path", "data.eval_path")  # paths and globs, separated by commas
 MIXTURE = "data.mixture"
 NAMES: Mapping[str, Mapping[str, object]] = {  # a name of the catalogue, or a path
     "data.tokenizer": TOKENIZERS,
+    "model.from_hf": {},
     "pipeline.schedule": SCHEDULES,
 }
 

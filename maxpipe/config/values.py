@@ -60,6 +60,8 @@ def convert(option: Option, raw: Raw) -> object:
         raise ValueError(f"expected a list such as {example(option)}, got {show(raw)}")
     if option.type == list[int]:
         return [_integer(item) for item in raw]
+    if option.type == list[float]:
+        return [_float(item) for item in raw]
     if option.type == list[MixtureEntry]:
         return [_mapping(item, option) for item in raw]
     if option.type == list[str]:
@@ -75,6 +77,8 @@ def check_type(option: Option, value: object) -> None:
         legal = isinstance(value, int) and not isinstance(value, bool)
     elif option.type == list[int]:
         legal = isinstance(value, list) and all(type(item) is int for item in value)
+    elif option.type == list[float]:
+        legal = isinstance(value, list) and all(type(item) in (int, float) for item in value)
     elif option.type == list[str]:
         legal = isinstance(value, list) and all(type(item) is str for item in value)
     elif option.type == list[MixtureEntry]:
@@ -129,7 +133,9 @@ def example(option: Option) -> str:
             "{source: text, path: b.txt, weight: 0.3}]"
         )
     if option.type == list[str]:
-        return "[data, tokenizer]"
+        return "[local, global]" if option.key == "model.layer_pattern" else "[data, tokenizer]"
+    if option.type == list[float]:
+        return "[1.0, 1.5]"
     return "[10, 12]" if option.type == list[int] else "[[embed, [fsdp]], [heads, [tensor]]]"
 
 

@@ -7,9 +7,10 @@ Shapes: B sequences, P tokens of the prompt, T tokens, W window, N layers, K key
 C channels of a head, D model width, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from maxpipe.checkpoint.reader import read_parameters
 from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.kernels.dot_product import dot_product_attention
+from maxpipe.model.kernels.dot_product import attend, dot_product_attention
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
@@ -26,10 +27,24 @@ from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B,W,K,C] of one layer, [N,B,W,K,C] of all
-# (query, key, value, cache of the layer before these tokens) -> (context, cache after them)
-Attend = Callable[
-    [jax.Array, jax.Array, jax.Array, KeysValues | None], tuple[jax.Array, KeysValues]
-]
+
+
+class CachedAttention(Protocol):
+    """Attention that also reads and writes the cache of a layer; options as of `AttentionFn`."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        cache: KeysValues | None,
+        *,
+        window: int | jax.Array | None,
+        sinks: jax.Array | None,
+        soft_cap: float,
+    ) -> tuple[jax.Array, KeysValues]:
+        """Return (context, cache after these tokens); `cache` is that before them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -103,14 +118,24 @@ class Decoder:
         length = tokens.shape[1]
         assert 0 < length <= self._window
 
-        def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, _: KeysValues | None
+        def attend_prompt(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            cache: KeysValues | None,
+            *,
+            window: int | jax.Array | None,
+            sinks: jax.Array | None,
+            soft_cap: float,
         ) -> tuple[jax.Array, KeysValues]:
             padding = ((0, 0), (0, self._window - length), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
-            context = dot_product_attention(q, k, v, jnp.ones_like(tokens))
+            segments = jnp.ones_like(tokens)
+            context = dot_product_attention(
+                q, k, v, segments, window=window, sinks=sinks, soft_cap=soft_cap
+            )
             return context, (jnp.pad(k, padding), jnp.pad(v, padding))
 
-        return self._run(params, tokens, jnp.zeros((), jnp.int32), attend, None)
+        return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_prompt, None)
 
     def step(
         self, params: Params, token: jax.Array, position: jax.Array, cache: KeysValues
@@ -127,25 +152,35 @@ class Decoder:
           (logits of the token after it, float32 [B,V]; cache).
         """
         slot = position % self._window
+        slots = jnp.arange(self._window)
         # Slots fill in order; once position reaches W - 1 all are in use.
-        in_use = (jnp.arange(self._window) <= position)[None, None, None]  # [1,1,1,W]
+        in_use = (slots <= position)[None, None, None]  # [1,1,1,W]
 
-        def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, layer_cache: KeysValues | None
+        def attend_to_cache(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            cache: KeysValues | None,
+            *,
+            window: int | jax.Array | None,
+            sinks: jax.Array | None,
+            soft_cap: float,
         ) -> tuple[jax.Array, KeysValues]:
-            assert layer_cache is not None
-            keys = jax.lax.dynamic_update_slice_in_dim(layer_cache[0], k, slot, axis=1)  # [B,W,K,C]
-            values = jax.lax.dynamic_update_slice_in_dim(layer_cache[1], v, slot, axis=1)
-            return jax.nn.dot_product_attention(q, keys, values, mask=in_use), (keys, values)
+            assert cache is not None
+            keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)  # [B,W,K,C]
+            values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
+            # How many tokens ago each slot was written
+            mask = in_use if window is None else in_use & ((slot - slots) % self._window < window)
+            return attend(q, keys, values, mask, sinks=sinks, soft_cap=soft_cap), (keys, values)
 
-        return self._run(params, token[:, None], position, attend, cache)
+        return self._run(params, token[:, None], position, attend_to_cache, cache)
 
     def _run(
         self,
         params: Params,
         tokens: jax.Array,
         start: jax.Array,
-        attend: Attend,
+        cached_attention: CachedAttention,
         cache: KeysValues | None,
     ) -> tuple[jax.Array, KeysValues]:
         """Read tokens [B,T] from position `start` on; return (logits after the last one, cache)."""
@@ -158,22 +193,35 @@ class Decoder:
         )
 
         def layer(
-            x: jax.Array, inputs: tuple[Params, KeysValues | None]
+            x: jax.Array, inputs: tuple[Params, KeysValues | None, jax.Array]
         ) -> tuple[jax.Array, KeysValues]:
-            weights, before = inputs
+            weights, before, index = inputs
             caches: list[KeysValues] = []
 
-            def attention(q: jax.Array, k: jax.Array, v: jax.Array, _: jax.Array) -> jax.Array:
-                context, after = attend(q, k, v, before)
+            def attention(
+                q: jax.Array,
+                k: jax.Array,
+                v: jax.Array,
+                segment_ids: jax.Array,
+                *,
+                window: int | jax.Array | None = None,
+                sinks: jax.Array | None = None,
+                soft_cap: float = 0.0,
+            ) -> jax.Array:
+                context, after = cached_attention(
+                    q, k, v, before, window=window, sinks=sinks, soft_cap=soft_cap
+                )
                 caches.append(after)
                 return context
 
-            x, _ = ModelProgram(self._config, attention).block(weights, x, side, None)
+            program = ModelProgram(self._config, attention)
+            x, _ = program.block(weights, x, side._replace(layer_index=index), None)
             (after,) = caches
             return x, after
 
         x = self._program.embed(params, tokens)  # [B,T,D]
-        x, caches = jax.lax.scan(layer, x, (params["layers"], cache))
+        index = jnp.arange(self._config.num_layers, dtype=jnp.int32)
+        x, caches = jax.lax.scan(layer, x, (params["layers"], cache, index))
         return self._program.logits(params, x[:, -1]), caches
 
 

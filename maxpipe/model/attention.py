@@ -4,28 +4,56 @@ Shapes: B batch, T sequence, D embed, H query heads, K key/value heads, C head_d
 """
 
 import math
-from collections.abc import Callable
+from typing import Protocol
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.layers import RMSNorm, frequencies, project, rotate
+from maxpipe.model.layer_facts import LayerFacts, layer_table
+from maxpipe.model.layers import RMSNorm, project
 from maxpipe.model.parameters import declare
+from maxpipe.model.rope import rotate
 
-# (query [B,T,H,C], key [B,T,K,C], value [B,T,K,C], segment_ids int32 [B,T]) -> [B,T,H,C]
-AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+class AttentionFn(Protocol):
+    """Attention of all queries to earlier tokens of their segment."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        window: int | jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        soft_cap: float = 0.0,
+    ) -> jax.Array:
+        """Return [B,T,H,C]. The options are passed only if the model has them.
+
+        Args:
+          q, k, v: query [B,T,H,C], key and value [B,T,K,C].
+          segment_ids: int32 [B,T].
+          window: tokens that a query sees, its own included, int32 scalar; None = all.
+          sinks: [H], a logit per head that only the softmax's denominator has.
+          soft_cap: c of c * tanh(score / c); 0 = none.
+        """
+        ...
 
 
 class Attention(nnx.Module):
-    """Project, normalise heads if configured, rotate, attend, and project the output."""
+    """Project, normalise queries and keys if configured, rotate, attend, and project the output."""
 
     def __init__(self, config: ModelConfig, attention: AttentionFn):
         D, H, K, C = config.embed_dim, config.num_query_heads, config.num_kv_heads, config.head_dim
         self.attention = attention
-        self.freq = tuple(frequencies(C, config.rope_theta, config.rope_scaling).tolist())
+        self.table = layer_table(config)
+        self.interleaved = config.rope_interleaved
+        self.soft_cap = config.attention_soft_cap
+        # Kernels divide scores by the root of C.
+        self.query_scale = config.query_scale * math.sqrt(C) if config.query_scale else 1.0
         dtype, std = config.param_dtype, 1 / math.sqrt(D)
         self.query = declare((D, H, C), ("embed", "heads", "head_dim"), dtype, stddev=std)
         self.key = declare((D, K, C), ("embed", "kv_heads", "head_dim"), dtype, stddev=std)
@@ -39,13 +67,18 @@ class Attention(nnx.Module):
             self.query_bias = declare((H, C), ("heads", "head_dim"), dtype)
             self.key_bias = declare((K, C), ("kv_heads", "head_dim"), dtype)
             self.value_bias = declare((K, C), ("kv_heads", "head_dim"), dtype)
+        self.has_output_bias = config.attention_output_bias
+        if config.attention_output_bias:
+            self.out_bias = declare((D,), ("norm",), dtype)
+        self.has_sinks = config.attention_sinks
+        if config.attention_sinks:
+            self.sinks = declare((H,), ("heads",), dtype)
         self.has_norm = config.qk_norm
         if config.qk_norm:
-            self.query_norm = RMSNorm(C, eps=config.norm_eps, dtype=dtype)
-            self.key_norm = RMSNorm(C, eps=config.norm_eps, dtype=dtype)
+            self.query_norm, self.key_norm = (_head_norm(config, heads) for heads in ("", "kv_"))
 
     def project(
-        self, x_BTD: jax.Array, positions: jax.Array
+        self, x_BTD: jax.Array, positions: jax.Array, facts: LayerFacts
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return query [B,T,H,C], key and value [B,T,K,C]; query and key are rotated."""
         q = project(x_BTD, self.query[...])
@@ -58,11 +91,59 @@ class Attention(nnx.Module):
         v = checkpoint_name(v, "value_proj")
         if self.has_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        freq = np.asarray(self.freq, np.float32)
-        return rotate(q, positions, freq), rotate(k, positions, freq), v
+        if self.table.is_rotated:
+            q, k = (
+                rotate(x, positions, facts.frequencies, facts.factor, interleaved=self.interleaved)
+                for x in (q, k)
+            )
+        return q if self.query_scale == 1 else q * self.query_scale, k, v
 
-    def __call__(self, x_BTD: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Apply the sublayer: x [B,T,D], positions and segment_ids int32 [B,T] -> [B,T,D]."""
-        q, k, v = self.project(x_BTD, positions)
-        context = checkpoint_name(self.attention(q, k, v, segment_ids), "context")
-        return checkpoint_name(project(context, self.out[...], 2), "out_proj")
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        layer_index: jax.Array | None = None,
+    ) -> jax.Array:
+        """Apply the sublayer.
+
+        Args:
+          x_BTD: [B,T,D].
+          positions, segment_ids: int32 [B,T].
+          layer_index: as in `SideInputs`; needed where layers differ.
+        """
+        facts = self.table.facts(layer_index)
+        q, k, v = self.project(x_BTD, positions, facts)
+        context = checkpoint_name(self._attend(q, k, v, segment_ids, facts), "context")
+        y = project(context, self.out[...], 2)
+        if self.has_output_bias:
+            y = y + self.out_bias[...]
+        return checkpoint_name(y, "out_proj")
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, facts: LayerFacts
+    ) -> jax.Array:
+        options: dict[str, jax.Array | int | float] = {}
+        if facts.window is not None:
+            options["window"] = facts.window
+        if self.has_sinks:
+            options["sinks"] = self.sinks[...]
+        if self.soft_cap:
+            options["soft_cap"] = self.soft_cap
+        return self.attention(q, k, v, segment_ids, **options)  # type: ignore[arg-type]
+
+
+def _head_norm(config: ModelConfig, prefix: str) -> RMSNorm:
+    """Return the norm of queries (prefix "") or of keys ("kv_"): of each head, or of all."""
+    shape: tuple[int, ...] = (config.head_dim,)
+    axes: tuple[str, ...] = ("norm",)
+    if config.qk_norm_scope == "full":
+        heads = config.num_kv_heads if prefix else config.num_query_heads
+        shape, axes = (heads, config.head_dim), (f"{prefix}heads", "head_dim")
+    return RMSNorm(
+        *shape,
+        eps=config.norm_eps,
+        dtype=config.param_dtype,
+        axes=axes,
+        offset=config.norm_offset,
+    )

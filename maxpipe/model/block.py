@@ -1,4 +1,4 @@
-"""Define the decoder block of the Llama family: attention, then gated MLP, each after a norm."""
+"""Define the decoder block: attention, then gated MLP, each in a residual branch with norms."""
 
 from functools import partial
 
@@ -16,15 +16,33 @@ MLP = 1
 
 
 class LlamaBlock(nnx.Module):
-    """One decoder layer (Touvron et al. 2023); qk-norm and attention bias make it Qwen's."""
+    """One decoder layer (Touvron et al. 2023); options of `model.*` make it that of other families.
+
+    With `norm_placement` pre the norms lie before attention and MLP, with post after them, inside
+    the residual branch, with sandwich in both places.
+    """
 
     def __init__(self, config: ModelConfig, attention: AttentionFn):
         self.rate = config.dropout
-        norm = partial(RMSNorm, config.embed_dim, eps=config.norm_eps, dtype=config.param_dtype)
-        self.attention_norm = norm()
+        self.residual_scale = config.residual_scale
+        self.placement = config.norm_placement
+        norm = partial(
+            RMSNorm,
+            config.embed_dim,
+            eps=config.norm_eps,
+            dtype=config.param_dtype,
+            offset=config.norm_offset,
+        )
+        if self.placement != "post":
+            self.attention_norm = norm()
         self.attention = Attention(config, attention)
-        self.mlp_norm = norm()
+        if self.placement != "pre":
+            self.attention_post_norm = norm()
+        if self.placement != "post":
+            self.mlp_norm = norm()
         self.mlp = GatedMLP(config)
+        if self.placement != "pre":
+            self.mlp_post_norm = norm()
 
     def __call__(
         self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
@@ -33,7 +51,7 @@ class LlamaBlock(nnx.Module):
 
         Args:
           x_BTD: activations [B, T, D].
-          side: positions, segment ids and sequence indices.
+          side: positions, segment ids, sequence indices and the layer's index.
           key: the layer's key of this step, or None without dropout.
 
         Returns:
@@ -41,12 +59,25 @@ class LlamaBlock(nnx.Module):
         """
         # 1. x + attention(norm(x))
         with jax.named_scope("attention"):
-            attended = self.attention(self.attention_norm(x_BTD), side.positions, side.segment_ids)
-            x_BTD = x_BTD + self._drop(attended, key, ATTENTION, side)
+            normed = x_BTD if self.placement == "post" else self.attention_norm(x_BTD)
+            y = self.attention(normed, side.positions, side.segment_ids, side.layer_index)
+            if self.placement != "pre":
+                y = self.attention_post_norm(y)
+            x_BTD = self._add(x_BTD, y, key, ATTENTION, side)
         # 2. x + mlp(norm(x))
         with jax.named_scope("mlp"):
-            x_BTD = x_BTD + self._drop(self.mlp(self.mlp_norm(x_BTD)), key, MLP, side)
+            y = self.mlp(x_BTD if self.placement == "post" else self.mlp_norm(x_BTD))
+            if self.placement != "pre":
+                y = self.mlp_post_norm(y)
+            x_BTD = self._add(x_BTD, y, key, MLP, side)
         return x_BTD, jnp.float32(0)
+
+    def _add(
+        self, x: jax.Array, y: jax.Array, key: jax.Array | None, sublayer: int, side: SideInputs
+    ) -> jax.Array:
+        """Add a sublayer's output to the residual stream, after scale and dropout."""
+        y = y if self.residual_scale == 1 else y * self.residual_scale
+        return x + self._drop(y, key, sublayer, side)
 
     def _drop(
         self, x_BTD: jax.Array, key: jax.Array | None, sublayer: int, side: SideInputs

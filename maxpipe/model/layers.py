@@ -1,21 +1,21 @@
-"""Define what a decoder block is made of: projection, norm, rotation, gated MLP and dropout.
+"""Define what a decoder block is made of: projection, norm, gated MLP and dropout.
 
-Shapes: B batch, T sequence, D embed, H heads, C head_dim, F hidden width of the MLP.
+Shapes: B batch, T sequence, D embed, F hidden width of the MLP.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from maxpipe.config.sections import ModelConfig, RopeScalingConfig
+from maxpipe.config.sections import ModelConfig
 from maxpipe.model.parameters import declare
 
 
@@ -27,11 +27,14 @@ class SideInputs(NamedTuple):
       segment_ids: int32 [B, T], which of a row's packed segments each token belongs to.
       sequence_index: int32 [B], index of each row in the global batch, from which dropout masks are
         drawn.
+      layer_index: int32 scalar, the layer's index in model order, from which it knows how it
+        differs from others. Whoever applies a layer sets it; it is None on the way there.
     """
 
     positions: jax.Array
     segment_ids: jax.Array
     sequence_index: jax.Array
+    layer_index: jax.Array | None = None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -100,77 +103,75 @@ def _dot(
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm of the last dimension, in float32 (Zhang & Sennrich 2019)."""
-
-    def __init__(self, dim: int, *, eps: float, dtype: DTypeLike, axis: str = "norm"):
-        self.eps = eps
-        self.scale = declare((dim,), (axis,), dtype, fill=1.0)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise x [..., dim]; the result has its shape and dtype."""
-        x32 = x.astype(jnp.float32)
-        x32 *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
-        return (x32 * self.scale[...].astype(jnp.float32)).astype(x.dtype)
-
-
-# ------------------------------------------------------------------------------------------------
-# Rotary position embedding (Su et al. 2021)
-# ------------------------------------------------------------------------------------------------
-
-
-def frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig) -> np.ndarray:
-    """Return angular frequencies, float32 [C / 2].
-
-    With `scaling.factor` > 1, wavelengths above original/low_freq_factor are stretched by the
-    factor, those below original/high_freq_factor stay, and those between are interpolated
-    (Llama 3.1 model card).
-    """
-    freq = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling.factor > 1:
-        turns = scaling.original_max_position * freq / (2 * math.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0, 1)
-        freq = freq * (keep + (1 - keep) / scaling.factor)
-    return freq.astype(np.float32)
-
-
-def rotate(x_BTHC: jax.Array, positions_BT: jax.Array, freq: np.ndarray) -> jax.Array:
-    """Rotate the pairs (c, c + C/2) of every head by positions * freq.
+    """Root-mean-square norm of the last dimensions, in float32 (Zhang & Sennrich 2019).
 
     Args:
-      x_BTHC: [B, T, H, C] of any float dtype, which the result has too.
-      positions_BT: int32 [B, T].
-      freq: float32 [C / 2].
+      shape: sizes of the dimensions that are normalised together, usually one.
+      eps: added to the mean square.
+      dtype: of the scale.
+      axes: logical axes of the scale.
+      offset: multiply by 1 + scale, where the scale starts at 0.
     """
-    angle = positions_BT[:, :, None, None].astype(jnp.float32) * freq  # [B, T, 1, C/2]
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)  # [B, T, H, C/2] each
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTHC.dtype)
+
+    def __init__(
+        self,
+        *shape: int,
+        eps: float,
+        dtype: DTypeLike,
+        axes: tuple[str, ...] = ("norm",),
+        offset: bool = False,
+    ):
+        self.eps = eps
+        self.offset = offset
+        self.dimensions = tuple(range(-len(shape), 0)) if len(shape) > 1 else -1
+        self.scale = declare(shape, axes, dtype, fill=0.0 if offset else 1.0)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise x [..., *shape]; the result has its shape and dtype."""
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x32), axis=self.dimensions, keepdims=True)
+        x32 *= jax.lax.rsqrt(mean_square + self.eps)
+        scale = self.scale[...].astype(jnp.float32)
+        return (x32 * (1 + scale if self.offset else scale)).astype(x.dtype)
 
 
 # ------------------------------------------------------------------------------------------------
-# Gated MLP (SwiGLU, Shazeer 2020)
+# Gated MLP (SwiGLU and GeGLU, Shazeer 2020)
 # ------------------------------------------------------------------------------------------------
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
 
 
 class GatedMLP(nnx.Module):
-    """A gated MLP: down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
         D, F, dtype = config.embed_dim, config.mlp_dim, config.param_dtype
         std = 1 / math.sqrt(D)
         out_std = 1 / math.sqrt(F * 2 * config.num_layers)  # see `Attention`
+        self.activation = ACTIVATIONS[config.mlp_activation]
         self.gate = declare((D, F), ("embed", "mlp"), dtype, stddev=std)
         self.up = declare((D, F), ("embed", "mlp"), dtype, stddev=std)
         self.down = declare((F, D), ("mlp", "embed"), dtype, stddev=out_std)
+        self.has_bias = config.mlp_bias
+        if config.mlp_bias:
+            self.gate_bias = declare((F,), ("mlp",), dtype)
+            self.up_bias = declare((F,), ("mlp",), dtype)
+            self.down_bias = declare((D,), ("norm",), dtype)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the MLP to each token, [B, T, D] -> [B, T, D]."""
-        gate = checkpoint_name(project(x_BTD, self.gate[...]), "mlp_gate")  # [B, T, F]
-        up = checkpoint_name(project(x_BTD, self.up[...]), "mlp_up")  # [B, T, F]
-        hidden = jax.nn.silu(gate) * up
-        return checkpoint_name(project(hidden, self.down[...]), "mlp_down")
+        gate = checkpoint_name(self._project(x_BTD, "gate"), "mlp_gate")  # [B, T, F]
+        up = checkpoint_name(self._project(x_BTD, "up"), "mlp_up")  # [B, T, F]
+        hidden = self.activation(gate) * up
+        return checkpoint_name(self._project(hidden, "down"), "mlp_down")
+
+    def _project(self, x: jax.Array, name: str) -> jax.Array:
+        y = project(x, getattr(self, name)[...])
+        return y + getattr(self, f"{name}_bias")[...] if self.has_bias else y
 
 
 # ------------------------------------------------------------------------------------------------

@@ -40,11 +40,13 @@ class OutputLoss:
       soft_cap: c of c * tanh(logits / c); 0 leaves logits as they are.
       z_loss: weight of the squared log-partition.
       tiles: number of tiles that the tokens are cut into.
+      scale: factor of products of activations and kernel, before the cap.
     """
 
     soft_cap: float
     z_loss: float
     tiles: int
+    scale: float = 1.0
 
     def logits(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """Compute logits [..., V], float32, of activations [..., D] and a kernel [D, V]."""
@@ -80,6 +82,7 @@ class OutputLoss:
         return cross_entropy + self.z_loss * jnp.sum(weights * jnp.square(log_z)), cross_entropy
 
     def _cap(self, products: jax.Array) -> jax.Array:
+        products = products if self.scale == 1 else products * self.scale
         return self.soft_cap * jnp.tanh(products / self.soft_cap) if self.soft_cap else products
 
 

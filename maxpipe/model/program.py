@@ -31,7 +31,12 @@ class Head(nnx.Module):
     """Final norm and, unless embeddings are tied, output projection."""
 
     def __init__(self, config: ModelConfig):
-        self.norm = RMSNorm(config.embed_dim, eps=config.norm_eps, dtype=config.param_dtype)
+        self.norm = RMSNorm(
+            config.embed_dim,
+            eps=config.norm_eps,
+            dtype=config.param_dtype,
+            offset=config.norm_offset,
+        )
         if not config.tie_embeddings:
             shape, axes = (config.embed_dim, config.vocab_size), ("outer_embed", "vocab")
             self.kernel = declare(shape, axes, config.param_dtype, stddev=0.02)
@@ -65,7 +70,9 @@ class ModelProgram:
         self._apply_block, layers = split_module(lambda: block(config, attention))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
-        self._output = OutputLoss(config.logit_soft_cap, config.z_loss, config.logit_tiles)
+        self._output = OutputLoss(
+            config.logit_soft_cap, config.z_loss, config.logit_tiles, config.logit_scale
+        )
         self.specs = {"embed": embed, "layers": layers, "head": head}
 
     @property
@@ -89,7 +96,11 @@ class ModelProgram:
     @jax.named_scope("embedding")
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Look up token ids int32 [...]: activations [..., D] in the compute dtype."""
-        return params["embed"]["embedding"][tokens].astype(self.config.dtype)
+        return self.scale_embedding(params["embed"]["embedding"][tokens].astype(self.config.dtype))
+
+    def scale_embedding(self, x: jax.Array) -> jax.Array:
+        """Multiply rows of the embedding table by `model.embed_scale`, rounded to their dtype."""
+        return x if (scale := self.config.embed_scale) == 1 else x * jnp.asarray(scale, x.dtype)
 
     @jax.named_scope("layer")
     def block(

@@ -70,7 +70,7 @@ def layer_function(
         layer_key = (
             jax.random.fold_in(key, index) if program.needs_key and key is not None else None
         )
-        y, aux = program.block(prepare(layer), x, side, layer_key)
+        y, aux = program.block(prepare(layer), x, side._replace(layer_index=index), layer_key)
         if not padded:
             return y, aux
         is_layer = index < program.config.num_layers

@@ -31,8 +31,8 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     Of a decoder of L layers with H query heads of width D these are 6 N + 6 L H D T, with N the
     parameters that are multiplied with activations: the output projection included, tied or not;
     the embedding lookup, norms and biases left out. The second term is attention: PaLM's 12 L H D T
-    halved, because on average a causal query sees half of the T keys. Packed sequences are counted
-    as if they were one document.
+    halved, because on average a causal query sees half of the T keys; in layers with a window it
+    sees fewer. Packed sequences are counted as if they were one document.
 
     Args:
       model: resolved: `head_dim` is not -1.

@@ -73,8 +73,8 @@ class Product:
     """A multiplication of activations with weights, or with each other.
 
     Attributes:
-      flops: per token of the sequence, over all devices. Attention counts half: on average a causal
-        query sees half of the keys.
+      flops: per token of the sequence, over all devices. Attention counts by the
+        share of keys that a query sees on average.
       has_weight: whether an operand is made of parameters.
       operands: those made of activations.
       result: what it makes.
@@ -265,7 +265,7 @@ def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
       dimension_shards: devices over which each dimension of a parameter is split while a layer
         computes with it.
     """
-    walk = _Walk(trace.tokens)
+    walk = _Walk(trace.tokens, trace.visible_share)
     inputs = _inputs(trace, trace.layer, dimension_shards)
     consts = [walk.constant(v) for v in trace.layer.jaxpr.constvars]
     output = walk.run(trace.layer.jaxpr, consts, inputs)[0]
@@ -274,7 +274,7 @@ def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
     def residual_bytes() -> float:
         program = trace_residuals(trace)
         values = _inputs(trace, program, dimension_shards)
-        residuals = _Walk(trace.tokens)
+        residuals = _Walk(trace.tokens, trace.visible_share)
         constants = [residuals.constant(v) for v in program.jaxpr.constvars]
         outputs = set(residuals.run(program.jaxpr, constants, values)) - set(values)
         return sum(v.width * v.itemsize for v in outputs if v.kind == "activation")
@@ -287,7 +287,7 @@ def _inputs(trace: ModelTrace, program: ClosedJaxpr, shards: DimensionShards) ->
     specs = jax.tree.leaves(
         trace.program.specs["layers"], is_leaf=lambda s: isinstance(s, ParamSpec)
     )
-    walk, atoms = _Walk(trace.tokens), program.jaxpr.invars
+    walk, atoms = _Walk(trace.tokens, trace.visible_share), program.jaxpr.invars
     weights = [
         replace(walk.constant(v), kind="weight", dimension_shards=tuple(shards(spec)))
         for v, spec in zip(atoms, specs, strict=False)
@@ -301,6 +301,7 @@ class _Walk:
     """The walk over a program, and what it has collected."""
 
     tokens: int
+    visible_share: float
     products: list[Product] = field(default_factory=list)
     scales: list[Scale] = field(default_factory=list)
     named: list[Tensor] = field(default_factory=list)
@@ -371,8 +372,8 @@ class _Walk:
         if eqn.primitive.name != ATTENTION:
             return equation_flops(eqn)
         q, k, v = (shaped(atom).shape for atom in eqn.invars[:3])
-        # Scores [T, T] of a head from [T, C], and their products with values, half of them masked.
-        return 0.5 * 2.0 * math.prod(q[:-1]) * k[1] * (q[-1] + v[-1])
+        # Scores [T, T] of a head from [T, C], and their products with values, without masked ones.
+        return self.visible_share * 2.0 * math.prod(q[:-1]) * k[1] * (q[-1] + v[-1])
 
     def _multiply(
         self, eqn: JaxprEqn, inputs: list[Value], activations: tuple[Value, ...], flops: float

@@ -1,8 +1,8 @@
 """Trace a model abstractly: one layer, its residuals and the logits, on shapes of one sequence.
 
 Nothing is computed and no parameter is made. Attention is traced as one equation, whatever kernel
-runs: model FLOPs and memory are those of a kernel that skips the masked half and never holds the
-matrix of probabilities.
+runs: model FLOPs and memory are those of a kernel that skips what is masked and never holds the
+matrix of probabilities. Where windows differ by layer the traced layer has their average.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from maxpipe.config.catalog import BLOCKS, Block, RematPolicy
 from maxpipe.config.sections import ModelConfig
+from maxpipe.model.layer_facts import visible_share
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, map_specs
 from maxpipe.model.program import ModelProgram
@@ -28,14 +29,25 @@ _attention_p.def_abstract_eval(
 )
 
 
-@jax.custom_vjp
 def planned_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float = 0.0,
 ) -> jax.Array:
     """Stand in for an attention kernel while a layer is traced; arguments as for `AttentionFn`.
 
     It saves what a kernel saves, its operands and its result, and cannot be run.
     """
+    return _planned(q, k, v, segment_ids)
+
+
+@jax.custom_vjp
+def _planned(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
     context: jax.Array = _attention_p.bind(q, k, v, segment_ids)
     return context
 
@@ -43,7 +55,7 @@ def planned_attention(
 def _save_operands(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    context = planned_attention(q, k, v, segment_ids)
+    context = _planned(q, k, v, segment_ids)
     return context, (q, k, v, segment_ids, context)
 
 
@@ -55,7 +67,7 @@ def _zero_gradients(
     return q * used, k * used, v * used, None
 
 
-planned_attention.defvjp(_save_operands, _zero_gradients)
+_planned.defvjp(_save_operands, _zero_gradients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +80,14 @@ class ModelTrace:
       layer: jaxpr of a layer; its inputs are the leaves of the layer's parameters, then x
         [1, T, D], then inputs without a gradient; its first output is [1, T, D].
       head_flops: FLOPs of the logits of one token.
+      visible_share: share of attention's scores that are not masked, averaged over the layers.
     """
 
     program: ModelProgram
     tokens: int
     layer: ClosedJaxpr
     head_flops: float
+    visible_share: float
 
 
 def model_program(model: ModelConfig) -> ModelProgram:
@@ -98,7 +112,8 @@ def _trace(program: ModelProgram, tokens: int) -> ModelTrace:
     layer = jax.make_jaxpr(program.block)(params["layers"], x, side, key)
     outer = {name: params[name] for name in ("embed", "head")}
     head = jax.make_jaxpr(program.logits)(outer, x)
-    return ModelTrace(program, tokens, layer, program_flops(head) / tokens)
+    share = visible_share(program.config, tokens)
+    return ModelTrace(program, tokens, layer, program_flops(head) / tokens, share)
 
 
 def trace_residuals(trace: ModelTrace) -> ClosedJaxpr:
@@ -127,7 +142,12 @@ def _shapes(
 
     def side_inputs() -> SideInputs:
         ids = jnp.zeros((1, tokens), jnp.int32)
-        return SideInputs(positions=ids, segment_ids=ids, sequence_index=jnp.zeros(1, jnp.int32))
+        return SideInputs(
+            positions=ids,
+            segment_ids=ids,
+            sequence_index=jnp.zeros(1, jnp.int32),
+            layer_index=jnp.zeros((), jnp.int32),
+        )
 
     side = jax.eval_shape(side_inputs)
     key = jax.eval_shape(lambda: jax.random.key(0)) if program.needs_key else None

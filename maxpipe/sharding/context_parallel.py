@@ -11,7 +11,7 @@ Letters: B sequences, T tokens of a sequence, C devices along the axis, P = T / 
 query heads, K key/value heads, D head_dim.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,49 @@ from jax import lax
 
 CONTEXT_AXIS = "context"
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-# (query [B,P,H,D], key and value [B,T,K,D], segment_ids int32 [B,T], index of the part) ->
-# [B,P,H,D]
-PartAttention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+class Attention(Protocol):
+    """Attention of a device's queries; see `maxpipe.model.attention.AttentionFn`."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        window: int | jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        soft_cap: float = 0.0,
+    ) -> jax.Array: ...
+
+
+class PartAttention(Protocol):
+    """Attention of the queries of one part to all keys, with the options of `AttentionFn`."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        part: jax.Array,
+        *,
+        window: int | jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        soft_cap: float = 0.0,
+    ) -> jax.Array:
+        """Return [B,P,H,D].
+
+        Args:
+          q: queries of the part [B,P,H,D].
+          k, v: key and value [B,T,K,D].
+          segment_ids: int32 [B,T].
+          part: index of the part, int32 scalar.
+          window: in tokens, not in places.
+          sinks, soft_cap: see `AttentionFn`.
+        """
+        ...
 
 
 def parts(length: int, count: int) -> np.ndarray:
@@ -52,11 +91,20 @@ def over_context(attention: PartAttention) -> Attention:
     For use in a program that is manual over the axis.
     """
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        count = lax.axis_size(CONTEXT_AXIS)
+    def run(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        window: int | jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        soft_cap: float = 0.0,
+    ) -> jax.Array:
+        count, part = lax.axis_size(CONTEXT_AXIS), lax.axis_index(CONTEXT_AXIS)
         k, v = (in_order(gathered(x), count) for x in (k, v))
         segment_ids = in_order(_gather(segment_ids), count)
-        return attention(q, k, v, segment_ids, lax.axis_index(CONTEXT_AXIS))
+        return attention(q, k, v, segment_ids, part, window=window, sinks=sinks, soft_cap=soft_cap)
 
     return run
 

@@ -33,6 +33,7 @@ from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import job_of_process, start_jax
 from maxpipe.devices.xla_flags import advice
+from maxpipe.hf.importer import HfWeights
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
@@ -52,7 +53,7 @@ from maxpipe.training.continuity import (
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
-from maxpipe.training.trainer import Trainer
+from maxpipe.training.trainer import StateT, Trainer
 
 # Packages whose versions every checkpoint records.
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -214,11 +215,15 @@ def start_run(
         with suppress(CheckpointDamaged):
             meta = checkpointer.record(resume_step).meta
             check_continuity(config, fingerprint, meta, directory, checkpointer.place)
+    # Compared with the model before anything is written.
+    weights = HfWeights(config) if config.init_from and resume_step is None else None
     claim_run_directory(config, directory)
     changed: list[Change] = []
     if resume_step is None:
-        state, step = trainer.init(jax.random.key(config.seed)), 0
+        state, step = _initial_state(config, trainer, weights), 0
     else:
+        if config.init_from:
+            log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         exact_step = None if config.checkpoint.resume in ("auto", "must") else resume_step
         # The spike filter may be switched on or off, or have another window, in the next start.
         restored = checkpointer.restore(
@@ -248,17 +253,22 @@ def start_run(
         place_eval=place_eval,
         checkpointer=checkpointer,
         recorder=recorder,
-        profiler=Profiler(
-            config.telemetry.profile_steps,
-            directory.root / "profile",
-            is_required=config.telemetry.required,
-            say=recorder.say,
-        ),
+        profiler=_build_profiler(config, directory, recorder),
         meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
         token_bytes=token_bytes(config),
     )
+
+
+def _initial_state(config: Config, trainer: Trainer[StateT], weights: HfWeights | None) -> StateT:
+    """Return the state before the first step, with the weights of `init_from` if there are any."""
+    state = trainer.init(jax.random.key(config.seed))
+    if weights is None:
+        return state
+    for line in weights.describe():
+        log(line)
+    return trainer.replace_parameters(state, weights.read)
 
 
 def token_bytes(config: Config) -> np.ndarray | None:
@@ -289,6 +299,15 @@ def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: in
         tokens_per_step=config.data.global_batch_size * config.data.sequence_length,
         peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
+    )
+
+
+def _build_profiler(config: Config, directory: RunDirectory, recorder: Recorder) -> Profiler:
+    return Profiler(
+        config.telemetry.profile_steps,
+        directory.root / "profile",
+        is_required=config.telemetry.required,
+        say=recorder.say,
     )
 
 

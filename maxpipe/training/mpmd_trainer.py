@@ -6,7 +6,7 @@ parts; see `_join` and `_split`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,14 @@ from maxpipe.training.state import (
     like_parameter,
     map_by_parameter,
     mirrors,
+    names_of,
     new_state,
     pick_value,
     step_key,
     with_sharding,
 )
 from maxpipe.training.step import judge_step
-from maxpipe.training.trainer import Trainer
+from maxpipe.training.trainer import ReadParameter, Trainer
 
 
 @jax.tree_util.register_dataclass
@@ -131,6 +132,18 @@ class MpmdTrainer(Trainer[MpmdState]):
             make = jax.jit(new_stage, out_shardings=self._shardings[stage])
             stages.append(make(jax.device_put(key, replicated)))
         return self._state(stages, jnp.zeros((), jnp.int32), self._optimizer.spike_filter.init())
+
+    def replace_parameters(self, state: MpmdState, read: ReadParameter) -> MpmdState:
+        for leaf in jax.tree.leaves(state.params):
+            leaf.delete()
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, like: read(names_of(path), like), self.abstract_canonical().params
+        )
+        stages = [
+            replace(stage, params=self._split(params, live.params))
+            for stage, live in zip(state.stages, self._shardings, strict=True)
+        ]
+        return replace(state, stages=tuple(stages))
 
     def update(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
         end = self.engine.loss_stage

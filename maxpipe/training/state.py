@@ -78,6 +78,11 @@ def initial_params(specs: Params, key: jax.Array, layer_index: np.ndarray) -> Pa
     return params
 
 
+def names_of(path: jax.tree_util.KeyPath) -> tuple[str, ...]:
+    """Return the keys of nested dicts on a parameter's path."""
+    return tuple(str(getattr(key, "key", key)) for key in path)
+
+
 def mirrors(params: jax.tree_util.PyTreeDef, node: object) -> bool:
     """Return whether a part of a state is a tree like the parameters, with a subtree for each.
 

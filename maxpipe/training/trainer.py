@@ -6,11 +6,13 @@ for all engines.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from maxpipe.devices.host_memory import to_host
 from maxpipe.model.parameters import Params
@@ -28,6 +30,7 @@ from maxpipe.training.state import (
     layer_flags,
     like_parameter,
     map_by_parameter,
+    names_of,
     new_state,
     pick_value,
     with_sharding,
@@ -35,6 +38,8 @@ from maxpipe.training.state import (
 from maxpipe.training.step import train_step
 
 StateT = TypeVar("StateT")
+# Returns the parameter of a path in the layout on disk, given its shape, dtype and sharding there.
+ReadParameter = Callable[[tuple[str, ...], jax.ShapeDtypeStruct], jax.Array]
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
@@ -64,6 +69,13 @@ class Trainer(ABC, Generic[StateT]):
         digest = {"batch_digest": batch_digest(batch)} if self.adds_batch_digest else {}
         state, metrics = self.update(state, batch)
         return state, metrics | digest
+
+    @abstractmethod
+    def replace_parameters(self, state: StateT, read: ReadParameter) -> StateT:
+        """Return a new state with parameters that `read` gives in the layout on disk.
+
+        The parameters of `state` are deleted first, leaf by leaf where there is one program.
+        """
 
     @abstractmethod
     def forward(self, state: StateT, batch: Batch) -> Metrics:
@@ -139,6 +151,27 @@ class SpmdTrainer(Trainer[TrainState]):
 
     def init(self, key: jax.Array) -> TrainState:
         return jax.jit(self._new_state, out_shardings=self._shardings)(key)
+
+    def replace_parameters(self, state: TrainState, read: ReadParameter) -> TrainState:
+        def replace_leaf(
+            path: KeyPath,
+            leaf: jax.Array,
+            is_layer: bool,
+            on_disk: jax.ShapeDtypeStruct,
+            sharding: NamedSharding,
+        ) -> jax.Array:
+            leaf.delete()
+            value = read(names_of(path), on_disk)
+            return self._from_canonical(value, sharding) if is_layer else value
+
+        params = jax.tree_util.tree_map_with_path(
+            replace_leaf,
+            state.params,
+            self._is_layer(state).params,
+            self.abstract_canonical().params,
+            self._param_shardings,
+        )
+        return replace(state, params=params)
 
     def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return self._step(state, batch)

@@ -25,7 +25,7 @@ def message(path, *words):
         ("? [a]\n: 1\n", "a key must be a word"),
         ("x: &x {num_layers: 4}\nmodel:\n  <<: *x\n", "inherit with `base: other.yml`"),
         ("pipeline: {layers_per_stage: &x [*x]}\n", "nested too deeply"),
-        ("model: 7\n", "is a section; its keys are block, num_layers"),
+        ("model: 7\n", "is a section; its keys are from_hf, block, num_layers"),
         ("steps: {a: 1}\n", "takes a value, not a section"),
         ("steps:\n", "has no value"),
         ("base: [a.yml]\n", "the path of one YAML file"),

@@ -100,7 +100,7 @@ def test_convert_list():
         ("optimizer.name", "adam", "did you mean adamw"),
         ("steps", 0, "at least 1; got 0"),
         ("mesh.ici.stage", 0, "at least 1, or -1 to derive it"),
-        ("optimizer.learning_rate", 0.0, "greater than 0"),
+        ("optimizer.eps", 0.0, "greater than 0"),
         ("model.dropout", 1.0, "at most 0.99"),
     ],
 )

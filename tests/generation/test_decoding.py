@@ -17,6 +17,16 @@ ALL_OPTIONS = {
     "model.tie_embeddings": True,
     "model.logit_soft_cap": 3.0,
 }
+# Windows and rotations by layer
+LAYERS_THAT_DIFFER = {
+    "model.layer_pattern": ["local", "global_nope", "local"],
+    "model.attention_window": 3,
+    "model.rope_theta_local": 100.0,
+    "model.attention_sinks": True,
+    "model.attention_soft_cap": 5.0,
+    "model.query_scale": 0.3,
+    "model.embed_scale": 2.0,
+}
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8)).astype(np.int32)
 
 
@@ -30,7 +40,8 @@ def forward(config, params, tokens):
     )
     x = program.embed(params, tokens)
     for i in range(config.num_layers):
-        x, _ = program.block(jax.tree.map(lambda p, i=i: p[i], params["layers"]), x, side, None)
+        layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
+        x, _ = program.block(layer, x, side._replace(layer_index=jnp.int32(i)), None)
     return program.logits(params, x)
 
 
@@ -54,7 +65,9 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    "values", [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS], ids=str
+    "values",
+    [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS, LAYERS_THAT_DIFFER],
+    ids=str,
 )
 def test_decoder_logits_equal_training_forward(values):
     case = Case(**values)

@@ -7,24 +7,29 @@ import pytest
 from helpers.engines import tiny
 
 from maxpipe.model.attention import Attention
-from maxpipe.model.kernels.dot_product import dot_product_attention
+from maxpipe.model.kernels.dot_product import attention_of_queries, dot_product_attention
 from maxpipe.model.parameters import init_params, split_module
 
 B, T, H, K, C = 2, 7, 4, 2, 4
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 1, 1, 1, 1, 1, 1]], np.int32)
+SINKS = np.array([-1.0, 0.0, 1.0, 2.0], np.float32)
 POSITIONS = np.array([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]], np.int32)
 
 
-def by_hand(q, k, v, segments):
+def by_hand(q, k, v, segments, window=10**6, sinks=None, soft_cap=0.0):
     """Softmax over earlier tokens of the same segment; head h reads key head h // (H / K)."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     for b, t, h in np.ndindex(*q.shape[:3]):
         group = h // (q.shape[2] // k.shape[2])
-        seen = [j for j in range(t + 1) if segments[b, j] == segments[b, t]]
+        same = [j for j in range(t + 1) if segments[b, j] == segments[b, t]]
+        seen = [j for j in same if t - j < window]
         scores = np.array([q[b, t, h] @ k[b, j, group] for j in seen]) / np.sqrt(q.shape[3])
-        weights = np.exp(scores - scores.max())
-        out[b, t, h] = weights @ np.array([v[b, j, group] for j in seen]) / weights.sum()
+        if soft_cap:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        weights = np.exp(scores)
+        total = weights.sum() + (0 if sinks is None else np.exp(np.float64(sinks[h])))
+        out[b, t, h] = weights @ np.array([v[b, j, group] for j in seen]) / total
     return out
 
 
@@ -48,6 +53,35 @@ def test_dot_product_attention_is_causal_grouped_and_within_segments():
     q, k, v = qkv()
     actual = dot_product_attention(*map(jnp.asarray, (q, k, v)), jnp.asarray(SEGMENTS))
     np.testing.assert_allclose(actual, by_hand(q, k, v, SEGMENTS), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 1},
+        {"window": 3},
+        {"soft_cap": 0.5},
+        {"sinks": SINKS},
+        {"window": 2, "soft_cap": 2.0, "sinks": SINKS},
+    ],
+    ids=str,
+)
+def test_options_of_attention_equal_the_loop_over_queries(options):
+    q, k, v = qkv()
+    expected = by_hand(q, k, v, SEGMENTS, **options)
+    arrays = [*map(jnp.asarray, (q, k, v, SEGMENTS))]
+    operands = {name: jnp.asarray(x) for name, x in options.items() if name != "soft_cap"}
+    np.testing.assert_allclose(dot_product_attention(*arrays, **options), expected, atol=1e-5)
+    # A window that differs by layer is an array.
+    np.testing.assert_allclose(
+        dot_product_attention(*arrays, **options | operands), expected, atol=1e-5
+    )
+    tokens = jnp.array([5, 0, 3])
+    np.testing.assert_allclose(
+        attention_of_queries(arrays[0][:, tokens], *arrays[1:], tokens, **options),
+        expected[:, tokens],
+        atol=1e-5,
+    )
 
 
 def test_dot_product_attention_of_grouped_heads_equals_repeated_heads():

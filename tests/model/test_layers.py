@@ -20,6 +20,29 @@ def test_rms_norm_equals_numpy():
     )
 
 
+def test_rms_norm_with_offset_starts_as_a_plain_norm_and_adds_one_to_the_scale():
+    apply, specs = split_module(lambda: RMSNorm(6, eps=1e-3, dtype="float32", offset=True))
+    plain, _ = split_module(lambda: RMSNorm(6, eps=1e-3, dtype="float32"))
+    x = jax.random.normal(jax.random.key(0), (3, 6))
+    start = init_params(specs, jax.random.key(0))
+    assert not np.any(start["scale"])
+    scale = jnp.linspace(-0.5, 0.5, 6)
+    np.testing.assert_allclose(
+        apply({"scale": scale}, x), plain({"scale": 1 + scale}, x), rtol=1e-6
+    )
+
+
+def test_rms_norm_of_all_heads_takes_one_mean():
+    apply, _ = split_module(
+        lambda: RMSNorm(2, 3, eps=1e-3, dtype="float32", axes=("heads", "head_dim"))
+    )
+    one, _ = split_module(lambda: RMSNorm(6, eps=1e-3, dtype="float32"))
+    x, scale = jax.random.normal(jax.random.key(0), (2, 4, 2, 3)), jnp.linspace(0.5, 2, 6)
+    actual = apply({"scale": scale.reshape(2, 3)}, x)
+    expected = one({"scale": scale}, x.reshape(2, 4, 6))
+    np.testing.assert_allclose(actual.reshape(2, 4, 6), expected, rtol=1e-6)
+
+
 def test_rms_norm_of_bfloat16_is_computed_in_float32():
     apply, _ = split_module(lambda: RMSNorm(256, eps=1e-5, dtype="float32"))
     x = jnp.full((256,), 3.0, jnp.bfloat16)
@@ -37,6 +60,19 @@ def test_gated_mlp_equals_numpy():
     hidden = x @ gate
     expected = (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
     np.testing.assert_allclose(apply(params, jnp.asarray(x, jnp.float32)), expected, atol=1e-5)
+
+
+def test_gated_mlp_with_gelu_and_biases_equals_numpy():
+    config = tiny(**{"model.mlp_activation": "gelu_tanh", "model.mlp_bias": True}).model
+    apply, specs = split_module(lambda: GatedMLP(config))
+    params = init_params(specs, jax.random.key(0))
+    params = {n: p + 0.1 * jnp.cos(jnp.arange(p.size).reshape(p.shape)) for n, p in params.items()}
+    x = np.asarray(jax.random.normal(jax.random.key(1), (2, 3, config.embed_dim)), np.float64)
+    p = {name: np.asarray(value, np.float64) for name, value in params.items()}
+    gate = x @ p["gate"] + p["gate_bias"]
+    gelu = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    expected = (gelu * (x @ p["up"] + p["up_bias"])) @ p["down"] + p["down_bias"]
+    np.testing.assert_allclose(apply(params, jnp.asarray(x, jnp.float32)), expected, atol=2e-5)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config import RopeScalingConfig
-from maxpipe.model.layers import frequencies, rotate
+from maxpipe.model.rope import frequencies, rotary_factor, rotate
 
 LLAMA_31 = RopeScalingConfig(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
@@ -70,3 +70,77 @@ def test_rotate_of_bfloat16_returns_bfloat16_with_float32_angles():
     assert turned.dtype == jnp.bfloat16
     # In bfloat16 position 4097 would be 4096.
     assert float(turned[0, 0, 0, 0]) == pytest.approx(math.cos(4097) - math.sin(4097), abs=1e-2)
+
+
+def test_linear_scaling_divides_all_frequencies():
+    scaling = RopeScalingConfig(type="linear", factor=4)
+    assert frequencies(8, 10_000.0, scaling) == pytest.approx(np.array([1, 0.1, 0.01, 0.001]) / 4)
+    assert rotary_factor(scaling) == 1
+
+
+def test_yarn_keeps_fast_frequencies_and_stretches_slow_ones():
+    """Bounds by the paper: those that turn 32 times and once within 4096 tokens."""
+    plain = frequencies(128, 150_000.0, RopeScalingConfig())
+    scaling = RopeScalingConfig(type="yarn", factor=32, original_max_position=4096, truncate=False)
+    scaled = frequencies(128, 150_000.0, scaling)
+    turns = 4096 * plain / (2 * math.pi)
+    ratio = plain / scaled
+    assert ratio[turns > 32] == pytest.approx(1, rel=1e-5)
+    assert ratio[turns < 1] == pytest.approx(32, rel=1e-5)
+    between = ratio[(turns < 32) & (turns > 1)]
+    assert np.all(np.diff(between) > 0)
+    assert np.all((between > 1) & (between < 32))
+    # The share that is stretched is linear in the index.
+    share = (1 - 1 / between) / (1 - 1 / 32)
+    assert np.diff(share) == pytest.approx(np.diff(share)[0], rel=1e-3)
+    assert rotary_factor(scaling) == pytest.approx(0.1 * math.log(32) + 1)
+
+
+def test_yarn_with_truncation_rounds_the_bounds_outwards():
+    config = {"type": "yarn", "factor": 8, "original_max_position": 4096}
+    exact = frequencies(64, 10_000.0, RopeScalingConfig(**config, truncate=False))
+    rounded = frequencies(64, 10_000.0, RopeScalingConfig(**config))
+    plain = frequencies(64, 10_000.0, RopeScalingConfig())
+    # The first frequency that is stretched comes earlier, the last one that is kept in part later.
+    assert np.sum(plain / rounded > 1.0001) >= np.sum(plain / exact > 1.0001)
+    assert np.sum(plain / rounded > 7.999) <= np.sum(plain / exact > 7.999)
+    assert not np.allclose(exact, rounded, rtol=1e-4)
+
+
+def test_longrope_divides_each_frequency_by_its_own_number():
+    config = {
+        "type": "longrope",
+        "factor": 4,
+        "original_max_position": 16,
+        "short_factor": [1.0, 2.0],
+        "long_factor": [3.0, 4.0],
+    }
+    short, long = (
+        frequencies(4, 100.0, RopeScalingConfig(**config, length=n)) for n in ("short", "long")
+    )
+    assert short == pytest.approx([1, 0.1 / 2])
+    assert long == pytest.approx([1 / 3, 0.1 / 4])
+    assert rotary_factor(RopeScalingConfig(**config)) == pytest.approx(
+        math.sqrt(1 + math.log(4) / math.log(16))
+    )
+    assert rotary_factor(RopeScalingConfig(**config, attention_factor=1.25)) == 1.25
+
+
+def test_rotate_of_a_part_leaves_the_other_channels():
+    x = np.random.default_rng(2).standard_normal((1, 3, 2, 8)).astype(np.float32)
+    positions, freq = jnp.arange(3)[None], frequencies(4, 100.0, RopeScalingConfig())
+    turned = rotate(jnp.asarray(x), positions, freq, 1.5)
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    np.testing.assert_allclose(
+        turned[..., :4], 1.5 * rotate(jnp.asarray(x[..., :4]), positions, freq), rtol=1e-6
+    )
+
+
+def test_interleaved_rotation_is_the_other_one_of_reordered_channels():
+    x = np.random.default_rng(3).standard_normal((1, 3, 2, 8)).astype(np.float32)
+    positions, freq = jnp.arange(3)[None], frequencies(8, 100.0, RopeScalingConfig())
+    halves = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    expected = rotate(jnp.asarray(halves), positions, freq)
+    actual = rotate(jnp.asarray(x), positions, freq, interleaved=True)
+    np.testing.assert_allclose(actual[..., ::2], expected[..., :4], rtol=1e-6)
+    np.testing.assert_allclose(actual[..., 1::2], expected[..., 4:], rtol=1e-6)

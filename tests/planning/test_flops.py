@@ -59,3 +59,13 @@ def test_flops_are_six_per_weight_and_causal_attention():
 def test_tied_embeddings_save_parameters_but_no_flops():
     tied = dataclasses.replace(TINY, tie_embeddings=True)
     assert model_flops_per_token(tied, 64) == model_flops_per_token(TINY, 64)
+
+
+def test_windows_leave_out_the_flops_of_keys_that_no_query_sees():
+    """Two of three layers have a window of 16: a triangle, then 16 keys for each query."""
+    local = {"layer_pattern": ["local", "local", "global"], "attention_window": 16}
+    saved = model_flops_per_token(TINY, 64) - model_flops_per_token(
+        dataclasses.replace(TINY, **local), 64
+    )
+    pairs = 64 * 64 / 2 - (16 * 16 / 2 + 48 * 16)
+    assert saved == pytest.approx(3 * 2 * 2 * 2 * 4 * 6 * pairs / 64)

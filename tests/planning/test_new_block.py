@@ -9,6 +9,7 @@ from helpers.shard_bytes import shard_bytes
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, catalog, replace, resolve
 from maxpipe.devices.chips import chip_for
+from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import count, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.mpmd.program import UnitName
@@ -75,11 +76,9 @@ def test_layer_flops_are_those_of_the_compiled_layer():
     program = ModelProgram(config.model)
     shapes = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), program.specs["layers"])
     x = jax.ShapeDtypeStruct((1, T, D), jnp.float32)
-    side = trace.layer.in_avals[-3:]
+    side = trace.layer.in_avals[-len(SideInputs._fields) :]
 
     def run(params, x, *side):
-        from maxpipe.model.layers import SideInputs
-
         return program.block(params, x, SideInputs(*side), None)[0]
 
     side = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in side]

@@ -68,8 +68,9 @@ def loss_and_gradients(attention, weights, segments, *qkv):
     return y, *gradients
 
 
-def check_parts(kernel, config, length, count, **options):
+def check_parts(kernel, config, length, count, attention_options=None, **options):
     """A kernel with queries on `count` devices has the outputs and gradients of one device."""
+    attention_options = attention_options or {}
     rng = np.random.default_rng(0)
     heads = config.num_query_heads, config.num_kv_heads, config.num_kv_heads, config.num_query_heads
     *qkv, weights = (
@@ -77,7 +78,8 @@ def check_parts(kernel, config, length, count, **options):
         for n in heads
     )
     segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, length)), axis=1), jnp.int32)
-    expected = loss_and_gradients(dot_product_attention, weights, segments, *qkv)
+    reference = partial(dot_product_attention, **attention_options)
+    expected = loss_and_gradients(reference, weights, segments, *qkv)
 
     def placed(x):
         return x[:, parts(length, count).reshape(-1)]
@@ -86,19 +88,38 @@ def check_parts(kernel, config, length, count, **options):
         implementation(KERNELS[kernel]).build_for_parts(config, parts(length, count), **options)
     )
     over = P(None, "context")
+    attention = partial(attention, **attention_options)
     run = manual(partial(loss_and_gradients, attention), count, (over,) * 5, (over,) * 4)
     actual = run(*map(placed, (weights, segments, *qkv)))
     for a, b in zip(actual, expected, strict=True):
         assert jnp.max(jnp.abs(a - placed(b))) <= 1e-5 * jnp.max(jnp.abs(b))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_dot_product_of_parts_equals_the_full_sequence(count):
-    check_parts("dot_product", tiny().model, 12, count)
+@pytest.mark.parametrize(
+    ("count", "options"), [(2, {}), (3, {"window": 3}), (2, {"soft_cap": 1.0})]
+)
+def test_dot_product_of_parts_equals_the_full_sequence(count, options):
+    check_parts("dot_product", tiny().model, 12, count, options)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_splash_of_parts_equals_dot_product_of_the_full_sequence(count):
-    """Interpreted; one device has two chunks as well."""
-    values = {"model.num_query_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 128}
-    check_parts("splash", tiny(**values).model, 512, count, interpret=True)
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        (1, {}),
+        (2, {"window": 60, "soft_cap": 2.0}),
+        (1, {"window": np.int32(60)}),
+        (2, {"window": np.int32(2**30)}),
+    ],
+    ids=str,
+)
+def test_splash_of_parts_equals_dot_product_of_the_full_sequence(count, options):
+    """Interpreted; one device has two chunks as well. Windows of layers that differ are arrays."""
+    values = {
+        "model.num_query_heads": 2,
+        "model.num_kv_heads": 1,
+        "model.head_dim": 128,
+        "model.attention_window": 60,  # shorter than a segment and than a block
+    }
+    if isinstance(options.get("window"), np.int32):
+        options = {"window": jnp.asarray(options["window"])}
+    check_parts("splash", tiny(**values).model, 512, count, options, interpret=True)

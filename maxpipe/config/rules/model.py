@@ -3,6 +3,7 @@
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
 from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.sections.model import LAYER_KINDS
 from maxpipe.config.values import nearest
 
 _CONTEXT_AXES = ("mesh.ici.context", "mesh.dcn.context")
@@ -40,16 +41,83 @@ def derive_head_dim(c: Config) -> Updates:
     return {"model.head_dim": size}
 
 
-@rule("model.rope_scaling")
-def check_rope_scaling(c: Config) -> None:
-    """Check the order of the two frequency factors."""
-    scaling = c.model.rope_scaling
-    if scaling.factor != 1 and scaling.low_freq_factor >= scaling.high_freq_factor:
+@rule("model.rope_fraction", "model.head_dim")
+def check_rope_fraction(c: Config) -> None:
+    """Check that pairs of channels are rotated."""
+    if c.model.head_dim > 0 and (c.model.rotated_dim % 2 or not c.model.rotated_dim):
         message = (
-            f"must be less than model.rope_scaling.high_freq_factor={scaling.high_freq_factor}; "
-            f"got {scaling.low_freq_factor}"
+            f"{c.model.rope_fraction} of model.head_dim={c.model.head_dim} are "
+            f"{c.model.rotated_dim} channels, but rotary embeddings rotate pairs"
         )
-        raise ConfigError(Problem("model.rope_scaling.low_freq_factor", message))
+        raise ConfigError(Problem("model.rope_fraction", message))
+
+
+@rule(
+    "model.rope_scaling",
+    "model.rope_theta",
+    "model.head_dim",
+    "model.rope_fraction",
+    "data.sequence_length",
+    writes=("model.rope_scaling.length",),
+)
+def derive_rope_scaling(c: Config) -> Updates:
+    """Check the numbers of the kind of scaling, and choose one of the two lists of longrope."""
+    scaling, key = c.model.rope_scaling, "model.rope_scaling"
+    if scaling.type == "longrope":
+        pairs = c.model.rotated_dim // 2
+        problems = [
+            Problem(
+                f"{key}.{name}",
+                f"must have a positive number for each of {pairs} rotated pairs of channels; "
+                f"got {len(divisors)} numbers",
+            )
+            for name, divisors in (
+                ("short_factor", scaling.short_factor),
+                ("long_factor", scaling.long_factor),
+            )
+            if len(divisors) != pairs or min(divisors) <= 0
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        if scaling.length == "auto":
+            is_long = c.data.sequence_length > scaling.original_max_position
+            return {f"{key}.length": "long" if is_long else "short"}
+    elif scaling.factor != 1 and scaling.type == "llama3":
+        if scaling.low_freq_factor >= scaling.high_freq_factor:
+            message = (
+                f"must be less than {key}.high_freq_factor={scaling.high_freq_factor}; "
+                f"got {scaling.low_freq_factor}"
+            )
+            raise ConfigError(Problem(f"{key}.low_freq_factor", message))
+    elif scaling.factor != 1 and scaling.type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
+        message = f"must be less than {key}.beta_fast={scaling.beta_fast}; got {scaling.beta_slow}"
+        raise ConfigError(Problem(f"{key}.beta_slow", message))
+    return {}
+
+
+@rule("model.layer_pattern", "model.attention_window")
+def check_layer_pattern(c: Config) -> None:
+    """Check the kinds of layers, and that a window is there where a kind has one."""
+    pattern, key = c.model.layer_pattern, "model.layer_pattern"
+    problems = [
+        Problem(
+            key, f"{kind!r} is not one of {', '.join(LAYER_KINDS)}{nearest(kind, [*LAYER_KINDS])}"
+        )
+        for kind in dict.fromkeys(pattern)
+        if kind not in LAYER_KINDS
+    ]
+    has_local = any(kind.startswith("local") for kind in pattern)
+    if has_local and not c.model.attention_window:
+        message = "has local layers, which need model.attention_window, the tokens they see"
+        problems.append(Problem(key, message))
+    if pattern and not has_local and c.model.attention_window:
+        message = (
+            f"{c.model.attention_window} has no effect, since model.layer_pattern has no local "
+            "layer; name one, or leave the pattern empty for a window in all layers"
+        )
+        problems.append(Problem("model.attention_window", message))
+    if problems:
+        raise ConfigError(*problems)
 
 
 @rule(_AXIS_RULES)
@@ -126,7 +194,9 @@ def check_context_rule(c: Config) -> None:
 MODEL_RULES = (
     check_grouped_heads,
     derive_head_dim,
-    check_rope_scaling,
+    check_rope_fraction,
+    derive_rope_scaling,
+    check_layer_pattern,
     check_logical_axis_rules,
     check_expert_axis,
     check_context_chunks,

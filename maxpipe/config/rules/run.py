@@ -34,6 +34,18 @@ def check_run_name(c: Config) -> None:
         raise ConfigError(Problem("run_name", message))
 
 
+@rule("init_from")
+def check_init_from(c: Config) -> None:
+    """Check the form of what a run starts from."""
+    scheme, _, directory = c.init_from.partition(":")
+    if c.init_from and (scheme != "hf" or not directory or directory.startswith("//")):
+        message = (
+            f"{c.init_from!r} is not of the form hf:DIR, with a directory of this machine that "
+            "has config.json and *.safetensors"
+        )
+        raise ConfigError(Problem("init_from", message))
+
+
 @rule("output_dir", "data.cache_dir")
 def check_directories(c: Config) -> None:
     """Refuse object stores where a directory is needed."""
@@ -278,6 +290,7 @@ def check_topology(c: Config) -> Updates:
 
 RUN_RULES = (
     check_run_name,
+    check_init_from,
     check_directories,
     check_tokenizer,
     check_data_path,

@@ -235,10 +235,9 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     if is_set(c, "pipeline.num_layers_per_stage"):
         factors["layers per stage"] = per_stage
     unit = math.prod(factors.values())
-    choices = [
-        *_even_choices(c, repeats, per_stage),
-        f"{_total_key(c)}={multiples_around(total, unit)}",
-    ]
+    choices = _even_choices(c, repeats, per_stage)
+    if not (c.model.from_hf and _total_key(c) == "model.num_layers"):  # which is given there
+        choices.append(f"{_total_key(c)}={multiples_around(total, unit)}")
     if ENGINES[c.pipeline.engine].outside_layers and total == c.model.num_layers and total > unit:
         inside = total // unit * unit
         choices.append(f"{_PARALLEL_LAYERS}={inside} (the others run outside the pipeline)")
@@ -251,7 +250,7 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     written = " x ".join(f"{count} {name}" for name, count in factors.items())
     message = (
         f"{_total_key(c)}={total} does not divide into {written}; "
-        f"nearest legal: {'; '.join(choices)}"
+        f"nearest legal: {'; '.join(choices) or 'fewer stages or repeats'}"
     )
     return ConfigError(Problem(keys[0] if keys else _total_key(c), message))
 

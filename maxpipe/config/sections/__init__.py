@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from maxpipe.config.sections.fields import Bounds, option
+from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
     MESH_AXES,
     AxesConfig,
@@ -16,9 +17,7 @@ from maxpipe.config.sections.training import (
     CompileConfig,
     DataConfig,
     EvalConfig,
-    ModelConfig,
     OptimizerConfig,
-    RopeScalingConfig,
     TelemetryConfig,
 )
 
@@ -43,6 +42,11 @@ class Config:
     steps: int = option(200, "number of training steps", minimum=1, maximum=2**31 - 1)
     stop_after: int = option(
         0, "end after this step as if the run were interrupted; 0 = run to the end", minimum=0
+    )
+    init_from: str = option(
+        "",
+        "initial parameters, where the run has no checkpoint yet: hf:DIR, a directory with the "
+        "config.json and *.safetensors of a Hugging Face model; empty = random",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -35,3 +35,9 @@ def option(default: object, help: str, **bounds: Any) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: [*default], metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def hash_of_fields(section: object) -> int:
+    """Return the hash of a section by its values, those of lists included."""
+    values = vars(section).values()
+    return hash(tuple(tuple(v) if isinstance(v, list) else v for v in values))

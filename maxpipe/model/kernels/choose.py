@@ -94,7 +94,16 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
     """
     length = "activation_length" if rules.mesh.shape[CONTEXT_AXIS] > 1 else None
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def run(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        *,
+        window: int | jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        soft_cap: float = 0.0,
+    ) -> jax.Array:
         current = jax.sharding.get_abstract_mesh()
         manual = set(current.manual_axes)
         query = rules.automatic_spec(("activation_batch", length, "heads", None), q.shape)
@@ -102,15 +111,44 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
             # There are more devices than key heads, so each gets the keys of its own query heads:
             # [B, T, K, C] -> [B, T, H, C].
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+        # A window that differs by layer is an array, which every device has.
+        fixed_window = None if isinstance(window, jax.Array) else window
+        arrays = {"window": window, "sinks": sinks}
+        operands = {name: a for name, a in arrays.items() if isinstance(a, jax.Array)}
+        specs = {"window": PartitionSpec(), "sinks": PartitionSpec(*query[2:3])}
+
+        def of_device(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            segment_ids: jax.Array,
+            operands: dict[str, jax.Array],
+        ) -> jax.Array:
+            return attention(
+                q,
+                k,
+                v,
+                segment_ids,
+                window=operands.get("window", fixed_window),
+                sinks=operands.get("sinks"),
+                soft_cap=soft_cap,
+            )
+
         split = jax.shard_map(
-            attention,
+            of_device,
             mesh=current if manual else rules.mesh,
             axis_names={axis for axis in rules.mesh.axis_names if axis not in manual},
             check_vma=False,
-            in_specs=(query, query, query, PartitionSpec(*query[:2])),
+            in_specs=(
+                query,
+                query,
+                query,
+                PartitionSpec(*query[:2]),
+                {name: specs[name] for name in operands},
+            ),
             out_specs=query,
         )
-        return split(q, k, v, segment_ids)
+        return split(q, k, v, segment_ids, operands)
 
     return run
 

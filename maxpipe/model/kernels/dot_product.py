@@ -1,7 +1,10 @@
 """Attend by two matrix products with the full [T, T] matrix between them; runs everywhere.
 
-Shapes: B batch, T sequence, P queries of a part, H query heads, K key/value heads, C head_dim.
+Shapes: B batch, T sequence, P queries of a part, H query heads, K key/value heads, G = H / K,
+C head_dim.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +16,87 @@ from maxpipe.sharding.context_parallel import PartAttention
 
 
 def dot_product_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float = 0.0,
 ) -> jax.Array:
-    """Attend to earlier tokens of the same segment: q [B,T,H,C], k and v [B,T,K,C] -> [B,T,H,C]."""
+    """Attend to earlier tokens of the same segment: q [B,T,H,C], k and v [B,T,K,C] -> [B,T,H,C].
+
+    For the options see `AttentionFn`.
+    """
     same_segment = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # [B, 1, T, T]
-    return jax.nn.dot_product_attention(q, k, v, mask=same_segment, is_causal=True)
+    if window is None and sinks is None and not soft_cap:
+        return jax.nn.dot_product_attention(q, k, v, mask=same_segment, is_causal=True)
+    tokens = jnp.arange(q.shape[1])
+    mask = same_segment & visible(tokens, tokens, window)
+    return attend(q, k, v, mask, sinks=sinks, soft_cap=soft_cap)
 
 
 def attention_of_queries(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, tokens: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    tokens: jax.Array,
+    *,
+    window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    soft_cap: float = 0.0,
 ) -> jax.Array:
     """Compute `dot_product_attention` of the queries of `tokens`, int32 [P]; q is [B,P,H,C]."""
     # [B, 1, P, T]
     same_segment = segment_ids[:, tokens][:, None, :, None] == segment_ids[:, None, None, :]
-    not_later = tokens[:, None] >= jnp.arange(k.shape[1])  # [P, T]
-    return jax.nn.dot_product_attention(q, k, v, mask=same_segment & not_later)
+    mask = same_segment & visible(tokens, jnp.arange(k.shape[1]), window)
+    return attend(q, k, v, mask, sinks=sinks, soft_cap=soft_cap)
+
+
+def visible(queries: jax.Array, keys: jax.Array, window: int | jax.Array | None) -> jax.Array:
+    """Return which keys [T] each query [P] sees by their positions, int32: bool [P, T]."""
+    not_later = queries[:, None] >= keys
+    return not_later if window is None else not_later & (queries[:, None] - keys < window)
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    sinks: jax.Array | None = None,
+    soft_cap: float = 0.0,
+) -> jax.Array:
+    """Attend to the keys that a mask names; every query has one at least.
+
+    Args:
+      q, k, v: query [B,P,H,C], key and value [B,T,K,C].
+      mask: bool, broadcastable to [B,1,P,T].
+      sinks, soft_cap: see `AttentionFn`.
+    """
+    if sinks is None and not soft_cap:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+    num_kv_heads = k.shape[2]
+    grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])  # [B, P, K, G, C]
+    scores = jnp.einsum("bpkgc,btkc->bkgpt", grouped, k, preferred_element_type=jnp.float32)
+    scores /= math.sqrt(q.shape[3])
+    if soft_cap:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    # The mask has one dimension for heads, the scores have two.
+    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
+    log_z = jax.nn.logsumexp(scores, axis=-1, keepdims=True)  # [B, K, G, P, 1]
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1, 1)  # [K, G, 1, 1]
+        log_z = jnp.logaddexp(log_z, sink)
+    weights = jnp.exp(scores - log_z).astype(v.dtype)
+    return jnp.einsum("bkgpt,btkc->bpkgc", weights, v).reshape(q.shape)
 
 
 class DotProduct:
-    """The kernel for every backend: `jax.nn.dot_product_attention` as XLA compiles it."""
+    """The kernel for every backend: two matrix products as XLA compiles them."""
 
     @staticmethod
     def unfit(config: ModelConfig, sequence_length: int, num_parts: int) -> str:
@@ -44,8 +109,25 @@ class DotProduct:
     @staticmethod
     def build_for_parts(config: ModelConfig, parts: np.ndarray) -> PartAttention:
         def attention(
-            q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            segment_ids: jax.Array,
+            part: jax.Array,
+            *,
+            window: int | jax.Array | None = None,
+            sinks: jax.Array | None = None,
+            soft_cap: float = 0.0,
         ) -> jax.Array:
-            return attention_of_queries(q, k, v, segment_ids, jnp.asarray(parts)[part])
+            return attention_of_queries(
+                q,
+                k,
+                v,
+                segment_ids,
+                jnp.asarray(parts)[part],
+                window=window,
+                sinks=sinks,
+                soft_cap=soft_cap,
+            )
 
         return attention

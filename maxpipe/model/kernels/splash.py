@@ -7,6 +7,8 @@ Letters: B sequences, T sequence, P queries of a part, H query heads, K key/valu
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,24 @@ import numpy as np
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import AttentionFn
 from maxpipe.sharding.context_parallel import PartAttention
+
+
+class _AnyQueries(PartAttention, Protocol):
+    """A `PartAttention` that may also take all queries."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        part: jax.Array | None,
+        *,
+        window: int | jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        soft_cap: float = 0.0,
+    ) -> jax.Array: ...
+
 
 LANES = 128  # of a TPU vector register; blocks are multiples of it
 
@@ -30,6 +50,8 @@ class Splash:
             return f"data.sequence_length={sequence_length} is not a multiple of {unit}{why}"
         if config.head_dim % LANES:
             return f"model.head_dim={config.head_dim} is not a multiple of {LANES}"
+        if config.attention_sinks:
+            return "it has no sinks (model.attention_sinks)"
         return ""
 
     @staticmethod
@@ -37,7 +59,22 @@ class Splash:
         """Build attention of all queries; `interpret` runs the kernel on any backend, slowly."""
         all_tokens = np.arange(sequence_length, dtype=np.int32)[None]  # [1, T]
         attention = _build(config, all_tokens, sequence_length, interpret)
-        return lambda q, k, v, segment_ids: attention(q, k, v, segment_ids, None)
+
+        def of_all(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            segment_ids: jax.Array,
+            *,
+            window: int | jax.Array | None = None,
+            sinks: jax.Array | None = None,
+            soft_cap: float = 0.0,
+        ) -> jax.Array:
+            return attention(
+                q, k, v, segment_ids, None, window=window, sinks=sinks, soft_cap=soft_cap
+            )
+
+        return of_all
 
     @staticmethod
     def build_for_parts(
@@ -49,10 +86,8 @@ class Splash:
         return _build(config, parts, parts.shape[1] // 2, interpret)
 
 
-def _build(
-    config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool
-) -> Callable[..., jax.Array]:
-    """Build a `PartAttention` that with None as its last argument takes all queries.
+def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) -> _AnyQueries:
+    """Build a `PartAttention` that with None as its part takes all queries.
 
     Args:
       config: the model.
@@ -76,17 +111,25 @@ def _build(
         block_kv_dq=block,
     )
 
-    def attention(
-        q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, part: jax.Array | None
+    def masked(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        part: jax.Array | None,
+        window: int,
+        soft_cap: float,
     ) -> jax.Array:
-        causal = masks.CausalMask((T, T))
-        causal.q_sequence = parts.reshape(-1)  # [C, P] -> [T]: the token that each query is
+        """Attend with a constant window; 0 sees all tokens."""
+        mask = masks.LocalMask((T, T), (window - 1, 0), 0) if window else masks.CausalMask((T, T))
+        mask.q_sequence = parts.reshape(-1)  # [C, P] -> [T]: the token that each query is
         kernel = splash.make_splash_mha(
-            masks.MultiHeadMask([causal] * q.shape[2]),
+            masks.MultiHeadMask([mask] * q.shape[2]),
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=count,
             residual_checkpoint_name="context",
+            attn_logits_soft_cap=soft_cap or None,
             interpret=interpret,
         )
         query_segments = segment_ids  # [B, T], or [B, P] of a part
@@ -96,22 +139,49 @@ def _build(
             kernel = jax.tree.map(lambda a: _part(a, min(1, a.ndim - 1), part, count), kernel)
             query_segments = segment_ids[:, jnp.asarray(parts)[part]]
 
-        def attend_row(
-            q_PHC: jax.Array,
-            k_TKC: jax.Array,
-            v_TKC: jax.Array,
-            segments_P: jax.Array,
-            segments_T: jax.Array,
-        ) -> jax.Array:
-            # The kernel takes heads first: [P, H, C] -> [H, P, C], and back.
-            heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
-            segments = splash.SegmentIds(segments_P, segments_T)
-            return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)
+        return _attend_rows(kernel, q, k, v, splash.SegmentIds(query_segments, segment_ids))
 
-        scaled = q / math.sqrt(q.shape[3])
-        return jax.vmap(attend_row)(scaled, k, v, query_segments, segment_ids)
+    def attention(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        part: jax.Array | None,
+        *,
+        window: int | jax.Array | None = None,
+        sinks: jax.Array | None = None,
+        soft_cap: float = 0.0,
+    ) -> jax.Array:
+        assert sinks is None, "see `Splash.unfit`"
+        if not isinstance(window, jax.Array):
+            return masked(q, k, v, segment_ids, part, window or 0, soft_cap)
+        # Masks are constants, so a window that differs by layer chooses between two kernels.
+        local, of_all = (
+            partial(masked, window=w, soft_cap=soft_cap) for w in (config.attention_window, 0)
+        )
+        is_local = window <= config.attention_window
+        return jax.lax.cond(is_local, local, of_all, q, k, v, segment_ids, part)
 
     return attention
+
+
+def _attend_rows(
+    kernel: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """Attend row by row: q [B,P,H,C], k and v [B,T,K,C], segment ids [B,P] and [B,T]."""
+
+    def attend_row(
+        q_PHC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
+        # The kernel takes heads first: [P, H, C] -> [H, P, C], and back.
+        heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
+        return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)
+
+    return jax.vmap(attend_row)(q / math.sqrt(q.shape[3]), k, v, segment_ids)
 
 
 def _part(a: jax.Array, axis: int, part: jax.Array, count: int) -> jax.Array:

@@ -38,6 +38,36 @@ import pytest
             "model.rope_scaling.low_freq_factor",
             "less than model.rope_scaling.high_freq_factor=4.0",
         ),
+        (
+            (
+                "model.rope_scaling.type=yarn",
+                "model.rope_scaling.factor=8",
+                "model.rope_scaling.beta_slow=32",
+            ),
+            "model.rope_scaling.beta_slow",
+            "less than model.rope_scaling.beta_fast=32.0",
+        ),
+        (
+            ("model.rope_scaling.type=longrope", "model.rope_scaling.short_factor=[1, 2]"),
+            "model.rope_scaling.short_factor",
+            "a positive number for each of 8 rotated pairs of channels; got 2 numbers",
+        ),
+        (("model.rope_fraction=0.2",), "model.rope_fraction", "are 3 channels, but"),
+        (
+            ("model.layer_pattern=[local, globl]", "model.attention_window=4"),
+            "model.layer_pattern",
+            "'globl' is not one of global, local, global_nope, local_nope; did you mean global?",
+        ),
+        (
+            ("model.layer_pattern=[local, global]",),
+            "model.layer_pattern",
+            "has local layers, which need model.attention_window",
+        ),
+        (
+            ("model.layer_pattern=[global, global_nope]", "model.attention_window=4"),
+            "model.attention_window",
+            "4 has no effect, since model.layer_pattern has no local layer",
+        ),
     ],
 )
 def test_rule_refuses(problems, words, key, message):
@@ -65,3 +95,15 @@ def test_logical_axis_rules_malformed_are_refused(problems, rules, message):
 def test_head_dim_is_derived_unless_set(resolved):
     assert resolved().model.head_dim == 16
     assert resolved("model.embed_dim=66", "model.head_dim=32").model.head_dim == 32
+
+
+def test_longrope_takes_the_list_for_the_length_of_sequences(resolved):
+    lists = [f"model.rope_scaling.{n}_factor=[{', '.join(['2'] * 8)}]" for n in ("short", "long")]
+    words = ["model.rope_scaling.type=longrope", *lists]
+    lengths = [
+        resolved(*words, f"data.sequence_length={n}").model.rope_scaling.length
+        for n in (8192, 8200)
+    ]
+    assert lengths == ["short", "long"]
+    # Without longrope the key stays what checkpoints of earlier versions take it for.
+    assert resolved().model.rope_scaling.length == "auto"

@@ -49,6 +49,17 @@ def test_choose_kernel_auto_with_unfit_lengths_falls_back_with_the_reason(
         choose("tpu", length, context, "splash")
 
 
+def test_choose_kernel_with_sinks_falls_back_or_is_refused_with_the_remedy():
+    def of(kernel):
+        values = {"model.head_dim": 128, "data.sequence_length": 1024, "model.attention": kernel}
+        config = tiny(**values, **{"model.attention_sinks": True, "model.attention_window": 8})
+        return choose_kernel(config, "tpu", lambda line: None)
+
+    assert of("auto") == "dot_product"
+    with pytest.raises(ConfigError, match=r"it has no sinks .*; use auto or dot_product"):
+        of("splash")
+
+
 def test_choose_kernel_of_another_platform_is_refused(choose):
     with pytest.raises(ConfigError, match="it runs on tpu, not on gpu; use auto or dot_product"):
         choose("gpu", kernel="splash")

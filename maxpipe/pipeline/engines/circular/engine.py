@@ -310,8 +310,8 @@ class CircularEngine(SpmdEngine):
 
     def _cells(self, side: SideInputs, microbatch: np.ndarray) -> SideInputs:
         """Arrange side inputs [M, B, ...] like the conveyor's cells, [S, K, B, ...]."""
-        return SideInputs(
-            *(self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1]) for a in side)
+        return jax.tree.map(
+            lambda a: self._rules.constrain(a[microbatch], CELLS[: a.ndim + 1]), side
         )
 
     def _constrain_cells(self, x: jax.Array) -> jax.Array:

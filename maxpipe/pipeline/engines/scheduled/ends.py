@@ -35,12 +35,19 @@ class ShardedEmbedding:
     Args:
       spec: PartitionSpec of the table; no manual axis splits its rows.
       dtype: dtype of activations.
+      scale: multiplies rows of the table by a constant, element by element.
     """
 
-    def __init__(self, spec: PartitionSpec, dtype: DTypeLike):
+    def __init__(
+        self,
+        spec: PartitionSpec,
+        dtype: DTypeLike,
+        scale: Callable[[jax.Array], jax.Array] = lambda x: x,
+    ):
         columns = (*manual_part(spec), None, None)[1]
         self._axes = columns if isinstance(columns, tuple) else (columns,) if columns else ()
         self._dtype = dtype
+        self._scale = scale
 
     def lookup(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return the embedding of tokens, [B, T, D] on every stage.
@@ -49,7 +56,7 @@ class ShardedEmbedding:
           table: local columns [V, D / devices].
           tokens: int32 [B, T] of this data shard.
         """
-        x = table[self._all_tokens(tokens)].astype(self._dtype)
+        x = self._scale(table[self._all_tokens(tokens)].astype(self._dtype))
         for axis in reversed(self._axes):
             if axis in BATCH_AXES:
                 # [n*B, T, D/n] -> [B, T, D], n devices of the axis.
@@ -67,6 +74,7 @@ class ShardedEmbedding:
           tokens: int32 [B, T] of this data shard.
           gradient: [B, T, D] with respect to `lookup`'s result; only stage 0's counts.
         """
+        gradient = self._scale(gradient)
         for axis in self._axes:
             if axis in BATCH_AXES:
                 # [B, T, D] -> [n*B, T, D/n]

@@ -260,7 +260,9 @@ class ScheduledEngine(SpmdEngine):
         return StageProgram(
             settings=self._settings,
             chunk=self._remat.iteration(self._chunk),
-            embedding=ShardedEmbedding(table_spec, self._program.config.dtype),
+            embedding=ShardedEmbedding(
+                table_spec, self._program.config.dtype, self._program.scale_embedding
+            ),
             head=ShardedHead(self._head_loss, self._settings.num_stages),
             embedding_table=params["embed"]["embedding"],
             layers=layers,

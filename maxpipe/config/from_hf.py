@@ -1,0 +1,118 @@
+"""Take the shape of the model from the config.json that `model.from_hf` names.
+
+It overrides every `model.*` key of YAML files that says what the model is; a key of the command
+line may only say the same.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.files import COMMAND_LINE
+from maxpipe.config.imports import implementation
+from maxpipe.config.options import OPTIONS
+from maxpipe.config.values import nearest
+
+KEY = "model.from_hf"
+FILE = "config.json"
+
+
+class Shape(NamedTuple):
+    """The shape of a model of Hugging Face.
+
+    Attributes:
+      model_type: of the text part.
+      values: by full key.
+      source: the file, for messages.
+    """
+
+    model_type: str
+    values: dict[str, Any]
+    source: str
+
+
+def read_shape(directory: str, key: str = KEY) -> Shape:
+    """Read a folder's config.json.
+
+    Args:
+      directory: the folder.
+      key: that names it, for messages.
+
+    Raises:
+      ConfigError: there is none, or its model cannot be expressed.
+    """
+    source = os.path.join(directory, FILE)
+    c = read_config_json(directory, key)
+    model_type = str(c.get("model_type"))
+    if model_type not in MODEL_TYPES:
+        message = (
+            f"{source} has model_type {model_type!r}, which is not one of "
+            f"{', '.join(MODEL_TYPES)}{nearest(model_type, [*MODEL_TYPES])}"
+        )
+        raise ConfigError(Problem(key, message))
+    try:
+        values = implementation(MODEL_TYPES[model_type])().model(c)
+    except (ValueError, TypeError, KeyError) as error:
+        reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(Problem(key, f"{source} of a {model_type}: {reason}")) from None
+    return Shape(model_type, {f"model.{key}": value for key, value in values.items()}, source)
+
+
+def read_config_json(directory: str, key: str = KEY) -> dict[str, Any]:
+    """Return a folder's config.json; of a model with images its text part.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    source = os.path.join(directory, FILE)
+    try:
+        with open(source, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        message = f"there is no {source}; give a directory with the files of a model"
+        raise ConfigError(Problem(key, message)) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(Problem(key, f"cannot read {source}: {error}")) from None
+    if not isinstance(content, dict):
+        raise ConfigError(Problem(key, f"{source} is not a JSON object"))
+    text = content.get("text_config")
+    if isinstance(text, dict) and content.get("model_type") not in MODEL_TYPES:
+        outer = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
+        return {**outer, **text}
+    return content
+
+
+def override(
+    values: Mapping[str, object], sources: Mapping[str, str]
+) -> tuple[dict[str, object], dict[str, str], list[Problem]]:
+    """Put the shape of `model.from_hf` over values of files.
+
+    Args:
+      values: by key, those that are set.
+      sources: where each comes from.
+
+    Returns:
+      (values, sources, problems): the first two with the shape's keys added, if there is one.
+    """
+    directory = values.get(KEY)
+    if not directory:
+        return {**values}, {**sources}, []
+    try:
+        shape = read_shape(str(directory))
+    except ConfigError as error:
+        return {**values}, {**sources}, list(error.problems)
+    problems = []
+    for key, value in shape.values.items():
+        is_set = key in values and sources.get(key) == COMMAND_LINE
+        if is_set and values[key] != value and not _is_derived(key, values[key]):
+            message = f"is {values[key]}, but {shape.source} says {value}; leave the key out"
+            problems.append(Problem(key, message, COMMAND_LINE))
+    merged_sources = {**sources, **dict.fromkeys(shape.values, shape.source)}
+    return {**values, **shape.values}, merged_sources, problems
+
+
+def _is_derived(key: str, value: object) -> bool:
+    return OPTIONS[key].bounds.derived and value == -1

@@ -1,0 +1,198 @@
+"""What is trained: the shape of the model and the options of its decoder block, `model.*`."""
+
+from dataclasses import dataclass, field
+
+from maxpipe.config.catalog import BLOCKS, KERNELS
+from maxpipe.config.sections.fields import hash_of_fields, option
+
+DTYPES = ("float32", "bfloat16")
+LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
+
+
+@dataclass(frozen=True)
+class RopeScalingConfig:
+    """How rotary frequencies serve a longer context; factor 1 leaves them as they are."""
+
+    __hash__ = hash_of_fields
+
+    factor: float = option(
+        1.0,
+        "factor by which the context is longer than the original one; 1 = no scaling",
+        minimum=1,
+    )
+    type: str = option(
+        "llama3",
+        "linear divides all frequencies; llama3 and yarn (NTK by parts) spare the fast ones; "
+        "longrope divides each by a number of its own",
+        choices=("linear", "llama3", "yarn", "longrope"),
+    )
+    low_freq_factor: float = option(
+        1.0,
+        "with type=llama3, wavelengths above original_max_position / this are scaled by the factor",
+        above=0,
+    )
+    high_freq_factor: float = option(
+        4.0,
+        "with type=llama3, wavelengths below original_max_position / this are not scaled",
+        above=0,
+    )
+    original_max_position: int = option(
+        8192, "context length that the unscaled frequencies were trained for, in tokens", minimum=1
+    )
+    beta_fast: float = option(
+        32.0,
+        "with type=yarn, frequencies that turn more often than this within "
+        "original_max_position are not scaled",
+        above=0,
+    )
+    beta_slow: float = option(
+        1.0,
+        "with type=yarn, frequencies that turn less often than this within "
+        "original_max_position are divided by the factor",
+        above=0,
+    )
+    truncate: bool = option(
+        True, "with type=yarn, round the bounds between the frequencies to whole numbers"
+    )
+    attention_factor: float = option(
+        0.0,
+        "with type=yarn or longrope, factor of rotated queries and keys; 0 = computed from factor",
+        minimum=0,
+    )
+    short_factor: list[float] = option(  # noqa: RUF009
+        [],
+        "with type=longrope, divisor of each frequency for sequences up to original_max_position",
+    )
+    long_factor: list[float] = option(  # noqa: RUF009
+        [], "with type=longrope, divisor of each frequency for longer sequences"
+    )
+    length: str = option(
+        "auto",
+        "with type=longrope, which of the two lists is used; auto decides by data.sequence_length",
+        choices=("auto", "short", "long"),
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """`model.*`."""
+
+    __hash__ = hash_of_fields
+
+    from_hf: str = option(
+        "",
+        "directory with a Hugging Face config.json, from which the shape of the model is taken; "
+        "empty = the keys below",
+    )
+    block: str = option("llama", "decoder block", variants=BLOCKS)
+    num_layers: int = option(8, "number of decoder layers", minimum=1, maximum=2**14)
+    embed_dim: int = option(256, "width of the residual stream", minimum=1)
+    num_query_heads: int = option(4, "number of query heads", minimum=1, maximum=2**20)
+    num_kv_heads: int = option(
+        4, "number of key/value heads; must divide num_query_heads", minimum=1
+    )
+    head_dim: int = option(
+        -1, "width of a head; -1 = embed_dim / num_query_heads", minimum=1, derived=True
+    )
+    mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
+    vocab_size: int = option(
+        320,
+        "rows of the embedding table; at least the size of the tokenizer's vocabulary",
+        minimum=2,
+    )
+    dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
+    param_dtype: str = option("float32", "dtype in which parameters are stored", choices=DTYPES)
+    tie_embeddings: bool = option(False, "use the embedding table as output projection, too")
+    embed_scale: float = option(
+        1.0, "factor of embeddings, rounded to model.dtype; Gemma's is the root of embed_dim"
+    )
+    residual_scale: float = option(
+        1.0, "factor of what attention and MLP add to the residual stream"
+    )
+    logit_scale: float = option(1.0, "factor of logits, before a soft cap", above=0)
+    dropout: float = option(
+        0.0, "dropout rate on the output of attention and MLP", minimum=0, maximum=0.99
+    )
+    z_loss: float = option(
+        0.0,
+        "weight of the penalty on the squared logarithm of the softmax's denominator",
+        minimum=0,
+    )
+    logit_soft_cap: float = option(0.0, "cap logits to c * tanh(logit / c); 0 = no cap", minimum=0)
+    logit_tiles: int = option(
+        1,
+        "number of parts into which tokens are split for the output projection and loss; "
+        "only one part's logits are in memory at a time",
+        minimum=1,
+    )
+    mlp_activation: str = option(
+        "silu",
+        "activation of the MLP's gate; gelu_tanh is GELU in its tanh approximation",
+        choices=("silu", "gelu_tanh"),
+    )
+    mlp_bias: bool = option(False, "add a bias to the three projections of the MLP")
+    qk_norm: bool = option(False, "RMS-normalise queries and keys; see qk_norm_scope")
+    qk_norm_scope: str = option(
+        "head", "what qk_norm normalises: each head, or all heads at once", choices=("head", "full")
+    )
+    attention_bias: bool = option(False, "add a bias to the query, key and value projections")
+    attention_output_bias: bool = option(False, "add a bias to the attention's output projection")
+    attention_sinks: bool = option(
+        False, "add a learned logit per head to the denominator of attention's softmax"
+    )
+    attention_soft_cap: float = option(
+        0.0, "cap scores of attention to c * tanh(score / c); 0 = no cap", minimum=0
+    )
+    query_scale: float = option(
+        0.0, "factor of scores of attention; 0 = 1 / sqrt(head_dim)", minimum=0
+    )
+    attention_window: int = option(
+        0, "tokens that a local layer's query sees, its own included; 0 = all", minimum=0
+    )
+    layer_pattern: list[str] = option(  # noqa: RUF009
+        [],
+        f"kinds of consecutive layers ({', '.join(LAYER_KINDS)}; nope = without rotary "
+        "embedding), repeated until the last layer; empty = all local with attention_window, "
+        "all global without",
+    )
+    attention: str = option(
+        "auto", "attention kernel; auto picks by backend", variants=KERNELS, also=("auto",)
+    )
+    attention_block_size: int = option(
+        512, "upper bound of the splash kernel's block size, in tokens", minimum=128
+    )
+    norm_eps: float = option(1e-5, "epsilon of RMSNorm", above=0)
+    norm_placement: str = option(
+        "pre",
+        "where norms lie: before attention and MLP, before and after them (sandwich), or after "
+        "them (post), always inside the residual branch",
+        choices=("pre", "sandwich", "post"),
+    )
+    norm_offset: bool = option(
+        False, "multiply by 1 + scale in RMSNorm, with scales that start at 0"
+    )
+    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=0)
+    rope_theta_local: float = option(
+        0.0,
+        "base of the rotary frequencies of local layers, which rope_scaling then leaves out; "
+        "0 = local layers rotate as global ones",
+        minimum=0,
+    )
+    rope_fraction: float = option(
+        1.0, "share of a head's channels, its first ones, that is rotated", above=0, maximum=1
+    )
+    rope_interleaved: bool = option(
+        False, "rotate pairs of neighbouring channels, not pairs (c, c + half)"
+    )
+    rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """Return the kind of each layer, one of `LAYER_KINDS`, in model order."""
+        pattern = self.layer_pattern or ["local" if self.attention_window else "global"]
+        return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
+
+    @property
+    def rotated_dim(self) -> int:
+        """Return how many channels of a head are rotated; `head_dim` is resolved."""
+        return int(self.head_dim * self.rope_fraction)

@@ -1,0 +1,107 @@
+"""`python -m maxpipe.export RUN_DIR --hf DIR`: write a checkpoint for Hugging Face transformers.
+
+The command reads a checkpoint of any run, whatever its layout over devices, and needs no
+accelerator. Exit codes: 0; 1 if the checkpoint cannot be read; 2 if the command line is wrong or no
+type of model fits; 130 after Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.imports import add_import_flag, import_variants
+from maxpipe.config.sections.model import DTYPES
+from maxpipe.supervision.signals import INTERRUPTED
+
+DONE, NOT_READ = 0, 1  # exit codes
+
+
+@exit_on_config_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    flags = _parser().parse_args(argv)
+    import_variants(flags.imports)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # reading takes no accelerator from a run
+    try:
+        # Imports JAX, for which a wrong command line should not wait.
+        return _export(flags)
+    except KeyboardInterrupt:
+        print(flush=True)
+        return INTERRUPTED
+
+
+def _export(flags: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+    from maxpipe.checkpoint.mirror import open_steps
+    from maxpipe.config.load import from_record
+    from maxpipe.data.tokenizers import TOKENIZER
+    from maxpipe.generation.launch import check_block, find_step
+    from maxpipe.hf.exporter import export
+    from maxpipe.hf.model_types import choose_family, origin_of
+
+    store = open_steps(flags.run_dir, "RUN_DIR")
+    step = find_step(store, flags.step)
+    target = Path(flags.hf)
+    try:
+        record = store.record(step)
+        config = from_record(record.meta["config"])
+        check_block(config)
+        origin = origin_of(config)
+        family = choose_family(config, flags.type, origin)
+        with store.local_copy(step) as directory, store.local_files(TOKENIZER) as companions:
+            names = export(
+                directory,
+                record,
+                config,
+                target,
+                family=family,
+                dtype=flags.dtype or config.model.param_dtype,
+                file_bytes=int(flags.file_size * 1e9),
+                companions=companions,
+                origin=origin,
+            )
+    except (CheckpointDamaged, CheckpointUnreadable) as error:
+        print(f"error: {store}/{step}: {error}", file=sys.stderr)
+        return NOT_READ
+    print(f"{target}: step {step} as {family.model_type}: {', '.join(names)}")
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m maxpipe.export",
+        description="Write a checkpoint for Hugging Face transformers.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "run_dir",
+        metavar="RUN_DIR",
+        help="run directory, or its checkpoints; also s3:// and gs://",
+    )
+    add("--hf", required=True, metavar="DIR", help="the new directory")
+    add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")
+    add("--dtype", choices=DTYPES, help="of the tensors; default: model.param_dtype of the run")
+    add(
+        "--type",
+        default="",
+        metavar="TYPE",
+        help="model_type of config.json; default: the imported one, else the first that fits",
+    )
+    add(
+        "--file-size",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest size of a file of weights; default %(default)g",
+    )
+    add_import_flag(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Exchange models with Hugging Face: shapes (config.json), tensor names and weights."""

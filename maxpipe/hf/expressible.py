@@ -1,0 +1,63 @@
+"""Compare a model with what its config.json means, so that no option is lost on the way out."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from maxpipe.config.sections import ModelConfig
+
+_READERS: Mapping[str, tuple[str, ...]] = {
+    "type": ("linear", "llama3", "yarn", "longrope"),
+    "factor": ("linear", "llama3", "yarn", "longrope"),
+    "original_max_position": ("llama3", "yarn", "longrope"),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
+    "attention_factor": ("yarn", "longrope"),
+    "short_factor": ("longrope",),
+    "long_factor": ("longrope",),
+}
+
+
+def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: str) -> None:
+    """Compare every key of the model's shape.
+
+    Args:
+      m: the model, resolved.
+      meaning: what the written config.json is read as, without the prefix `model.`.
+      model_type: of the config.json.
+
+    Raises:
+      ValueError: the type has no word for an option of the model; the message names it.
+    """
+    for key, value in meaning.items():
+        actual: Any = m
+        for name in key.split("."):
+            actual = getattr(actual, name)
+        if key.startswith("rope_scaling.") and not _reads(m, key):
+            continue
+        if key == "layer_pattern":
+            actual, value = m.layer_kinds, _kinds_of(meaning)
+        elif key == "query_scale":
+            actual, value = (scale or m.head_dim**-0.5 for scale in (actual, value))
+        is_same = actual == value
+        if isinstance(value, float):
+            is_same = math.isclose(actual, value, rel_tol=1e-9)
+        if not is_same:
+            raise ValueError(f"{model_type} has no model.{key}={actual}")
+
+
+def _reads(m: ModelConfig, key: str) -> bool:
+    """Return whether the model's kind of scaling reads this key of `model.rope_scaling`."""
+    name, scaling = key.rpartition(".")[2], m.rope_scaling
+    is_scaled = scaling.factor != 1 or scaling.type == "longrope"
+    return name == "factor" or (is_scaled and scaling.type in _READERS[name])
+
+
+def _kinds_of(values: Mapping[str, object]) -> tuple[str, ...]:
+    names = {field.name for field in fields(ModelConfig)}
+    plain = {key: value for key, value in values.items() if key in names}
+    return ModelConfig(**plain).layer_kinds  # type: ignore[arg-type]

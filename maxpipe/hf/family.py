@@ -1,0 +1,181 @@
+"""Translate the config.json of a model type into `model.*` and back; without JAX."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from maxpipe.config.options import OPTIONS
+from maxpipe.config.sections import ModelConfig
+from maxpipe.hf.expressible import check_expressed
+from maxpipe.hf.rope import Json, max_position, read_rope, write_rope
+
+# Keys of `model.*` that say how a model is computed or trained, not what it is.
+_NOT_SHAPE = (
+    "from_hf",
+    "block",
+    "dtype",
+    "param_dtype",
+    "dropout",
+    "z_loss",
+    "logit_tiles",
+    "attention",
+    "attention_block_size",
+    "rope_scaling.length",
+)
+SHAPE_DEFAULTS: Mapping[str, object] = {
+    key.removeprefix("model."): option.default
+    for key, option in OPTIONS.items()
+    if key.startswith("model.") and key.removeprefix("model.") not in _NOT_SHAPE
+}
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "num_query_heads": "num_attention_heads",
+    "mlp_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_KINDS = {"full_attention": "global", "sliding_attention": "local"}
+
+
+class Family:
+    """A model type of transformers, for decoders whose layers have the same parameters.
+
+    Attributes:
+      model_type, architecture: as in config.json.
+      defaults: what the type's class sets where config.json is silent, besides rotations.
+      fixed: values of `model.*` that hold for every model of the type.
+      theta, theta_local: bases of the rotation likewise; local layers of the type have one of their
+        own if `theta_local` is not 0.
+      windows: "none"; "all" where the layers are alike, with a window or without; "listed" where
+        config.json lists the kind of each layer.
+      activation_key: the key that names the MLP's activation.
+      fuses_projections: whether query, key and value are one tensor, and gate and up another.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    defaults: ClassVar[Json] = {}
+    fixed: ClassVar[Mapping[str, object]] = {}
+    theta: ClassVar[float] = 10_000.0
+    theta_local: ClassVar[float] = 0.0
+    windows: ClassVar[str] = "none"
+    activation_key: ClassVar[str] = "hidden_act"
+    fuses_projections: ClassVar[bool] = False
+
+    def model(self, config_json: Json) -> dict[str, object]:
+        """Return every key of `model.*` that is the model's shape, without the prefix `model.`.
+
+        Raises:
+          ValueError: config.json lacks a size, or has a value that there is no option for.
+        """
+        c = {**self.defaults, **config_json}
+        missing = [name for name in _SIZES.values() if name not in c]
+        if missing:
+            raise ValueError(f"has no {', '.join(missing)}")
+        heads = int(c["num_attention_heads"])
+        activation = str(c.get(self.activation_key) or c.get("hidden_act", "silu"))
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"{self.activation_key} {activation!r} is no option of the MLP")
+        values = {
+            **SHAPE_DEFAULTS,
+            **{ours: int(c[theirs]) for ours, theirs in _SIZES.items()},
+            "num_kv_heads": int(c.get("num_key_value_heads") or heads),
+            "head_dim": int(c.get("head_dim") or c["hidden_size"] // heads),
+            "norm_eps": float(c.get("rms_norm_eps", 1e-6)),
+            "tie_embeddings": bool(c.get("tie_word_embeddings", False)),
+            "mlp_activation": _ACTIVATIONS[activation],
+            **self.fixed,
+            **read_rope(c, theta=self.theta, theta_local=self.theta_local),
+            **self.read(c),
+        }
+        return values | self._pattern(c)
+
+    def config(self, m: ModelConfig, sequence_length: int) -> dict[str, Any]:
+        """Return config.json of a resolved model of this type.
+
+        Raises:
+          ValueError: the type has no word for an option of the model; the message names it.
+        """
+        written: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **{theirs: getattr(m, ours) for ours, theirs in _SIZES.items()},
+            "num_key_value_heads": m.num_kv_heads,
+            "head_dim": m.head_dim,
+            "rms_norm_eps": m.norm_eps,
+            "tie_word_embeddings": m.tie_embeddings,
+            self.activation_key: {v: k for k, v in _ACTIVATIONS.items()}[m.mlp_activation],
+            "max_position_embeddings": max_position(m, sequence_length),
+            **self._written_windows(m),
+            **write_rope(m, by_kind=bool(self.theta_local)),
+            **self.write(m),
+        }
+        check_expressed(m, self.model(written), self.model_type)
+        return written
+
+    def read(self, c: Json) -> dict[str, object]:
+        """Return values of `model.*` of keys that only this type has; `c` has its defaults."""
+        return {}
+
+    def write(self, m: ModelConfig) -> dict[str, Any]:
+        """Return keys of config.json that only this type has."""
+        return {}
+
+    def window(self, c: Json) -> int:
+        """Return the tokens that a sliding layer sees, 0 if config.json switches windows off."""
+        return int(c.get("sliding_window") or 0) if self.windows != "none" else 0
+
+    def kinds(self, c: Json) -> list[str]:
+        """Return the kind of each layer, by the type's rule where config.json lists none."""
+        assert self.windows != "listed", "the type has a rule of its own"
+        return ["local" if self.windows == "all" else "global"] * int(c["num_hidden_layers"])
+
+    def _written_windows(self, m: ModelConfig) -> dict[str, Any]:
+        if self.windows == "none":
+            return {}
+        written: dict[str, Any] = {"sliding_window": m.attention_window or None}
+        if self.windows == "listed":
+            names = {ours: theirs for theirs, ours in _KINDS.items()}
+            written["layer_types"] = [names[k.removesuffix("_nope")] for k in m.layer_kinds]
+        return written
+
+    def _pattern(self, c: Json) -> dict[str, object]:
+        """Return the keys of `model.*` about windows."""
+        window = self.window(c)
+        kinds = self.kinds(c)
+        if not window:
+            kinds = [kind.replace("local", "global") for kind in kinds]
+        if len(kinds) != c["num_hidden_layers"]:
+            raise ValueError(
+                f"lists {len(kinds)} layers, but num_hidden_layers is {c['num_hidden_layers']}"
+            )
+        has_window = any(kind.startswith("local") for kind in kinds)
+        pattern = shortest_pattern(kinds)
+        return {
+            "attention_window": window if has_window else 0,
+            "layer_pattern": [] if pattern in (["local"], ["global"]) else pattern,
+        }
+
+
+def listed_kinds(c: Json) -> list[str] | None:
+    """Return the kinds of layers that config.json lists in `layer_types`, None if it does not.
+
+    Raises:
+      ValueError: a kind that there is no option for.
+    """
+    types = c.get("layer_types")
+    if not types:
+        return None
+    if unknown := {*types} - _KINDS.keys():
+        raise ValueError(
+            f"layer_types has {', '.join(sorted(unknown))}, for which there is no option"
+        )
+    return [_KINDS[kind] for kind in types]
+
+
+def shortest_pattern(kinds: list[str]) -> list[str]:
+    """Return the shortest list that, repeated, gives `kinds`."""
+    for length in range(1, len(kinds)):
+        if all(kind == kinds[i % length] for i, kind in enumerate(kinds)):
+            return kinds[:length]
+    return kinds

@@ -1,0 +1,55 @@
+"""Match tensors of files with those of a model: other names, parts without use, differences."""
+
+from collections.abc import Iterator, Mapping
+
+from maxpipe.hf.safetensors import StoredTensor
+
+# Where a multimodal model has its text part, and what else it has
+_TEXT_PARTS = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_PARTS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
+_FLOATS = ("F32", "F16", "BF16")
+
+
+def text_name(name: str) -> str:
+    """Return the name of a tensor of a multimodal model's text part as other models have it."""
+    for theirs, ours in _TEXT_PARTS.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def is_ignored(name: str, num_layers: int, tied: bool) -> bool:
+    """Return whether a tensor plays no part in the model: it is derived, or of another part."""
+    if name.endswith("rotary_emb.inv_freq") or name.startswith(_OTHER_PARTS):
+        return True
+    if tied and name == "lm_head.weight":
+        return True
+    parts = name.split(".")
+    # Layers that predict further tokens lie after the model's own.
+    is_layer = parts[:2] == ["model", "layers"] and parts[2:3] and parts[2].isdigit()
+    return bool(is_layer) and int(parts[2]) >= num_layers
+
+
+def differences(
+    stored: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
+    """Yield a line for every tensor that is missing, unknown, or of another shape or dtype."""
+    for name in sorted(expected.keys() - stored.keys()):
+        yield f"{name} is missing"
+    for name in sorted(stored.keys() - expected.keys()):
+        yield f"{name} is not part of the model"
+    for name in sorted(stored.keys() & expected.keys()):
+        tensor = stored[name]
+        if tensor.shape != expected[name]:
+            yield f"{name} has shape {list(tensor.shape)}, the model {list(expected[name])}"
+        elif tensor.dtype not in _FLOATS:
+            yield f"{name} is {tensor.dtype}; only {', '.join(_FLOATS)} are read"

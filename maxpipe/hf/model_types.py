@@ -1,0 +1,49 @@
+"""Choose the type of model that a run is exported as."""
+
+from pathlib import Path
+
+from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.from_hf import FILE, read_config_json
+from maxpipe.config.imports import implementation
+from maxpipe.config.sections import Config
+from maxpipe.hf.family import Family
+from maxpipe.hf.importer import SCHEME
+
+
+def origin_of(config: Config) -> Path | None:
+    """Return the folder that a run was imported from, None if there is none any more."""
+    for name in (config.init_from.removeprefix(SCHEME), config.model.from_hf):
+        if name and (Path(name) / FILE).is_file():
+            return Path(name)
+    return None
+
+
+def choose_family(config: Config, model_type: str, origin: Path | None) -> Family:
+    """Return the type of an export: as asked for, else as imported, else the first that fits.
+
+    Args:
+      config: of the run, resolved.
+      model_type: name of the type, or empty.
+      origin: folder that the run was imported from, if it is still there.
+
+    Raises:
+      ConfigError: the model is not of that type, or of any.
+    """
+    if model_type and model_type not in MODEL_TYPES:
+        message = f"{model_type!r} is not one of {', '.join(MODEL_TYPES)}"
+        raise ConfigError(Problem("--type", message))
+    imported = str(read_config_json(str(origin)).get("model_type")) if origin else ""
+    only = model_type or (imported if imported in MODEL_TYPES else "")
+    names = [only] if only else sorted(MODEL_TYPES, key=lambda name: name != "llama")
+    refusals = []
+    for name in names:
+        family = implementation(MODEL_TYPES[name])()
+        assert isinstance(family, Family)
+        try:
+            family.config(config.model, config.data.sequence_length)
+        except ValueError as error:
+            refusals.append(str(error))
+        else:
+            return family
+    raise ConfigError(Problem("--type", f"no type of model fits: {'; '.join(refusals)}"))

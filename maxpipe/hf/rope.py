@@ -1,0 +1,153 @@
+"""Read and write rotary embeddings of config.json in both of its dialects.
+
+Files of the hub have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`, for
+some types one for each kind of layer. Both mean the same, and programs exist that read only one, so
+both are written.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from maxpipe.config.sections import ModelConfig
+
+Json = Mapping[str, Any]
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_rope(c: Json, *, theta: float, theta_local: float = 0.0) -> dict[str, object]:
+    """Return the keys of `model.*` that describe the rotation.
+
+    Args:
+      c: config.json.
+      theta, theta_local: bases where the file names none; a type with a base of its own for local
+        layers has both.
+
+    Raises:
+      ValueError: a kind of rotation that there is no option for.
+    """
+    parameters = c.get("rope_parameters") or {}
+    local: Json | None = None
+    if _FULL in parameters or _SLIDING in parameters:
+        full, local = parameters.get(_FULL, {}), parameters.get(_SLIDING)
+    elif parameters:
+        full = parameters
+    else:
+        full = {"rope_theta": c.get("rope_theta", theta), **(c.get("rope_scaling") or {})}
+        if theta_local:
+            local = {"rope_theta": c.get("rope_local_base_freq", c.get("rope_theta", theta_local))}
+    base = float(full.get("rope_theta", c.get("rope_theta", theta)))
+    values: dict[str, object] = {
+        "rope_theta": base,
+        "rope_theta_local": 0.0,
+        "rope_fraction": float(
+            full.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
+        ),
+        **_scaling(c, full),
+    }
+    if local is None:
+        return values
+    if _scaling(c, local).get("rope_scaling.factor", 1.0) != 1:
+        if dict(local) == dict(full):
+            return values  # both kinds of layers are scaled alike
+        raise ValueError("sliding layers have scaled rotary frequencies of their own")
+    base_local = float(local.get("rope_theta", theta_local))
+    if base_local != base or values.get("rope_scaling.factor", 1.0) != 1:
+        values["rope_theta_local"] = base_local
+    return values
+
+
+def write_rope(m: ModelConfig, *, by_kind: bool) -> dict[str, object]:
+    """Return both dialects of a resolved model's rotation.
+
+    Args:
+      m: the model.
+      by_kind: whether the type has parameters for each kind of layer.
+    """
+    scaling = _written_scaling(m)
+    # The class of some types takes the base from here only.
+    fraction = {} if m.rope_fraction == 1 else {"partial_rotary_factor": m.rope_fraction}
+    full = {"rope_type": "default", **scaling, "rope_theta": m.rope_theta, **fraction}
+    written: dict[str, object] = {
+        "rope_theta": m.rope_theta,
+        "rope_scaling": scaling or None,
+        "rope_parameters": full,
+        **fraction,
+    }
+    if by_kind:
+        base = m.rope_theta_local
+        local = {"rope_type": "default", "rope_theta": base} if base else full
+        written["rope_parameters"] = {_FULL: full, _SLIDING: local}
+        written["rope_local_base_freq"] = base or m.rope_theta
+    if m.rope_scaling.type == "longrope":
+        written["original_max_position_embeddings"] = m.rope_scaling.original_max_position
+    return written
+
+
+def max_position(m: ModelConfig, length: int) -> int:
+    """Return `max_position_embeddings`: the scaled context, at least the length of training."""
+    scaling = m.rope_scaling
+    scaled = round(scaling.original_max_position * scaling.factor) if scaling.factor > 1 else 0
+    return max(length, scaled)
+
+
+def _scaling(c: Json, rope: Json) -> dict[str, object]:
+    """Return the keys of `model.rope_scaling` that differ from no scaling."""
+    kind = rope.get("rope_type", rope.get("type", "default")) or "default"
+    if kind == "default":
+        return {}
+    if kind == "su":
+        kind = "longrope"
+    longest = float(c.get("max_position_embeddings", 0))
+    original = rope.get("original_max_position_embeddings")
+    original = original or c.get("original_max_position_embeddings") or longest
+    values: dict[str, object] = {"type": kind, "factor": float(rope.get("factor") or 0)}
+    if kind in ("llama3", "yarn", "longrope"):
+        values["original_max_position"] = int(original)
+        values["factor"] = values["factor"] or max(1.0, longest / original)
+    if kind == "llama3":
+        values |= {name: float(rope[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    elif kind == "yarn":
+        values["beta_fast"] = float(rope.get("beta_fast") or 32)
+        values["beta_slow"] = float(rope.get("beta_slow") or 1)
+        values["truncate"] = bool(rope.get("truncate", True))
+        values["attention_factor"] = _yarn_factor(rope, float(rope.get("factor") or 1))
+    elif kind == "longrope":
+        values["attention_factor"] = float(rope.get("attention_factor") or 0)
+        values |= {name: [float(x) for x in rope[name]] for name in ("short_factor", "long_factor")}
+    elif kind != "linear":
+        raise ValueError(f"rope_type {kind!r} is none of default, linear, llama3, yarn, longrope")
+    return {f"rope_scaling.{name}": value for name, value in values.items()}
+
+
+def _yarn_factor(rope: Json, factor: float) -> float:
+    """Return the factor of rotated queries and keys; 0 where it follows from the factor alone."""
+    if rope.get("attention_factor"):
+        return float(rope["attention_factor"])
+    if not (rope.get("mscale") and rope.get("mscale_all_dim")):
+        return 0.0
+    scales = [
+        1.0 if factor <= 1 else 0.1 * rope[name] * math.log(factor) + 1
+        for name in ("mscale", "mscale_all_dim")
+    ]
+    return scales[0] / scales[1]
+
+
+def _written_scaling(m: ModelConfig) -> dict[str, object]:
+    s = m.rope_scaling
+    if s.type != "longrope" and s.factor == 1:
+        return {}
+    written: dict[str, object] = {"rope_type": s.type, "type": s.type, "factor": s.factor}
+    if s.type != "linear":
+        written["original_max_position_embeddings"] = s.original_max_position
+    names = {
+        "linear": (),
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate"),
+        "longrope": ("short_factor", "long_factor"),
+    }
+    written |= {name: getattr(s, name) for name in names[s.type]}
+    if s.attention_factor and s.type in ("yarn", "longrope"):
+        written["attention_factor"] = s.attention_factor
+    return written

@@ -1,0 +1,167 @@
+"""Read and write the safetensors format: a JSON header, then the bytes of all tensors.
+
+The format is small, and the library has no bfloat16 in NumPy. A file is mapped into memory, so that
+only the bytes that are asked for are read.
+"""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100 << 20  # the library's own bound
+_DTYPES: Mapping[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class SafetensorsError(Exception):
+    """A file is not what the format says; the message names it."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies.
+
+    Attributes:
+      file: that it is in.
+      dtype: the format's name; `read` knows some of them.
+      shape: of the tensor.
+      offset: of its first byte in the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether NumPy has the dtype."""
+        return self.dtype in _DTYPES
+
+    def read(self) -> np.ndarray:
+        """Return the tensor, mapped from the file: indexing it reads what is indexed."""
+        if 0 in self.shape:
+            return np.empty(self.shape, _DTYPES[self.dtype])
+        mapped = np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape or (1,))
+        return mapped.reshape(self.shape)
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a file by name, after checking that all their bytes are there.
+
+    Raises:
+      SafetensorsError: the file is cut off, or its header is not one.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(size - 8, _MAX_HEADER):
+            raise SafetensorsError(f"{file} is no safetensors file, or it is cut off")
+        try:
+            header = json.loads(stream.read(length))
+            tensors = dict(_tensors(file, header, start=8 + length))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SafetensorsError(f"{file} has a damaged header: {error}") from None
+    for name, tensor in tensors.items():
+        begin, end = header[name]["data_offsets"]
+        known = _DTYPES.get(tensor.dtype)
+        wrong = known is not None and end - begin != math.prod(tensor.shape) * known.itemsize
+        if wrong or not 0 <= begin <= end:
+            raise SafetensorsError(f"{file}: {name} has other bytes than its shape and dtype need")
+        if 8 + length + end > size:
+            raise SafetensorsError(f"{file} is cut off: {name} ends beyond its {size} bytes")
+    return tensors
+
+
+def _tensors(
+    file: Path, header: Mapping[str, Mapping[str, object]], start: int
+) -> Iterator[tuple[str, StoredTensor]]:
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if not isinstance(shape, list) or not isinstance(offsets, list):
+            raise ValueError(f"{name} has no list of sizes or offsets")
+        place = start + int(offsets[0])
+        yield name, StoredTensor(file, str(entry["dtype"]), tuple(map(int, shape)), place)
+
+
+def read_folder(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model's folder by name: of the files of its index, or of all files.
+
+    Raises:
+      SafetensorsError: there are no files, one is damaged, or the index names what is not there.
+    """
+    index = directory / INDEX
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = sorted({directory / str(name) for name in weight_map.values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SafetensorsError(f"{index} is damaged: {error!r}") from None
+        if absent := [file.name for file in files if not file.is_file()]:
+            raise SafetensorsError(f"{directory} lacks {', '.join(absent)}, which its index names")
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        old = [file.name for file in sorted(directory.glob("pytorch_model*.bin"))]
+        hint = ""
+        if old:
+            hint = (
+                f"; {old[0]} is of PyTorch: load it with transformers and call "
+                "save_pretrained(safe_serialization=True)"
+            )
+        raise SafetensorsError(f"{directory} has no *.safetensors files{hint}")
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        tensors |= read_header(file)
+    if index.exists() and (lost := sorted({*weight_map} - tensors.keys())):
+        raise SafetensorsError(f"{directory}: {_some(lost)} of the index are in no file")
+    return tensors
+
+
+def write_file(file: Path, tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> np.memmap:
+    """Write a file's header, and return its data as bytes to be filled in, one after another.
+
+    Args:
+      file: is replaced.
+      tensors: (name, dtype, shape) of each.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + end)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return np.memmap(file, np.uint8, "r+", 8 + len(text), (end,))
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

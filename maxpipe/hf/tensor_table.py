@@ -1,0 +1,52 @@
+"""List the tensors of Hugging Face's files, each with the parameter that it is.
+
+A pattern has the dimensions of the tensor, left, and of one layer's parameter, right. Dimensions in
+brackets are one dimension of the tensor. Letters: v vocabulary, d embed, h heads, c head_dim, f
+hidden width of the MLP.
+"""
+
+from typing import TypeAlias
+
+Path: TypeAlias = tuple[str, ...]  # of a parameter
+
+_ATTENTION, _MLP = ("layers", "attention"), ("layers", "mlp")
+
+# Parameter -> (name of the tensor, pattern). A pattern has the dimensions of the tensor, left, and
+# of one layer's parameter, right; dimensions in brackets are one dimension of the tensor.
+LAYER = "model.layers.{layer}."
+NAMES: dict[Path, tuple[str, str]] = {
+    ("embed", "embedding"): ("model.embed_tokens.weight", "v d -> v d"),
+    ("head", "norm", "scale"): ("model.norm.weight", "d -> d"),
+    ("head", "kernel"): ("lm_head.weight", "v d -> d v"),
+    (*_ATTENTION, "query"): ("self_attn.q_proj.weight", "(h c) d -> d h c"),
+    (*_ATTENTION, "key"): ("self_attn.k_proj.weight", "(h c) d -> d h c"),
+    (*_ATTENTION, "value"): ("self_attn.v_proj.weight", "(h c) d -> d h c"),
+    (*_ATTENTION, "out"): ("self_attn.o_proj.weight", "d (h c) -> h c d"),
+    (*_ATTENTION, "query_bias"): ("self_attn.q_proj.bias", "(h c) -> h c"),
+    (*_ATTENTION, "key_bias"): ("self_attn.k_proj.bias", "(h c) -> h c"),
+    (*_ATTENTION, "value_bias"): ("self_attn.v_proj.bias", "(h c) -> h c"),
+    (*_ATTENTION, "out_bias"): ("self_attn.o_proj.bias", "d -> d"),
+    (*_ATTENTION, "sinks"): ("self_attn.sinks", "h -> h"),
+    (*_MLP, "gate"): ("mlp.gate_proj.weight", "f d -> d f"),
+    (*_MLP, "up"): ("mlp.up_proj.weight", "f d -> d f"),
+    (*_MLP, "down"): ("mlp.down_proj.weight", "d f -> f d"),
+    (*_MLP, "gate_bias"): ("mlp.gate_proj.bias", "f -> f"),
+    (*_MLP, "up_bias"): ("mlp.up_proj.bias", "f -> f"),
+    (*_MLP, "down_bias"): ("mlp.down_proj.bias", "d -> d"),
+}
+# Norms have the names of their places, which differ between the placements.
+NORMS: dict[str, dict[str, str]] = {
+    "pre": {"attention_norm": "input", "mlp_norm": "post_attention"},
+    "sandwich": {
+        "attention_norm": "input",
+        "attention_post_norm": "post_attention",
+        "mlp_norm": "pre_feedforward",
+        "mlp_post_norm": "post_feedforward",
+    },
+    "post": {"attention_post_norm": "post_attention", "mlp_post_norm": "post_feedforward"},
+}
+# Tensors of a type that fuses projections, each with the parameters that share its rows.
+FUSED: dict[str, tuple[Path, ...]] = {
+    "self_attn.qkv_proj.weight": tuple((*_ATTENTION, n) for n in ("query", "key", "value")),
+    "mlp.gate_up_proj.weight": tuple((*_MLP, n) for n in ("gate", "up")),
+}

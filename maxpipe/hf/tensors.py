@@ -1,0 +1,153 @@
+"""Name each parameter's tensor in Hugging Face's files, and say how one becomes the other.
+
+A rule is invertible: parameters are reached from tensors by reshaping, transposing and taking rows,
+and tensors from parameters the same way back. Parameters are in model order as on disk, so no rule
+knows of pipelines.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from maxpipe.hf.family import Family
+from maxpipe.hf.tensor_table import FUSED, LAYER, NAMES, NORMS, Path
+from maxpipe.model.parameters import Params, ParamSpec
+from maxpipe.model.program import ModelProgram
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one parameter's tensor is called and laid out.
+
+    Attributes:
+      path: of the parameter.
+      template: name of the tensor, with {layer} for the layer's index in model order.
+      sizes: of each letter of the pattern.
+      tensor_letters: letters of each dimension of the tensor.
+      letters: of each dimension of one layer's parameter.
+      rows: first row of the parameter, and rows of the whole tensor; None if it has no others.
+    """
+
+    path: Path
+    template: str
+    sizes: tuple[tuple[str, int], ...]
+    tensor_letters: tuple[tuple[str, ...], ...]
+    letters: tuple[str, ...]
+    rows: tuple[int, int] | None = None
+
+    @property
+    def is_layer(self) -> bool:
+        """Return whether there is a tensor for each layer."""
+        return self.path[0] == "layers"
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole tensor in the file."""
+        shape = self._own_shape
+        return shape if self.rows is None else (self.rows[1], *shape[1:])
+
+    @property
+    def own_rows(self) -> slice:
+        """Return the rows of the tensor that are this parameter."""
+        first = 0 if self.rows is None else self.rows[0]
+        return slice(first, first + self._own_shape[0])
+
+    def to_parameter(self, tensor: np.ndarray) -> np.ndarray:
+        """Return one layer's parameter, as a view of a whole tensor where possible."""
+        split = tensor[self.own_rows].reshape([self._size(n) for n in self._tensor_order])
+        return split.transpose([self._tensor_order.index(n) for n in self.letters])
+
+    def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
+        """Return this parameter's rows of the tensor; inverts `to_parameter`."""
+        joined = parameter.transpose([self.letters.index(n) for n in self._tensor_order])
+        return joined.reshape(self._own_shape)
+
+    @property
+    def _own_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(map(self._size, letters)) for letters in self.tensor_letters)
+
+    @property
+    def _tensor_order(self) -> list[str]:
+        return [n for letters in self.tensor_letters for n in letters]
+
+    def _size(self, letter: str) -> int:
+        return dict(self.sizes)[letter]
+
+
+def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
+    """Return a rule for each parameter of a model, those of layers for any layer."""
+    specs = dict(_leaves(program.specs))
+    rules = {path: _rule(path, spec, program) for path, spec in specs.items()}
+    if family.fuses_projections:
+        for name, paths in FUSED.items():
+            counts = [rules[path].tensor_shape[0] for path in paths]
+            for i, path in enumerate(paths):
+                rules[path] = _fused(rules[path], name, sum(counts[:i]), sum(counts))
+    return list(rules.values())
+
+
+def _rule(path: Path, spec: ParamSpec, program: ModelProgram) -> Rule:
+    norms = NORMS[program.config.norm_placement]
+    if path in NAMES:
+        name, pattern = NAMES[path]
+    elif len(path) == 3 and path[1] in norms:
+        name, pattern = f"{norms[path[1]]}_layernorm.weight", "d -> d"
+    else:
+        assert path[1:2] == ("attention",), f"no tensor is named for {path}"
+        # The norm of all heads is one vector.
+        name = f"self_attn.{path[2][0]}_norm.weight"
+        pattern = "c -> c" if len(spec.shape) == 1 else "(h c) -> h c"
+    left, _, right = pattern.partition(" -> ")
+    letters = tuple(right.split())
+    return Rule(
+        path,
+        f"{LAYER}{name}" if path[0] == "layers" else name,
+        tuple(zip(letters, spec.shape, strict=True)),
+        tuple(_dimensions(left)),
+        letters,
+    )
+
+
+def _fused(rule: Rule, name: str, first: int, total: int) -> Rule:
+    return Rule(
+        rule.path,
+        f"{LAYER}{name}",
+        rule.sizes,
+        rule.tensor_letters,
+        rule.letters,
+        rows=(first, total),
+    )
+
+
+def _dimensions(pattern: str) -> Iterator[tuple[str, ...]]:
+    """Yield the letters of each dimension of `(h c) d`."""
+    inside: list[str] | None = None
+    for word in pattern.replace("(", "( ").replace(")", " )").split():
+        if word == "(":
+            inside = []
+        elif word == ")":
+            assert inside is not None
+            yield tuple(inside)
+            inside = None
+        elif inside is not None:
+            inside.append(word)
+        else:
+            yield (word,)
+
+
+def _leaves(specs: Params) -> Iterator[tuple[Path, ParamSpec]]:
+    flat = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda s: isinstance(s, ParamSpec))
+    for path, spec in flat:
+        yield tuple(str(key.key) for key in path), spec
+
+
+def tensor_names(rules: Sequence[Rule], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every tensor that a model's files have."""
+    return {
+        rule.template.format(layer=layer): rule.tensor_shape
+        for rule in rules
+        for layer in range(num_layers if rule.is_layer else 1)
+    }

@@ -1,0 +1,121 @@
+"""Look up what differs from layer to layer: the window of attention and the rotation.
+
+Layers have the same parameters and one program, so that they can be scanned, stacked over stages
+and cut anywhere. What differs is a constant table, which is read by the layer's index in model
+order.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.config.sections import ModelConfig, RopeScalingConfig
+from maxpipe.model.rope import frequencies, rotary_factor
+
+ALL_TOKENS = 2**30  # the window of global layers in a model that has local layers, too
+
+
+class LayerFacts(NamedTuple):
+    """What one layer knows besides its parameters; arrays where layers differ.
+
+    Attributes:
+      window: tokens that a query sees, int32 scalar; None if all layers see all.
+      frequencies: of the rotation, float32 [R / 2]; zeros in a layer without one.
+      factor: of rotated queries and keys, float32 scalar.
+    """
+
+    window: int | jax.Array | None
+    frequencies: np.ndarray | jax.Array
+    factor: float | jax.Array
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """The facts of all layers, by kind of layer.
+
+    Attributes:
+      kinds: the kind of each layer in model order, a row of the other tables.
+      windows: of each kind.
+      rotations: frequencies of each kind, R / 2 numbers.
+      factors: of each kind.
+    """
+
+    kinds: tuple[int, ...]
+    windows: tuple[int, ...]
+    rotations: tuple[tuple[float, ...], ...]
+    factors: tuple[float, ...]
+
+    @property
+    def is_rotated(self) -> bool:
+        """Return whether any layer has a rotary embedding."""
+        return any(any(rotation) for rotation in self.rotations)
+
+    def facts(self, layer_index: jax.Array | None) -> LayerFacts:
+        """Return the facts of the layer with this index in model order, int32 scalar.
+
+        Only what differs between layers is looked up; without such facts the index is not read.
+        The index of a padding layer is the number of layers.
+        """
+        kind = None
+        if len(self.windows) > 1:
+            assert layer_index is not None, "layers differ: pass SideInputs.layer_index"
+            kind = jnp.asarray([*self.kinds, self.kinds[-1]], jnp.int32)[layer_index]
+        window: int | jax.Array | None = self.windows[0]
+        if kind is not None and len({*self.windows}) > 1:
+            window = jnp.asarray(self.windows, jnp.int32)[kind]
+        elif self.windows[0] == ALL_TOKENS:
+            window = None
+        rotation: np.ndarray | jax.Array = np.asarray(self.rotations[0], np.float32)
+        if kind is not None and len({*self.rotations}) > 1:
+            rotation = jnp.asarray(self.rotations, jnp.float32)[kind]
+        factor: float | jax.Array = self.factors[0]
+        if kind is not None and len({*self.factors}) > 1:
+            factor = jnp.asarray(self.factors, jnp.float32)[kind]
+        return LayerFacts(window, rotation, factor)
+
+
+@cache
+def layer_table(config: ModelConfig) -> LayerTable:
+    """Return the facts of all layers of a resolved model."""
+    kinds = config.layer_kinds
+    names = list(dict.fromkeys(kinds))
+    rotations = [_rotation(config, kind) for kind in names]
+    return LayerTable(
+        kinds=tuple(names.index(kind) for kind in kinds),
+        windows=tuple(config.attention_window if is_local(k) else ALL_TOKENS for k in names),
+        rotations=tuple(rotation for rotation, _ in rotations),
+        factors=tuple(factor for _, factor in rotations),
+    )
+
+
+def is_local(kind: str) -> bool:
+    """Return whether layers of this kind see a window only."""
+    return kind.startswith("local")
+
+
+def visible_share(config: ModelConfig, length: int) -> float:
+    """Return the share of a sequence's [T, T] scores that are not masked, averaged over layers.
+
+    Half of them in a global layer, in which the diagonal is not counted apart.
+    """
+    window = min(config.attention_window or length, length)
+    # The first W queries see a triangle, the others W keys each.
+    local = window / length - window**2 / (2 * length**2)
+    shares = [local if is_local(kind) else 0.5 for kind in config.layer_kinds]
+    return sum(shares) / len(shares)
+
+
+def _rotation(config: ModelConfig, kind: str) -> tuple[tuple[float, ...], float]:
+    """Return frequencies and factor of a kind of layer."""
+    dim = config.rotated_dim
+    if kind.endswith("nope"):
+        return (0.0,) * (dim // 2), 1.0
+    if is_local(kind) and config.rope_theta_local:
+        freq = frequencies(dim, config.rope_theta_local, RopeScalingConfig())
+        return tuple(freq.tolist()), 1.0
+    freq = frequencies(dim, config.rope_theta, config.rope_scaling)
+    return tuple(freq.tolist()), rotary_factor(config.rope_scaling)

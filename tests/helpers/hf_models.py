@@ -1,0 +1,160 @@
+"""Tiny models of each model type: what their config.json says, and their weights from a seed.
+
+Only NumPy is needed. Logits of transformers for them are in `tests/golden/hf`.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
+LENGTH = 40  # tokens of a sequence, longer than every window
+POSITIONS = (0, 7, 12, 25, 39)  # of the logits that are stored
+VOCAB_SIZE = 64
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 10000.0,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500_000.0,
+}
+_PHI3 = {"num_key_value_heads": 2, "sliding_window": None, "tie_word_embeddings": False}
+
+
+def _longrope(original: int) -> dict[str, object]:
+    return {
+        **_PHI3,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 2.0, 4.0, 8.0],
+            "original_max_position_embeddings": original,
+        },
+    }
+
+
+# name -> (model_type, keys of config.json besides the common ones)
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("llama", {"rope_parameters": _LLAMA3}),
+    "llama_tied_biases": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": 8, "head_dim": 16}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2_windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16, "rope_parameters": _YARN}),
+    "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma3_untied": (
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 8, "tie_word_embeddings": False},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 8,
+            "num_hidden_layers": 5,
+            "rope_parameters": {
+                "full_attention": {**_YARN, "attention_factor": 1.2, "beta_fast": 32},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "phi3": (
+        "phi3",
+        {
+            **_PHI3,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "phi3_longrope_short": ("phi3", _longrope(64)),
+    "phi3_longrope_long": ("phi3", _longrope(32)),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+}
+
+
+def keys_of(name: str) -> dict[str, object]:
+    """Return what is given to the configuration class of a case's type."""
+    return {**_COMMON, **CASES[name][1]}
+
+
+def tokens() -> np.ndarray:
+    """Return the token ids that logits are compared on, int32 [1, T]."""
+    return np.random.default_rng(0).integers(3, VOCAB_SIZE, (1, LENGTH)).astype(np.int32)
+
+
+def weights(shapes: dict[str, tuple[int, ...]], *, is_gemma: bool) -> dict[str, np.ndarray]:
+    """Draw float32 tensors from their names; Gemma's norms multiply by 1 + weight."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+        values *= 0.3 if len(shape) == 1 else 0.15
+        values += 1.0 if "norm" in name and not is_gemma else 0.0
+        return values.astype(np.float32)
+
+    return {name: draw(name, tuple(shape)) for name, shape in shapes.items()}
+
+
+def recorded(name: str) -> dict[str, object]:
+    """Return {"config", "shapes", "logits" [positions][V]} as transformers had them."""
+    return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))

@@ -1,0 +1,171 @@
+"""config.json of each model type: both dialects, defaults, and back again."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+from helpers.hf_models import CASES, LENGTH, recorded
+
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.imports import implementation
+from maxpipe.hf.family import shortest_pattern
+
+# Where files of the hub, which transformers 4 wrote, have a key of the newer dialect
+LEGACY = {
+    "gemma3": {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "llama": {
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "olmo3": {
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.2,
+        },
+    },
+    "phi3": {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5},
+    "phi3_longrope_long": {
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {
+            "type": "su",
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.5, 2.0, 4.0, 8.0],
+        },
+    },
+    "qwen2": {"rope_theta": 1e4},
+}
+
+
+def family(name):
+    return implementation(MODEL_TYPES[CASES[name][0]])()
+
+
+def resolved(name, c):
+    values = {f"model.{key}": value for key, value in family(name).model(c).items()}
+    return resolve(replace(Config(), **values, **{"data.sequence_length": LENGTH}), 1).model
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_both_dialects_mean_the_same_model(name):
+    c = copy.deepcopy(recorded(name)["config"])
+    del c["rope_parameters"]
+    c.pop("partial_rotary_factor", None)
+    assert family(name).model(c | LEGACY[name]) == family(name).model(recorded(name)["config"])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo3", "smollm3", "qwen2_windows"])
+def test_kinds_of_layers_follow_the_rule_of_the_type_where_none_are_listed(name):
+    c = copy.deepcopy(recorded(name)["config"])
+    listed = family(name).model(c)
+    for key in ("layer_types", "no_rope_layers", "_sliding_window_pattern"):
+        c.pop(key, None)
+    assert family(name).model(c) == listed
+    assert listed["layer_pattern"]
+
+
+def test_keys_that_are_absent_have_the_defaults_of_the_type():
+    """The text part of Gemma 3 4B, as its file on the hub has it."""
+    c = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    values = family("gemma3").model(c)
+    expected = {
+        "num_query_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "tie_embeddings": True,
+        "attention_window": 1024,
+        "layer_pattern": ["local"] * 5 + ["global"],
+        "rope_theta": 1e6,
+        "rope_theta_local": 1e4,
+        "rope_scaling.type": "linear",
+        "rope_scaling.factor": 8.0,
+        "norm_eps": 1e-6,
+        "mlp_activation": "gelu_tanh",
+        "query_scale": 1 / 16,
+        "logit_soft_cap": 0.0,
+        "qk_norm": True,
+        "qk_norm_scope": "head",
+    }
+    assert {key: values[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_config_json_that_is_written_means_the_same_model_in_either_dialect(name):
+    model = resolved(name, recorded(name)["config"])
+    written = family(name).config(model, LENGTH)
+    assert written["model_type"] == CASES[name][0]
+    assert resolved(name, written) == model
+    del written["rope_parameters"]
+    assert resolved(name, written) == model
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", {"model.attention_window": 8}, "llama has no model.attention_window=8"),
+        ("llama", {"model.logit_soft_cap": 30}, "llama has no model.logit_soft_cap=30"),
+        ("qwen3", {"model.qk_norm": False}, "qwen3 has no model.qk_norm=False"),
+        ("gemma2", {"model.embed_scale": 1.0}, "gemma2 has no model.embed_scale=1.0"),
+        ("olmo2", {"model.norm_placement": "pre"}, "olmo2 has no model.norm_placement=pre"),
+        ("llama", {"model.rope_theta_local": 5.0}, "llama has no model.rope_theta_local=5.0"),
+    ],
+)
+def test_option_without_a_word_in_the_type_is_refused_by_its_name(name, change, message):
+    values = family(name).model(recorded(name)["config"])
+    values = {f"model.{key}": value for key, value in values.items()}
+    model = resolve(replace(Config(), **values | change), 1).model
+    with pytest.raises(ValueError, match=message):
+        family(name).config(model, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "relu"}, "'relu' is no option"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1.0}}, "rope_type 'dynamic'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+    ],
+)
+def test_what_no_option_expresses_is_refused(change, message):
+    c = {k: v for k, v in (recorded("llama")["config"] | change).items() if v is not None}
+    with pytest.raises(ValueError, match=message):
+        family("llama").model(c)
+
+
+def test_shortest_pattern_repeats_with_a_rest():
+    assert shortest_pattern(["local"] * 5 + ["global"] + ["local"] * 2) == ["local"] * 5 + [
+        "global"
+    ]
+    assert shortest_pattern(["global"] * 4) == ["global"]
+    assert shortest_pattern(["global", "global", "local"]) == ["global", "global", "local"]
+
+
+def test_reading_a_shape_imports_no_jax():
+    code = (
+        "import sys, maxpipe.hf.families.gemma, maxpipe.hf.families.llama, maxpipe.config.from_hf;"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,101 @@
+"""`model.from_hf`: the shape of a folder's config.json over that of YAML files."""
+
+import json
+
+import pytest
+from helpers.hf_models import recorded
+
+from maxpipe.config import ConfigError, load
+from maxpipe.config.printing import print_config
+
+ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_repeats=1")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return the folder of a tiny Gemma 3, whose file may be changed: folder(key=value)."""
+
+    def _folder(**changes):
+        path = tmp_path / "model"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(recorded("gemma3")["config"] | changes))
+        return str(path)
+
+    return _folder
+
+
+def problems(*words):
+    with pytest.raises(ConfigError) as caught:
+        load("base", [*ONE_STAGE, *words])
+    return {problem.key: problem.message for problem in caught.value.problems}
+
+
+def test_shape_of_the_folder_overrides_that_of_the_files(folder):
+    loaded = load("base", [*ONE_STAGE, f"model.from_hf={folder()}", "model.dtype=bfloat16"])
+    model = loaded.config.model
+    assert (model.num_layers, model.embed_dim, model.vocab_size) == (7, 32, 64)
+    assert model.layer_pattern == ["local"] * 5 + ["global"]
+    assert (model.norm_placement, model.rope_scaling.type) == ("sandwich", "linear")
+    assert model.dtype == "bfloat16"
+    assert loaded.sources["model.embed_dim"] == f"{folder()}/config.json"
+    assert loaded.sources["model.dtype"] == "command line"
+    line = next(line for line in print_config(loaded).splitlines() if "embed_dim:" in line)
+    assert line.endswith(f"# {folder()}/config.json")
+
+
+def test_key_of_the_command_line_may_only_say_the_same(folder):
+    words = [f"model.from_hf={folder()}", "model.num_layers=7"]
+    assert load("base", [*ONE_STAGE, *words]).config.model.num_layers == 7
+    found = problems(*words, "model.embed_dim=64", "model.norm_offset=false", "model.head_dim=-1")
+    assert found == {
+        "model.embed_dim": f"is 64, but {folder()}/config.json says 32; leave the key out",
+        "model.norm_offset": f"is False, but {folder()}/config.json says True; leave the key out",
+    }
+
+
+def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
+    content = {
+        "model_type": "gemma3",
+        "text_config": recorded("gemma3")["config"],
+        "vision_config": {"hidden_size": 7},
+    }
+    folder()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+    config = load("base", [*ONE_STAGE, f"model.from_hf={tmp_path / 'model'}"]).config
+    assert config.model.embed_dim == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma4"}, "has model_type 'gemma4', which is not one of gemma2, gemma3"),
+        ({"hidden_activation": "relu"}, "of a gemma3_text: hidden_activation 'relu' is no option"),
+        ({"layer_types": ["linear_attention"] * 7}, "layer_types has linear_attention"),
+        ({"layer_types": ["full_attention"]}, "lists 1 layers, but num_hidden_layers is 7"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention makes it an encoder"),
+        ({"num_hidden_layers": "x"}, "of a gemma3_text: "),
+    ],
+)
+def test_model_that_cannot_be_expressed_is_refused_with_the_reason(folder, changes, message):
+    assert message in problems(f"model.from_hf={folder(**changes)}")["model.from_hf"]
+
+
+def test_folder_without_a_readable_file_is_refused(tmp_path):
+    words = f"model.from_hf={tmp_path}"
+    assert "there is no " in problems(words)["model.from_hf"]
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot read " in problems(words)["model.from_hf"]
+    (tmp_path / "config.json").write_text("[]")
+    assert "is not a JSON object" in problems(words)["model.from_hf"]
+
+
+def test_layers_that_do_not_divide_are_not_remedied_by_another_number(folder):
+    words = (f"model.from_hf={folder()}", "mesh.ici.stage=2", "mesh.ici.fsdp=2")
+    found = problems(*words, "pipeline.num_repeats=2")["pipeline.num_repeats"]
+    assert "nearest legal: pipeline.layers_per_stage=[2,2,2,1]" in found
+    assert "model.num_layers=8" not in found
+
+
+def test_init_from_has_the_form_of_a_local_folder():
+    assert "is not of the form hf:DIR" in problems("init_from=/models/x")["init_from"]
+    assert "is not of the form hf:DIR" in problems("init_from=hf:")["init_from"]

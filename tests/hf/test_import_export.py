@@ -1,0 +1,155 @@
+"""Weights of a folder go into any layout and come out again, byte by byte."""
+
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.engines import make_mesh
+from helpers.hf_models import recorded, weights
+from helpers.training_process import command
+
+from maxpipe import export as export_command
+from maxpipe import train
+from maxpipe.builder import build_trainer
+from maxpipe.config import ConfigError, load, resolve
+from maxpipe.hf.families.gemma import Gemma3
+from maxpipe.hf.families.phi import Phi3
+from maxpipe.hf.importer import HfWeights
+from maxpipe.hf.safetensors import INDEX, read_folder, write_file
+from maxpipe.hf.tensors import tensor_names, tensor_rules
+from maxpipe.model.program import ModelProgram
+
+SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
+CASES = {"gemma3": Gemma3, "phi3": Phi3}
+
+
+def write_weights(path, tensors):
+    data = write_file(path, [(name, x.dtype, x.shape) for name, x in tensors.items()])
+    data[:] = np.frombuffer(b"".join(x.tobytes() for x in tensors.values()), np.uint8)
+    data.flush()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return folder(case): two files of bfloat16 with their index."""
+
+    def _folder(name="gemma3"):
+        path = tmp_path / name
+        path.mkdir()
+        c = recorded(name)["config"] | SMALL | {"eos_token_id": [2, 7]}
+        c.pop("layer_types", None)
+        (path / "config.json").write_text(json.dumps(c))
+        (path / "tokenizer.json").write_text("{}")
+        (path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+        family = CASES[name]()
+        model = resolve(load("base", [f"model.from_hf={path}", "mesh.ici.fsdp=2"]), 4).model
+        shapes = tensor_names(tensor_rules(family, ModelProgram(model)), model.num_layers)
+        tensors = weights(shapes, is_gemma=name == "gemma3")
+        tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors.items()}
+        halves = [*tensors][::2], [*tensors][1::2]
+        for i, half in enumerate(halves):
+            write_weights(path / f"{i}.safetensors", {n: tensors[n] for n in half})
+        weight_map = {n: f"{i}.safetensors" for i, half in enumerate(halves) for n in half}
+        (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        return path
+
+    return _folder
+
+
+def config_of(folder, *words):
+    names = [f"model.from_hf={folder}", f"init_from=hf:{folder}", "mesh.simulated_devices=0"]
+    return resolve(load("base", [*names, *words]), 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gemma3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
+        ("gemma3", ("mesh.ici.fsdp=4", "pipeline.schedule=zb_v")),  # mpmd
+        ("gemma3", ("pipeline.schedule=circular", "pipeline.layers_per_stage=[1,3]")),
+        ("phi3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
+        ("phi3", ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")),
+    ],
+    ids=str,
+)
+def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layout):
+    path = folder(name)
+    config = config_of(path, "mesh.ici.fsdp=-1", *layout)
+    trainer = build_trainer(config, make_mesh(config), note=lambda line: None)
+    state = trainer.replace_parameters(trainer.init(jax.random.key(0)), HfWeights(config).read)
+    params = trainer.to_canonical(state).params
+    stored = read_folder(path)
+    used = set()
+    for rule in tensor_rules(CASES[name](), ModelProgram(config.model)):
+        leaf = params
+        for key in rule.path:
+            leaf = leaf[key]
+        for layer in range(4 if rule.is_layer else 1):
+            tensor = stored[rule.template.format(layer=layer)].read()
+            value = np.asarray(leaf[layer] if rule.is_layer else leaf)
+            np.testing.assert_array_equal(
+                rule.to_tensor(value).astype(tensor.dtype), tensor[rule.own_rows]
+            )
+            used.add(rule.template.format(layer=layer))
+    assert used == stored.keys()
+
+
+def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
+    path = folder()
+    config = config_of(path, "mesh.ici.fsdp=4")
+    stored = read_folder(path).items()
+    tensors = {n: np.array(x.read()) for n, x in stored if "layers.2.mlp.up" not in n}
+    tensors["model.norm.weight"] = np.zeros(5, np.float32)
+    tensors["model.layers.0.self_attn.k_norm.weight"] = np.zeros(16, np.int32)
+    tensors["model.layers.1.self_attn.gate.weight"] = np.zeros(5, np.float32)
+    # Further layers, other parts, copies of tied weights and rotary frequencies play no part.
+    ignored = ("model.layers.4.eh_proj.weight", "vision_tower.x", "lm_head.weight")
+    ignored += ("model.layers.0.self_attn.rotary_emb.inv_freq",)
+    tensors |= dict.fromkeys(ignored, np.zeros(1, np.float32))
+    (path / INDEX).unlink()
+    (path / "1.safetensors").unlink()
+    write_weights(path / "0.safetensors", tensors)
+    with pytest.raises(ConfigError) as caught:
+        HfWeights(config)
+    assert [problem.message.removeprefix(f"{path}: ") for problem in caught.value.problems] == [
+        "model.layers.2.mlp.up_proj.weight is missing",
+        "model.layers.1.self_attn.gate.weight is not part of the model",
+        "model.layers.0.self_attn.k_norm.weight is I32; only F32, F16, BF16 are read",
+        "model.norm.weight has shape [5], the model [32]",
+    ]
+
+
+def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys):
+    """A step with a learning rate of 0 and without weight decay leaves every bit."""
+    path = folder()
+    words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
+    words += [f"model.from_hf={path}", f"init_from=hf:{path}", "steps=1", "optimizer.name=sgd"]
+    words += ["optimizer.learning_rate=0", "optimizer.weight_decay=0", "mesh.ici.fsdp=4"]
+    words += ["mesh.simulated_devices=0"]
+    assert train.main([command("")[0], *words]) == 0
+    output = capsys.readouterr().out
+    assert f"init_from   {path}: 0.00 GB in " in output
+    target = tmp_path / "exported"
+    arguments = [str(tmp_path / "runs" / "base"), "--hf", str(target), "--dtype", "bfloat16"]
+    assert export_command.main([*arguments, "--file-size", "0.00005"]) == 0
+    before, after = read_folder(path), read_folder(target)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert after[name].read().tobytes() == tensor.read().tobytes(), name
+    assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
+    written = json.loads((target / "config.json").read_text())
+    assert (written["eos_token_id"], written["dtype"]) == ([2, 7], "bfloat16")
+    assert Gemma3().model(written) == Gemma3().model(json.loads((path / "config.json").read_text()))
+    assert (target / "generation_config.json").exists()
+    assert (target / "tokenizer.json").read_text() == "{}"
+    # Nothing half done remains, and an existing folder is not touched.
+    assert {entry.name for entry in tmp_path.iterdir()} == {"gemma3", "runs", "exported"}
+    with pytest.raises(SystemExit):
+        export_command.main(arguments)
+    assert "exists; name a new directory" in capsys.readouterr().err
+    # The checkpoint wins over the folder at the next start.
+    assert train.main([command("")[0], *words, "steps=2"]) == 0
+    assert f"init_from=hf:{path} is not read: the run continues" in capsys.readouterr().out

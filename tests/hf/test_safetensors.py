@@ -1,0 +1,104 @@
+"""The format by itself: what is written is read back, and damage has a name."""
+
+import json
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxpipe.hf.safetensors import INDEX, SafetensorsError, read_folder, read_header, write_file
+
+TENSORS = {
+    "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "b.bias": np.array([1.5, -2], ml_dtypes.bfloat16),
+    "c": np.float16([[7]]),
+    "none": np.zeros((0, 4), np.float32),
+}
+
+
+def write(path, tensors=TENSORS):
+    data = write_file(path, [(name, x.dtype, x.shape) for name, x in tensors.items()])
+    data[:] = np.frombuffer(b"".join(x.tobytes() for x in tensors.values()), np.uint8)
+    data.flush()
+    return path
+
+
+def test_tensors_that_are_written_are_read_back(tmp_path):
+    stored = read_header(write(tmp_path / "x.safetensors"))
+    assert stored.keys() == TENSORS.keys()
+    for name, expected in TENSORS.items():
+        actual = stored[name].read()
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_library_reads_what_is_written(tmp_path):
+    numpy = pytest.importorskip("safetensors.numpy", reason="needs the extra `hf-test`")
+    floats = {name: x for name, x in TENSORS.items() if x.dtype != ml_dtypes.bfloat16}
+    path = write(tmp_path / "x.safetensors", floats)
+    for name, actual in numpy.load_file(path).items():
+        np.testing.assert_array_equal(actual, floats[name])
+
+
+def test_header_is_aligned_and_says_the_format(tmp_path):
+    content = write(tmp_path / "x.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    assert length % 8 == 0
+    assert json.loads(content[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+
+
+@pytest.mark.parametrize("size", [3, 8, 40, -1])
+def test_file_that_is_cut_off_is_refused_by_its_name(tmp_path, size):
+    path = write(tmp_path / "x.safetensors")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{",
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [8, 4]}}',
+        b'{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 4]}}',
+    ],
+)
+def test_header_that_is_damaged_is_refused(tmp_path, header):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
+        read_header(path)
+
+
+class TestFolder:
+    def test_files_of_the_index_are_read(self, tmp_path):
+        write(tmp_path / "one.safetensors", {"a": TENSORS["a.weight"]})
+        write(tmp_path / "two.safetensors", {"b": TENSORS["c"]})
+        write(tmp_path / "other.safetensors", {"unused": TENSORS["c"]})
+        weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        assert read_folder(tmp_path).keys() == {"a", "b"}
+
+    def test_index_that_names_what_is_not_there_is_refused(self, tmp_path):
+        write(tmp_path / "one.safetensors", {"a": TENSORS["a.weight"]})
+        index = tmp_path / INDEX
+        index.write_text(
+            json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+        )
+        with pytest.raises(SafetensorsError, match=r"lacks two\.safetensors"):
+            read_folder(tmp_path)
+        index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
+        with pytest.raises(SafetensorsError, match="b of the index are in no file"):
+            read_folder(tmp_path)
+        index.write_text("{}")
+        with pytest.raises(SafetensorsError, match="is damaged"):
+            read_folder(tmp_path)
+
+    def test_files_of_pytorch_are_refused_with_the_remedy(self, tmp_path):
+        (tmp_path / "pytorch_model.bin").touch()
+        with pytest.raises(SafetensorsError, match=r"save_pretrained\(safe_serialization=True\)"):
+            read_folder(tmp_path)

@@ -1,0 +1,116 @@
+"""The other side: transformers itself, live. Needs the extra `hf-test`."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers.hf_models import CASES, LENGTH, POSITIONS, recorded, tokens
+
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.from_hf import read_shape
+from maxpipe.config.imports import implementation
+from maxpipe.hf.exporter import export
+from maxpipe.hf.importer import HfWeights
+from maxpipe.hf.model_types import choose_family
+from maxpipe.model.parameters import map_specs
+from maxpipe.model.program import ModelProgram
+
+transformers = pytest.importorskip("transformers", reason="needs the extra `hf-test`")
+torch = pytest.importorskip("torch", reason="needs the extra `hf-test`")
+record_hf = pytest.importorskip("golden.record_hf")
+
+TOLERANCE = 2e-5  # of the largest logit
+
+
+def torch_logits(model):
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens()).long()).logits[0].numpy()
+
+
+def config_of(folder):
+    values = {"data.sequence_length": LENGTH, "init_from": f"hf:{folder}"}
+    return resolve(replace(Config(), **read_shape(str(folder)).values, **values), 1)
+
+
+def parameters_of(config):
+    """Return the weights of a folder as parameters of one device."""
+    weights, program = HfWeights(config), ModelProgram(config.model)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def read(path, spec):
+        names = tuple(key.key for key in path)
+        leading = (config.model.num_layers,) if names[0] == "layers" else ()
+        like = jax.ShapeDtypeStruct((*leading, *spec.shape), spec.dtype, sharding=device)
+        return weights.read(names, like)
+
+    leaves = map_specs(lambda spec: spec, program.specs)
+    return jax.tree_util.tree_map_with_path(
+        read, leaves, is_leaf=lambda leaf: dataclasses.is_dataclass(leaf)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_logits_are_those_of_the_installed_version(name):
+    logits = torch_logits(record_hf.model_of(name))[list(POSITIONS)]
+    golden = recorded(name)
+    difference = np.abs(logits - np.asarray(golden["logits"])).max()
+    assert difference <= TOLERANCE * golden["largest"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_path):
+    """What save_pretrained writes is read; what is exported loads without a remark."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    model = record_hf.model_of(name)
+    model.save_pretrained(before)
+    config = config_of(before)
+    checkpoints = Checkpointer(tmp_path / "checkpoints", config.checkpoint)
+    state = {"params": parameters_of(config)}
+    meta = {"config": dataclasses.asdict(config)}
+    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
+    checkpoints.close()
+    export(
+        tmp_path / "checkpoints" / "1",
+        checkpoints.record(1),
+        config,
+        after,
+        family=choose_family(config, "", before),
+        dtype="float32",
+        file_bytes=10_000,
+        companions=(),
+        origin=before,
+    )
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+        after, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    np.testing.assert_array_equal(torch_logits(loaded), torch_logits(model))
+
+
+# transformers 5 gives OLMo 3's sliding layers the base 500000 if only the older keys name one.
+OLDER = [name for name in CASES if name != "olmo3"]
+LEFT_OUT = {"newer keys": ("rope_theta", "rope_scaling", "rope_local_base_freq")}
+LEFT_OUT["older keys"] = ("rope_parameters",)
+
+
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [*((name, "newer keys") for name in CASES), *((name, "older keys") for name in OLDER)],
+)
+def test_config_json_that_is_written_is_the_same_model_in_either_dialect(name, dialect, tmp_path):
+    golden, family = recorded(name), implementation(MODEL_TYPES[CASES[name][0]])()
+    values = {f"model.{key}": value for key, value in family.model(golden["config"]).items()}
+    config = resolve(replace(Config(), **values, **{"data.sequence_length": LENGTH}), 1)
+    written = family.config(config.model, LENGTH)
+    content = {key: value for key, value in written.items() if key not in LEFT_OUT[dialect]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    read.pad_token_id = 0
+    model = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager").eval()
+    record_hf.fill(model, is_gemma=CASES[name][0].startswith("gemma"))
+    difference = torch_logits(model)[list(POSITIONS)] - np.asarray(golden["logits"])
+    assert np.abs(difference).max() <= 1e-6 * golden["largest"]

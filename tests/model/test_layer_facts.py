@@ -1,0 +1,76 @@
+"""What differs from layer to layer: looked up by index, constant where nothing differs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import tiny
+
+from maxpipe.model.layer_facts import ALL_TOKENS, layer_table, visible_share
+
+GEMMA = {
+    "model.num_layers": 7,
+    "model.layer_pattern": ["local"] * 5 + ["global"],
+    "model.attention_window": 3,
+    "model.rope_theta_local": 100.0,
+    "model.rope_scaling.type": "yarn",
+    "model.rope_scaling.factor": 8,
+}
+
+
+def table_of(**values):
+    return layer_table(tiny(**values).model)
+
+
+def test_layers_that_are_alike_have_constant_facts_and_need_no_index():
+    facts = table_of().facts(None)
+    assert facts.window is None
+    assert isinstance(facts.frequencies, np.ndarray)
+    assert facts.factor == 1
+    assert table_of(**{"model.attention_window": 3}).facts(None).window == 3
+
+
+def test_index_names_the_place_in_the_repeated_pattern():
+    table = table_of(**GEMMA)
+    windows = [int(table.facts(jnp.int32(i)).window) for i in range(7)]
+    assert windows == [3, 3, 3, 3, 3, ALL_TOKENS, 3]
+    local, full = (table.facts(jnp.int32(i)) for i in (0, 5))
+    # The scaling is for global layers, since local ones have a base of their own.
+    assert (float(local.factor), float(full.factor)) == pytest.approx((1, 0.1 * np.log(8) + 1))
+    assert local.frequencies.tolist() == pytest.approx([1, 0.1])
+    assert full.frequencies[1] < 0.01
+
+
+def test_padding_layer_has_the_facts_of_a_layer():
+    assert int(table_of(**GEMMA).facts(jnp.int32(7)).window) == 3
+
+
+def test_facts_that_do_not_differ_are_constants_next_to_those_that_do():
+    pattern = {"model.layer_pattern": ["local", "global"], "model.attention_window": 3}
+    facts = table_of(**pattern).facts(jnp.int32(1))
+    assert isinstance(facts.window, jax.Array)
+    assert isinstance(facts.frequencies, np.ndarray)
+
+
+def test_layer_without_rotation_has_frequencies_of_zero():
+    table = table_of(**{"model.layer_pattern": ["global", "global_nope"]})
+    assert np.any(table.facts(jnp.int32(0)).frequencies)
+    assert not np.any(table.facts(jnp.int32(1)).frequencies)
+    assert table.is_rotated
+    assert not table_of(**{"model.layer_pattern": ["global_nope"]}).is_rotated
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 0.5),
+        ({"model.attention_window": 4}, (4 * 4 / 2 + 4 * 4) / 64),
+        ({"model.attention_window": 100}, 0.5),
+        (
+            {"model.attention_window": 4, "model.layer_pattern": ["local", "global"]},
+            (0.5 + 24 / 64) / 2,
+        ),
+    ],
+)
+def test_visible_share_counts_windows(values, expected):
+    assert visible_share(tiny(**values).model, 8) == pytest.approx(expected)
