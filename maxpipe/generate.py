@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens at most; default %(default)s",
     )
     add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")
-    add("--tokenizer", metavar="PATH", help="default: data.tokenizer of the run")
+    add("--tokenizer", metavar="PATH", help="path or hf:DIR; default: the run's own")
     add(
         "--temperature",
         type=_number(float, 0),

@@ -17,7 +17,9 @@ from maxpipe.config.options import OPTIONS
 from maxpipe.config.values import nearest
 
 KEY = "model.from_hf"
+SCHEME = "hf:"  # before a directory, where a key takes other things as well
 FILE = "config.json"
+TOKENIZER = "tokenizer.json"
 
 
 class Shape(NamedTuple):
@@ -34,6 +36,17 @@ class Shape(NamedTuple):
     source: str
 
 
+def folder_of(value: str) -> str:
+    """Return the directory of `hf:DIR`; a value without the scheme is a path itself."""
+    return os.path.expanduser(value.removeprefix(SCHEME))
+
+
+def tokenizer_path(value: str) -> str:
+    """Return the path that `data.tokenizer` gives, for `hf:DIR` the folder's tokenizer.json."""
+    path = folder_of(value)
+    return os.path.join(path, TOKENIZER) if value.startswith(SCHEME) else path
+
+
 def read_shape(directory: str, key: str = KEY) -> Shape:
     """Read a folder's config.json.
 
@@ -44,7 +57,7 @@ def read_shape(directory: str, key: str = KEY) -> Shape:
     Raises:
       ConfigError: there is none, or its model cannot be expressed.
     """
-    source = os.path.join(directory, FILE)
+    source = os.path.join(folder_of(directory), FILE)
     c = read_config_json(directory, key)
     model_type = str(c.get("model_type"))
     if model_type not in MODEL_TYPES:
@@ -67,7 +80,7 @@ def read_config_json(directory: str, key: str = KEY) -> dict[str, Any]:
     Raises:
       ConfigError: it cannot be read.
     """
-    source = os.path.join(directory, FILE)
+    source = os.path.join(folder_of(directory), FILE)
     try:
         with open(source, encoding="utf-8") as file:
             content = json.load(file)

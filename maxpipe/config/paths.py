@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
 from maxpipe.config.files import COMMAND_LINE, Setting
+from maxpipe.config.from_hf import SCHEME
 from maxpipe.config.values import Raw
 
 # Keys of what a run reads. Directories that it writes stay relative to the working directory.
@@ -19,6 +20,7 @@ LISTS = ("data.path", "data.eval_path")  # paths and globs, separated by commas
 MIXTURE = "data.mixture"
 NAMES: Mapping[str, Mapping[str, object]] = {  # a name of the catalogue, or a path
     "data.tokenizer": TOKENIZERS,
+    "init_from": {},
     "model.from_hf": {},
     "pipeline.schedule": SCHEDULES,
 }
@@ -61,6 +63,8 @@ def _locate(key: str, raw: Raw, directory: str, remarks: list[str]) -> Raw:
 
 
 def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
+    if path.startswith(SCHEME):
+        return SCHEME + _locate_one(key, path.removeprefix(SCHEME), directory, remarks)
     if not path or os.path.isabs(path) or path.startswith("~") or "://" in path:
         return path
     beside = os.path.normpath(os.path.join(directory, path))

@@ -1,6 +1,7 @@
 """Tokenizers: bytes, SentencePiece models and Hugging Face files.
 
-`data.tokenizer` is a name of the catalogue or the path of a tokenizer.json or SentencePiece model.
+`data.tokenizer` is a name of the catalogue, the path of a tokenizer.json or SentencePiece model, or
+`hf:DIR`.
 The libraries are imported when a file needs them.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.from_hf import tokenizer_path
 from maxpipe.config.imports import implementation, optional
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
@@ -60,9 +62,8 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if name_or_path in TOKENIZERS:
         tokenizer: Tokenizer = implementation(TOKENIZERS[name_or_path])()
         return tokenizer
-    if name_or_path.endswith(".model"):
-        return SentencePieceTokenizer(name_or_path)
-    return HuggingFaceTokenizer(name_or_path)
+    path = tokenizer_path(name_or_path)
+    return SentencePieceTokenizer(path) if path.endswith(".model") else HuggingFaceTokenizer(path)
 
 
 def tokenizer_files(name_or_path: str) -> list[Path]:
@@ -72,8 +73,8 @@ def tokenizer_files(name_or_path: str) -> list[Path]:
     """
     if name_or_path in TOKENIZERS:
         return []
-    file = Path(name_or_path).expanduser()
-    if name_or_path.endswith(".model"):
+    file = Path(tokenizer_path(name_or_path))
+    if file.suffix == ".model":
         return [file]
     file = file / "tokenizer.json" if file.is_dir() else file
     config = file.with_name(_CONFIG)
@@ -83,6 +84,20 @@ def tokenizer_files(name_or_path: str) -> list[Path]:
 def main_file(files: Sequence[Path]) -> Path | None:
     """Return the file of `tokenizer_files` that `load_tokenizer` takes; None if there is none."""
     return next((file for file in files if file.name != _CONFIG), None)
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text that a model is to continue.
+
+    A tokenizer.json says itself what belongs around a text. Other tokenizers put the begin of
+    document before it, if they have one.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.encode_with_special_tokens(text)
+    ids = tokenizer.encode(text).tolist()
+    if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]:
+        return ids
+    return [tokenizer.bos_id, *ids]
 
 
 class ByteTokenizer:
@@ -119,7 +134,7 @@ class SentencePieceTokenizer:
     def __init__(self, path: str):
         with optional("sentencepiece", "data", "data.tokenizer"):
             import sentencepiece
-        file = Path(path).expanduser()
+        file = Path(path)
         if not file.is_file():
             raise _problem(f"there is no file {path!r}")
         try:
@@ -164,7 +179,7 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str):
         from tokenizers import Tokenizer as FastTokenizer
 
-        file = Path(path).expanduser()
+        file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
             raise _problem(
@@ -193,6 +208,10 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens]."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Return token ids with the special tokens that the file's post-processor adds."""
+        return self._tokenizer.encode(text).ids
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids` without special tokens."""

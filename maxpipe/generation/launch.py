@@ -16,6 +16,7 @@ from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.tokenizers import (
     TOKENIZER,
     Tokenizer,
+    encode_prompt,
     load_tokenizer,
     main_file,
     tokenizer_files,
@@ -39,7 +40,7 @@ def launch(flags: argparse.Namespace) -> int:
         check_block(config)
         tokenizer = find_tokenizer(flags.tokenizer, config, meta, store)
         check_tokens(flags.stop_token, config.model.vocab_size)
-        prompt = encode_prompt(flags.prompt, tokenizer, config.data.sequence_length)
+        prompt = read_prompt(flags.prompt, tokenizer, config.data.sequence_length)
         with store.local_copy(step) as directory:
             params = load_parameters(directory, config)
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
@@ -152,17 +153,15 @@ def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
         raise ConfigError(Problem("--stop-token", message))
 
 
-def encode_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
-    """Return the token ids of a prompt, after the begin of document if the tokenizer has one.
+def read_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+    """Return the token ids of a prompt, as the tokenizer itself frames it.
 
     Raises:
       ConfigError: it is empty, or has more than `limit` tokens.
     """
-    ids = tokenizer.encode(prompt).tolist()
-    if not ids:
+    if not len(tokenizer.encode(prompt)):
         raise ConfigError(Problem("--prompt", "is empty; give the text to continue"))
-    if tokenizer.bos_id is not None and ids[0] != tokenizer.bos_id:
-        ids = [tokenizer.bos_id, *ids]
+    ids = encode_prompt(tokenizer, prompt)
     if len(ids) > limit:
         message = (
             f"has {len(ids)} tokens, and the model has learned {limit} positions "

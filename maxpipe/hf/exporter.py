@@ -17,8 +17,9 @@ import numpy as np
 from maxpipe.checkpoint.reader import PARAMS, read_arrays
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import FILE, read_config_json
+from maxpipe.config.from_hf import FILE, TOKENIZER, read_config_json
 from maxpipe.config.sections import Config
+from maxpipe.data.tokenizers import main_file
 from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
 from maxpipe.hf.model_card import model_card
@@ -27,9 +28,9 @@ from maxpipe.hf.weight_files import plan_files, write_index, write_json, write_w
 from maxpipe.model.program import ModelProgram
 
 # What a model's folder has besides config.json and weights
-_COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
+_GENERATION = "generation_config.json"
+_TOKENIZER_FILES = (
+    TOKENIZER,
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -63,7 +64,7 @@ def export(
       family: from `model_types.choose_family`.
       dtype: of the tensors.
       file_bytes: largest size of a file, if no tensor is larger.
-      companions: files of the tokenizer, unless `origin` has some.
+      companions: files of the tokenizer that the run was trained with.
       origin: folder that the run was imported from; its other files are kept.
       version: of maxpipe that wrote the checkpoint, for the model card.
 
@@ -91,7 +92,7 @@ def export(
         facts = {"model_type": family.model_type, "dtype": dtype, "version": version}
         card = model_card(config, record, size=size, **facts)
         (unfinished / CARD).write_text(card, encoding="utf-8")
-        _copy_companions(unfinished, companions, origin)
+        copy_companions(unfinished, companions, origin)
         names = sorted(file.name for file in unfinished.iterdir())
         unfinished.rename(target)
     finally:
@@ -117,8 +118,20 @@ def _leaf_reader(directory: Path, record: Record) -> Callable[[Rule], np.ndarray
     return read
 
 
-def _copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> None:
-    kept = [origin / name for name in _COMPANIONS if (origin / name).is_file()] if origin else []
-    has_tokenizer = any(file.name.startswith("tokenizer") for file in kept)
-    for file in [*([] if has_tokenizer else companions), *kept]:
-        shutil.copyfile(file, target / file.name)
+def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> None:
+    """Copy the run's tokenizer; if that is the imported one, all of the imported folder's files."""
+    trained_with = main_file(companions)
+    name = "tokenizer.model" if trained_with and trained_with.suffix == ".model" else TOKENIZER
+    if origin is not None:
+        is_imported = trained_with is None or _is_copy(trained_with, origin / name)
+        for kept in (_GENERATION, *(_TOKENIZER_FILES if is_imported else ())):
+            if (origin / kept).is_file():
+                shutil.copyfile(origin / kept, target / kept)
+    for file in companions:
+        place = target / (name if file == trained_with else file.name)
+        if not place.exists():
+            shutil.copyfile(file, place)
+
+
+def _is_copy(file: Path, original: Path) -> bool:
+    return original.is_file() and original.read_bytes() == file.read_bytes()

@@ -13,7 +13,7 @@ from jax.sharding import Sharding
 
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import read_shape
+from maxpipe.config.from_hf import folder_of, read_shape
 from maxpipe.config.imports import implementation
 from maxpipe.config.options import get
 from maxpipe.config.sections import Config
@@ -24,7 +24,6 @@ from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 KEY = "init_from"
-SCHEME = "hf:"
 
 
 class HfWeights:
@@ -38,7 +37,7 @@ class HfWeights:
     """
 
     def __init__(self, config: Config):
-        directory = self._directory = config.init_from.removeprefix(SCHEME)
+        directory = self._directory = folder_of(config.init_from)
         self._program = ModelProgram(config.model)
         shape = read_shape(directory, KEY)
         problems = [

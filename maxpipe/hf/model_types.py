@@ -4,18 +4,18 @@ from pathlib import Path
 
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import FILE, read_config_json
+from maxpipe.config.from_hf import FILE, folder_of, read_config_json
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import Config
 from maxpipe.hf.family import Family
-from maxpipe.hf.importer import SCHEME
 
 
 def origin_of(config: Config) -> Path | None:
     """Return the folder that a run was imported from, None if there is none any more."""
-    for name in (config.init_from.removeprefix(SCHEME), config.model.from_hf):
-        if name and (Path(name) / FILE).is_file():
-            return Path(name)
+    for value in (config.init_from, config.model.from_hf):
+        folder = Path(folder_of(value))
+        if value and (folder / FILE).is_file():
+            return folder
     return None
 
 

@@ -67,6 +67,15 @@ def test_path_of_an_inherited_file_is_relative_to_that_file(places):
     assert load("run.yml").config.data.tokenizer == "conf/tok.json"
 
 
+def test_folder_of_a_model_is_relative_to_the_file(places):
+    _, beside = places
+    (beside / "model").mkdir()
+    (beside / "model" / "tokenizer.json").touch()
+    (beside / "run.yml").write_text("{init_from: hf:model, data: {tokenizer: hf:model}}\n")
+    config = load("conf/run.yml").config
+    assert (config.init_from, config.data.tokenizer) == ("hf:conf/model", "hf:conf/model")
+
+
 def test_names_of_the_catalogue_are_no_paths(places):
     _, beside = places
     (beside / "byte").touch()

@@ -119,6 +119,7 @@ def test_fingerprint_notices_another_tokenizer_under_the_same_path(config, tmp_p
     config = replace(config, **{"data.tokenizer": str(file)})
     saved = recorded(config)
     assert kinds(config, saved) == []
+    assert kinds(replace(config, **{"data.tokenizer": f"hf:{tmp_path}"}), saved) == []
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert kinds(config, saved) == [("data.tokenizer", CHANGED)]
     (tmp_path / "tokenizer_config.json").unlink()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.data.tokenizers import encode_prompt, load_tokenizer, tokenizer_files
 
 TEXT = "the quick brown fox jumps over the lazy dog, é 漢字"
 
@@ -50,6 +50,30 @@ def test_hugging_face_path_may_be_directory(tmp_path: Path) -> None:
     _make(tmp_path, ["<|endoftext|>"])
     tokenizer = load_tokenizer(str(tmp_path))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 0)
+
+
+def test_tokenizer_of_a_folder_is_that_of_its_file(tmp_path: Path) -> None:
+    path = _make(tmp_path, ["<s>", "</s>"])
+    assert tokenizer_files(f"hf:{tmp_path}") == [path]
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    assert tokenizer_files(f"hf:{tmp_path}") == [path, tmp_path / "tokenizer_config.json"]
+    assert load_tokenizer(f"hf:{tmp_path}").eos_id == 0
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_prompt_begins_as_the_post_processor_says(tmp_path: Path, adds_bos: bool) -> None:
+    path = _make(tmp_path, ["<s>", "</s>"])
+    if not adds_bos:
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"post_processor": None}))
+    tokenizer = load_tokenizer(f"hf:{tmp_path}")
+    ids = tokenizer.encode("fox").tolist()
+    assert tokenizer.bos_id == 0
+    assert encode_prompt(tokenizer, "fox") == [0] * adds_bos + ids
+
+
+def test_prompt_of_another_tokenizer_begins_with_the_begin_of_document() -> None:
+    assert encode_prompt(load_tokenizer("byte"), "a") == [256, ord("a")]
 
 
 @pytest.mark.parametrize(

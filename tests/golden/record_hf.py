@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import transformers
-from helpers.hf_models import CASES, GOLDEN, POSITIONS, keys_of, tokens, weights
+from helpers.hf_models import CASES, GOLDEN, NUM_GENERATED, POSITIONS, keys_of, tokens, weights
 
 
 def model_of(name: str) -> transformers.PreTrainedModel:
@@ -37,9 +37,24 @@ def fill(model: transformers.PreTrainedModel, *, is_gemma: bool) -> None:
     model.tie_weights()
 
 
+def greedy(model: transformers.PreTrainedModel) -> tuple[list[int], list[float]]:
+    """Return the tokens after the prompt and their logits."""
+    output = model.generate(
+        torch.from_numpy(tokens()).long(),
+        max_new_tokens=NUM_GENERATED,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    largest = [float(f"{float(logits.max()):.9g}") for logits in output.logits]
+    return output.sequences[0, tokens().shape[1] :].tolist(), largest
+
+
 def record(name: str) -> None:
-    """Write a case's config.json, names and shapes of tensors, and logits."""
+    """Write a case's config.json, names and shapes of tensors, logits, and greedy tokens."""
     model = model_of(name)
+    generated, generated_logits = greedy(model)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens()).long()).logits[0].numpy()
     left_out = ("transformers_version", "id2label", "label2id", "_name_or_path")
@@ -50,6 +65,8 @@ def record(name: str) -> None:
         "shapes": {n: list(p.shape) for n, p in model.named_parameters()},
         "largest": float(np.abs(logits).max()),
         "logits": [[float(f"{x:.9g}") for x in logits[i]] for i in POSITIONS],
+        "generated": generated,
+        "generated_logits": generated_logits,
     }
     GOLDEN.mkdir(exist_ok=True)
     (GOLDEN / f"{name}.json").write_text(json.dumps(content, indent=None) + "\n")

@@ -6,12 +6,14 @@ Only NumPy is needed. Logits of transformers for them are in `tests/golden/hf`.
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 LENGTH = 40  # tokens of a sequence, longer than every window
 POSITIONS = (0, 7, 12, 25, 39)  # of the logits that are stored
+NUM_GENERATED = 64  # tokens after those of `tokens`
 VOCAB_SIZE = 64
 
 _COMMON = {
@@ -118,7 +120,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
-    "phi3_longrope_short": ("phi3", _longrope(64)),
+    "phi3_longrope_short": ("phi3", _longrope(128)),
     "phi3_longrope_long": ("phi3", _longrope(32)),
     "granite": (
         "granite",
@@ -155,6 +157,10 @@ def weights(shapes: dict[str, tuple[int, ...]], *, is_gemma: bool) -> dict[str, 
     return {name: draw(name, tuple(shape)) for name, shape in shapes.items()}
 
 
-def recorded(name: str) -> dict[str, object]:
-    """Return {"config", "shapes", "logits" [positions][V]} as transformers had them."""
+def recorded(name: str) -> dict[str, Any]:
+    """Return what transformers had.
+
+    Keys: "config", "shapes"; "logits" [positions][V] of `tokens`, "largest" of all positions;
+    "generated", the greedy tokens after them, and "generated_logits", the logit of each.
+    """
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))

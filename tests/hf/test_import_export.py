@@ -7,6 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from helpers.engines import make_mesh
 from helpers.hf_models import recorded, weights
 from helpers.training_process import command
@@ -15,6 +16,7 @@ from maxpipe import export as export_command
 from maxpipe import train
 from maxpipe.builder import build_trainer
 from maxpipe.config import ConfigError, load, resolve
+from maxpipe.hf.exporter import copy_companions
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.importer import HfWeights
@@ -32,6 +34,19 @@ def write_weights(path, tensors):
     data.flush()
 
 
+def write_tokenizer(directory, letters="abc"):
+    """Write a tokenizer of single letters into a directory; return its tokenizer.json."""
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return directory / "tokenizer.json"
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Return folder(case): two files of bfloat16 with their index."""
@@ -42,7 +57,8 @@ def folder(tmp_path):
         c = recorded(name)["config"] | SMALL | {"eos_token_id": [2, 7]}
         c.pop("layer_types", None)
         (path / "config.json").write_text(json.dumps(c))
-        (path / "tokenizer.json").write_text("{}")
+        write_tokenizer(path)
+        (path / "chat_template.jinja").write_text("{{ messages }}")
         (path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
         family = CASES[name]()
         model = resolve(load("base", [f"model.from_hf={path}", "mesh.ici.fsdp=2"]), 4).model
@@ -128,7 +144,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys):
     words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
     words += [f"model.from_hf={path}", f"init_from=hf:{path}", "steps=1", "optimizer.name=sgd"]
     words += ["optimizer.learning_rate=0", "optimizer.weight_decay=0", "mesh.ici.fsdp=4"]
-    words += ["mesh.simulated_devices=0"]
+    words += ["mesh.simulated_devices=0", f"data.tokenizer=hf:{path}"]
     assert train.main([command("")[0], *words]) == 0
     output = capsys.readouterr().out
     assert f"init_from   {path}: 0.00 GB in " in output
@@ -145,7 +161,10 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys):
     assert (written["eos_token_id"], written["dtype"]) == ([2, 7], "bfloat16")
     assert Gemma3().model(written) == Gemma3().model(json.loads((path / "config.json").read_text()))
     assert (target / "generation_config.json").exists()
-    assert (target / "tokenizer.json").read_text() == "{}"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (target / name).read_bytes() == (path / name).read_bytes()
+    kept = tmp_path / "runs" / "base" / "tokenizer"
+    assert {file.name for file in kept.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     card = (target / "README.md").read_text()
     assert "| training | 1 steps of " in card
     assert f"trained with maxpipe {version('maxpipe')}." in card
@@ -179,3 +198,29 @@ def test_flags_of_a_folder_are_refused_for_one_file(capsys):
         export_command.main(["runs/x", "--safetensors", "x.safetensors", "--type", "llama"])
     assert caught.value.code == 2
     assert "--type and --file-size are for --hf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("letters", "name", "expected"),
+    [
+        ("abc", "tokenizer.json", ["chat_template.jinja", "tokenizer.json", "vocab.json"]),
+        ("abcd", "own.json", ["tokenizer.json"]),
+        ("", "", ["chat_template.jinja", "tokenizer.json", "vocab.json"]),  # data.tokenizer=byte
+    ],
+)
+def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path, letters, name, expected):
+    """Files of the imported folder that belong to another tokenizer stay behind."""
+    origin, target = tmp_path / "origin", tmp_path / "target"
+    target.mkdir()
+    imported = write_tokenizer(origin)
+    (origin / "vocab.json").write_text("{}")
+    (origin / "chat_template.jinja").write_text("{{ messages }}")
+    companions = []
+    if letters:
+        file = write_tokenizer(tmp_path / "run", letters)
+        companions = [file.rename(file.with_name(name)), file.with_name("tokenizer_config.json")]
+    copy_companions(target, companions, origin)
+    names = {file.name for file in target.iterdir()}
+    assert names == {*expected, "tokenizer_config.json"}
+    trained_with = companions[0] if companions else imported
+    assert (target / "tokenizer.json").read_bytes() == trained_with.read_bytes()

@@ -6,8 +6,18 @@ import json
 import jax
 import numpy as np
 import pytest
-from helpers.hf_models import CASES, LENGTH, POSITIONS, recorded, tokens
+import tokenizers
+from helpers.hf_models import (
+    CASES,
+    LENGTH,
+    NUM_GENERATED,
+    POSITIONS,
+    VOCAB_SIZE,
+    recorded,
+    tokens,
+)
 
+from maxpipe import generate
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.config.catalog import MODEL_TYPES
@@ -24,6 +34,7 @@ torch = pytest.importorskip("torch", reason="needs the extra `hf-test`")
 record_hf = pytest.importorskip("golden.record_hf")
 
 TOLERANCE = 2e-5  # of the largest logit
+SPECIAL = ("<pad>", "<s>", "</s>")
 
 
 def torch_logits(model):
@@ -32,7 +43,7 @@ def torch_logits(model):
 
 
 def config_of(folder):
-    values = {"data.sequence_length": LENGTH, "init_from": f"hf:{folder}"}
+    values = {"data.sequence_length": LENGTH + NUM_GENERATED, "init_from": f"hf:{folder}"}
     return resolve(replace(Config(), **read_shape(str(folder)).values, **values), 1)
 
 
@@ -53,6 +64,32 @@ def parameters_of(config):
     )
 
 
+def save_checkpoint(config, directory):
+    """Write the weights of a folder as step 1 of a run; return its checkpoints."""
+    checkpoints = Checkpointer(directory / "checkpoints", config.checkpoint)
+    state = {"params": parameters_of(config)}
+    meta = {"config": dataclasses.asdict(config)}
+    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
+    checkpoints.close()
+    return checkpoints
+
+
+def save_tokenizer(folder):
+    """Write a tokenizer whose tokens are characters, and which puts <s> before a text."""
+    characters = [chr(ord("0") + i) for i in range(VOCAB_SIZE - len(SPECIAL))]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(
+        folder
+    )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_logits_are_those_of_the_installed_version(name):
     logits = torch_logits(record_hf.model_of(name))[list(POSITIONS)]
@@ -68,11 +105,7 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_pat
     model = record_hf.model_of(name)
     model.save_pretrained(before)
     config = config_of(before)
-    checkpoints = Checkpointer(tmp_path / "checkpoints", config.checkpoint)
-    state = {"params": parameters_of(config)}
-    meta = {"config": dataclasses.asdict(config)}
-    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
-    checkpoints.close()
+    checkpoints = save_checkpoint(config, tmp_path)
     export(
         tmp_path / "checkpoints" / "1",
         checkpoints.record(1),
@@ -89,6 +122,30 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_pat
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     np.testing.assert_array_equal(torch_logits(loaded), torch_logits(model))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_command_writes_what_transformers_writes(name, tmp_path, capsys):
+    """Greedy text of 64 tokens from the same prompt; the end of document ends it on both sides."""
+    folder = tmp_path / "model"
+    model = record_hf.model_of(name)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    save_checkpoint(
+        replace(config_of(folder), **{"data.tokenizer": f"hf:{folder}"}), tmp_path / "run"
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.decode(tokens()[0, 1:])
+    inputs = tokenizer(prompt, return_tensors="pt")
+    assert inputs["input_ids"][0].tolist() == [1, *tokens()[0, 1:]]
+    written = model.generate(
+        input_ids=inputs["input_ids"], max_new_tokens=NUM_GENERATED, do_sample=False
+    )[0, LENGTH:]
+    words = [str(tmp_path / "run"), f"--prompt={prompt}", "--temperature=0"]
+    assert generate.main([*words, f"--max-tokens={NUM_GENERATED}"]) == 0
+    expected = tokenizer.decode(written, skip_special_tokens=True)
+    assert expected
+    assert capsys.readouterr().out == f"{prompt}{expected}\n"
 
 
 # transformers 5 gives OLMo 3's sliding layers the base 500000 if only the older keys name one.

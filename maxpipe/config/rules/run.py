@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.from_hf import SCHEME, TOKENIZER, folder_of, tokenizer_path
 from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.rules.rule import Updates, rule
 from maxpipe.config.sections import Config
@@ -74,15 +75,31 @@ def check_directories(c: Config) -> None:
 
 @rule("data.tokenizer")
 def check_tokenizer(c: Config) -> None:
-    """Check that the tokenizer is in the catalogue or a path."""
+    """Check that the tokenizer is in the catalogue, a path, or the file of a folder."""
     name, names = c.data.tokenizer, [*TOKENIZERS]
+    if name.startswith(SCHEME):
+        _check_tokenizer_folder(name)
+        return
     is_path = "/" in name or name.endswith((".json", ".model")) or os.path.exists(name)
     if name not in names and not is_path:
         message = (
             f"{name!r} is neither {', '.join(names)} nor the path of a tokenizer.json or "
-            f".model{nearest(name, names)}"
+            f".model, nor hf:DIR{nearest(name, names)}"
         )
         raise ConfigError(Problem("data.tokenizer", message))
+
+
+def _check_tokenizer_folder(value: str) -> None:
+    """Check that the folder of `hf:DIR` has a tokenizer."""
+    file = tokenizer_path(value)
+    if os.path.isfile(file):
+        return
+    pieces = os.path.join(folder_of(value), "tokenizer.model")
+    if os.path.isfile(pieces):
+        remedy = f"data.tokenizer={pieces} takes the SentencePiece model that is there"
+    else:
+        remedy = f"give hf:DIR with a downloaded folder that has a {TOKENIZER}"
+    raise ConfigError(Problem("data.tokenizer", f"there is no {file}; {remedy}"))
 
 
 @rule("data.source", "data.path", "data.eval_path", "data.mixture")

@@ -41,7 +41,9 @@ class DataConfig:
         "empty = ~/.cache/maxpipe",
     )
     tokenizer: str = option(
-        "byte", "byte, or the path of a Hugging Face tokenizer.json or of a SentencePiece .model"
+        "byte",
+        "byte, the path of a Hugging Face tokenizer.json or of a SentencePiece .model, or hf:DIR, "
+        "the tokenizer.json of a model's directory",
     )
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24

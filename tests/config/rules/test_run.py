@@ -82,6 +82,18 @@ def test_tokenizer_takes_names_and_paths(resolved, value):
     assert resolved(f"data.tokenizer={value}").data.tokenizer == value
 
 
+def test_tokenizer_of_a_folder_must_be_there(problems, resolved, tmp_path):
+    words = f"data.tokenizer=hf:{tmp_path}"
+    remedy = "give hf:DIR with a downloaded folder that has a tokenizer.json"
+    expected = f"there is no {tmp_path}/tokenizer.json; {remedy}"
+    assert problems(words)["data.tokenizer"] == expected
+    (tmp_path / "tokenizer.model").touch()
+    remedy = f"data.tokenizer={tmp_path}/tokenizer.model takes the SentencePiece model"
+    assert remedy in problems(words)["data.tokenizer"]
+    (tmp_path / "tokenizer.json").touch()
+    assert resolved(words).data.tokenizer == f"hf:{tmp_path}"
+
+
 @pytest.mark.parametrize(
     ("words", "warmup", "decay"),
     [

@@ -1,0 +1,70 @@
+"""The tiny models of `helpers.hf_models` as models of maxpipe."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers.hf_models import CASES, LENGTH, NUM_GENERATED, recorded, tokens, weights
+from maxpipe.config import Config, ModelConfig, replace, resolve
+from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.imports import implementation
+from maxpipe.hf.family import Family
+from maxpipe.hf.tensors import tensor_rules
+from maxpipe.model.layers import SideInputs
+from maxpipe.model.parameters import Params
+from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.chunk import apply_layers, layer_function
+
+
+def family_of(name: str) -> Family:
+    """Return the family of a case's type."""
+    return implementation(MODEL_TYPES[CASES[name][0]])()
+
+
+@cache
+def config_of(name: str) -> Config:
+    """Return a configuration with the model that config.json of a case means."""
+    values = family_of(name).model(recorded(name)["config"])
+    values = {f"model.{key}": value for key, value in values.items()}
+    length = LENGTH + NUM_GENERATED
+    return resolve(replace(Config(), **values, **{"data.sequence_length": length}), 1)
+
+
+def parameters_of(name: str, model: ModelConfig) -> Params:
+    """Return NumPy parameters, from a case's weights by their names in files."""
+    tensors = weights(recorded(name)["shapes"], is_gemma=CASES[name][0].startswith("gemma"))
+    params: Params = {}
+    for rule in tensor_rules(family_of(name), ModelProgram(model)):
+        layers = range(model.num_layers) if rule.is_layer else (None,)
+        parts = [rule.to_parameter(tensors[rule.template.format(layer=i)]) for i in layers]
+        branch = params
+        for key in rule.path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[rule.path[-1]] = np.stack(parts) if rule.is_layer else parts[0]
+    return params
+
+
+def text_of(name: str) -> np.ndarray:
+    """Return the prompt and what transformers wrote after it, int32 [1, tokens]."""
+    generated = np.asarray([recorded(name)["generated"]], np.int32)
+    return np.concatenate([tokens(), generated], axis=1)
+
+
+def logits_of(name: str, model: ModelConfig) -> np.ndarray:
+    """Return logits of all positions of `text_of`, float32 [tokens, V]."""
+    program = ModelProgram(model)
+
+    @jax.jit
+    def forward(params: Params, text: jax.Array) -> jax.Array:
+        positions = jnp.arange(text.shape[1])[None]
+        side = SideInputs(positions, jnp.ones_like(text), jnp.zeros(1, jnp.int32))
+        layer = layer_function(program, lambda p: p, padded=False)
+        index = jnp.arange(program.config.num_layers)
+        x = program.embed(params, text)
+        x, _ = apply_layers(layer, params["layers"], index, x, side, None, scan=True)
+        return program.logits(params, x)
+
+    params = program.cast(parameters_of(name, model))
+    return np.asarray(forward(params, text_of(name)), np.float32)[0]
