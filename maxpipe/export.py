@@ -1,8 +1,9 @@
 """`python -m maxpipe.export RUN_DIR --hf DIR`: write a checkpoint for Hugging Face transformers.
 
-The command reads a checkpoint of any run, whatever its layout over devices, and needs no
-accelerator. Exit codes: 0; 1 if the checkpoint cannot be read; 2 if the command line is wrong or no
-type of model fits; 130 after Ctrl-C.
+`--safetensors FILE` writes it under maxpipe's own names into one file. The command reads a
+checkpoint of any run, whatever its layout over devices, and needs no accelerator. Exit codes: 0;
+1 if the checkpoint cannot be read; 2 if the command line is wrong or no type of model fits; 130
+after Ctrl-C.
 """
 
 import argparse
@@ -16,12 +17,16 @@ from maxpipe.config.sections.model import DTYPES
 from maxpipe.supervision.signals import INTERRUPTED
 
 DONE, NOT_READ = 0, 1  # exit codes
+FILE_SIZE = 5.0  # GB
 
 
 @exit_on_config_error()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    flags = _parser().parse_args(argv)
+    parser = _parser()
+    flags = parser.parse_args(argv)
+    if flags.safetensors and (flags.type or flags.file_size):
+        parser.error("--type and --file-size are for --hf; --safetensors writes one file")
     import_variants(flags.imports)
     os.environ["JAX_PLATFORMS"] = "cpu"  # reading takes no accelerator from a run
     try:
@@ -42,14 +47,23 @@ def _export(flags: argparse.Namespace) -> int:
     from maxpipe.generation.launch import check_block, find_step
     from maxpipe.hf.exporter import export
     from maxpipe.hf.model_types import choose_family, origin_of
+    from maxpipe.hf.single_file import export_file
+    from maxpipe.training.continuity import version_of
 
     store = open_steps(flags.run_dir, "RUN_DIR")
     step = find_step(store, flags.step)
-    target = Path(flags.hf)
     try:
         record = store.record(step)
         config = from_record(record.meta["config"])
         check_block(config)
+        dtype = flags.dtype or config.model.param_dtype
+        if flags.safetensors:
+            target = Path(flags.safetensors)
+            with store.local_copy(step) as directory:
+                count = export_file(directory, record, config, target, dtype)
+            print(f"{target}: step {step}, {count} tensors")
+            return DONE
+        target = Path(flags.hf)
         origin = origin_of(config)
         family = choose_family(config, flags.type, origin)
         with store.local_copy(step) as directory, store.local_files(TOKENIZER) as companions:
@@ -59,10 +73,11 @@ def _export(flags: argparse.Namespace) -> int:
                 config,
                 target,
                 family=family,
-                dtype=flags.dtype or config.model.param_dtype,
-                file_bytes=int(flags.file_size * 1e9),
+                dtype=dtype,
+                file_bytes=int((flags.file_size or FILE_SIZE) * 1e9),
                 companions=companions,
                 origin=origin,
+                version=version_of(record.meta),
             )
     except (CheckpointDamaged, CheckpointUnreadable) as error:
         print(f"error: {store}/{step}: {error}", file=sys.stderr)
@@ -83,21 +98,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RUN_DIR",
         help="run directory, or its checkpoints; also s3:// and gs://",
     )
-    add("--hf", required=True, metavar="DIR", help="the new directory")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--hf", metavar="DIR", help="the new directory, for transformers")
+    target.add_argument(
+        "--safetensors", metavar="FILE", help="the new file, with maxpipe's own names"
+    )
     add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")
     add("--dtype", choices=DTYPES, help="of the tensors; default: model.param_dtype of the run")
     add(
         "--type",
         default="",
         metavar="TYPE",
-        help="model_type of config.json; default: the imported one, else the first that fits",
+        help="with --hf: model_type; default: the imported one, else the first that fits",
     )
     add(
         "--file-size",
         type=float,
-        default=5.0,
         metavar="GB",
-        help="largest size of a file of weights; default %(default)g",
+        help=f"with --hf: largest size of a file of weights; default {FILE_SIZE:g}",
     )
     add_import_flag(parser)
     return parser

@@ -23,7 +23,14 @@ from maxpipe.training.stored_step import read
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
 # The slices that the comments of the presets name, by number of chips.
-SLICES = {4: "v5p:2x2x1", 8: "v5p:2x2x2", 64: "v5p:4x4x4", 768: "v5p:8x8x12"}
+SLICES = {
+    4: "v5p:2x2x1",
+    8: "v5p:2x2x2",
+    16: "v5p:2x2x4",
+    32: "v5p:2x4x4",
+    64: "v5p:4x4x4",
+    768: "v5p:8x8x12",
+}
 BASE = "configs/base.yml"
 # The tests' own process has eight devices, and may have started JAX already.
 EIGHT_DEVICES = ["compile.topology=cpu", "mesh.simulated_devices=8", "mesh.ici.fsdp=4"]

@@ -35,17 +35,20 @@ class StageBytes:
     Attributes:
       state: parameters, optimizer state and sums of gradients, from shapes.
       in_flight: what waits for later units, from shapes.
-      working: temporary memory and code of the largest of its programs, from the compiler.
+      working: temporary memory and code of its largest program, from the compiler.
+      reduction: the same and the results of its largest sum over devices. Gradients are there twice
+        while that runs, when the chunk's units are done.
     """
 
     state: float
     in_flight: float
     working: float
+    reduction: float = 0.0
 
     @property
     def total(self) -> float:
-        """Return the bytes of all parts."""
-        return self.state + self.in_flight + self.working
+        """Return the bytes at the fullest moment."""
+        return self.state + max(self.in_flight + self.working, self.reduction)
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,11 @@ class StagesReport:
                 f"{title:<12}stage {number}: {size(stage.total)}: {parts}, "
                 f"working {size(stage.working)} (from the compiler)"
             )
+            if stage.reduction > stage.in_flight + stage.working:
+                lines.append(
+                    f"            summing gradients over devices at the end needs "
+                    f"{size(stage.reduction)} instead of the last two"
+                )
         for number in range(len(self.stages)):
             collectives = self.collectives(number)
             none = "" if collectives else " none"
@@ -145,7 +153,7 @@ class StagesReport:
             return f"verdict     needs {size(self.needed)} on a device; their memory is not known"
         sizes = f"{size(self.needed)} of {size(self.capacity)}"
         if self.needed_by_program:
-            return f"verdict     does not fit: the next computation needs {sizes}"
+            return f"verdict     does not fit: the next program needs {sizes}"
         return (
             f"verdict     {'fits' if self.fits else 'does NOT fit'}: {sizes} on the fullest stage"
         )
@@ -192,9 +200,16 @@ def analyse_stages(
     stages = []
     for stage in range(table.num_stages):
         of_stage = [n for n, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
-        working = max(p.memory.temp + p.memory.program for p in compiled if p.stage == stage)
+        working: list[float] = []
+        reductions = [0.0]
+        for program in (program for program in compiled if program.stage == stage):
+            used = program.memory.temp + program.memory.program
+            working.append(used)
+            if program.name.kind == "reduce":
+                reductions.append(used + program.memory.results)
+        state = memory.state_bytes(stage, sum(of_stage))
         in_flight = memory.in_flight_bytes(stage, of_stage)
-        stages.append(StageBytes(memory.state_bytes(stage, sum(of_stage)), in_flight, working))
+        stages.append(StageBytes(state, in_flight, max(working), max(reductions)))
     report = replace(report, programs=compiled, stages=stages)
     return _with_prediction(report, config, mesh, trainer) if is_predictable(mesh) else report
 

@@ -1,9 +1,10 @@
-"""Write a checkpoint as a folder of Hugging Face: weights, config.json, tokenizer.
+"""Write a checkpoint as a folder of Hugging Face: weights, config.json, tokenizer, model card.
 
 A leaf of the checkpoint is read at a time, and each tensor is written at its place in its file, so
 no more than the largest leaf is in memory.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from maxpipe.config.from_hf import FILE, TOKENIZER, read_config_json
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import main_file
 from maxpipe.hf.family import Family
+from maxpipe.hf.model_card import FILE as CARD
+from maxpipe.hf.model_card import model_card
 from maxpipe.hf.tensors import Rule, tensor_rules
 from maxpipe.hf.weight_files import plan_files, write_index, write_json, write_weights
 from maxpipe.model.program import ModelProgram
@@ -50,6 +53,7 @@ def export(
     file_bytes: int,
     companions: Sequence[Path],
     origin: Path | None,
+    version: str,
 ) -> list[str]:
     """Write the parameters of a checkpoint into a new folder.
 
@@ -62,6 +66,7 @@ def export(
       file_bytes: largest size of a file, if no tensor is larger.
       companions: files of the tokenizer that the run was trained with.
       origin: folder that the run was imported from; its other files are kept.
+      version: of maxpipe that wrote the checkpoint, for the model card.
 
     Returns:
       Names of all files.
@@ -83,6 +88,10 @@ def export(
         write_index(unfinished, files, kind.itemsize)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
         write_json(unfinished / FILE, content)
+        size = sum(math.prod(shape) for file in files for shape in file.shapes.values())
+        facts = {"model_type": family.model_type, "dtype": dtype, "version": version}
+        card = model_card(config, record, size=size, **facts)
+        (unfinished / CARD).write_text(card, encoding="utf-8")
         copy_companions(unfinished, companions, origin)
         names = sorted(file.name for file in unfinished.iterdir())
         unfinished.rename(target)

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
@@ -157,14 +158,19 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def write_file(file: Path, tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> np.memmap:
+def write_file(
+    file: Path,
+    tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]],
+    metadata: Mapping[str, str] = MappingProxyType({}),
+) -> np.memmap:
     """Write a file's header, and return its data as bytes to be filled in, one after another.
 
     Args:
       file: is replaced.
       tensors: (name, dtype, shape) of each.
+      metadata: texts by name, which readers show.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, dtype, shape in tensors:
         begin, end = end, end + math.prod(shape) * dtype.itemsize

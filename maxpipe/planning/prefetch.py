@@ -40,7 +40,10 @@ def gathers_ahead(config: Config, mesh: Mesh, note: Callable[[str], None]) -> bo
     # Simulated devices have nothing to overlap; GPUs run an all-gather beside computation as it is.
     devices = list(mesh.devices.flat)
     memory = device_memory(devices)
-    if devices[0].platform != "tpu" or memory is None:
+    if devices[0].platform != "tpu":
+        return False
+    if memory is None:
+        note(f"{KEY}=false: the memory of {devices[0].device_kind} is not known")
         return False
     if ring > LONGEST_RING:
         note(

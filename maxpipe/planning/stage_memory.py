@@ -62,7 +62,12 @@ class StageMemory:
         at_rest += owned * optimizer_bytes(self._config)
         if not self._gathers_once:
             return at_rest + (owned + copied) * 4.0
-        return at_rest + sum(self._held(stage, layers, gathered=True)) * (itemsize(model.dtype) + 4)
+        whole = sum(self._held(stage, layers, gathered=True))
+        gathered = whole
+        if model.tie_embeddings and self._is_first(stage) and self._is_last(stage):
+            # The first chunk gathers the embeddings, and so does the last.
+            gathered += self._parameters("embed", gathered=True)
+        return at_rest + gathered * itemsize(model.dtype) + whole * 4.0
 
     def _held(self, stage: int, layers: int, *, gathered: bool = False) -> tuple[float, float]:
         """Return the parameters that a stage owns, and those that it has as a copy."""
@@ -80,9 +85,11 @@ class StageMemory:
 
     @property
     def _gathers_once(self) -> bool:
-        mesh = self._config.mesh
-        is_split = any(mesh.size(axis) > 1 for axis in STORAGE_AXES if axis != "stage")
-        return is_split and self._config.pipeline.fsdp_gather == "once"
+        if self._config.pipeline.fsdp_gather != "once":
+            return False
+        # A mesh axis of several devices, such as context, need not split any parameter.
+        parts = ("embed", "layers", "head")
+        return any(self._parameters(p) < self._parameters(p, gathered=True) for p in parts)
 
     def in_flight_bytes(self, stage: int, sizes: Sequence[int]) -> float:
         """Return the bytes of chunks in flight, and of inputs and gradients not yet used."""

@@ -67,6 +67,12 @@ def version_changes(now: Mapping[str, str], saved: object) -> list[Change]:
     ]
 
 
+def version_of(meta: Meta) -> str:
+    """Return the version of maxpipe that wrote a checkpoint, "" if its record does not say."""
+    versions = meta.get(VERSIONS)
+    return str(versions.get("maxpipe", "")) if isinstance(versions, Mapping) else ""
+
+
 def rate_change(config: OptimizerConfig, meta: Meta, step: int) -> str:
     """Return a line about a learning rate that jumps at a resume, "" if it does not.
 

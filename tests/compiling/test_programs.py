@@ -106,8 +106,11 @@ def test_the_report_has_memory_by_stage_and_units(written):
     assert report["predicted_step_seconds"] is None
     names = ["F0", "F1", "I1", "W1", "I0", "W0", "reduce0", "reduce1"]
     assert [program["name"] for program in report["programs"]] == names
-    parts = ("state", "in_flight", "working")
-    totals = [sum(stage[f"{part}_bytes"] for part in parts) for stage in report["stages"]]
+    totals = [
+        stage["state_bytes"]
+        + max(stage["in_flight_bytes"] + stage["working_bytes"], stage["reduction_bytes"])
+        for stage in report["stages"]
+    ]
     assert len(totals) == 2
     assert report["memory"]["needed_bytes"] == max(totals)
     for number, stage in enumerate(report["stages"]):
@@ -121,6 +124,8 @@ def test_the_report_has_memory_by_stage_and_units(written):
             if program["stage"] == number
         ]
         assert stage["working_bytes"] == max(temp)
+        # The summed gradients, which are there next to those of this device's rows
+        assert stage["reduction_bytes"] > 4 * layer / 4
 
 
 def test_the_report_counts_collectives_by_program_and_step(written):
@@ -172,7 +177,5 @@ def test_a_computation_that_does_not_fit_ends_with_3_and_former_files_are_gone(
     (tmp_path / "stage_7").mkdir()
     (tmp_path / "stage_7" / "F7.txt").touch()
     assert command.main(["configs/base.yml", *SMALL, "--programs", str(tmp_path)]) == 3
-    assert (
-        "does not fit: the next computation needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
-    )
+    assert "does not fit: the next program needs 24.9 GiB of 15.8 GiB" in capsys.readouterr().out
     assert not (tmp_path / "stage_7" / "F7.txt").exists()

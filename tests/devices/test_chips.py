@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxpipe.config.sections.training import DTYPES
+from maxpipe.config.sections.model import DTYPES
 from maxpipe.devices.chips import CHIPS, GIB, chip_for, device_memory, topology_memory
 
 

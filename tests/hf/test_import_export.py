@@ -1,6 +1,7 @@
 """Weights of a folder go into any layout and come out again, byte by byte."""
 
 import json
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import jax
@@ -20,7 +21,7 @@ from maxpipe.hf.exporter import copy_companions
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.importer import HfWeights
-from maxpipe.hf.safetensors import INDEX, read_folder, write_file
+from maxpipe.hf.safetensors import INDEX, read_folder, read_header, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.launch import with_progress
@@ -186,14 +187,39 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys):
         assert (target / name).read_bytes() == (path / name).read_bytes()
     kept = tmp_path / "runs" / "base" / "tokenizer"
     assert {file.name for file in kept.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
-    # Nothing half done remains, and an existing folder is not touched.
-    assert {entry.name for entry in tmp_path.iterdir()} == {"gemma3", "runs", "exported"}
+    card = (target / "README.md").read_text()
+    assert "| training | 1 steps of " in card
+    assert f"trained with maxpipe {version('maxpipe')}." in card
+    assert str(tmp_path) not in card
+    # The same parameters in one file
+    file = tmp_path / "plain.safetensors"
+    arguments[1:3] = ["--safetensors", str(file)]
+    assert export_command.main(arguments) == 0
+    plain = read_header(file)
+    embedding = before["model.embed_tokens.weight"].read()
+    assert plain["embed.embedding"].read().tobytes() == embedding.tobytes()
+    down = [before[f"model.layers.{i}.mlp.down_proj.weight"].read().T for i in range(4)]
+    np.testing.assert_array_equal(plain["layers.mlp.down"].read(), np.stack(down))
+    # Nothing half done remains, and what exists is not touched.
+    names = {"gemma3", "runs", "exported", "plain.safetensors"}
+    assert {entry.name for entry in tmp_path.iterdir()} == names
+    with pytest.raises(SystemExit):
+        export_command.main(arguments)
+    assert "exists; name a new file" in capsys.readouterr().err
+    arguments[1:3] = ["--hf", str(target)]
     with pytest.raises(SystemExit):
         export_command.main(arguments)
     assert "exists; name a new directory" in capsys.readouterr().err
     # The checkpoint wins over the folder at the next start.
     assert train.main([command("")[0], *words, "steps=2"]) == 0
     assert f"init_from=hf:{path} is not read: the run continues" in capsys.readouterr().out
+
+
+def test_flags_of_a_folder_are_refused_for_one_file(capsys):
+    with pytest.raises(SystemExit) as caught:
+        export_command.main(["runs/x", "--safetensors", "x.safetensors", "--type", "llama"])
+    assert caught.value.code == 2
+    assert "--type and --file-size are for --hf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def test_prefetch_on_auto_avoids_long_rings_and_says_so():
     assert "each of 8 devices of mesh axis fsdp" in note
 
 
+def test_prefetch_on_auto_needs_a_known_memory():
+    does, (note,) = decided(Device("TPU v99"))
+    assert not does
+    assert note == "pipeline.fsdp_prefetch=false: the memory of TPU v99 is not known"
+
+
 @pytest.mark.parametrize(
     "values",
     [

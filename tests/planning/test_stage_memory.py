@@ -82,6 +82,48 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_engine(tied, gather
         assert memory.state_bytes(stage, [3, 2][stage]) == pytest.approx(state, rel=0.02)
 
 
+def test_weights_that_no_axis_splits_are_not_gathered():
+    values = {"pipeline.schedule": "1f1b", "mesh.ici.stage": 2, "mesh.ici.data": 2}
+    config, trainer = trainer_of(
+        **values, **{"mesh.ici.context": 2, "pipeline.fsdp_gather": "once"}
+    )
+    assert trainer.engine.training.runner.gathers == {}
+    table = build_table(config)
+    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
+    for stage in range(2):
+        state = StageMemory(plain, table).state_bytes(stage, 2)
+        assert StageMemory(config, table).state_bytes(stage, 2) == state
+
+
+def test_tied_embeddings_are_gathered_at_both_ends_of_a_v():
+    config, trainer = trainer_of(
+        **{
+            "model.num_layers": 4,
+            "model.tie_embeddings": True,
+            "pipeline.schedule": "zb_v",
+            "pipeline.remat_policy": "none",
+            "pipeline.num_repeats": 2,
+            "mesh.ici.stage": 2,
+            "mesh.ici.fsdp": 4,
+            "pipeline.fsdp_gather": "once",
+        }
+    )
+    table = build_table(config)
+    plain = replace(config, **{"pipeline.fsdp_gather": "per_iteration"})
+    for stage, owned in enumerate(trainer.engine.abstract):
+        gathered = sum(
+            4 * v.aval.size
+            for chunk, (inputs, _) in trainer.engine.training.runner.gathers.items()
+            if table.stage_of_chunk[chunk] == stage
+            for v in inputs
+        )
+        # Sums of gradients are whole instead of a fourth.
+        more = gathered + 3 * shard_bytes(owned)
+        once = StageMemory(config, table).state_bytes(stage, 2)
+        state = StageMemory(plain, table).state_bytes(stage, 2)
+        assert once - state == pytest.approx(more, rel=0.02)
+
+
 def test_the_ends_are_whole_while_units_compute_with_them():
     """Twice the vocabulary adds cast tables and, unshared, the head's float32 gradient."""
 

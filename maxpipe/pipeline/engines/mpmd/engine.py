@@ -86,11 +86,14 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._specs = dict(zip(self._paths, specs, strict=True))
         self._rows: RowParallel | None = None
         if manual:
-            dtype, is_once = inputs.program.config.dtype, inputs.config.fsdp_gather == "once"
+            dtype = inputs.program.config.dtype
             gathers = {
                 path: Gather(self._specs[path], p.dtype, dtype, manual)
                 for path, p in by_path({"params": self._all_params}).items()
             }
+            # Copies of weights that no axis splits would only take memory.
+            is_split = any(gather.axes for gather in gathers.values())
+            is_once = inputs.config.fsdp_gather == "once" and is_split
             self._rows = RowParallel(manual, gathers, is_once)
         # 2. The programs. Evaluations are traced for each shape of a batch, when it comes.
         dtypes = dict.fromkeys(microbatches.ARRAYS, jnp.int32) | {"weights": jnp.float32}

@@ -1,8 +1,11 @@
 """Devices of a stage have rows of their own: gradients, and how often they are summed."""
 
+import dataclasses
+from functools import cache
+
 import jax
 import pytest
-from helpers.engines import assert_same, make_batch, reference, tiny
+from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
 from jax.sharding import PartitionSpec as P
 
@@ -68,6 +71,21 @@ def test_gradients_of_devices_with_their_own_rows_equal_sequential(values):
     assert_same(MpmdUnderTest(config).train(make_batch(ROWS)), reference(config.model, ROWS))
 
 
+@cache
+def on_four_devices(gather):
+    return MpmdUnderTest(config_of(**{"pipeline.fsdp_gather": gather, "mesh.ici.data": 2}))
+
+
+@pytest.mark.parametrize("gather", ["per_iteration", "once"])
+def test_evaluation_sums_over_rows_of_all_devices_and_over_no_padding(gather):
+    """20 rows in 4 microbatches of a multiple of 4 rows are padded to 32."""
+    batch = make_batch(20, seed=1)
+    model = config_of().model
+    plain = dataclasses.replace(tiny(**{"pipeline.engine": "sequential"}), model=model)
+    expected = EngineUnderTest(plain).evaluate(batch)
+    assert on_four_devices(gather).evaluate(batch) == pytest.approx(expected, rel=1e-5)
+
+
 def sums_by_axis(compiled, mesh, axis):
     """Count the arrays that a program sums over a mesh axis."""
     counts = 0
@@ -83,7 +101,7 @@ def sums_by_axis(compiled, mesh, axis):
 @pytest.mark.parametrize("gather", ["per_iteration", "once"])
 def test_every_gradient_is_summed_once_a_step_and_units_sum_nothing(gather):
     """Over fsdp units scatter what they gather; the norms' gradients wait for the end."""
-    subject = MpmdUnderTest(config_of(**{"pipeline.fsdp_gather": gather, "mesh.ici.data": 2}))
+    subject = on_four_devices(gather)
     engine = subject.engine
     programs = list(engine.compile())
     over_data, over_fsdp = (
@@ -151,7 +169,9 @@ def test_units_are_manual_over_axes_of_rows_and_tokens_alone(changes, expected):
     if "fsdp" in expected:
         check_gather("once", expected, rules)
     else:
-        with pytest.raises(ConfigError, match=r"once is for weights over fsdp whose rows"):
+        with pytest.raises(
+            ConfigError, match=r"once needs rules that lay rows over mesh axis fsdp"
+        ):
             check_gather("once", expected, rules)
 
 

@@ -1,0 +1,63 @@
+"""Write the model card of an export: what the model is, and what the run says about itself."""
+
+from maxpipe.checkpoint.policies import EVAL_LOSS
+from maxpipe.checkpoint.record import Record
+from maxpipe.config.sections import Config
+
+FILE = "README.md"
+_TEXT = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [maxpipe, {model_type}]
+---
+
+# {name}
+
+A decoder of type `{model_type}`, trained with maxpipe{version}.
+
+| | |
+|---|---|
+{rows}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
+tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+```
+"""
+
+
+def model_card(
+    config: Config, record: Record, *, model_type: str, dtype: str, size: int, version: str
+) -> str:
+    """Return a card in Markdown; paths of the run stay out of it.
+
+    Args:
+      config: of the run, resolved.
+      record: of the checkpoint.
+      model_type: of config.json.
+      dtype: of the tensors.
+      size: number of parameters.
+      version: of maxpipe, that wrote the checkpoint; empty if the record does not say.
+    """
+    m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length
+    start = "imported weights" if config.init_from else "random weights"
+    facts: dict[str, object] = {
+        "parameters": f"{size:,}, {dtype}",
+        "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.vocab_size}",
+        "training": f"{record.step:,} steps of {tokens:,} tokens from {start}, in {m.dtype}",
+        "sequence length": config.data.sequence_length,
+        "data": config.data.source,
+        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.learning_rate:g}",
+        "seed": config.seed,
+    }
+    loss = record.meta.get(EVAL_LOSS)
+    if isinstance(loss, int | float):
+        facts["evaluation loss"] = f"{loss:.4f} nats a token"
+    return _TEXT.format(
+        name=config.run_name,
+        model_type=model_type,
+        version=f" {version}" if version else "",
+        rows="\n".join(f"| {name} | {fact} |" for name, fact in facts.items()),
+    )
