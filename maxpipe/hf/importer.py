@@ -5,9 +5,11 @@ A process reads the bytes of its own shards only, so a model need not fit on any
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -15,10 +17,9 @@ from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import folder_of, read_shape
 from maxpipe.config.imports import implementation
-from maxpipe.config.options import get
 from maxpipe.config.sections import Config
-from maxpipe.hf.matching import differences, is_ignored, text_name
-from maxpipe.hf.safetensors import SafetensorsError, read_folder
+from maxpipe.hf.matching import differences, is_ignored, shape_problems, text_name
+from maxpipe.hf.safetensors import SafetensorsError, copy_view, read_folder
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
@@ -32,6 +33,10 @@ class HfWeights:
     Args:
       config: resolved; `init_from` names the folder.
 
+    Attributes:
+      ignored: names of tensors that play no part.
+      num_bytes, num_elements: of all other tensors.
+
     Raises:
       ConfigError: something is missing, unknown, of another shape, or damaged; with all names.
     """
@@ -40,13 +45,7 @@ class HfWeights:
         directory = self._directory = folder_of(config.init_from)
         self._program = ModelProgram(config.model)
         shape = read_shape(directory, KEY)
-        problems = [
-            Problem(
-                key, f"is {get(config, key)}, but {shape.source} says {value}{_remedy(directory)}"
-            )
-            for key, value in shape.values.items()
-            if get(config, key) != value
-        ]
+        problems = shape_problems(config, shape, directory)
         if problems:
             raise ConfigError(*problems)
         family = implementation(MODEL_TYPES[shape.model_type])()
@@ -64,10 +63,9 @@ class HfWeights:
         self._tensors = {name: stored[name] for name in stored.keys() - {*self.ignored}}
         if found := [*differences(self._tensors, expected)]:
             raise ConfigError(*(Problem(KEY, f"{directory}: {line}") for line in found))
-        self.num_bytes = sum(
-            math.prod(tensor.shape) * (4 if tensor.dtype == "F32" else 2)
-            for tensor in self._tensors.values()
-        )
+        self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
+        self.num_elements = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
+        self._largest = max(tensor.num_bytes for tensor in self._tensors.values())
 
     def describe(self) -> list[str]:
         """Return lines about what is read and what is left out."""
@@ -85,26 +83,43 @@ class HfWeights:
           path: of the parameter.
           like: shape, dtype and sharding of the result.
         """
-        rule = self._rules[path]
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            if not rule.is_layer:
-                return self._part(rule, 0, index).astype(like.dtype)
-            layers = range(self._num_layers)[index[0]]
-            shape = [len(range(n)[i]) for n, i in zip(like.shape, index, strict=True)]
-            values = np.empty(shape, like.dtype)
-            for place, layer in enumerate(layers):
-                values[place] = self._part(rule, layer, index[1:])
-            return values
-
         assert isinstance(like.sharding, Sharding)
-        return jax.make_array_from_callback(like.shape, like.sharding, shard)
+        places = like.sharding.addressable_devices_indices_map(like.shape)
+        shards = []
+        for device, index in places.items():
+            assert index is not None
+            shards.append(self._read_shard(self._rules[path], index, like, device))
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
-    def _part(self, rule: Rule, layer: int, index: tuple[slice, ...]) -> np.ndarray:
-        tensor = self._tensors[rule.template.format(layer=layer)]
-        return np.ascontiguousarray(rule.to_parameter(tensor.read())[index])
+    def _read_shard(
+        self, rule: Rule, index: tuple[slice, ...], like: jax.ShapeDtypeStruct, device: jax.Device
+    ) -> jax.Array:
+        """Return a device's part; a large one is put together on the device, layer by layer."""
+        shape = tuple(len(range(n)[i]) for n, i in zip(like.shape, index, strict=True))
+        if not rule.is_layer:
+            part = np.empty(shape, like.dtype)
+            self._copy(rule, 0, index, part)
+            return jax.device_put(part, device)
+        layers = range(self._num_layers)[index[0]]
+        if math.prod(shape) * like.dtype.itemsize <= self._largest:
+            parts = np.empty(shape, like.dtype)
+            for layer, part in zip(layers, parts, strict=True):
+                self._copy(rule, layer, index[1:], part)
+            return jax.device_put(parts, device)
+        value = jnp.empty(shape, like.dtype, device=device)
+        for place, layer in enumerate(layers):
+            part = np.empty(shape[1:], like.dtype)
+            self._copy(rule, layer, index[1:], part)
+            value = _replace_layer(value, *jax.device_put((part, np.int32(place)), device))
+            value.block_until_ready()  # so that the next part is read after this one is freed
+        return value
+
+    def _copy(self, rule: Rule, layer: int, index: tuple[slice, ...], target: np.ndarray) -> None:
+        """Read `index` of one layer's parameter into an array."""
+        tensor = self._tensors[rule.template.format(layer=layer)].read()
+        copy_view(rule.to_parameter(tensor)[index], target)
 
 
-def _remedy(directory: str) -> str:
-    return f"; model.from_hf={directory} takes the shape from there"
+@partial(jax.jit, donate_argnums=0)
+def _replace_layer(layers: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(layers, layer, index, axis=0)

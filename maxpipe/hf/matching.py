@@ -2,6 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from maxpipe.config.errors import Problem
+from maxpipe.config.from_hf import Shape
+from maxpipe.config.options import get
+from maxpipe.config.sections import Config
 from maxpipe.hf.safetensors import StoredTensor
 
 # Where a multimodal model has its text part, and what else it has
@@ -17,6 +21,16 @@ _OTHER_PARTS = (
     "model.multi_modal_projector.",
 )
 _FLOATS = ("F32", "F16", "BF16")
+
+
+def shape_problems(config: Config, shape: Shape, directory: str) -> list[Problem]:
+    """Return a problem for each key that is not what config.json of the directory says."""
+    remedy = f"model.from_hf={directory} takes the shape from there"
+    return [
+        Problem(key, f"is {get(config, key)}, but {shape.source} says {value}; {remedy}")
+        for key, value in shape.values.items()
+        if get(config, key) != value
+    ]
 
 
 def text_name(name: str) -> str:

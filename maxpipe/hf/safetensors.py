@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 INDEX = "model.safetensors.index.json"
+CACHE_LINE = 64  # bytes
 _MAX_HEADER = 100 << 20  # the library's own bound
 _DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -58,12 +59,28 @@ class StoredTensor:
         """Return whether NumPy has the dtype."""
         return self.dtype in _DTYPES
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of a readable tensor."""
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
     def read(self) -> np.ndarray:
         """Return the tensor, mapped from the file: indexing it reads what is indexed."""
         if 0 in self.shape:
             return np.empty(self.shape, _DTYPES[self.dtype])
         mapped = np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape or (1,))
         return mapped.reshape(self.shape)
+
+
+def copy_view(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy a view of a mapped tensor, often a transposed one, into an array of the same shape."""
+    if source.ndim < 2:
+        target[...] = source
+        return
+    # In columns that share a line of the processor's cache; otherwise each element would load one.
+    width = max(1, CACHE_LINE // (source.itemsize * math.prod(source.shape[2:])))
+    for first in range(0, source.shape[1], width):
+        target[:, first : first + width] = source[:, first : first + width]
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

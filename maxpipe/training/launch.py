@@ -1,5 +1,6 @@
 """From a loaded configuration to a finished run: starts JAX, builds the run, reports, trains."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -53,10 +54,11 @@ from maxpipe.training.continuity import (
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
-from maxpipe.training.trainer import StateT, Trainer
+from maxpipe.training.trainer import ReadParameter, StateT, Trainer
 
 # Packages whose versions every checkpoint records.
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+SECONDS_OF_PROGRESS = 5.0  # between two lines about weights that are read
 
 
 class BuildTrainer(Protocol):
@@ -268,7 +270,26 @@ def _initial_state(config: Config, trainer: Trainer[StateT], weights: HfWeights 
         return state
     for line in weights.describe():
         log(line)
-    return trainer.replace_parameters(state, weights.read)
+    return trainer.replace_parameters(state, with_progress(weights, log))
+
+
+def with_progress(weights: HfWeights, say: Callable[[str], None]) -> ReadParameter:
+    """Return `weights.read`, which says every few seconds how much of all bytes has been read."""
+    num_elements = 0
+    next_line = time.monotonic() + SECONDS_OF_PROGRESS
+
+    def read(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+        nonlocal num_elements, next_line
+        value = weights.read(path, like)
+        num_elements += math.prod(like.shape)
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + SECONDS_OF_PROGRESS
+            gigabytes = weights.num_bytes / 1e9
+            done = gigabytes * num_elements / weights.num_elements
+            say(f"init_from   {done:.2f} of {gigabytes:.2f} GB are read")
+        return value
+
+    return read
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

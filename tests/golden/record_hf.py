@@ -1,6 +1,6 @@
 """Records logits of transformers for the tiny models of `helpers.hf_models`: needs torch.
 
-python tests/golden/record_hf.py           all cases
+python tests/golden/record_hf.py           all cases, and training
 python tests/golden/record_hf.py NAME ...  some
 """
 
@@ -15,7 +15,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import transformers
-from helpers.hf_models import CASES, GOLDEN, NUM_GENERATED, POSITIONS, keys_of, tokens, weights
+from helpers.hf_models import (
+    CASES,
+    GOLDEN,
+    NUM_GENERATED,
+    OPTIMIZER,
+    POSITIONS,
+    STEPS,
+    TRAINED,
+    batch,
+    keys_of,
+    probe,
+    tokens,
+    weights,
+)
 
 
 def model_of(name: str) -> transformers.PreTrainedModel:
@@ -51,29 +64,103 @@ def greedy(model: transformers.PreTrainedModel) -> tuple[list[int], list[float]]
     return output.sequences[0, tokens().shape[1] :].tolist(), largest
 
 
+def error_of_bfloat16(model: transformers.PreTrainedModel, text: torch.Tensor) -> float:
+    """Return the root mean square of what bfloat16 changes in logits, as a share of theirs.
+
+    Tensors become bfloat16; rotary frequencies stay float32, as in a model that is loaded so.
+    """
+    with torch.no_grad():
+        exact = model(text).logits
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        difference = model(text).logits.float() - exact
+    return float(difference.square().mean().sqrt() / exact.square().mean().sqrt())
+
+
 def record(name: str) -> None:
     """Write a case's config.json, names and shapes of tensors, logits, and greedy tokens."""
     model = model_of(name)
     generated, generated_logits = greedy(model)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens()).long()).logits[0].numpy()
+    shapes = {n: list(p.shape) for n, p in model.named_parameters()}
+    text = torch.cat([torch.from_numpy(tokens()).long(), torch.tensor([generated])], dim=1)
     left_out = ("transformers_version", "id2label", "label2id", "_name_or_path")
     config = {k: v for k, v in model.config.to_dict().items() if k not in left_out}
     content = {
         "transformers": transformers.__version__,
         "config": config,
-        "shapes": {n: list(p.shape) for n, p in model.named_parameters()},
+        "shapes": shapes,
         "largest": float(np.abs(logits).max()),
         "logits": [[float(f"{x:.9g}") for x in logits[i]] for i in POSITIONS],
         "generated": generated,
         "generated_logits": generated_logits,
+        "bfloat16_error": float(f"{error_of_bfloat16(model, text):.4g}"),
     }
     GOLDEN.mkdir(exist_ok=True)
     (GOLDEN / f"{name}.json").write_text(json.dumps(content, indent=None) + "\n")
     print(f"recorded {name}: logits up to {content['largest']:.2f}")
 
 
+def loss_of(model: transformers.PreTrainedModel, step: int) -> torch.Tensor:
+    """Return the mean cross-entropy of a step's batch."""
+    inputs, targets = (torch.from_numpy(x).long() for x in batch(step))
+    logits = model(inputs).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gradients_of(model: transformers.PreTrainedModel) -> dict[str, np.ndarray]:
+    """Return the gradients of the first step's loss, by the names of tensors."""
+    model.zero_grad()
+    loss_of(model, 0).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def train() -> list[float]:
+    """Return the losses of AdamW; matrices decay, norms do not."""
+    model = model_of(TRAINED)
+    parameters = [*model.parameters()]
+    decay = OPTIMIZER["weight_decay"]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": decay},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=OPTIMIZER["learning_rate"],
+        betas=(OPTIMIZER["beta1"], OPTIMIZER["beta2"]),
+        eps=OPTIMIZER["eps"],
+    )
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER["grad_clip_norm"])
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def record_training() -> None:
+    """Write the losses of `train`, and of each first gradient its norm and its inner product."""
+    gradients = gradients_of(model_of(TRAINED))
+    content = {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "losses": train(),
+        "gradients": {
+            name: {
+                "norm": float(np.linalg.norm(g)),
+                "product": float((g * probe(name, g.shape)).sum()),
+            }
+            for name, g in gradients.items()
+        },
+    }
+    (GOLDEN / "training.json").write_text(json.dumps(content) + "\n")
+    print(f"recorded training: losses {content['losses'][0]:.4f} to {content['losses'][-1]:.4f}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for case in sys.argv[1:] or CASES:
-        record(case)
+    for case in sys.argv[1:] or [*CASES, "training"]:
+        record_training() if case == "training" else record(case)

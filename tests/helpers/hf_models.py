@@ -16,6 +16,19 @@ POSITIONS = (0, 7, 12, 25, 39)  # of the logits that are stored
 NUM_GENERATED = 64  # tokens after those of `tokens`
 VOCAB_SIZE = 64
 
+# Training, on which transformers and maxpipe are compared
+TRAINED = "gemma2"  # windows, tied embeddings, scaled norms and soft caps
+STEPS = 20
+ROWS = 8
+OPTIMIZER = {
+    "learning_rate": 3e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "grad_clip_norm": 1.0,
+}
+
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -145,6 +158,17 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(3, VOCAB_SIZE, (1, LENGTH)).astype(np.int32)
 
 
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the (tokens, targets) of a training step, int32 [ROWS, T]; four batches in turns."""
+    drawn = np.random.default_rng(step % 4).integers(3, VOCAB_SIZE, (ROWS, LENGTH + 1))
+    return drawn[:, :-1].astype(np.int32), drawn[:, 1:].astype(np.int32)
+
+
+def probe(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return what the gradient of a tensor is multiplied with, so that one number tells of all."""
+    return np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+
+
 def weights(shapes: dict[str, tuple[int, ...]], *, is_gemma: bool) -> dict[str, np.ndarray]:
     """Draw float32 tensors from their names; Gemma's norms multiply by 1 + weight."""
 
@@ -161,6 +185,7 @@ def recorded(name: str) -> dict[str, Any]:
     """Return what transformers had.
 
     Keys: "config", "shapes"; "logits" [positions][V] of `tokens`, "largest" of all positions;
-    "generated", the greedy tokens after them, and "generated_logits", the logit of each.
+    "generated", the greedy tokens after them, and "generated_logits", the logit of each;
+    "bfloat16_error", the root mean square of what bfloat16 changes, as a share of the logits'.
     """
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))

@@ -52,19 +52,51 @@ def text_of(name: str) -> np.ndarray:
     return np.concatenate([tokens(), generated], axis=1)
 
 
+def last_layer_output(program: ModelProgram, params: Params, text: jax.Array) -> jax.Array:
+    """Return activations [B, T, D] after all layers."""
+    rows, length = text.shape
+    positions = jnp.broadcast_to(jnp.arange(length), text.shape)
+    side = SideInputs(positions, jnp.ones_like(text), jnp.arange(rows))
+    layer = layer_function(program, lambda p: p, padded=False)
+    index = jnp.arange(program.config.num_layers)
+    x = program.embed(params, text)
+    x, _ = apply_layers(layer, params["layers"], index, x, side, None, scan=True)
+    return x
+
+
 def logits_of(name: str, model: ModelConfig) -> np.ndarray:
     """Return logits of all positions of `text_of`, float32 [tokens, V]."""
     program = ModelProgram(model)
 
     @jax.jit
     def forward(params: Params, text: jax.Array) -> jax.Array:
-        positions = jnp.arange(text.shape[1])[None]
-        side = SideInputs(positions, jnp.ones_like(text), jnp.zeros(1, jnp.int32))
-        layer = layer_function(program, lambda p: p, padded=False)
-        index = jnp.arange(program.config.num_layers)
-        x = program.embed(params, text)
-        x, _ = apply_layers(layer, params["layers"], index, x, side, None, scan=True)
-        return program.logits(params, x)
+        return program.logits(params, last_layer_output(program, params, text))
 
     params = program.cast(parameters_of(name, model))
-    return np.asarray(forward(params, text_of(name)), np.float32)[0]
+    return np.asarray(forward(params, text_of(name)))[0]
+
+
+def gradients_of(
+    name: str, inputs: np.ndarray, targets: np.ndarray
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Return a mean cross-entropy and its gradients by the names of tensors in files."""
+    model = config_of(name).model
+    program = ModelProgram(model)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss_and_gradients(params: Params) -> jax.Array:
+        x = last_layer_output(program, params, jnp.asarray(inputs))
+        weights = jnp.full(targets.shape, 1 / targets.size)
+        return program.head_loss(params, x, jnp.asarray(targets), weights)[0]
+
+    loss, gradients = loss_and_gradients(parameters_of(name, model))
+    tensors = {}
+    for rule in tensor_rules(family_of(name), program):
+        leaf = gradients
+        for key in rule.path:
+            leaf = leaf[key]
+        for layer in range(model.num_layers if rule.is_layer else 1):
+            value = np.asarray(leaf[layer] if rule.is_layer else leaf)
+            tensors[rule.template.format(layer=layer)] = rule.to_tensor(value)
+    return float(loss), tensors

@@ -2,6 +2,7 @@
 
 import json
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -23,6 +24,7 @@ from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, read_folder, read_header, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
+from maxpipe.training.launch import with_progress
 
 SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
 CASES = {"gemma3": Gemma3, "phi3": Phi3}
@@ -87,7 +89,11 @@ def config_of(folder, *words):
         ("gemma3", ("mesh.ici.fsdp=4", "pipeline.schedule=zb_v")),  # mpmd
         ("gemma3", ("pipeline.schedule=circular", "pipeline.layers_per_stage=[1,3]")),
         ("phi3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
-        ("phi3", ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")),
+        # Its MLPs are larger than the largest tensor, and put together on the devices.
+        (
+            "phi3",
+            ("mesh.ici.stage=1", "mesh.ici.fsdp=1", "mesh.ici.data=8", "pipeline.num_repeats=1"),
+        ),
     ],
     ids=str,
 )
@@ -111,6 +117,22 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
             )
             used.add(rule.template.format(layer=layer))
     assert used == stored.keys()
+
+
+def test_progress_is_said_in_bytes_after_some_seconds(monkeypatch):
+    clock = iter([0, 3, 6, 6, 7, 12, 12])  # a second reading follows each line
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    weights = SimpleNamespace(
+        read=lambda path, like: path, num_bytes=16_000_000_000, num_elements=80
+    )
+    lines = []
+    read = with_progress(weights, lines.append)
+    leaf = jax.ShapeDtypeStruct((4, 5), np.float32)
+    assert [read((name,), leaf) for name in "abcd"] == [("a",), ("b",), ("c",), ("d",)]
+    assert lines == [
+        "init_from   8.00 of 16.00 GB are read",
+        "init_from   16.00 of 16.00 GB are read",
+    ]
 
 
 def test_all_tensors_that_do_not_fit_are_named_at_once(folder):

@@ -16,6 +16,7 @@ from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 TOLERANCE = 2e-5  # of the largest logit
+BFLOAT16_RATIO = 1.25  # of errors of bfloat16: ours to those of transformers
 
 
 logits_in_float32 = cache(lambda name: logits_of(name, config_of(name).model))
@@ -35,6 +36,15 @@ def test_most_likely_tokens_are_those_that_transformers_wrote(name):
     assert logits.argmax(-1).tolist() == golden["generated"]
     difference = logits.max(-1) - np.asarray(golden["generated_logits"])
     assert np.abs(difference).max() <= TOLERANCE * golden["largest"]
+
+
+# One case of each type
+@pytest.mark.parametrize("name", {CASES[name][0]: name for name in reversed(CASES)}.values())
+def test_bfloat16_is_as_exact_as_in_transformers(name):
+    exact = logits_in_float32(name)
+    model = dataclasses.replace(config_of(name).model, dtype="bfloat16")
+    error = np.sqrt(np.mean((logits_of(name, model) - exact) ** 2) / np.mean(exact**2))
+    assert 1e-3 < error <= BFLOAT16_RATIO * recorded(name)["bfloat16_error"]
 
 
 # Windows in all layers, in some, with two rotations, layers without one, and scaled residuals

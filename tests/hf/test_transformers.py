@@ -12,10 +12,13 @@ from helpers.hf_models import (
     LENGTH,
     NUM_GENERATED,
     POSITIONS,
+    TRAINED,
     VOCAB_SIZE,
+    batch,
     recorded,
     tokens,
 )
+from helpers.hf_parameters import gradients_of
 
 from maxpipe import generate
 from maxpipe.checkpoint.manager import Checkpointer
@@ -33,7 +36,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra `hf-t
 torch = pytest.importorskip("torch", reason="needs the extra `hf-test`")
 record_hf = pytest.importorskip("golden.record_hf")
 
-TOLERANCE = 2e-5  # of the largest logit
+TOLERANCE = 2e-5  # of the largest logit or gradient
 SPECIAL = ("<pad>", "<s>", "</s>")
 
 
@@ -146,6 +149,23 @@ def test_command_writes_what_transformers_writes(name, tmp_path, capsys):
     expected = tokenizer.decode(written, skip_special_tokens=True)
     assert expected
     assert capsys.readouterr().out == f"{prompt}{expected}\n"
+
+
+def test_recorded_training_is_that_of_the_installed_versions():
+    losses = np.asarray(record_hf.train())
+    assert np.abs(losses - recorded("training")["losses"]).max() <= TOLERANCE
+
+
+def test_every_gradient_is_that_of_torch():
+    """Element by element, as a share of the largest of its tensor."""
+    _, gradients = gradients_of(TRAINED, *batch(0))
+    expected = record_hf.gradients_of(record_hf.model_of(TRAINED))
+    assert gradients.keys() == expected.keys()
+    differences = {
+        name: np.abs(gradients[name] - gradient).max() / np.abs(gradient).max()
+        for name, gradient in expected.items()
+    }
+    assert max(differences.values()) <= TOLERANCE, differences
 
 
 # transformers 5 gives OLMo 3's sliding layers the base 500000 if only the older keys name one.
