@@ -4,17 +4,18 @@ Shapes: B batch, T sequence, D embed, H query heads, K key/value heads, C head_d
 """
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.layer_facts import LayerFacts, layer_table
+from maxpipe.model.layer_facts import ALL_TOKENS, LayerTable, layer_table
 from maxpipe.model.layers import RMSNorm, project
 from maxpipe.model.parameters import declare
-from maxpipe.model.rope import rotate
 
 
 class AttentionFn(Protocol):
@@ -41,6 +42,20 @@ class AttentionFn(Protocol):
           soft_cap: c of c * tanh(score / c); 0 = none.
         """
         ...
+
+
+class LayerFacts(NamedTuple):
+    """What one layer knows besides its parameters; arrays where layers differ.
+
+    Attributes:
+      window: tokens that a query sees, int32 scalar; None if all layers see all.
+      frequencies: of the rotation, float32 [R / 2]; zeros in a layer without one.
+      factor: of rotated queries and keys, float32 scalar.
+    """
+
+    window: int | jax.Array | None
+    frequencies: np.ndarray | jax.Array
+    factor: float | jax.Array
 
 
 class Attention(nnx.Module):
@@ -112,7 +127,7 @@ class Attention(nnx.Module):
           positions, segment_ids: int32 [B,T].
           layer_index: as in `SideInputs`; needed where layers differ.
         """
-        facts = self.table.facts(layer_index)
+        facts = look_up(self.table, layer_index)
         q, k, v = self.project(x_BTD, positions, facts)
         context = checkpoint_name(self._attend(q, k, v, segment_ids, facts), "context")
         y = project(context, self.out[...], 2)
@@ -131,6 +146,68 @@ class Attention(nnx.Module):
         if self.soft_cap:
             options["soft_cap"] = self.soft_cap
         return self.attention(q, k, v, segment_ids, **options)  # type: ignore[arg-type]
+
+
+def look_up(table: LayerTable, layer_index: jax.Array | None) -> LayerFacts:
+    """Return the facts of the layer with this index in model order, int32 scalar.
+
+    Only what differs between layers is looked up; without such facts the index is not read. The
+    index of a padding layer is the number of layers.
+    """
+    kind = None
+    if len(table.windows) > 1:
+        assert layer_index is not None, "layers differ: pass SideInputs.layer_index"
+        kind = jnp.asarray([*table.kinds, table.kinds[-1]], jnp.int32)[layer_index]
+    window: int | jax.Array | None = table.windows[0]
+    if kind is not None and len({*table.windows}) > 1:
+        window = jnp.asarray(table.windows, jnp.int32)[kind]
+    elif table.windows[0] == ALL_TOKENS:
+        window = None
+    rotation: np.ndarray | jax.Array = np.asarray(table.rotations[0], np.float32)
+    if kind is not None and len({*table.rotations}) > 1:
+        rotation = jnp.asarray(table.rotations, jnp.float32)[kind]
+    factor: float | jax.Array = table.factors[0]
+    if kind is not None and len({*table.factors}) > 1:
+        factor = jnp.asarray(table.factors, jnp.float32)[kind]
+    return LayerFacts(window, rotation, factor)
+
+
+def rotate(
+    x_BTHC: jax.Array,
+    positions_BT: jax.Array,
+    freq: np.ndarray | jax.Array,
+    factor: float | jax.Array = 1.0,
+    *,
+    interleaved: bool = False,
+) -> jax.Array:
+    """Rotate pairs of the first R channels of every head by positions * freq (Su et al. 2021).
+
+    Args:
+      x_BTHC: [B, T, H, C] of any float dtype, which the result has too.
+      positions_BT: int32 [B, T].
+      freq: float32 [R / 2], R <= C; the channels from R on stay.
+      factor: multiplies the rotated channels.
+      interleaved: rotate the pairs (2i, 2i + 1) instead of (i, i + R/2).
+    """
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * freq  # [B, T, 1, R/2]
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    if not isinstance(factor, float) or factor != 1:
+        sin, cos = sin * factor, cos * factor
+    x, rotated_dim = x_BTHC.astype(jnp.float32), 2 * freq.shape[-1]
+    is_partial = rotated_dim < x.shape[-1]
+    turned = x[..., :rotated_dim] if is_partial else x
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]  # [B, T, H, R/2] each
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    pairs = [first * cos - second * sin, second * cos + first * sin]
+    if interleaved:
+        rotated = jnp.stack(pairs, axis=-1).reshape(turned.shape)  # [B, T, H, R/2, 2] -> [..., R]
+    else:
+        rotated = jnp.concatenate(pairs, axis=-1)
+    if is_partial:
+        rotated = jnp.concatenate([rotated, x[..., rotated_dim:]], axis=-1)
+    return rotated.astype(x_BTHC.dtype)
 
 
 def _head_norm(config: ModelConfig, prefix: str) -> RMSNorm:

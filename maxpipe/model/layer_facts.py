@@ -1,36 +1,17 @@
-"""Look up what differs from layer to layer: the window of attention and the rotation.
+"""List what differs from layer to layer: the window of attention and the rotation.
 
 Layers have the same parameters and one program, so that they can be scanned, stacked over stages
-and cut anywhere. What differs is a constant table, which is read by the layer's index in model
-order.
+and cut anywhere. What differs is a constant table, which
+`attention.look_up` reads by the layer's index in model order.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from maxpipe.config.sections import ModelConfig, RopeScalingConfig
 from maxpipe.model.rope import frequencies, rotary_factor
 
 ALL_TOKENS = 2**30  # the window of global layers in a model that has local layers, too
-
-
-class LayerFacts(NamedTuple):
-    """What one layer knows besides its parameters; arrays where layers differ.
-
-    Attributes:
-      window: tokens that a query sees, int32 scalar; None if all layers see all.
-      frequencies: of the rotation, float32 [R / 2]; zeros in a layer without one.
-      factor: of rotated queries and keys, float32 scalar.
-    """
-
-    window: int | jax.Array | None
-    frequencies: np.ndarray | jax.Array
-    factor: float | jax.Array
 
 
 @dataclass(frozen=True)
@@ -42,40 +23,14 @@ class LayerTable:
       windows: of each kind.
       rotations: frequencies of each kind, R / 2 numbers.
       factors: of each kind.
+      is_rotated: whether any layer has a rotary embedding.
     """
 
     kinds: tuple[int, ...]
     windows: tuple[int, ...]
     rotations: tuple[tuple[float, ...], ...]
     factors: tuple[float, ...]
-
-    @property
-    def is_rotated(self) -> bool:
-        """Return whether any layer has a rotary embedding."""
-        return any(any(rotation) for rotation in self.rotations)
-
-    def facts(self, layer_index: jax.Array | None) -> LayerFacts:
-        """Return the facts of the layer with this index in model order, int32 scalar.
-
-        Only what differs between layers is looked up; without such facts the index is not read.
-        The index of a padding layer is the number of layers.
-        """
-        kind = None
-        if len(self.windows) > 1:
-            assert layer_index is not None, "layers differ: pass SideInputs.layer_index"
-            kind = jnp.asarray([*self.kinds, self.kinds[-1]], jnp.int32)[layer_index]
-        window: int | jax.Array | None = self.windows[0]
-        if kind is not None and len({*self.windows}) > 1:
-            window = jnp.asarray(self.windows, jnp.int32)[kind]
-        elif self.windows[0] == ALL_TOKENS:
-            window = None
-        rotation: np.ndarray | jax.Array = np.asarray(self.rotations[0], np.float32)
-        if kind is not None and len({*self.rotations}) > 1:
-            rotation = jnp.asarray(self.rotations, jnp.float32)[kind]
-        factor: float | jax.Array = self.factors[0]
-        if kind is not None and len({*self.factors}) > 1:
-            factor = jnp.asarray(self.factors, jnp.float32)[kind]
-        return LayerFacts(window, rotation, factor)
+    is_rotated: bool
 
 
 @cache
@@ -89,6 +44,7 @@ def layer_table(config: ModelConfig) -> LayerTable:
         windows=tuple(config.attention_window if is_local(k) else ALL_TOKENS for k in names),
         rotations=tuple(rotation for rotation, _ in rotations),
         factors=tuple(factor for _, factor in rotations),
+        is_rotated=any(any(rotation) for rotation, _ in rotations),
     )
 
 

@@ -1,9 +1,7 @@
-"""Rotary position embedding (Su et al. 2021) and the ways to stretch it to longer contexts."""
+"""Compute the frequencies of rotary embeddings, and stretch them to longer contexts."""
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.sections import RopeScalingConfig
@@ -38,44 +36,6 @@ def rotary_factor(scaling: RopeScalingConfig) -> float:
     if scaling.type == "yarn":
         return 0.1 * math.log(scaling.factor) + 1
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
-
-
-def rotate(
-    x_BTHC: jax.Array,
-    positions_BT: jax.Array,
-    freq: np.ndarray | jax.Array,
-    factor: float | jax.Array = 1.0,
-    *,
-    interleaved: bool = False,
-) -> jax.Array:
-    """Rotate pairs of the first R channels of every head by positions * freq.
-
-    Args:
-      x_BTHC: [B, T, H, C] of any float dtype, which the result has too.
-      positions_BT: int32 [B, T].
-      freq: float32 [R / 2], R <= C; the channels from R on stay.
-      factor: multiplies the rotated channels.
-      interleaved: rotate the pairs (2i, 2i + 1) instead of (i, i + R/2).
-    """
-    angle = positions_BT[:, :, None, None].astype(jnp.float32) * freq  # [B, T, 1, R/2]
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    if not isinstance(factor, float) or factor != 1:
-        sin, cos = sin * factor, cos * factor
-    x, rotated_dim = x_BTHC.astype(jnp.float32), 2 * freq.shape[-1]
-    is_partial = rotated_dim < x.shape[-1]
-    turned = x[..., :rotated_dim] if is_partial else x
-    if interleaved:
-        first, second = turned[..., ::2], turned[..., 1::2]  # [B, T, H, R/2] each
-    else:
-        first, second = jnp.split(turned, 2, axis=-1)
-    pairs = [first * cos - second * sin, second * cos + first * sin]
-    if interleaved:
-        rotated = jnp.stack(pairs, axis=-1).reshape(turned.shape)  # [B, T, H, R/2, 2] -> [..., R]
-    else:
-        rotated = jnp.concatenate(pairs, axis=-1)
-    if is_partial:
-        rotated = jnp.concatenate([rotated, x[..., rotated_dim:]], axis=-1)
-    return rotated.astype(x_BTHC.dtype)
 
 
 def _linear(freq: np.ndarray, dim: int, theta: float, scaling: RopeScalingConfig) -> np.ndarray:

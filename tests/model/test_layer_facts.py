@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.engines import tiny
 
+from maxpipe.model.attention import look_up
 from maxpipe.model.layer_facts import ALL_TOKENS, layer_table, visible_share
 
 GEMMA = {
@@ -23,18 +24,18 @@ def table_of(**values):
 
 
 def test_layers_that_are_alike_have_constant_facts_and_need_no_index():
-    facts = table_of().facts(None)
+    facts = look_up(table_of(), None)
     assert facts.window is None
     assert isinstance(facts.frequencies, np.ndarray)
     assert facts.factor == 1
-    assert table_of(**{"model.attention_window": 3}).facts(None).window == 3
+    assert look_up(table_of(**{"model.attention_window": 3}), None).window == 3
 
 
 def test_index_names_the_place_in_the_repeated_pattern():
     table = table_of(**GEMMA)
-    windows = [int(table.facts(jnp.int32(i)).window) for i in range(7)]
+    windows = [int(look_up(table, jnp.int32(i)).window) for i in range(7)]
     assert windows == [3, 3, 3, 3, 3, ALL_TOKENS, 3]
-    local, full = (table.facts(jnp.int32(i)) for i in (0, 5))
+    local, full = (look_up(table, jnp.int32(i)) for i in (0, 5))
     # The scaling is for global layers, since local ones have a base of their own.
     assert (float(local.factor), float(full.factor)) == pytest.approx((1, 0.1 * np.log(8) + 1))
     assert local.frequencies.tolist() == pytest.approx([1, 0.1])
@@ -42,20 +43,20 @@ def test_index_names_the_place_in_the_repeated_pattern():
 
 
 def test_padding_layer_has_the_facts_of_a_layer():
-    assert int(table_of(**GEMMA).facts(jnp.int32(7)).window) == 3
+    assert int(look_up(table_of(**GEMMA), jnp.int32(7)).window) == 3
 
 
 def test_facts_that_do_not_differ_are_constants_next_to_those_that_do():
     pattern = {"model.layer_pattern": ["local", "global"], "model.attention_window": 3}
-    facts = table_of(**pattern).facts(jnp.int32(1))
+    facts = look_up(table_of(**pattern), jnp.int32(1))
     assert isinstance(facts.window, jax.Array)
     assert isinstance(facts.frequencies, np.ndarray)
 
 
 def test_layer_without_rotation_has_frequencies_of_zero():
     table = table_of(**{"model.layer_pattern": ["global", "global_nope"]})
-    assert np.any(table.facts(jnp.int32(0)).frequencies)
-    assert not np.any(table.facts(jnp.int32(1)).frequencies)
+    assert np.any(look_up(table, jnp.int32(0)).frequencies)
+    assert not np.any(look_up(table, jnp.int32(1)).frequencies)
     assert table.is_rotated
     assert not table_of(**{"model.layer_pattern": ["global_nope"]}).is_rotated
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from maxpipe.config import RopeScalingConfig
-from maxpipe.model.rope import frequencies, rotary_factor, rotate
+from maxpipe.model.attention import rotate
+from maxpipe.model.rope import frequencies, rotary_factor
 
 LLAMA_31 = RopeScalingConfig(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192

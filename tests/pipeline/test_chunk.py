@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.model.layers import SideInputs
 from maxpipe.pipeline.chunk import apply_layers, layer_function
 
 NUM_LAYERS = 3
 X = jnp.ones((2, 1, 1))
+SIDE = SideInputs(*jnp.zeros((3, 2, 1), jnp.int32))
 
 
 class Affine:
@@ -28,7 +30,8 @@ class Affine:
 
 def apply(layer_fn, weights, index, *, scan, key=None):
     layers = {"weight": jnp.asarray(weights, jnp.float32)}
-    return apply_layers(layer_fn, layers, jnp.asarray(index, jnp.int32), X, {}, key, scan=scan)
+    index = jnp.asarray(index, jnp.int32)
+    return apply_layers(layer_fn, layers, index, X, SIDE, key, scan=scan)
 
 
 @pytest.mark.parametrize("scan", [True, False])

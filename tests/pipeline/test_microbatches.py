@@ -68,9 +68,9 @@ def test_weight_sum_of_a_batch_without_weights_is_positive():
     assert microbatches.weight_sum(batch | {"weights": jnp.zeros((4, 8))}) > 0
 
 
-def test_side_inputs_are_three_arrays_of_the_batch():
+def test_side_inputs_are_arrays_of_the_batch_without_a_layer():
     batch = microbatches.prepared(device_batch(4), context=1)
     side = microbatches.side_inputs(batch)
     for name in ("positions", "segment_ids", "sequence_index"):
         assert getattr(side, name) is batch[name]
-    assert len(side) == 3
+    assert side.layer_index is None

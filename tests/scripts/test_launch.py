@@ -56,7 +56,7 @@ class Fakes:
         return subprocess.run(
             list(map(str, words)),
             env={
-                **os.environ,
+                **{name: v for name, v in os.environ.items() if name != "PYTHON"},
                 "PATH": path,
                 "POLL_SECONDS": "0",
                 "TMPDIR": str(self.directory),
