@@ -1,0 +1,88 @@
+"""Test the predicted comparison with MaxText on a Python that answers from files."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+from helpers.hand_timed import HLO, mesh
+
+from maxpipe.config import load, resolve
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "benchmark" / "predict_maxtext.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    spec = importlib.util.spec_from_file_location("predict_maxtext", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_words_for_maxpipe_are_a_legal_configuration_of_16_layers(script):
+    base = str(SCRIPT.parents[2] / "configs" / "base.yml")
+    for case in script.CASES.values():
+        for words in case.maxpipe.values():
+            config = resolve(load(base, [*script.MAXPIPE_MODEL, *words]), 8)
+            assert config.model.num_layers == 16
+            assert config.pipeline.num_layers_per_stage * config.pipeline.num_repeats in (2, 4, 16)
+
+
+def lines(capsys):
+    return capsys.readouterr().out.splitlines()
+
+
+def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
+    commands = []
+
+    def report(trainer, command, file):
+        commands.append((trainer, command))
+        seconds = 0.4 if trainer == "maxtext" else 0.3
+        parts = dict.fromkeys(script.PARTS, 0.1)
+        constants = {"chip": "v5p", "clock": 1.75e9, "attention_efficiency": 0.5}
+        predicted = {"parts": parts, "libtpu": "0.0.46", "constants": constants}
+        constants["link_bandwidth"] = 9e10
+        memory = {"temp_bytes": 5 * 2**20}
+        return {"predicted_step_seconds": seconds, "predicted": predicted, "memory": memory}
+
+    monkeypatch.setattr(script, "report", report)
+    peer = script.Peer("python", "base.yml", {})
+    assert script.compare(peer, "fsdp").startswith("libtpu 0.0.46: v5p at 1.75 GHz")
+    assert [line.split("|")[2:4] + line.split("|")[-3:-1] for line in lines(capsys)] == [
+        [" MaxText ", " 0.4 ", " 5 ", " 1.000 "],
+        [" sequential ", " 0.3 ", " 5 ", " 0.750 "],
+    ]
+    (_, theirs), (_, ours) = commands
+    assert theirs[1:3] == [str(SCRIPT), "--inside"]
+    assert theirs[4:6] == ["maxtext.trainers.pre_train.train_compile", "base.yml"]
+    assert "ici_fsdp_parallelism=8" in theirs
+    assert ours[:3] == ["python", "-m", "maxpipe.compile"]
+
+
+def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp_path):
+    text = (HLO / "step.hlo").read_text(encoding="utf-8")
+    compiled = SimpleNamespace(
+        as_text=lambda: text,
+        memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=7),
+    )
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled)
+    module = SimpleNamespace(main=lambda words: jax.stages.Lowered.compile(None))
+    monkeypatch.setitem(sys.modules, "fake_maxtext", module)
+    monkeypatch.setattr(script, "mesh_of", lambda compiled: mesh())
+    file = tmp_path / "report.json"
+    script.compile_inside(file, "fake_maxtext", ["base.yml"])
+    content = json.loads(file.read_text())
+    assert content["memory"] == {"temp_bytes": 7}
+    assert content["predicted_step_seconds"] > 0
+
+
+def test_command_without_a_report_fails_with_its_output(script, tmp_path):
+    command = [sys.executable, "-c", "print('no such key'); raise SystemExit(2)"]
+    with pytest.raises(script.Failed, match=r"ended with 2:\nno such key"):
+        script.report("maxtext", command, tmp_path / "report.json")
