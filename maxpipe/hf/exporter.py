@@ -88,11 +88,17 @@ def export(
         write_index(unfinished, files, kind.itemsize)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
         write_json(unfinished / FILE, content)
-        size = sum(math.prod(shape) for file in files for shape in file.shapes.values())
-        facts = {"model_type": family.model_type, "dtype": dtype, "version": version}
-        card = model_card(config, record, size=size, **facts)
-        (unfinished / CARD).write_text(card, encoding="utf-8")
         copy_companions(unfinished, companions, origin)
+        card = model_card(
+            config,
+            record,
+            model_type=family.model_type,
+            dtype=dtype,
+            size=sum(math.prod(shape) for file in files for shape in file.shapes.values()),
+            version=version,
+            has_tokenizer=any(unfinished.glob("tokenizer*")),
+        )
+        (unfinished / CARD).write_text(card, encoding="utf-8")
         names = sorted(file.name for file in unfinished.iterdir())
         unfinished.rename(target)
     finally:

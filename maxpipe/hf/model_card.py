@@ -20,16 +20,23 @@ A decoder of type `{model_type}`, trained with maxpipe{version}.
 {rows}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {classes}
 
 model = AutoModelForCausalLM.from_pretrained("DIRECTORY")
-tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")
+{tokenizer}
 ```
 """
 
 
 def model_card(
-    config: Config, record: Record, *, model_type: str, dtype: str, size: int, version: str
+    config: Config,
+    record: Record,
+    *,
+    model_type: str,
+    dtype: str,
+    size: int,
+    version: str,
+    has_tokenizer: bool,
 ) -> str:
     """Return a card in Markdown; paths of the run stay out of it.
 
@@ -40,6 +47,7 @@ def model_card(
       dtype: of the tensors.
       size: number of parameters.
       version: of maxpipe, that wrote the checkpoint; empty if the record does not say.
+      has_tokenizer: whether transformers finds a tokenizer next to the card.
     """
     m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length
     start = "imported weights" if config.init_from else "random weights"
@@ -55,7 +63,12 @@ def model_card(
     loss = record.meta.get(EVAL_LOSS)
     if isinstance(loss, int | float):
         facts["evaluation loss"] = f"{loss:.4f} nats a token"
+    tokenizer = "# The run had no file of a tokenizer."
+    if has_tokenizer:
+        tokenizer = 'tokenizer = AutoTokenizer.from_pretrained("DIRECTORY")'
     return _TEXT.format(
+        classes="AutoModelForCausalLM" + ", AutoTokenizer" * has_tokenizer,
+        tokenizer=tokenizer,
         name=config.run_name,
         model_type=model_type,
         version=f" {version}" if version else "",

@@ -16,11 +16,13 @@ from helpers.training_process import command
 from maxpipe import export as export_command
 from maxpipe import train
 from maxpipe.builder import build_trainer
+from maxpipe.checkpoint.record import Record
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.hf.exporter import copy_companions
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.importer import HfWeights
+from maxpipe.hf.model_card import model_card
 from maxpipe.hf.safetensors import INDEX, read_folder, read_header, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
@@ -190,6 +192,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys):
     card = (target / "README.md").read_text()
     assert "| training | 1 steps of " in card
     assert f"trained with maxpipe {version('maxpipe')}." in card
+    assert "import AutoModelForCausalLM, AutoTokenizer" in card
     assert str(tmp_path) not in card
     # The same parameters in one file
     file = tmp_path / "plain.safetensors"
@@ -246,3 +249,12 @@ def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path, letter
     assert names == {*expected, "tokenizer_config.json"}
     trained_with = companions[0] if companions else imported
     assert (target / "tokenizer.json").read_bytes() == trained_with.read_bytes()
+
+
+def test_card_of_a_run_on_bytes_promises_no_tokenizer():
+    config, record = resolve(load("base"), 4), Record(3, {}, {})
+    facts = {"model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
+    card = model_card(config, record, **facts, has_tokenizer=False)
+    assert "AutoTokenizer" not in card
+    assert "trained with maxpipe." in card
+    assert "evaluation loss" not in card
