@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.sections.model import DTYPES
 from maxpipe.supervision.signals import INTERRUPTED
@@ -79,6 +80,12 @@ def _export(flags: argparse.Namespace) -> int:
                 origin=origin,
                 version=version_of(record.meta),
             )
+    except OSError as error:
+        flag, place = (
+            ("--safetensors", flags.safetensors) if flags.safetensors else ("--hf", flags.hf)
+        )
+        message = f"cannot write to {place}: {error.strerror or error}"
+        raise ConfigError(Problem(flag, message)) from None
     except (CheckpointDamaged, CheckpointUnreadable) as error:
         print(f"error: {store}/{step}: {error}", file=sys.stderr)
         return NOT_READ

@@ -73,6 +73,7 @@ def export(
 
     Raises:
       ConfigError: the target exists.
+      OSError: a file cannot be written; nothing of the target is there.
       CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
     if target.exists():

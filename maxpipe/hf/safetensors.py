@@ -158,31 +158,46 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def write_file(
-    file: Path,
+def header(
     tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]],
     metadata: Mapping[str, str] = MappingProxyType({}),
-) -> np.memmap:
+) -> tuple[bytes, int]:
+    """Return the bytes before those of tensors, and how many of these follow.
+
+    Args:
+      tensors: (name, dtype, shape) of each, in their order in the file.
+      metadata: texts by name, which readers show.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return struct.pack("<Q", len(text)) + text, end
+
+
+def write_file(file: Path, tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> np.memmap:
     """Write a file's header, and return its data as bytes to be filled in, one after another.
 
     Args:
       file: is replaced.
-      tensors: (name, dtype, shape) of each.
-      metadata: texts by name, which readers show.
+      tensors: as for `header`.
+
+    Raises:
+      OSError: the file cannot be written, or the disk has no room for it.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned
+    start, size = header(tensors)
     with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        stream.truncate(8 + len(text) + end)
+        stream.write(start)
+        stream.truncate(len(start) + size)
         stream.flush()
+        if hasattr(os, "posix_fallocate"):
+            # Writing to a mapped file on a full disk would end the process with a signal.
+            os.posix_fallocate(stream.fileno(), 0, len(start) + size)
         os.fsync(stream.fileno())
-    return np.memmap(file, np.uint8, "r+", 8 + len(text), (end,))
+    return np.memmap(file, np.uint8, "r+", len(start), (size,))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ Any model can be written this way, and read without maxpipe or transformers.
 """
 
 import json
-import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from maxpipe.checkpoint.reader import PARAMS, read_arrays
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
-from maxpipe.hf.safetensors import write_file
+from maxpipe.hf.safetensors import header
+from maxpipe.storage.local_files import write_atomically
 
 FLAG = "--safetensors"
 
@@ -37,6 +38,7 @@ def export_file(directory: Path, record: Record, config: Config, target: Path, d
 
     Raises:
       ConfigError: the target exists.
+      OSError: the file cannot be written.
       CheckpointDamaged, CheckpointUnreadable: see `maxpipe.checkpoint.reader`.
     """
     if target.exists():
@@ -45,17 +47,13 @@ def export_file(directory: Path, record: Record, config: Config, target: Path, d
     leaves = {name: leaf for name, leaf in record.leaves.items() if name.startswith(prefix)}
     entries = [(name.removeprefix(prefix), kind, leaf.shape) for name, leaf in leaves.items()]
     model = {"step": record.step, "model": asdict(config.model)}
-    unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        data = write_file(unfinished, entries, {"maxpipe": json.dumps(model)})
-        end = 0
+
+    def pieces() -> Iterator[bytes]:
+        yield header(entries, {"maxpipe": json.dumps(model)})[0]
         for name in leaves:
             leaf = np.asarray(read_arrays(directory, record.leaves, {name: None})[name])
-            begin, end = end, end + leaf.size * kind.itemsize
-            data[begin:end] = leaf.astype(kind).reshape(-1).view(np.uint8)
-        data.flush()
-        unfinished.rename(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+            yield leaf.astype(kind).tobytes()
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, pieces())
     return len(leaves)

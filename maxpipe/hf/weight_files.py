@@ -58,6 +58,15 @@ def write_weights(
     dtype: np.dtype,
     read: Callable[[Rule], np.ndarray],
 ) -> None:
+    """Write the tensors of all files, one parameter in memory at a time.
+
+    Args:
+      target: a directory.
+      files: from `plan_files`.
+      rules: of all parameters.
+      dtype: of the tensors.
+      read: returns a parameter, [num_layers, ...] if it is of layers.
+    """
     data = {file.name: _create(target, file, dtype) for file in files}
     places = {n: place for f in files for n, place in _places(data[f.name], f, dtype)}
     for rule in rules:
@@ -84,6 +93,7 @@ def _places(data: np.memmap, file: TensorFile, dtype: np.dtype) -> Iterator[tupl
 
 
 def write_index(target: Path, files: Sequence[TensorFile], itemsize: int) -> None:
+    """Write which tensor is in which file, if there are several."""
     if len(files) == 1:
         return
     total = sum(math.prod(shape) for file in files for shape in file.shapes.values()) * itemsize
@@ -92,4 +102,5 @@ def write_index(target: Path, files: Sequence[TensorFile], itemsize: int) -> Non
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a JSON file for people and programs."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

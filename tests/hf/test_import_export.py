@@ -1,6 +1,8 @@
 """Weights of a folder go into any layout and come out again, byte by byte."""
 
+import errno
 import json
+import os
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -162,7 +164,11 @@ def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
     ]
 
 
-def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys):
+def full_disk(*arguments):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, monkeypatch):
     """A step with a learning rate of 0 and without weight decay leaves every bit."""
     path = folder()
     words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
@@ -203,6 +209,20 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys):
     assert plain["embed.embedding"].read().tobytes() == embedding.tobytes()
     down = [before[f"model.layers.{i}.mlp.down_proj.weight"].read().T for i in range(4)]
     np.testing.assert_array_equal(plain["layers.mlp.down"].read(), np.stack(down))
+    # What cannot be written is said, and the disk's room is taken before it is mapped.
+    for flag in ("--hf", "--safetensors"):
+        arguments[1:3] = [flag, str(file / "inside")]
+        with pytest.raises(SystemExit) as caught:
+            export_command.main(arguments)
+        assert caught.value.code == 2
+        assert f"{flag}: cannot write to {file}/inside: " in capsys.readouterr().err
+    arguments[1:3] = ["--hf", str(tmp_path / "full")]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full_disk)
+        with pytest.raises(SystemExit):
+            export_command.main(arguments)
+    assert "full: No space left on device" in capsys.readouterr().err
+    arguments[1:3] = ["--safetensors", str(file)]
     # Nothing half done remains, and what exists is not touched.
     names = {"gemma3", "runs", "exported", "plain.safetensors"}
     assert {entry.name for entry in tmp_path.iterdir()} == names
