@@ -45,6 +45,7 @@ class Carry(NamedTuple):
         along, [B, T, D]; else None.
       layer_gradients: float32 [V, L, ...] of this stage's layers.
       outer_gradients: float32, of the parameters that the head takes.
+      before_gradients: float32, of the layers before the pipeline; empty if there are none.
       table_gradient: float32, of the local columns of the embedding table.
       loss, aux: float32 scalars, sums of this stage.
       gathered: parameters in full, as far as they are gathered ahead.
@@ -58,6 +59,7 @@ class Carry(NamedTuple):
     outgoing_gradient: jax.Array | None
     layer_gradients: Params | None
     outer_gradients: Params | None
+    before_gradients: Params | None
     table_gradient: jax.Array | None
     loss: jax.Array
     aux: jax.Array
