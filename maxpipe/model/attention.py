@@ -4,7 +4,8 @@ Shapes: B batch, T sequence, D embed, H query heads, K key/value heads, C head_d
 """
 
 import math
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +17,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layer_facts import ALL_TOKENS, LayerTable, layer_table
 from maxpipe.model.layers import RMSNorm, project
 from maxpipe.model.parameters import declare
-
-
-class AttentionFn(Protocol):
-    """Attention of all queries to earlier tokens of their segment."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
-    ) -> jax.Array:
-        """Return [B,T,H,C]. The options are passed only if the model has them.
-
-        Args:
-          q, k, v: query [B,T,H,C], key and value [B,T,K,C].
-          segment_ids: int32 [B,T].
-          window: tokens that a query sees, its own included, int32 scalar; None = all.
-          sinks: [H], a logit per head that only the softmax's denominator has.
-          soft_cap: c of c * tanh(score / c); 0 = none.
-        """
-        ...
+from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions
 
 
 class LayerFacts(NamedTuple):
@@ -66,6 +42,7 @@ class Attention(nnx.Module):
         self.attention = attention
         self.table = layer_table(config)
         self.interleaved = config.rope_interleaved
+        self.rotates_by_product = config.rotation == "product"
         self.soft_cap = config.attention_soft_cap
         # Kernels divide scores by the root of C.
         self.query_scale = config.query_scale * math.sqrt(C) if config.query_scale else 1.0
@@ -108,7 +85,14 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.table.is_rotated:
             q, k = (
-                rotate(x, positions, facts.frequencies, facts.factor, interleaved=self.interleaved)
+                rotate(
+                    x,
+                    positions,
+                    facts.frequencies,
+                    facts.factor,
+                    interleaved=self.interleaved,
+                    by_product=self.rotates_by_product,
+                )
                 for x in (q, k)
             )
         return q if self.query_scale == 1 else q * self.query_scale, k, v
@@ -129,23 +113,13 @@ class Attention(nnx.Module):
         """
         facts = look_up(self.table, layer_index)
         q, k, v = self.project(x_BTD, positions, facts)
-        context = checkpoint_name(self._attend(q, k, v, segment_ids, facts), "context")
+        sinks = self.sinks[...] if self.has_sinks else None
+        options = AttentionOptions(facts.window, sinks, self.soft_cap)
+        context = checkpoint_name(self.attention(q, k, v, segment_ids, options), "context")
         y = project(context, self.out[...], 2)
         if self.has_output_bias:
             y = y + self.out_bias[...]
         return checkpoint_name(y, "out_proj")
-
-    def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, facts: LayerFacts
-    ) -> jax.Array:
-        options: dict[str, jax.Array | int | float] = {}
-        if facts.window is not None:
-            options["window"] = facts.window
-        if self.has_sinks:
-            options["sinks"] = self.sinks[...]
-        if self.soft_cap:
-            options["soft_cap"] = self.soft_cap
-        return self.attention(q, k, v, segment_ids, **options)  # type: ignore[arg-type]
 
 
 def look_up(table: LayerTable, layer_index: jax.Array | None) -> LayerFacts:
@@ -179,6 +153,7 @@ def rotate(
     factor: float | jax.Array = 1.0,
     *,
     interleaved: bool = False,
+    by_product: bool = False,
 ) -> jax.Array:
     """Rotate pairs of the first R channels of every head by positions * freq (Su et al. 2021).
 
@@ -188,7 +163,11 @@ def rotate(
       freq: float32 [R / 2], R <= C; the channels from R on stay.
       factor: multiplies the rotated channels.
       interleaved: rotate the pairs (2i, 2i + 1) instead of (i, i + R/2).
+      by_product: find the other channel of each pair by a product, not by slices; the result has
+        the same bits.
     """
+    if by_product:
+        return _rotate_by_product(x_BTHC, positions_BT, freq, factor, interleaved)
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * freq  # [B, T, 1, R/2]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     if not isinstance(factor, float) or factor != 1:
@@ -208,6 +187,77 @@ def rotate(
     if is_partial:
         rotated = jnp.concatenate([rotated, x[..., rotated_dim:]], axis=-1)
     return rotated.astype(x_BTHC.dtype)
+
+
+def _rotate_by_product(
+    x_BTHC: jax.Array,
+    positions_BT: jax.Array,
+    freq: np.ndarray | jax.Array,
+    factor: float | jax.Array,
+    interleaved: bool,
+) -> jax.Array:
+    """Compute `rotate` without slices of a head's channels.
+
+    TPUs hold 128 channels in the lanes of a register. Slices of 64 make XLA transpose queries and
+    keys; a product with a signed permutation does not, and it is exact.
+    """
+    head_dim, rotated_dim = x_BTHC.shape[-1], 2 * freq.shape[-1]
+    first, second = _pairs(rotated_dim, interleaved)
+    pair = np.zeros(head_dim, np.int32)  # the pair of each channel
+    pair[first] = pair[second] = np.arange(rotated_dim // 2)
+    is_rotated = np.arange(head_dim) < rotated_dim
+    of_channel = jnp.where(is_rotated, jnp.asarray(freq)[pair], 0)  # [C]
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * of_channel  # [B, T, 1, C]
+    factors = jnp.where(is_rotated, factor, 1.0)  # [C]
+    turn = partial(_turn, rotated_dim, interleaved)
+    return turn(x_BTHC, jnp.sin(angle) * factors, jnp.cos(angle) * factors)
+
+
+def _pairs(rotated_dim: int, interleaved: bool) -> np.ndarray:
+    """Return the channels of all pairs, int [2, rotated_dim / 2]."""
+    channels = np.arange(rotated_dim)
+    return channels.reshape(-1, 2).T if interleaved else channels.reshape(2, -1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _turn(
+    rotated_dim: int, interleaved: bool, x_BTHC: jax.Array, sin: jax.Array, cos: jax.Array
+) -> jax.Array:
+    """Return x * cos + partner(x) * sin in the dtype of x; sin and cos are float32 [B, T, 1, C].
+
+    The derivative is this function with the opposite angle, so that both products have operands of
+    the dtype of x, which they do not round.
+    """
+    first, second = _pairs(rotated_dim, interleaved)
+    partner = np.zeros((x_BTHC.shape[-1],) * 2)
+    partner[second, first], partner[first, second] = -1, 1
+    other = jnp.einsum(
+        "bthc,cd->bthd",
+        x_BTHC,
+        jnp.asarray(partner, x_BTHC.dtype),
+        precision=jax.lax.Precision.HIGHEST,  # exact for float32 too
+        preferred_element_type=jnp.float32,
+    )
+    return (x_BTHC.astype(jnp.float32) * cos + other * sin).astype(x_BTHC.dtype)
+
+
+def _turn_forward(
+    rotated_dim: int, interleaved: bool, x_BTHC: jax.Array, sin: jax.Array, cos: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _turn(rotated_dim, interleaved, x_BTHC, sin, cos), (sin, cos)
+
+
+def _turn_backward(
+    rotated_dim: int,
+    interleaved: bool,
+    angles: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, None, None]:
+    sin, cos = angles
+    return _turn(rotated_dim, interleaved, cotangent, -sin, cos), None, None
+
+
+_turn.defvjp(_turn_forward, _turn_backward)
 
 
 def _head_norm(config: ModelConfig, prefix: str) -> RMSNorm:
