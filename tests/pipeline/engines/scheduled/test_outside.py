@@ -83,7 +83,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "padded_rows",
+        "once",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in CASES
+            if case not in ("padded_rows", "once")
+        ),
+    ],
+)
 def test_gradients_with_layers_outside_the_pipeline_are_exact(case):
     place, num_outside, values = CASES[case]
     config = config_of(place, num_outside, **values)
@@ -92,7 +103,9 @@ def test_gradients_with_layers_outside_the_pipeline_are_exact(case):
     assert_same(actual, reference(config.model, rows))
 
 
-@pytest.mark.parametrize(("place", "rows"), [("after", 10), ("before", 24)])
+@pytest.mark.parametrize(
+    ("place", "rows"), [("after", 10), pytest.param("before", 24, marks=pytest.mark.slow)]
+)
 def test_evaluate_with_layers_outside_the_pipeline_is_exact(place, rows):
     config = config_of(place, 1, **{"model.dropout": 0.2})
     batch = make_batch(rows, seed=1)
