@@ -36,8 +36,7 @@ def config_of(place, num_outside, **values):
     )
 
 
-# Stages have one layer of padding in the last row of layers; half of their rows are padding where a
-# microbatch has three.
+# With 12 rows in four microbatches two stages share three rows, and one of the second is padding.
 CASES = {
     "tied": ("after", 3, {"model.tie_embeddings": True, "mesh.ici.fsdp": 2}),
     "padded_rows": (
