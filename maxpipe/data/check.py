@@ -46,7 +46,7 @@ def check(config: Config) -> int:
     """
     from maxpipe.data.mixture import open_mixture
 
-    load_tokenizer(config.data.tokenizer)
+    load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     ends_the_run = False
     for split in splits:

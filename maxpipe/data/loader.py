@@ -127,7 +127,7 @@ def make_loader(
     batch_size = global_batch_size(config, split)
     assert len(rows) > 0
     assert all(0 <= row < batch_size for row in rows)
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
     if tokenizer.vocab_size > config.model.vocab_size:
         message = (
             f"{config.model.vocab_size} is smaller than the tokenizer's vocabulary; "

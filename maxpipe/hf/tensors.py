@@ -55,9 +55,23 @@ class Rule:
         first = 0 if self.rows is None else self.rows[0]
         return slice(first, first + self._own_shape[0])
 
+    @property
+    def row_axis(self) -> int:
+        """Return the dimension of the parameter whose slices are runs of rows of the tensor."""
+        return self.letters.index(self.tensor_letters[0][0])
+
+    @property
+    def rows_of_slice(self) -> int:
+        """Return how many rows of the tensor one index of that dimension has."""
+        return math.prod(map(self._size, self.tensor_letters[0][1:]))
+
     def to_parameter(self, tensor: np.ndarray) -> np.ndarray:
         """Return one layer's parameter, as a view of a whole tensor where possible."""
-        split = tensor[self.own_rows].reshape([self._size(n) for n in self._tensor_order])
+        return self.from_rows(tensor[self.own_rows])
+
+    def from_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return some slices of one layer's parameter along `row_axis`, from their rows."""
+        split = rows.reshape([-1, *(self._size(n) for n in self._tensor_order[1:])])
         return split.transpose([self._tensor_order.index(n) for n in self.letters])
 
     def to_tensor(self, parameter: np.ndarray) -> np.ndarray:

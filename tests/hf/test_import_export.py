@@ -28,6 +28,7 @@ from maxpipe.hf.model_card import model_card
 from maxpipe.hf.safetensors import INDEX, read_folder, read_header, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
+from maxpipe.storage.model_folders import LocalFile, LocalFolder
 from maxpipe.training.launch import with_progress
 
 SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
@@ -107,7 +108,7 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
     trainer = build_trainer(config, make_mesh(config), note=lambda line: None)
     state = trainer.replace_parameters(trainer.init(jax.random.key(0)), HfWeights(config).read)
     params = trainer.to_canonical(state).params
-    stored = read_folder(path)
+    stored = read_folder(LocalFolder(path))
     used = set()
     for rule in tensor_rules(CASES[name](), ModelProgram(config.model)):
         leaf = params
@@ -142,7 +143,7 @@ def test_progress_is_said_in_bytes_after_some_seconds(monkeypatch):
 def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
     path = folder()
     config = config_of(path, "mesh.ici.fsdp=4")
-    stored = read_folder(path).items()
+    stored = read_folder(LocalFolder(path)).items()
     tensors = {n: np.array(x.read()) for n, x in stored if "layers.2.mlp.up" not in n}
     tensors["model.norm.weight"] = np.zeros(5, np.float32)
     tensors["model.layers.0.self_attn.k_norm.weight"] = np.zeros(16, np.int32)
@@ -181,7 +182,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     target = tmp_path / "exported"
     arguments = [str(tmp_path / "runs" / "base"), "--hf", str(target), "--dtype", "bfloat16"]
     assert export_command.main([*arguments, "--file-size", "0.00005"]) == 0
-    before, after = read_folder(path), read_folder(target)
+    before, after = read_folder(LocalFolder(path)), read_folder(LocalFolder(target))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
@@ -204,7 +205,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     file = tmp_path / "plain.safetensors"
     arguments[1:3] = ["--safetensors", str(file)]
     assert export_command.main(arguments) == 0
-    plain = read_header(file)
+    plain = read_header(LocalFile(file))
     embedding = before["model.embed_tokens.weight"].read()
     assert plain["embed.embedding"].read().tobytes() == embedding.tobytes()
     down = [before[f"model.layers.{i}.mlp.down_proj.weight"].read().T for i in range(4)]
