@@ -18,6 +18,7 @@ from maxpipe.config.values import nearest
 
 KEY = "model.from_hf"
 FILE = "config.json"
+VOCABULARY = "model.vocab_size"  # which may be larger than the file's
 
 
 class Shape(NamedTuple):
@@ -111,13 +112,22 @@ def override(
     except ConfigError as error:
         return {**values}, {**sources}, list(error.problems)
     problems = []
+    merged = {**shape.values}
     for key, value in shape.values.items():
-        is_set = key in values and sources.get(key) == COMMAND_LINE
-        if is_set and values[key] != value and not _is_derived(key, values[key]):
-            message = f"is {values[key]}, but {shape.source} says {value}; leave the key out"
-            problems.append(Problem(key, message, COMMAND_LINE))
-    merged_sources = {**sources, **dict.fromkeys(shape.values, shape.source)}
-    return {**values, **shape.values}, merged_sources, problems
+        if key not in values or sources.get(key) != COMMAND_LINE:
+            continue
+        own_value: Any = values[key]
+        if own_value == value or _is_derived(key, own_value):
+            continue
+        if key == VOCABULARY and own_value > value:
+            merged[key] = own_value
+            continue
+        remedy = "only more rows are possible, as padding; " if key == VOCABULARY else ""
+        message = f"is {own_value}, but {shape.source} says {value}; {remedy}leave the key out"
+        problems.append(Problem(key, message, COMMAND_LINE))
+    from_shape = [key for key, value in merged.items() if value == shape.values[key]]
+    merged_sources = {**sources, **dict.fromkeys(from_shape, shape.source)}
+    return {**values, **merged}, merged_sources, problems
 
 
 def _is_derived(key: str, value: object) -> bool:

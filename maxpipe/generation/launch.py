@@ -44,7 +44,7 @@ def launch(flags: argparse.Namespace) -> int:
         ends = {tokenizer.eos_id, *flags.stop_token}
         if flags.tokenizer is None:
             ends |= imported_ends(config, store)
-        check_tokens(flags.stop_token, config.model.vocab_size)
+        check_tokens(flags.stop_token, config.model.num_token_ids)
         prompt = read_prompt(flags.prompt, tokenizer, config.data.sequence_length)
         with store.local_copy(step) as directory:
             params = load_parameters(directory, config)
@@ -95,7 +95,7 @@ def find_tokenizer(
             raise ConfigError(*problems) from error
         moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
         raise ConfigError(*error.problems, moved) from error
-    model_size = config.model.vocab_size
+    model_size = config.model.num_token_ids
     if tokenizer.vocab_size > model_size:
         message = (
             f"{name_or_path} has {tokenizer.vocab_size} ids, the model {model_size}: "

@@ -140,13 +140,16 @@ class HfWeights:
     def _read_tensor(
         self, rule: Rule, layer: int, regions: Set[Region], dtype: np.dtype
     ) -> dict[Region, np.ndarray]:
-        """Return regions of one layer's parameter; what lies between them may be read, too."""
+        """Return regions of one layer's parameter; what lies between them may be read, too.
+
+        Rows that the file does not have, because the vocabulary is padded, are zero.
+        """
         tensor = self._tensors[rule.template.format(layer=layer)]
-        parts = {region: np.empty(shape_of(region), dtype) for region in regions}
+        parts = {region: np.zeros(shape_of(region), dtype) for region in regions}
         axis, rows = rule.row_axis, rule.rows_of_slice
-        end = max(region[axis][1] for region in regions)
+        end = min(max(region[axis][1] for region in regions), rule.num_slices)
         start = min(region[axis][0] for region in regions)
-        most = end - start  # of a file that is mapped into memory
+        most = max(1, end - start)  # of a file that is mapped into memory
         if tensor.file.block_size:
             most = max(1, tensor.file.block_size // (rows * tensor.row_bytes))
         for first in range(start, end, most):

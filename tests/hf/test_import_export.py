@@ -43,7 +43,7 @@ def config_of(folder, *words):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("gemma3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
+        ("gemma3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2", "model.vocab_size=512")),
         ("gemma3", ("mesh.ici.fsdp=4", "pipeline.schedule=zb_v")),  # mpmd
         ("gemma3", ("pipeline.schedule=circular", "pipeline.layers_per_stage=[1,3]")),
         ("phi3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
@@ -75,6 +75,7 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
             )
             used.add(rule.template.format(layer=layer))
     assert used == stored.keys()
+    assert not np.asarray(params["embed"]["embedding"])[320:].any()
 
 
 def test_progress_is_said_in_bytes_after_some_seconds(monkeypatch):

@@ -92,6 +92,7 @@ def test_run_from_a_store_is_exported_from_a_store(stored, s3, folder, tmp_path,
     """Shape, weights and tokenizer are in a bucket; the mirror alone has all for an export."""
     words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
     words += [f"model.from_hf={stored}", f"init_from={stored}", f"data.tokenizer={stored}"]
+    words += ["model.vocab_size=384"]  # rows of padding stay in the run
     words += ["steps=1", "optimizer.name=sgd", "optimizer.learning_rate=0", "mesh.ici.fsdp=4"]
     words += ["optimizer.weight_decay=0", "mesh.simulated_devices=0"]
     words += ["checkpoint.mirror=s3://models/runs", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -110,7 +111,8 @@ def test_run_from_a_store_is_exported_from_a_store(stored, s3, folder, tmp_path,
     same = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     for name in (*same, "generation_config.json"):
         assert (target / name).read_bytes() == (folder / name).read_bytes()
-    assert json.loads((target / "config.json").read_text())["eos_token_id"] == [2, 7]
+    written = json.loads((target / "config.json").read_text())
+    assert (written["eos_token_id"], written["vocab_size"]) == ([2, 7], 320)
 
 
 def problem_of(*words):
