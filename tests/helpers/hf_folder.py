@@ -34,6 +34,7 @@ def write_tokenizer(directory: Path, letters: str = "abc") -> Path:
         "<s> $A", special_tokens=[("<s>", 0)]
     )
     tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.decoder = tokenizers.decoders.Fuse()  # no spaces between letters
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')

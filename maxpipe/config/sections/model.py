@@ -81,8 +81,8 @@ class ModelConfig:
 
     from_hf: str = option(
         "",
-        "directory with a Hugging Face config.json, from which the shape of the model is taken; "
-        "empty = the keys below",
+        "directory with a Hugging Face config.json, from which the shape of the model is taken, "
+        "s3://..., gs://... or org/name, a model of the hub; empty = the keys below",
     )
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "number of decoder layers", minimum=1, maximum=2**14)
