@@ -20,6 +20,7 @@ _NOT_SHAPE = (
     "logit_tiles",
     "attention",
     "attention_block_size",
+    "rotation",
     "rope_scaling.length",
 )
 SHAPE_DEFAULTS: Mapping[str, object] = {
