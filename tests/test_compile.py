@@ -298,9 +298,9 @@ class TestTpu:
     @pytest.mark.parametrize(
         "words",
         [
-            ("pipeline.schedule=circular",),
+            pytest.param(("pipeline.schedule=circular",), marks=pytest.mark.slow),
             ("pipeline.schedule=lockstep_1f1b",),
-            ("mesh.ici.stage=1",),
+            pytest.param(("mesh.ici.stage=1",), marks=pytest.mark.slow),
         ],
     )
     def test_compile_with_context_parallelism_gathers_keys_and_values(self, tmp_path, words):

@@ -12,6 +12,17 @@ from golden.runner import ROOT
 from golden.values import above, differences
 
 
+# Runs that CI adds: others have the same engine.
+SLOW = {
+    "circular_per_iteration",
+    "circular_once",
+    "circular_uneven",
+    "gpipe_dropout",
+    "lockstep_1f1b_once",
+    "lockstep_1f1b_bfloat16",
+}
+
+
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """Name -> values with the current code, of the names that are asked for in this session."""
@@ -26,7 +37,10 @@ def results(request, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NAMES],
+)
 def test_run_gives_recorded_values(results, name):
     actual = results[name]
     assert not isinstance(actual, str), actual

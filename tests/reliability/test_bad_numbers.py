@@ -173,7 +173,15 @@ def test_train_resumed_keeps_spike_window(tmp_path):
     assert np.count_nonzero(history["history.values"]) == 12
 
 
-@pytest.mark.parametrize("windows", [(0, 16), (16, 0), (16, 20)])
+@pytest.mark.parametrize(
+    "windows",
+    [
+        (0, 16),
+        pytest.param((16, 0), marks=pytest.mark.slow),
+        pytest.param((16, 20), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_train_resumed_may_change_spike_filter(tmp_path, windows):
     before, after = (f"optimizer.spike_window={window}" for window in windows)
     assert run(tmp_path, before, "steps=6", "stop_after=3") == 0

@@ -48,7 +48,7 @@ run_command(main)
     ("program", "reason"),
     [
         (NO_ROOM_FOR_DIRECTORIES, "No space left on device"),
-        (NO_ROOM_FOR_ARRAYS, "File too large"),
+        pytest.param(NO_ROOM_FOR_ARRAYS, "File too large", marks=pytest.mark.slow),
     ],
     ids=["directories", "arrays"],
 )

@@ -51,7 +51,7 @@ def test_train_second_start_is_refused_until_the_first_is_dead(tmp_path):
     assert not lease.exists()
 
 
-@pytest.mark.parametrize("is_moved", [True, False])
+@pytest.mark.parametrize("is_moved", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_train_lost_run_directory_ends_with_1(tmp_path, is_moved):
     words = command(tmp_path / "runs", *ENDLESS)
     with TrainingProcess(tmp_path / "log", words, program=LOOKS_OFTEN) as process:

@@ -96,14 +96,22 @@ def unrolled():
     return Result(float(value), jax.tree.map(np.asarray, gradients))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "scheduled",
+        "mpmd",
+        pytest.param("circular", marks=pytest.mark.slow),
+        pytest.param("sequential", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_that_differ_equal_the_unrolled_model_with_two_tensor_shards(engine):
     config = config_of(engine, **{"mesh.ici.tensor": 2})
     subject = MpmdUnderTest(config) if engine == "mpmd" else EngineUnderTest(config)
     assert_same(subject.train(make_batch(ROWS)), unrolled())
 
 
-@pytest.mark.parametrize("engine", ["circular", "scheduled"])
+@pytest.mark.parametrize("engine", ["circular", pytest.param("scheduled", marks=pytest.mark.slow)])
 def test_layers_that_differ_equal_the_unrolled_model_with_two_parts_of_sequences(engine):
     """Windows count tokens, not the places of a split sequence."""
     config = config_of(engine, **{"mesh.ici.context": 2})

@@ -147,7 +147,9 @@ def test_scan_options_compile_a_loop_or_copies(option, gather, length):
     )
 
 
-@pytest.mark.parametrize("gather", ["per_iteration", "per_repeat"])
+@pytest.mark.parametrize(
+    "gather", [pytest.param("per_iteration", marks=pytest.mark.slow), "per_repeat"]
+)
 def test_copies_of_iterations_equal_sequential(gather):
     config = circular(
         **{

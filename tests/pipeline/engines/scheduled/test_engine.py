@@ -152,7 +152,10 @@ def test_gradients_of_a_table_with_holes_are_exact(tmp_path):
     "values",
     [
         {"model.tie_embeddings": True},
-        {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "none"},
+        pytest.param(
+            {"pipeline.fsdp_gather": "once", "pipeline.remat_policy": "none"},
+            marks=pytest.mark.slow,
+        ),
         {
             "pipeline.delay_activation_forwarding": True,
             "pipeline.remat_policy": "minimal",
@@ -204,7 +207,7 @@ def test_gradients_under_other_sharding_rules_are_exact(rules):
     check(small(**{"sharding.logical_axis_rules": changed, "pipeline.fsdp_gather": gather} | axes))
 
 
-@pytest.mark.parametrize("embed", [20, 18])
+@pytest.mark.parametrize("embed", [20, pytest.param(18, marks=pytest.mark.slow)])
 def test_gradients_of_an_embedding_that_devices_do_not_divide_are_exact(embed):
     """Of 4 stages and 2-way fsdp, stage divides 20 columns and fsdp 18; tokens do not divide."""
     values = {

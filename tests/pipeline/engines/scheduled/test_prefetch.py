@@ -35,9 +35,12 @@ def config_of(**values):
     "values",
     [
         {},
-        {"pipeline.skip_idle": "false"},
+        pytest.param({"pipeline.skip_idle": "false"}, marks=pytest.mark.slow),
         {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
-        {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.num_repeats": 2},
+        pytest.param(
+            {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.num_repeats": 2},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["four_shards", "no_slot_skipped", "split_backwards", "tensor"],
 )
