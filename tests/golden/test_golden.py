@@ -11,7 +11,6 @@ from golden.recording import NAMES, load, run_and_read, tolerance
 from golden.runner import ROOT
 from golden.values import above, differences
 
-
 # Runs that CI adds: others have the same engine.
 SLOW = {
     "circular_per_iteration",
