@@ -12,6 +12,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
+from maxpipe.model.experts.split import build_experts
 from maxpipe.model.kernels.choose import build_attention
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.base import EngineInputs
@@ -50,8 +51,9 @@ def build_engine_inputs(
     if table and table.note:
         note(table.note)
     attention = build_attention(config, rules, mesh.devices.flat[0].platform, note)
+    experts = build_experts(config.model, rules, mesh.devices.flat[0].platform, note)
     return EngineInputs(
-        program=ModelProgram(config.model, attention),
+        program=ModelProgram(config.model, attention, experts),
         rules=rules,
         config=config.pipeline,
         layout=build_layout(config),

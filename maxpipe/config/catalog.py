@@ -146,7 +146,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 # Names that the decoder block gives its tensors.
 QKV = ("query_proj", "key_proj", "value_proj")
-MATMULS = (*QKV, "context", "out_proj", "mlp_gate", "mlp_up", "mlp_down")
+MLP = ("mlp_gate", "mlp_up", "mlp_down")
+# Rows of experts are in the order of this choice: whoever saves them has to save it as well.
+EXPERT_CHOICE = "expert_choice"
+MATMULS = (*QKV, "context", "out_proj", *MLP, EXPERT_CHOICE)
 
 
 @dataclass(frozen=True)
@@ -364,6 +367,66 @@ KERNELS: dict[str, AttentionKernel] = {
         ("tpu",),
         preferred_on=("tpu",),
         summary="a TPU kernel that never holds all scores",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GroupedKernel:
+    """A product of rows with the weights of their experts, `model.moe.kernel`.
+
+    It is a class with `unfit`, `layout` and `multiply`; see `maxpipe.model.experts`.
+
+    Attributes:
+      implementation: "module:class".
+      platforms: backends that it runs on.
+      preferred_on: backends on which `model.moe.kernel=auto` picks it if the sizes fit.
+      summary: a phrase for `--help`.
+    """
+
+    implementation: str
+    platforms: tuple[str, ...]
+    preferred_on: tuple[str, ...] = ()
+    summary: str = ""
+
+
+_EXPERTS = "maxpipe.model.experts."
+GROUPED_KERNELS: dict[str, GroupedKernel] = {
+    "blocks": GroupedKernel(
+        _EXPERTS + "blocks:Blocks",
+        ("cpu", "gpu", "tpu"),
+        preferred_on=("cpu", "gpu"),
+        summary="a loop over blocks of rows of one expert, on every backend",
+    ),
+    "megablox": GroupedKernel(
+        _EXPERTS + "megablox:Megablox",
+        ("tpu",),
+        preferred_on=("tpu",),
+        summary="JAX's TPU kernel for groups of any size",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token chooses experts, `model.moe.router`: logits -> choice and weights.
+
+    Attributes:
+      implementation: "module:function".
+      summary: a phrase for `--help`.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+ROUTERS: dict[str, Router] = {
+    "sigmoid": Router(_EXPERTS + "router:sigmoid", summary="the sigmoid of each logit"),
+    "softmax": Router(
+        _EXPERTS + "router:softmax", summary="the softmax over all experts, then the choice"
+    ),
+    "topk_softmax": Router(
+        _EXPERTS + "router:topk_softmax", summary="the choice, then the softmax over it"
     ),
 }
 

@@ -13,10 +13,13 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn
+from maxpipe.model.experts.mixture import ExpertsFn
 from maxpipe.model.kernels.dot_product import dot_product_attention
-from maxpipe.model.layers import RMSNorm, SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
-from maxpipe.model.parameters import Params, declare, split_module
+from maxpipe.model.parameters import Params, ParamSpec, declare, map_specs, split_module
+
+UNNAMED = "auxiliary_loss"  # of a block that returns a number, not losses by name
 
 
 class Embedding(nnx.Module):
@@ -47,7 +50,7 @@ class Head(nnx.Module):
 
 
 class ModelProgram:
-    """The model of one configuration, with one attention function.
+    """The model of one configuration, with one function for attention and one for experts.
 
     `params` below are the outer parameters {"embed", "head"}, floating leaves in the compute dtype.
 
@@ -57,9 +60,15 @@ class ModelProgram:
     Attributes:
       config: the model's section of the configuration.
       specs: {"embed", "layers" (of one layer), "head"}, trees of `ParamSpec`.
+      auxiliary_names: of the auxiliary losses that `block` returns.
     """
 
-    def __init__(self, config: ModelConfig, attention: AttentionFn = dot_product_attention):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFn = dot_product_attention,
+        experts: ExpertsFn | None = None,
+    ):
         if config.block not in BLOCKS:
             choices = ", ".join(BLOCKS)
             raise ValueError(
@@ -67,13 +76,16 @@ class ModelProgram:
             )
         block = implementation(BLOCKS[config.block])
         self.config = config
-        self._apply_block, layers = split_module(lambda: block(config, attention))
+        functions = (attention, experts) if config.moe.experts else (attention,)
+        self._apply_block, layers = split_module(lambda: block(config, *functions))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
         self._output = OutputLoss(
             config.logit_soft_cap, config.z_loss, config.logit_tiles, config.logit_scale
         )
         self.specs = {"embed": embed, "layers": layers, "head": head}
+        names_of = getattr(block, "auxiliary_names", None)
+        self.auxiliary_names: tuple[str, ...] = names_of(config) if names_of else (UNNAMED,)
 
     @property
     def needs_key(self) -> bool:
@@ -87,11 +99,23 @@ class ModelProgram:
         return parameters.count(outer) + self.config.num_layers * layer
 
     def cast(self, params: Params) -> Params:
-        """Cast floating leaves to the compute dtype."""
-        dtype = jnp.dtype(self.config.dtype)
-        return jax.tree.map(
-            lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
-        )
+        """Cast floating leaves to the dtype in which they are used.
+
+        Args:
+          params: a tree like `specs`, some of its parts by name, or one layer.
+        """
+        is_layer = not params.keys() <= self.specs.keys()
+        specs = self.specs["layers"] if is_layer else {n: self.specs[n] for n in params}
+
+        def cast(spec: ParamSpec, p: jax.Array) -> jax.Array:
+            dtype = jnp.dtype(spec.compute_dtype(self.config.dtype))
+            return p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p
+
+        return map_specs(cast, specs, params)
+
+    def no_auxiliary(self) -> AuxiliaryLosses:
+        """Return auxiliary losses of 0, to which those of layers are added."""
+        return {name: jnp.zeros((), jnp.float32) for name in self.auxiliary_names}
 
     @jax.named_scope("embedding")
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
@@ -105,9 +129,10 @@ class ModelProgram:
     @jax.named_scope("layer")
     def block(
         self, layer: Params, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Apply one layer: x [B, T, D] -> (activations, auxiliary loss summed over sequences)."""
-        return self._apply_block(layer, x_BTD, side, key)
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Apply one layer: x [B, T, D] -> (activations, auxiliary losses by name)."""
+        y, auxiliary = self._apply_block(layer, x_BTD, side, key)
+        return y, auxiliary if isinstance(auxiliary, dict) else {UNNAMED: auxiliary}
 
     @jax.named_scope("head")
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.scheduled.plan import PlanArray
 from maxpipe.pipeline.split_vjp import Arrays
@@ -46,7 +47,8 @@ class Carry(NamedTuple):
       layer_gradients: float32 [V, L, ...] of this stage's layers.
       outer_gradients: float32, of the parameters that the head takes.
       table_gradient: float32, of the local columns of the embedding table.
-      loss, aux: float32 scalars, sums of this stage.
+      loss: float32 scalar, sum of this stage.
+      aux: auxiliary losses, sums of this stage.
       gathered: parameters in full, as far as they are gathered ahead.
     """
 
@@ -60,7 +62,7 @@ class Carry(NamedTuple):
     outer_gradients: Params | None
     table_gradient: jax.Array | None
     loss: jax.Array
-    aux: jax.Array
+    aux: AuxiliaryLosses
     gathered: Gathered = Gathered()
 
 

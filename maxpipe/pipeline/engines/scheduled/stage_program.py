@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -81,7 +81,7 @@ class ChunkInputs(NamedTuple):
     gathered: Layers | None
 
 
-ChunkOutputs = tuple[jax.Array, jax.Array]  # (activation [B, T, D], auxiliary loss)
+ChunkOutputs = tuple[jax.Array, AuxiliaryLosses]  # (activation [B, T, D], auxiliary losses)
 Chunk = Callable[[jax.Array, Params, ChunkInputs], ChunkOutputs]
 ChunkVjp = SplitVjp[Params, ChunkInputs, ChunkOutputs]
 
@@ -110,7 +110,7 @@ class StageProgram:
     Attributes:
       settings: see there.
       chunk: (x [B, T, D], parameters of a chunk [L, ...], its inputs) -> (y [B, T, D], auxiliary
-        loss).
+        losses).
       embedding, head: the ends of the model.
       embedding_table: local columns of the embedding table.
       layers: parameters of this stage [V, L, ...], as `chunk` takes them.
@@ -239,10 +239,10 @@ class StageProgram:
 
         weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch, carry.gathered.F)
         (y, aux), residuals = self._unless_idle(tick.F.active, compute, x, weights, inputs)
-        # An idle slot writes to the scratch slot, and its auxiliary loss does not count.
+        # An idle slot writes to the scratch slot, and its auxiliary losses do not count.
         stores = write_all(carry.residuals, tick.F.residuals, residuals)
-        aux = carry.aux + jnp.where(tick.F.active, aux, 0)
-        return carry._replace(residuals=stores, aux=aux), y
+        total = jax.tree.map(lambda t, a: t + jnp.where(tick.F.active, a, 0), carry.aux, aux)
+        return carry._replace(residuals=stores, aux=total), y
 
     @jax.named_scope("embedding")
     def _embed(self, microbatch: PlanArray, like: jax.Array) -> jax.Array:
@@ -314,9 +314,10 @@ class StageProgram:
         if phase.B.from_head.any():
             assert head_gradient is not None
             dy = jnp.where(tick.B.from_head, head_gradient, dy)
-        # The auxiliary loss has a cotangent of its own, its weight in the total loss.
+        # Auxiliary losses have a cotangent of their own, their weight in the total loss.
         weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch, carry.gathered.B)
-        operands = residuals, weights, inputs, (dy, self.aux_scale)
+        daux = dict.fromkeys(carry.aux, self.aux_scale)
+        operands = residuals, weights, inputs, (dy, daux)
         if isinstance(vjp, SplitBackwardVjp):
             # I: weight gradients are left to the W slot.
             dx, stash = self._unless_idle(tick.B.active, vjp.input_gradient, *operands)
