@@ -133,11 +133,8 @@ def compress(indices: Sequence[int]) -> str:
 
 def _parameters(run: RunSummary) -> str:
     total = f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"
-    return (
-        f"{total}, {run.num_active:,} of them active"
-        if run.num_active < run.num_parameters
-        else total
-    )
+    is_sparse = run.num_active < run.num_parameters
+    return f"{total}, {run.num_active:,} of them active" if is_sparse else total
 
 
 def _pipeline(run: RunSummary) -> str:
