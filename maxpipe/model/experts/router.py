@@ -39,6 +39,16 @@ class Choice(NamedTuple):
 RouterFn = Callable[[jax.Array, MoEConfig], Choice]
 
 
+def route(logits: jax.Array, moe: MoEConfig) -> Choice:
+    """Choose experts for logits [..., E], float32; weights are normalised and scaled."""
+    router: RouterFn = implementation(ROUTERS[moe.router])
+    choice = router(logits, moe)
+    weights = choice.weights
+    if moe.normalise and moe.router != "topk_softmax":
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return choice._replace(weights=weights if moe.scale == 1 else weights * moe.scale)
+
+
 def softmax(logits: jax.Array, config: MoEConfig) -> Choice:
     """Choose by the softmax over all experts, as Mixtral, Qwen3 and OLMoE do."""
     return _chosen(jax.nn.softmax(logits, axis=-1), config.per_token)
@@ -54,16 +64,6 @@ def sigmoid(logits: jax.Array, config: MoEConfig) -> Choice:
     """Choose by the sigmoid of each logit (DeepSeek-V3, arXiv:2412.19437)."""
     experts, weights, scores = _chosen(jax.nn.sigmoid(logits), config.per_token)
     return Choice(experts, weights, scores / jnp.sum(scores, axis=-1, keepdims=True))
-
-
-def route(logits: jax.Array, config: MoEConfig) -> Choice:
-    """Choose experts for logits [..., E], float32; weights are normalised and scaled."""
-    router: RouterFn = implementation(ROUTERS[config.router])
-    choice = router(logits, config)
-    weights = choice.weights
-    if config.normalise and config.router != "topk_softmax":
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return choice._replace(weights=weights if config.scale == 1 else weights * config.scale)
 
 
 def losses(logits: jax.Array, choice: Choice, config: MoEConfig) -> dict[str, jax.Array]:
