@@ -471,11 +471,16 @@ MODEL_TYPES: dict[str, ModelType] = {
     "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
     "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),
     "mistral": ModelType(_FAMILIES + "llama:Mistral", summary="Mistral 7B, Nemo"),
+    "mixtral": ModelType(_FAMILIES + "experts:Mixtral", summary="Mixtral 8x7B, 8x22B"),
     "olmo2": ModelType(_FAMILIES + "olmo:Olmo2", summary="OLMo 2"),
     "olmo3": ModelType(_FAMILIES + "olmo:Olmo3", summary="OLMo 3"),
+    "olmoe": ModelType(_FAMILIES + "experts:Olmoe", summary="OLMoE"),
     "phi3": ModelType(_FAMILIES + "phi:Phi3", summary="Phi-3, Phi-3.5, Phi-4"),
     "qwen2": ModelType(_FAMILIES + "llama:Qwen2", summary="Qwen2 and Qwen2.5, dense"),
     "qwen3": ModelType(_FAMILIES + "llama:Qwen3", summary="Qwen3, dense"),
+    "qwen3_moe": ModelType(
+        _FAMILIES + "experts:Qwen3Moe", summary="Qwen3 with experts, as 30B-A3B and 235B-A22B"
+    ),
     "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", summary="SmolLM3"),
 }
 

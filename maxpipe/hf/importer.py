@@ -116,8 +116,13 @@ class HfWeights:
 
     def _copy(self, rule: Rule, layer: int, index: tuple[slice, ...], target: np.ndarray) -> None:
         """Read `index` of one layer's parameter into an array."""
-        tensor = self._tensors[rule.template.format(layer=layer)].read()
-        copy_view(rule.to_parameter(tensor)[index], target)
+        if not rule.experts:
+            tensor = self._tensors[rule.template.format(layer=layer)].read()
+            copy_view(rule.to_parameter(tensor)[index], target)
+            return
+        names = [name for name, _ in rule.tensors(layer)]
+        for name, part in zip(names[index[0]], target, strict=True):
+            copy_view(rule.to_parameter(self._tensors[name].read())[index[1:]], part)
 
 
 @partial(jax.jit, donate_argnums=0)

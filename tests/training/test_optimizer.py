@@ -199,7 +199,9 @@ class TestMuon:
 
     def test_each_expert_is_a_matrix_of_its_own(self):
         gradient = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
-        spec = ParamSpec((2, 8, 16), jnp.dtype("float32"), ("expert", "expert_embed", "expert_mlp"), 1.0)
+        spec = ParamSpec(
+            (2, 8, 16), jnp.dtype("float32"), ("expert", "expert_embed", "expert_mlp"), 1.0
+        )
         one = ParamSpec((8, 16), jnp.dtype("float32"), ("embed", "mlp"), 1.0)
         alone = np.stack([self.direction(one, expert) for expert in gradient])
         np.testing.assert_allclose(self.direction(spec, gradient), alone, atol=1e-4)
