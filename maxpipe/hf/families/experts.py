@@ -7,7 +7,16 @@ from maxpipe.hf.family import Family
 from maxpipe.hf.rope import Json
 
 
-class Mixtral(Family):
+class Experts(Family):
+    """A type that has no dense models."""
+
+    def config(self, m: ModelConfig, sequence_length: int) -> dict[str, Any]:
+        if not m.moe.experts:
+            raise ValueError(f"{self.model_type} has no model.moe.experts=0")
+        return super().config(m, sequence_length)
+
+
+class Mixtral(Experts):
     """Mixtral; the weights of a token's experts add up to 1."""
 
     model_type = "mixtral"
@@ -36,7 +45,7 @@ class Mixtral(Family):
         }
 
 
-class Qwen3Moe(Family):
+class Qwen3Moe(Experts):
     """Qwen3 with experts; heads of queries and keys are normalised."""
 
     model_type = "qwen3_moe"
@@ -77,7 +86,7 @@ class Qwen3Moe(Family):
         }
 
 
-class Olmoe(Family):
+class Olmoe(Experts):
     """OLMoE; all queries and all keys of a token are normalised at once."""
 
     model_type = "olmoe"

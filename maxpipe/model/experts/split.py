@@ -81,15 +81,23 @@ def build_experts(
     """
     if not config.moe.experts:
         return None
-    kernel = _kernel(choose_kernel(config, platform, note))
-    return per_device(experts_with(kernel.layout, kernel.multiply, config.mlp_activation), rules)
+    name = choose_kernel(config, platform, note)
+    kernel = _kernel(name)
+    experts = experts_with(kernel.layout, kernel.multiply, config.mlp_activation)
+    return per_device(experts, rules, always=name != EVERYWHERE)
 
 
-def per_device(experts: ExpertsFn, rules: AxisRules) -> ExpertsFn:
+def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> ExpertsFn:
     """Run `experts` on each device's own tokens.
 
     XLA's partitioner would gather all tokens to sort them. Inside a program that is already manual
     over some axes only the other axes are left to split.
+
+    Args:
+      experts: of one device.
+      rules: logical axis rules, bound to the mesh.
+      always: whether no axis may be left to the partitioner, even if it has one device: it refuses
+        kernels of Pallas.
     """
 
     def run(
@@ -98,7 +106,7 @@ def per_device(experts: ExpertsFn, rules: AxisRules) -> ExpertsFn:
         current = jax.sharding.get_abstract_mesh()
         manual = set(current.manual_axes)
         automatic = {axis for axis in rules.mesh.axis_names if axis not in manual}
-        if all(rules.mesh.shape[axis] == 1 for axis in automatic):
+        if not always and all(rules.mesh.shape[axis] == 1 for axis in automatic):
             return experts(x, choice, combine, weights)
         tokens = rules.automatic_spec(("activation_batch", "activation_length", None), x.shape)
         width = rules.automatic_spec((None, None, "expert_mlp"), weights.gate.shape)[2]
