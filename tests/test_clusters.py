@@ -46,7 +46,11 @@ def test_cluster_comment_states_commands_chips_layout_and_tokens(path):
 class TestTpu:
     pytestmark = tpu_aot
 
-    @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
+    @pytest.mark.parametrize(
+        "path",
+        [CLUSTERS[0], *(pytest.param(path, marks=pytest.mark.slow) for path in CLUSTERS[1:])],
+        ids=lambda path: path.stem,
+    )
     def test_cluster_step_at_reduced_size_compiles(self, tmp_path, path):
         config, chips = resolved(path)
         stages = config.mesh.size("stage")
@@ -67,8 +71,15 @@ class TestTpu:
         )
 
     @pytest.mark.parametrize("slices", SLICES)
-    @pytest.mark.parametrize("axis", ["stage", "data"])
-    @pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
+    @pytest.mark.parametrize(
+        ("schedule", "axis"),
+        [
+            ("circular", "stage"),
+            ("lockstep_1f1b", "data"),
+            pytest.param("circular", "data", marks=pytest.mark.slow),
+            pytest.param("lockstep_1f1b", "stage", marks=pytest.mark.slow),
+        ],
+    )
     def test_engine_on_several_slices_sends_one_axis_over_dcn(
         self, tmp_path, schedule, axis, slices
     ):

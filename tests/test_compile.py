@@ -22,6 +22,8 @@ from maxpipe.training.stored_step import read
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted((ROOT / "configs" / "models").glob("*.yml"))
+# Others are compiled by CI: a small one, the README's, and one with windows and all norms.
+DEFAULT_PRESETS = {"qwen3-0.6b", "llama3-8b", "gemma3-27b"}
 # The slices that the comments of the presets name, by number of chips.
 SLICES = {
     4: "v5p:2x2x1",
@@ -173,7 +175,17 @@ def check_profile(report, page, trace):
 class TestTpu:
     pytestmark = tpu_aot
 
-    @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+    @pytest.mark.parametrize(
+        "path",
+        [
+            pytest.param(
+                path,
+                id=path.stem,
+                marks=[] if path.stem in DEFAULT_PRESETS else [pytest.mark.slow],
+            )
+            for path in PRESETS
+        ],
+    )
     def test_compile_of_a_reduced_preset_fits_its_slice(self, tmp_path, path):
         config = load(path).config
         chips = int(re.search(r"\((\d+) chips\)", path.read_text())[1])
@@ -367,7 +379,9 @@ class TestTpu:
         assert done.returncode == 2
         assert "libtpu has no topology v5p:3x3x3" in done.stderr
 
-    @pytest.mark.parametrize(("microbatches", "sets"), [(8, 2), (4, 3)])
+    @pytest.mark.parametrize(
+        ("microbatches", "sets"), [(8, 2), pytest.param(4, 3, marks=pytest.mark.slow)]
+    )
     def test_compile_with_per_repeat_gathers_holds_two_weight_sets_or_three_without_slack(
         self, tmp_path, microbatches, sets
     ):

@@ -24,6 +24,7 @@ from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.weights import Weights
+from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 from maxpipe.sharding.rules import AxisRules
 
 KeysValues = tuple[jax.Array, jax.Array]  # [B,W,K,C] of one layer, [N,B,W,K,C] of all
@@ -38,10 +39,7 @@ class CachedAttention(Protocol):
         k: jax.Array,
         v: jax.Array,
         cache: KeysValues | None,
-        *,
-        window: int | jax.Array | None,
-        sinks: jax.Array | None,
-        soft_cap: float,
+        options: AttentionOptions,
     ) -> tuple[jax.Array, KeysValues]:
         """Return (context, cache after these tokens); `cache` is that before them."""
         ...
@@ -123,16 +121,11 @@ class Decoder:
             k: jax.Array,
             v: jax.Array,
             cache: KeysValues | None,
-            *,
-            window: int | jax.Array | None,
-            sinks: jax.Array | None,
-            soft_cap: float,
+            options: AttentionOptions,
         ) -> tuple[jax.Array, KeysValues]:
             padding = ((0, 0), (0, self._window - length), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
             segments = jnp.ones_like(tokens)
-            context = dot_product_attention(
-                q, k, v, segments, window=window, sinks=sinks, soft_cap=soft_cap
-            )
+            context = dot_product_attention(q, k, v, segments, options)
             return context, (jnp.pad(k, padding), jnp.pad(v, padding))
 
         return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_prompt, None)
@@ -161,17 +154,16 @@ class Decoder:
             k: jax.Array,
             v: jax.Array,
             cache: KeysValues | None,
-            *,
-            window: int | jax.Array | None,
-            sinks: jax.Array | None,
-            soft_cap: float,
+            options: AttentionOptions,
         ) -> tuple[jax.Array, KeysValues]:
             assert cache is not None
             keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)  # [B,W,K,C]
             values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
-            # How many tokens ago each slot was written
-            mask = in_use if window is None else in_use & ((slot - slots) % self._window < window)
-            return attend(q, keys, values, mask, sinks=sinks, soft_cap=soft_cap), (keys, values)
+            mask = in_use
+            if options.window is not None:  # compare it with how long ago each slot was written
+                mask = in_use & ((slot - slots) % self._window < options.window)
+            context = attend(q, keys, values, mask, sinks=options.sinks, soft_cap=options.soft_cap)
+            return context, (keys, values)
 
         return self._run(params, token[:, None], position, attend_to_cache, cache)
 
@@ -203,14 +195,9 @@ class Decoder:
                 k: jax.Array,
                 v: jax.Array,
                 segment_ids: jax.Array,
-                *,
-                window: int | jax.Array | None = None,
-                sinks: jax.Array | None = None,
-                soft_cap: float = 0.0,
+                options: AttentionOptions = PLAIN,
             ) -> jax.Array:
-                context, after = cached_attention(
-                    q, k, v, before, window=window, sinks=sinks, soft_cap=soft_cap
-                )
+                context, after = cached_attention(q, k, v, before, options)
                 caches.append(after)
                 return context
 

@@ -4,7 +4,7 @@ Shapes: B batch, T sequence, D embed, H query heads, K key/value heads, C head_d
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,32 +16,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layer_facts import ALL_TOKENS, LayerTable, layer_table
 from maxpipe.model.layers import RMSNorm, project
 from maxpipe.model.parameters import declare
-
-
-class AttentionFn(Protocol):
-    """Attention of all queries to earlier tokens of their segment."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
-    ) -> jax.Array:
-        """Return [B,T,H,C]. The options are passed only if the model has them.
-
-        Args:
-          q, k, v: query [B,T,H,C], key and value [B,T,K,C].
-          segment_ids: int32 [B,T].
-          window: tokens that a query sees, its own included, int32 scalar; None = all.
-          sinks: [H], a logit per head that only the softmax's denominator has.
-          soft_cap: c of c * tanh(score / c); 0 = none.
-        """
-        ...
+from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions
 
 
 class LayerFacts(NamedTuple):
@@ -129,23 +104,13 @@ class Attention(nnx.Module):
         """
         facts = look_up(self.table, layer_index)
         q, k, v = self.project(x_BTD, positions, facts)
-        context = checkpoint_name(self._attend(q, k, v, segment_ids, facts), "context")
+        sinks = self.sinks[...] if self.has_sinks else None
+        options = AttentionOptions(facts.window, sinks, self.soft_cap)
+        context = checkpoint_name(self.attention(q, k, v, segment_ids, options), "context")
         y = project(context, self.out[...], 2)
         if self.has_output_bias:
             y = y + self.out_bias[...]
         return checkpoint_name(y, "out_proj")
-
-    def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, facts: LayerFacts
-    ) -> jax.Array:
-        options: dict[str, jax.Array | int | float] = {}
-        if facts.window is not None:
-            options["window"] = facts.window
-        if self.has_sinks:
-            options["sinks"] = self.sinks[...]
-        if self.soft_cap:
-            options["soft_cap"] = self.soft_cap
-        return self.attention(q, k, v, segment_ids, **options)  # type: ignore[arg-type]
 
 
 def look_up(table: LayerTable, layer_index: jax.Array | None) -> LayerFacts:

@@ -23,6 +23,7 @@ from maxpipe.model.parameters import Params, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.chunk import checkpoint
 from maxpipe.planning.jaxpr_flops import program_flops
+from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 
 ATTENTION = "planned_attention"  # name of the equation that stands for an attention kernel
 
@@ -37,10 +38,7 @@ def planned_attention(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
-    *,
-    window: int | jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    soft_cap: float = 0.0,
+    options: AttentionOptions = PLAIN,
 ) -> jax.Array:
     """Stand in for an attention kernel while a layer is traced; arguments as for `AttentionFn`.
 

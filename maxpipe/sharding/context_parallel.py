@@ -11,58 +11,14 @@ Letters: B sequences, T tokens of a sequence, C devices along the axis, P = T / 
 query heads, K key/value heads, D head_dim.
 """
 
-from typing import Protocol
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
+
 CONTEXT_AXIS = "context"
-
-
-class Attention(Protocol):
-    """Attention of a device's queries; see `maxpipe.model.attention.AttentionFn`."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
-    ) -> jax.Array: ...
-
-
-class PartAttention(Protocol):
-    """Attention of the queries of one part to all keys, with the options of `AttentionFn`."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array,
-        part: jax.Array,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
-    ) -> jax.Array:
-        """Return [B,P,H,D].
-
-        Args:
-          q: queries of the part [B,P,H,D].
-          k, v: key and value [B,T,K,D].
-          segment_ids: int32 [B,T].
-          part: index of the part, int32 scalar.
-          window: in tokens, not in places.
-          sinks, soft_cap: see `AttentionFn`.
-        """
-        ...
 
 
 def parts(length: int, count: int) -> np.ndarray:
@@ -85,7 +41,7 @@ def in_order(x: jax.Array, count: int) -> jax.Array:
     return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1).reshape(x.shape)
 
 
-def over_context(attention: PartAttention) -> Attention:
+def over_context(attention: PartAttention) -> AttentionFn:
     """Return attention of a device's own queries [B,P,H,D] to all keys, from parts of both.
 
     For use in a program that is manual over the axis.
@@ -96,15 +52,12 @@ def over_context(attention: PartAttention) -> Attention:
         k: jax.Array,
         v: jax.Array,
         segment_ids: jax.Array,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
+        options: AttentionOptions = PLAIN,
     ) -> jax.Array:
         count, part = lax.axis_size(CONTEXT_AXIS), lax.axis_index(CONTEXT_AXIS)
         k, v = (in_order(gathered(x), count) for x in (k, v))
         segment_ids = in_order(_gather(segment_ids), count)
-        return attention(q, k, v, segment_ids, part, window=window, sinks=sinks, soft_cap=soft_cap)
+        return attention(q, k, v, segment_ids, part, options)
 
     return run
 

@@ -1,6 +1,6 @@
 """Cases of the grids that compare pipelined engines with the sequential engine."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +85,16 @@ def assert_equals_sequential(config: Config, case: Case, **options: Any) -> None
     actual = EngineUnderTest(config, **options).train(make_batch(ROWS, packed=case["packed"]))
     model = replace(config.model, logit_tiles=1)
     assert_same(actual, reference(model, ROWS, packed=case["packed"]))
+
+
+def default_first(cases: Sequence[Case], n: int) -> Iterator[object]:
+    """Yield the cases of a covering array as parameters, marked `slow` after the first n.
+
+    The array is built greedily, so that its first cases cover most pairs of options.
+    """
+    for number, case in enumerate(cases):
+        marks = [pytest.mark.slow] if number >= n else []
+        yield pytest.param(case, marks=marks, id=name_of(case))
 
 
 def every_nth(cases: Iterable[Case], n: int) -> Iterator[object]:

@@ -9,6 +9,7 @@ from helpers.engines import tiny
 from maxpipe.model.attention import Attention
 from maxpipe.model.kernels.dot_product import attention_of_queries, dot_product_attention
 from maxpipe.model.parameters import init_params, split_module
+from maxpipe.sharding.attention_contract import AttentionOptions
 
 B, T, H, K, C = 2, 7, 4, 2, 4
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 1, 1, 1, 1, 1, 1]], np.int32)
@@ -71,14 +72,18 @@ def test_options_of_attention_equal_the_loop_over_queries(options):
     expected = by_hand(q, k, v, SEGMENTS, **options)
     arrays = [*map(jnp.asarray, (q, k, v, SEGMENTS))]
     operands = {name: jnp.asarray(x) for name, x in options.items() if name != "soft_cap"}
-    np.testing.assert_allclose(dot_product_attention(*arrays, **options), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        dot_product_attention(*arrays, AttentionOptions(**options)), expected, atol=1e-5
+    )
     # A window that differs by layer is an array.
     np.testing.assert_allclose(
-        dot_product_attention(*arrays, **options | operands), expected, atol=1e-5
+        dot_product_attention(*arrays, AttentionOptions(**options | operands)), expected, atol=1e-5
     )
     tokens = jnp.array([5, 0, 3])
     np.testing.assert_allclose(
-        attention_of_queries(arrays[0][:, tokens], *arrays[1:], tokens, **options),
+        attention_of_queries(
+            arrays[0][:, tokens], *arrays[1:], tokens, AttentionOptions(**options)
+        ),
         expected[:, tokens],
         atol=1e-5,
     )
@@ -134,6 +139,6 @@ def test_attention_options_add_their_parameters_and_no_others():
 def test_attention_calls_the_function_it_is_given():
     config = tiny().model
     apply, specs = split_module(
-        lambda: Attention(config, lambda q, k, v, segments: jnp.zeros_like(q))
+        lambda: Attention(config, lambda q, k, v, segments, options: jnp.zeros_like(q))
     )
     assert not apply(init_params(specs, jax.random.key(0)), make()[2], POSITIONS, SEGMENTS).any()

@@ -11,7 +11,7 @@ from helpers.training_process import command, run, steps_of
 
 HEARTBEAT = 10
 ENDLESS = ("steps=1000", "checkpoint.every=1000", f"mesh.heartbeat_timeout_seconds={HEARTBEAT}")
-SCHEDULES = ("circular", "lockstep_1f1b")
+SCHEDULES = (pytest.param("circular", marks=pytest.mark.slow), "lockstep_1f1b")
 
 ONE_FAILS = """
 import sys

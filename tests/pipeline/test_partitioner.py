@@ -57,8 +57,10 @@ def test_the_warning_is_known():
 
 @pytest.mark.parametrize(
     "arguments",
-    [CONFIGS, [f"configs/base.yml {options}" for options in OPTIONS]],
-    ids=["configs", "options"],
+    [
+        pytest.param(CONFIGS, id="configs", marks=pytest.mark.slow),
+        pytest.param([f"configs/base.yml {options}" for options in OPTIONS], id="options"),
+    ],
 )
 def test_no_array_is_copied_whole(arguments):
     log = compiler_log("tests/helpers/compiled_configs.py", *arguments)

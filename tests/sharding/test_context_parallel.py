@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.model.kernels.dot_product import dot_product_attention
+from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 from maxpipe.sharding.context_parallel import gathered, in_order, in_places, over_context, parts
 
 
@@ -68,9 +69,8 @@ def loss_and_gradients(attention, weights, segments, *qkv):
     return y, *gradients
 
 
-def check_parts(kernel, config, length, count, attention_options=None, **options):
+def check_parts(kernel, config, length, count, attention_options=PLAIN, **options):
     """A kernel with queries on `count` devices has the outputs and gradients of one device."""
-    attention_options = attention_options or {}
     rng = np.random.default_rng(0)
     heads = config.num_query_heads, config.num_kv_heads, config.num_kv_heads, config.num_query_heads
     *qkv, weights = (
@@ -78,7 +78,7 @@ def check_parts(kernel, config, length, count, attention_options=None, **options
         for n in heads
     )
     segments = jnp.asarray(np.sort(rng.integers(1, 4, (2, length)), axis=1), jnp.int32)
-    reference = partial(dot_product_attention, **attention_options)
+    reference = partial(dot_product_attention, options=attention_options)
     expected = loss_and_gradients(reference, weights, segments, *qkv)
 
     def placed(x):
@@ -88,7 +88,7 @@ def check_parts(kernel, config, length, count, attention_options=None, **options
         implementation(KERNELS[kernel]).build_for_parts(config, parts(length, count), **options)
     )
     over = P(None, "context")
-    attention = partial(attention, **attention_options)
+    attention = partial(attention, options=attention_options)
     run = manual(partial(loss_and_gradients, attention), count, (over,) * 5, (over,) * 4)
     actual = run(*map(placed, (weights, segments, *qkv)))
     for a, b in zip(actual, expected, strict=True):
@@ -99,7 +99,7 @@ def check_parts(kernel, config, length, count, attention_options=None, **options
     ("count", "options"), [(2, {}), (3, {"window": 3}), (2, {"soft_cap": 1.0})]
 )
 def test_dot_product_of_parts_equals_the_full_sequence(count, options):
-    check_parts("dot_product", tiny().model, 12, count, options)
+    check_parts("dot_product", tiny().model, 12, count, AttentionOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -122,4 +122,6 @@ def test_splash_of_parts_equals_dot_product_of_the_full_sequence(count, options)
     }
     if isinstance(options.get("window"), np.int32):
         options = {"window": jnp.asarray(options["window"])}
-    check_parts("splash", tiny(**values).model, 512, count, options, interpret=True)
+    check_parts(
+        "splash", tiny(**values).model, 512, count, AttentionOptions(**options), interpret=True
+    )

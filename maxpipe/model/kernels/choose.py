@@ -12,8 +12,8 @@ from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import Config, ModelConfig
-from maxpipe.model.attention import AttentionFn
-from maxpipe.sharding.context_parallel import CONTEXT_AXIS, PartAttention, over_context, parts
+from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
+from maxpipe.sharding.context_parallel import CONTEXT_AXIS, over_context, parts
 from maxpipe.sharding.rules import AxisRules
 
 EVERYWHERE = "dot_product"  # the kernel that runs on every backend, with every size
@@ -99,10 +99,7 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
         k: jax.Array,
         v: jax.Array,
         segment_ids: jax.Array,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
+        options: AttentionOptions = PLAIN,
     ) -> jax.Array:
         current = jax.sharding.get_abstract_mesh()
         manual = set(current.manual_axes)
@@ -112,27 +109,18 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
             # [B, T, K, C] -> [B, T, H, C].
             k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
         # A window that differs by layer is an array, which every device has.
-        fixed_window = None if isinstance(window, jax.Array) else window
-        arrays = {"window": window, "sinks": sinks}
-        operands = {name: a for name, a in arrays.items() if isinstance(a, jax.Array)}
-        specs = {"window": PartitionSpec(), "sinks": PartitionSpec(*query[2:3])}
+        window = options.window if isinstance(options.window, jax.Array) else None
 
         def of_device(
             q: jax.Array,
             k: jax.Array,
             v: jax.Array,
             segment_ids: jax.Array,
-            operands: dict[str, jax.Array],
+            window: jax.Array | None,
+            sinks: jax.Array | None,
         ) -> jax.Array:
-            return attention(
-                q,
-                k,
-                v,
-                segment_ids,
-                window=operands.get("window", fixed_window),
-                sinks=operands.get("sinks"),
-                soft_cap=soft_cap,
-            )
+            own = options if window is None else options._replace(window=window)
+            return attention(q, k, v, segment_ids, own._replace(sinks=sinks))
 
         split = jax.shard_map(
             of_device,
@@ -144,11 +132,12 @@ def per_device(attention: AttentionFn, rules: AxisRules) -> AttentionFn:
                 query,
                 query,
                 PartitionSpec(*query[:2]),
-                {name: specs[name] for name in operands},
+                PartitionSpec(),
+                PartitionSpec(*query[2:3]),
             ),
             out_specs=query,
         )
-        return split(q, k, v, segment_ids, operands)
+        return split(q, k, v, segment_ids, window, options.sinks)
 
     return run
 

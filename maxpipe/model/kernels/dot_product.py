@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.attention import AttentionFn
-from maxpipe.sharding.context_parallel import PartAttention
+from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
 
 
 def dot_product_attention(
@@ -20,21 +19,18 @@ def dot_product_attention(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array,
-    *,
-    window: int | jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    soft_cap: float = 0.0,
+    options: AttentionOptions = PLAIN,
 ) -> jax.Array:
     """Attend to earlier tokens of the same segment: q [B,T,H,C], k and v [B,T,K,C] -> [B,T,H,C].
 
-    For the options see `AttentionFn`.
+    For the options see `AttentionOptions`.
     """
     same_segment = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # [B, 1, T, T]
-    if window is None and sinks is None and not soft_cap:
+    if options.window is None and options.sinks is None and not options.soft_cap:
         return jax.nn.dot_product_attention(q, k, v, mask=same_segment, is_causal=True)
     tokens = jnp.arange(q.shape[1])
-    mask = same_segment & visible(tokens, tokens, window)
-    return attend(q, k, v, mask, sinks=sinks, soft_cap=soft_cap)
+    mask = same_segment & visible(tokens, tokens, options.window)
+    return attend(q, k, v, mask, sinks=options.sinks, soft_cap=options.soft_cap)
 
 
 def attention_of_queries(
@@ -43,16 +39,13 @@ def attention_of_queries(
     v: jax.Array,
     segment_ids: jax.Array,
     tokens: jax.Array,
-    *,
-    window: int | jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    soft_cap: float = 0.0,
+    options: AttentionOptions = PLAIN,
 ) -> jax.Array:
     """Compute `dot_product_attention` of the queries of `tokens`, int32 [P]; q is [B,P,H,C]."""
     # [B, 1, P, T]
     same_segment = segment_ids[:, tokens][:, None, :, None] == segment_ids[:, None, None, :]
-    mask = same_segment & visible(tokens, jnp.arange(k.shape[1]), window)
-    return attend(q, k, v, mask, sinks=sinks, soft_cap=soft_cap)
+    mask = same_segment & visible(tokens, jnp.arange(k.shape[1]), options.window)
+    return attend(q, k, v, mask, sinks=options.sinks, soft_cap=options.soft_cap)
 
 
 def visible(queries: jax.Array, keys: jax.Array, window: int | jax.Array | None) -> jax.Array:
@@ -75,7 +68,7 @@ def attend(
     Args:
       q, k, v: query [B,P,H,C], key and value [B,T,K,C].
       mask: bool, broadcastable to [B,1,P,T].
-      sinks, soft_cap: see `AttentionFn`.
+      sinks, soft_cap: see `AttentionOptions`.
     """
     if sinks is None and not soft_cap:
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
@@ -114,20 +107,9 @@ class DotProduct:
             v: jax.Array,
             segment_ids: jax.Array,
             part: jax.Array,
-            *,
-            window: int | jax.Array | None = None,
-            sinks: jax.Array | None = None,
-            soft_cap: float = 0.0,
+            options: AttentionOptions = PLAIN,
         ) -> jax.Array:
-            return attention_of_queries(
-                q,
-                k,
-                v,
-                segment_ids,
-                jnp.asarray(parts)[part],
-                window=window,
-                sinks=sinks,
-                soft_cap=soft_cap,
-            )
+            tokens = jnp.asarray(parts)[part]
+            return attention_of_queries(q, k, v, segment_ids, tokens, options)
 
         return attention

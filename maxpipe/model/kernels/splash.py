@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.sections import ModelConfig
-from maxpipe.model.attention import AttentionFn
-from maxpipe.sharding.context_parallel import PartAttention
+from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
 
 
 class _AnyQueries(PartAttention, Protocol):
@@ -29,10 +28,7 @@ class _AnyQueries(PartAttention, Protocol):
         v: jax.Array,
         segment_ids: jax.Array,
         part: jax.Array | None,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
+        options: AttentionOptions = PLAIN,
     ) -> jax.Array: ...
 
 
@@ -65,14 +61,9 @@ class Splash:
             k: jax.Array,
             v: jax.Array,
             segment_ids: jax.Array,
-            *,
-            window: int | jax.Array | None = None,
-            sinks: jax.Array | None = None,
-            soft_cap: float = 0.0,
+            options: AttentionOptions = PLAIN,
         ) -> jax.Array:
-            return attention(
-                q, k, v, segment_ids, None, window=window, sinks=sinks, soft_cap=soft_cap
-            )
+            return attention(q, k, v, segment_ids, None, options)
 
         return of_all
 
@@ -147,11 +138,9 @@ def _build(config: ModelConfig, parts: np.ndarray, chunk: int, interpret: bool) 
         v: jax.Array,
         segment_ids: jax.Array,
         part: jax.Array | None,
-        *,
-        window: int | jax.Array | None = None,
-        sinks: jax.Array | None = None,
-        soft_cap: float = 0.0,
+        options: AttentionOptions = PLAIN,
     ) -> jax.Array:
+        window, sinks, soft_cap = options
         assert sinks is None, "see `Splash.unfit`"
         if not isinstance(window, jax.Array):
             return masked(q, k, v, segment_ids, part, window or 0, soft_cap)

@@ -1,0 +1,71 @@
+"""Define what an attention function takes and returns, for the model, its kernels and wrappers.
+
+Letters: B sequences, T tokens of a sequence, P queries of a part, H query heads, K key/value heads,
+C head_dim.
+"""
+
+from typing import NamedTuple, Protocol
+
+import jax
+
+
+class AttentionOptions(NamedTuple):
+    """What a layer's attention does besides causal attention; the defaults cost nothing.
+
+    Attributes:
+      window: tokens that a query sees, its own included, int32 scalar; None = all.
+      sinks: [H], a logit per head that only the softmax's denominator has.
+      soft_cap: c of c * tanh(score / c); 0 = none.
+    """
+
+    window: int | jax.Array | None = None
+    sinks: jax.Array | None = None
+    soft_cap: float = 0.0
+
+
+PLAIN = AttentionOptions()
+
+
+class AttentionFn(Protocol):
+    """Attention of all queries to earlier tokens of their segment."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        options: AttentionOptions = PLAIN,
+    ) -> jax.Array:
+        """Return [B,T,H,C].
+
+        Args:
+          q, k, v: query [B,T,H,C], key and value [B,T,K,C].
+          segment_ids: int32 [B,T].
+          options: of the layer.
+        """
+        ...
+
+
+class PartAttention(Protocol):
+    """Attention of the queries of one part to all keys."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        part: jax.Array,
+        options: AttentionOptions = PLAIN,
+    ) -> jax.Array:
+        """Return [B,P,H,C].
+
+        Args:
+          q: queries of the part [B,P,H,C].
+          k, v: key and value [B,T,K,C].
+          segment_ids: int32 [B,T].
+          part: index of the part, int32 scalar.
+          options: of the layer; a window counts tokens, not places.
+        """
+        ...
