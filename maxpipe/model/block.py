@@ -8,7 +8,6 @@ from flax import nnx
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import Attention, AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn, MixtureOfExperts
-from maxpipe.model.experts.router import loss_names
 from maxpipe.model.layers import AuxiliaryLosses, GatedMLP, RMSNorm, SideInputs, dropout
 
 # Numbers of the sublayers, folded into the layer's key: each draws dropout masks of its own.
@@ -51,11 +50,6 @@ class LlamaBlock(nnx.Module):
             self.mlp = GatedMLP(config)
         if self.placement != "pre":
             self.mlp_post_norm = norm()
-
-    @staticmethod
-    def auxiliary_names(config: ModelConfig) -> tuple[str, ...]:
-        """Return the names of the auxiliary losses of a layer."""
-        return loss_names(config.moe)
 
     def __call__(
         self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None

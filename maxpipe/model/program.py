@@ -4,6 +4,8 @@ Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer
 layer dimensions that the engine chooses. Shapes: B batch, T sequence, D embed, V vocabulary.
 """
 
+from functools import cached_property
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -60,7 +62,6 @@ class ModelProgram:
     Attributes:
       config: the model's section of the configuration.
       specs: {"embed", "layers" (of one layer), "head"}, trees of `ParamSpec`.
-      auxiliary_names: of the auxiliary losses that `block` returns.
     """
 
     def __init__(
@@ -76,21 +77,35 @@ class ModelProgram:
             )
         block = implementation(BLOCKS[config.block])
         self.config = config
-        functions = (attention, experts) if config.moe.experts else (attention,)
-        self._apply_block, layers = split_module(lambda: block(config, *functions))
+        functions = (experts,) if config.moe.experts else ()
+        self._make_block = lambda attention: block(config, attention, *functions)
+        self._apply_block, layers = split_module(lambda: self._make_block(attention))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
         self._output = OutputLoss(
             config.logit_soft_cap, config.z_loss, config.logit_tiles, config.logit_scale
         )
         self.specs = {"embed": embed, "layers": layers, "head": head}
-        names_of = getattr(block, "auxiliary_names", None)
-        self.auxiliary_names: tuple[str, ...] = names_of(config) if names_of else (UNNAMED,)
 
     @property
     def needs_key(self) -> bool:
         """Return whether `block` draws random numbers."""
         return self.config.dropout > 0
+
+    @cached_property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        """Return the names of the auxiliary losses of `block`, which is traced for them."""
+        apply, _ = split_module(lambda: self._make_block(lambda q, *args, **options: q))
+        ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        side = SideInputs(ids, ids, jax.ShapeDtypeStruct((1,), jnp.int32), index)
+
+        def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(spec.shape, spec.compute_dtype(self.config.dtype))
+
+        x = jax.ShapeDtypeStruct((1, 1, self.config.embed_dim), jnp.dtype(self.config.dtype))
+        _, auxiliary = jax.eval_shape(apply, map_specs(shape, self.specs["layers"]), x, side, None)
+        return tuple(auxiliary) if isinstance(auxiliary, dict) else (UNNAMED,)
 
     def parameter_count(self) -> int:
         """Return the number of parameters of all layers, embedding and head."""

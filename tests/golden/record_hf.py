@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 import transformers
-from safetensors import safe_open
 from helpers.hf_models import (
     CASES,
     GOLDEN,
@@ -31,6 +30,7 @@ from helpers.hf_models import (
     tokens,
     weights,
 )
+from safetensors import safe_open
 
 
 def model_of(name: str) -> transformers.PreTrainedModel:
@@ -57,7 +57,8 @@ def shapes_of(model: transformers.PreTrainedModel) -> dict[str, tuple[int, ...]]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         with safe_open(f"{folder}/model.safetensors", "pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            names = list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def _joined(name: str, drawn: dict[str, np.ndarray]) -> np.ndarray:

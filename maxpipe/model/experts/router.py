@@ -101,12 +101,6 @@ def losses(logits: jax.Array, choice: Choice, config: MoEConfig) -> dict[str, ja
     return values
 
 
-def loss_names(config: MoEConfig) -> tuple[str, ...]:
-    """Return the names of what `losses` returns."""
-    weights = {BALANCE_LOSS: config.balance_loss, Z_LOSS: config.z_loss}
-    return tuple(name for name, weight in weights.items() if config.experts and weight)
-
-
 def _chosen(scores: jax.Array, count: int) -> Choice:
     """Choose the highest of scores [..., E]; the weights are these scores."""
     _, experts = lax.top_k(lax.stop_gradient(scores), count)

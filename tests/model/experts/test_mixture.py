@@ -12,8 +12,9 @@ from maxpipe.config.catalog import ROUTERS
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.dispatch import arrange
 from maxpipe.model.experts.mixture import MixtureOfExperts
-from maxpipe.model.experts.router import loss_names, losses, route
+from maxpipe.model.experts.router import losses, route
 from maxpipe.model.parameters import init_params, split_module
+from maxpipe.model.program import ModelProgram
 from maxpipe.planning.jaxpr_flops import program_flops
 
 ROWS, LENGTH, EMBED, WIDTH, EXPERTS, PER_TOKEN = 3, 10, 12, 8, 5, 2
@@ -38,10 +39,8 @@ def reference(model, params, x):
     """Return what `MixtureOfExperts` computes, by a loop over experts."""
     moe = model.moe
     logits = jnp.einsum("btd,de->bte", x, params["router"])
-    if moe.router == "sigmoid":
-        scores = jax.nn.sigmoid(logits)
-    else:
-        scores = jax.nn.softmax(logits, axis=-1)
+    to_scores = jax.nn.sigmoid if moe.router == "sigmoid" else jax.nn.softmax
+    scores = to_scores(logits)
     order = jnp.argsort(-jax.lax.stop_gradient(scores), axis=-1, stable=True)
     is_chosen = jnp.argsort(order, axis=-1) < moe.per_token  # rank of each expert
     if moe.router == "topk_softmax":
@@ -122,9 +121,10 @@ def test_balance_loss_of_even_tokens_is_its_weight():
 
 
 def test_only_losses_with_a_weight_are_computed():
-    assert loss_names(model_of().moe) == ()
-    assert loss_names(model_of(z_loss=0.1).moe) == ("z_loss",)
-    assert loss_names(Config().model.moe) == ()
+    assert ModelProgram(model_of()).auxiliary_names == ()
+    assert ModelProgram(model_of(z_loss=0.1)).auxiliary_names == ("z_loss",)
+    both = model_of(z_loss=0.1, balance_loss=0.1)
+    assert ModelProgram(both).auxiliary_names == ("balance_loss", "z_loss")
 
 
 def test_router_is_float32_in_a_model_of_bfloat16():

@@ -63,9 +63,9 @@ CASES = {
 }
 
 
-# The others differ from one of the rest in less; CI leaves them out.
+# The others differ from one of the rest in less.
 FURTHER = ("lockstep_zb", "circular_per_iteration")
-MARKED = [pytest.param(n, marks=[pytest.mark.product] if n in FURTHER else []) for n in CASES]
+MARKED = [pytest.param(n, marks=[pytest.mark.slow] if n in FURTHER else []) for n in CASES]
 
 
 @pytest.mark.parametrize("name", MARKED)
