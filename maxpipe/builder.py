@@ -1,6 +1,7 @@
 """Build a trainer from a resolved configuration; model and engine are picked nowhere else."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
 from maxpipe.model.experts.split import build_experts
-from maxpipe.model.kernels.choose import build_attention
+from maxpipe.model.kernels.choose import build_attention, choose_rotation
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
@@ -50,10 +51,12 @@ def build_engine_inputs(
     table = build_table(config) if engine.has_stages else None
     if table and table.note:
         note(table.note)
-    attention = build_attention(config, rules, mesh.devices.flat[0].platform, note)
-    experts = build_experts(config.model, rules, mesh.devices.flat[0].platform, note)
+    platform = mesh.devices.flat[0].platform
+    attention = build_attention(config, rules, platform, note)
+    rotation = choose_rotation(config, platform, note)
+    experts = build_experts(config.model, rules, platform, note)
     return EngineInputs(
-        program=ModelProgram(config.model, attention, experts),
+        program=ModelProgram(replace(config.model, rotation=rotation), attention, experts),
         rules=rules,
         config=config.pipeline,
         layout=build_layout(config),

@@ -22,6 +22,7 @@ _NOT_SHAPE = (
     "moe.kernel",
     "attention",
     "attention_block_size",
+    "rotation",
     "rope_scaling.length",
 )
 SHAPE_DEFAULTS: Mapping[str, object] = {

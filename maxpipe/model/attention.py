@@ -4,6 +4,7 @@ Shapes: B batch, T sequence, D embed, H query heads, K key/value heads, C head_d
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class Attention(nnx.Module):
         self.attention = attention
         self.table = layer_table(config)
         self.interleaved = config.rope_interleaved
+        self.rotates_by_product = config.rotation == "product"
         self.soft_cap = config.attention_soft_cap
         # Kernels divide scores by the root of C.
         self.query_scale = config.query_scale * math.sqrt(C) if config.query_scale else 1.0
@@ -83,7 +85,14 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if self.table.is_rotated:
             q, k = (
-                rotate(x, positions, facts.frequencies, facts.factor, interleaved=self.interleaved)
+                rotate(
+                    x,
+                    positions,
+                    facts.frequencies,
+                    facts.factor,
+                    interleaved=self.interleaved,
+                    by_product=self.rotates_by_product,
+                )
                 for x in (q, k)
             )
         return q if self.query_scale == 1 else q * self.query_scale, k, v
@@ -144,6 +153,7 @@ def rotate(
     factor: float | jax.Array = 1.0,
     *,
     interleaved: bool = False,
+    by_product: bool = False,
 ) -> jax.Array:
     """Rotate pairs of the first R channels of every head by positions * freq (Su et al. 2021).
 
@@ -153,7 +163,11 @@ def rotate(
       freq: float32 [R / 2], R <= C; the channels from R on stay.
       factor: multiplies the rotated channels.
       interleaved: rotate the pairs (2i, 2i + 1) instead of (i, i + R/2).
+      by_product: find the other channel of each pair by a product, not by slices; the result has
+        the same bits.
     """
+    if by_product:
+        return _rotate_by_product(x_BTHC, positions_BT, freq, factor, interleaved)
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * freq  # [B, T, 1, R/2]
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     if not isinstance(factor, float) or factor != 1:
@@ -173,6 +187,77 @@ def rotate(
     if is_partial:
         rotated = jnp.concatenate([rotated, x[..., rotated_dim:]], axis=-1)
     return rotated.astype(x_BTHC.dtype)
+
+
+def _rotate_by_product(
+    x_BTHC: jax.Array,
+    positions_BT: jax.Array,
+    freq: np.ndarray | jax.Array,
+    factor: float | jax.Array,
+    interleaved: bool,
+) -> jax.Array:
+    """Compute `rotate` without slices of a head's channels.
+
+    TPUs hold 128 channels in the lanes of a register. Slices of 64 make XLA transpose queries and
+    keys; a product with a signed permutation does not, and it is exact.
+    """
+    head_dim, rotated_dim = x_BTHC.shape[-1], 2 * freq.shape[-1]
+    first, second = _pairs(rotated_dim, interleaved)
+    pair = np.zeros(head_dim, np.int32)  # the pair of each channel
+    pair[first] = pair[second] = np.arange(rotated_dim // 2)
+    is_rotated = np.arange(head_dim) < rotated_dim
+    of_channel = jnp.where(is_rotated, jnp.asarray(freq)[pair], 0)  # [C]
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * of_channel  # [B, T, 1, C]
+    factors = jnp.where(is_rotated, factor, 1.0)  # [C]
+    turn = partial(_turn, rotated_dim, interleaved)
+    return turn(x_BTHC, jnp.sin(angle) * factors, jnp.cos(angle) * factors)
+
+
+def _pairs(rotated_dim: int, interleaved: bool) -> np.ndarray:
+    """Return the channels of all pairs, int [2, rotated_dim / 2]."""
+    channels = np.arange(rotated_dim)
+    return channels.reshape(-1, 2).T if interleaved else channels.reshape(2, -1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _turn(
+    rotated_dim: int, interleaved: bool, x_BTHC: jax.Array, sin: jax.Array, cos: jax.Array
+) -> jax.Array:
+    """Return x * cos + partner(x) * sin in the dtype of x; sin and cos are float32 [B, T, 1, C].
+
+    The derivative is this function with the opposite angle, so that both products have operands of
+    the dtype of x, which they do not round.
+    """
+    first, second = _pairs(rotated_dim, interleaved)
+    partner = np.zeros((x_BTHC.shape[-1],) * 2)
+    partner[second, first], partner[first, second] = -1, 1
+    other = jnp.einsum(
+        "bthc,cd->bthd",
+        x_BTHC,
+        jnp.asarray(partner, x_BTHC.dtype),
+        precision=jax.lax.Precision.HIGHEST,  # exact for float32 too
+        preferred_element_type=jnp.float32,
+    )
+    return (x_BTHC.astype(jnp.float32) * cos + other * sin).astype(x_BTHC.dtype)
+
+
+def _turn_forward(
+    rotated_dim: int, interleaved: bool, x_BTHC: jax.Array, sin: jax.Array, cos: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _turn(rotated_dim, interleaved, x_BTHC, sin, cos), (sin, cos)
+
+
+def _turn_backward(
+    rotated_dim: int,
+    interleaved: bool,
+    angles: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, None, None]:
+    sin, cos = angles
+    return _turn(rotated_dim, interleaved, cotangent, -sin, cos), None, None
+
+
+_turn.defvjp(_turn_forward, _turn_backward)
 
 
 def _head_norm(config: ModelConfig, prefix: str) -> RMSNorm:

@@ -96,15 +96,17 @@ class ModelProgram:
     def auxiliary_names(self) -> tuple[str, ...]:
         """Return the names of the auxiliary losses of `block`, which is traced for them."""
         apply, _ = split_module(lambda: self._make_block(lambda q, *args, **options: q))
-        ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-        index = jax.ShapeDtypeStruct((), jnp.int32)
-        side = SideInputs(ids, ids, jax.ShapeDtypeStruct((1,), jnp.int32), index)
+
+        def side_inputs() -> SideInputs:
+            ids = jnp.zeros((1, 1), jnp.int32)
+            return SideInputs(ids, ids, ids[0], ids[0, 0])
 
         def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(spec.shape, spec.compute_dtype(self.config.dtype))
 
         x = jax.ShapeDtypeStruct((1, 1, self.config.embed_dim), jnp.dtype(self.config.dtype))
-        _, auxiliary = jax.eval_shape(apply, map_specs(shape, self.specs["layers"]), x, side, None)
+        layer, side = map_specs(shape, self.specs["layers"]), jax.eval_shape(side_inputs)
+        _, auxiliary = jax.eval_shape(apply, layer, x, side, None)
         return tuple(auxiliary) if isinstance(auxiliary, dict) else (UNNAMED,)
 
     def parameter_count(self) -> int:

@@ -136,6 +136,15 @@ def test_attention_options_add_their_parameters_and_no_others():
     assert biases == {"query_bias", "key_bias", "value_bias"}
 
 
+def test_attention_layer_rotates_by_product_if_configured():
+    (apply, params, x), (by_product, _, _) = make(), make(**{"model.rotation": "product"})
+    assert "_turn" in str(jax.make_jaxpr(by_product)(params, x, POSITIONS, SEGMENTS))
+    assert "_turn" not in str(jax.make_jaxpr(apply)(params, x, POSITIONS, SEGMENTS))
+    np.testing.assert_array_equal(
+        by_product(params, x, POSITIONS, SEGMENTS), apply(params, x, POSITIONS, SEGMENTS)
+    )
+
+
 def test_attention_calls_the_function_it_is_given():
     config = tiny().model
     apply, specs = split_module(

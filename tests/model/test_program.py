@@ -176,9 +176,15 @@ def test_needs_key_only_with_dropout():
 
 def test_cast_does_not_change_integers():
     program, _ = make(**{"model.dtype": "bfloat16"})
-    cast = program.cast({"weight": jnp.ones(2), "count": jnp.arange(2)})
-    assert cast["weight"].dtype == jnp.bfloat16
-    assert cast["count"].dtype == jnp.int32
+    for values, dtype in ((jnp.ones(2), jnp.bfloat16), (jnp.arange(2), jnp.int32)):
+        assert program.cast({"embed": {"embedding": values}})["embed"]["embedding"].dtype == dtype
+
+
+def test_cast_leaves_the_router_of_experts_in_float32():
+    program, params = make(**{"model.dtype": "bfloat16", "model.moe.experts": 2})
+    for layers in (program.cast(params)["layers"], program.cast(params["layers"])):
+        assert layers["moe"]["router"].dtype == jnp.float32
+        assert layers["moe"]["gate"].dtype == jnp.bfloat16
 
 
 def test_model_program_with_an_unknown_block_names_the_choices():

@@ -1,5 +1,6 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -145,3 +146,24 @@ def test_interleaved_rotation_is_the_other_one_of_reordered_channels():
     actual = rotate(jnp.asarray(x), positions, freq, interleaved=True)
     np.testing.assert_allclose(actual[..., ::2], expected[..., :4], rtol=1e-6)
     np.testing.assert_allclose(actual[..., 1::2], expected[..., 4:], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated_dim", [8, 4])
+def test_rotate_by_product_has_the_bits_of_slices_and_of_their_gradient(
+    dtype, interleaved, rotated_dim
+):
+    x, weight = (jax.random.normal(jax.random.key(i), (2, 5, 3, 8)).astype(dtype) for i in range(2))
+    positions = jnp.arange(10).reshape(2, 5)
+    # Frequencies of a layer that was looked up are an array of the program.
+    freq = jnp.asarray(frequencies(rotated_dim, 100.0, RopeScalingConfig()))
+
+    def rotated(x, freq, by_product):
+        return rotate(x, positions, freq, 1.25, interleaved=interleaved, by_product=by_product)
+
+    results = [jax.vjp(lambda x, way=way: rotated(x, freq, way), x) for way in (False, True)]
+    (expected, of_slices), (actual, of_product) = results
+    assert actual.dtype == expected.dtype == dtype
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(of_product(weight)[0], of_slices(weight)[0])

@@ -185,6 +185,12 @@ class ModelConfig:
     rope_interleaved: bool = option(
         False, "rotate pairs of neighbouring channels, not pairs (c, c + half)"
     )
+    rotation: str = option(
+        "auto",
+        "how the other channel of a rotated pair is found, with equal bits; auto: product, which "
+        "spares transposes, on TPUs in bfloat16",
+        choices=("auto", "slices", "product"),
+    )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
 

@@ -1,4 +1,4 @@
-"""Choose the attention kernel, and run it on arrays that are split over several devices."""
+"""Choose the attention kernel, and how it rotates, and run it on arrays that devices share."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -59,6 +59,16 @@ def choose_kernel(config: Config, platform: str, note: Callable[[str], None]) ->
         return EVERYWHERE
     note(f"model.attention={name}: the kernel for {platform}")
     return name
+
+
+def choose_rotation(config: Config, platform: str, note: Callable[[str], None]) -> str:
+    """Return how queries and keys are rotated, "slices" or "product"; arguments as above."""
+    if config.model.rotation != "auto":
+        return config.model.rotation
+    if platform != "tpu" or config.model.dtype != "bfloat16":
+        return "slices"
+    note("model.rotation=product: spares the TPU transposes of queries and keys")
+    return "product"
 
 
 def build_attention(

@@ -1,10 +1,11 @@
 """Which attention kernel is chosen for which platform and sizes, and what is said about it."""
 
 import pytest
-from helpers.engines import tiny
+from helpers.engines import make_mesh, tiny
 
+from maxpipe.builder import build_engine_inputs
 from maxpipe.config import ConfigError
-from maxpipe.model.kernels.choose import choose_kernel
+from maxpipe.model.kernels.choose import choose_kernel, choose_rotation
 
 
 @pytest.fixture
@@ -47,6 +48,30 @@ def test_choose_kernel_auto_with_unfit_lengths_falls_back_with_the_reason(
         ConfigError, match=r"model\.attention: splash cannot be used: data\.sequence_length="
     ):
         choose("tpu", length, context, "splash")
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "configured", "chosen", "is_said"),
+    [
+        ("tpu", "bfloat16", "auto", "product", True),
+        ("tpu", "float32", "auto", "slices", False),
+        ("gpu", "bfloat16", "auto", "slices", False),
+        ("tpu", "bfloat16", "slices", "slices", False),
+        ("cpu", "float32", "product", "product", False),
+    ],
+)
+def test_choose_rotation_takes_products_on_tpus_in_bfloat16_unless_told(
+    platform, dtype, configured, chosen, is_said
+):
+    lines = []
+    config = tiny(**{"model.dtype": dtype, "model.rotation": configured})
+    assert choose_rotation(config, platform, lines.append) == chosen
+    assert bool(lines) == is_said
+
+
+def test_engine_inputs_have_the_rotation_that_is_configured():
+    config = tiny(**{"model.rotation": "product"})
+    assert build_engine_inputs(config, make_mesh(config)).program.config.rotation == "product"
 
 
 def test_choose_kernel_with_sinks_falls_back_or_is_refused_with_the_remedy():

@@ -53,8 +53,14 @@ ENGINES = {
         "pipeline.schedule": "lockstep_1f1b",
         "pipeline.num_repeats": 2,
         "pipeline.layers_per_stage": [1, 2, 2, 2],
+        "model.rotation": "product",
     },
-    "mpmd": {**STAGES, "pipeline.schedule": "1f1b", "pipeline.layers_per_stage": [4, 3]},
+    "mpmd": {
+        **STAGES,
+        "pipeline.schedule": "1f1b",
+        "pipeline.layers_per_stage": [4, 3],
+        "model.rotation": "product",
+    },
 }
 
 
