@@ -37,7 +37,8 @@ class Engine:
         stages share the head's tokens.
       runs_csv: whether it runs the table of a CSV file.
       whole_rounds: whether the microbatches must be a multiple of the stages.
-      outside_layers: whether layers may run outside the pipeline, `pipeline.parallel_layers`.
+      no_outside_layers: why all layers run in the pipeline, and what to do with those that do not
+        divide over the stages; empty if `pipeline.parallel_layers` may be fewer.
       auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
       several_processes: whether devices of several processes may take part.
     """
@@ -52,7 +53,7 @@ class Engine:
     lockstep: bool = False
     runs_csv: bool = False
     whole_rounds: bool = False
-    outside_layers: bool = False
+    no_outside_layers: str = "it has no layers outside the pipeline"
     auto_stages: bool = False
     several_processes: bool = True
 
@@ -119,18 +120,12 @@ ENGINES: dict[str, Engine] = {
             ),
         ),
         whole_rounds=True,
-        outside_layers=True,
+        no_outside_layers="",
     ),
     "scheduled": Engine(
         _ENGINES + "scheduled.engine:ScheduledEngine",
         "one program whose ticks follow the table of a lockstep schedule",
-        unused=(
-            "parallel_layers",
-            "outside_layers",
-            "scan_iterations",
-            "scan_repeats",
-            "memory_limit_gib",
-        ),
+        unused=("scan_iterations", "scan_repeats", "memory_limit_gib"),
         refusals=(
             Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
             Refusal("pipeline.scan_repeats", (False,), _LOOPS, _CIRCULAR),
@@ -145,6 +140,7 @@ ENGINES: dict[str, Engine] = {
         "depend on the number of microbatches",
         lockstep=True,
         runs_csv=True,
+        no_outside_layers="",
     ),
     "mpmd": Engine(
         _ENGINES + "mpmd.engine:MpmdEngine",
@@ -184,6 +180,9 @@ ENGINES: dict[str, Engine] = {
                 "leave it empty",
             ),
         ),
+        no_outside_layers="each of its units runs on one stage, and a layer that all stages share "
+        "would make them wait for each other in every microbatch; stages may differ in their "
+        "number of layers at no cost (pipeline.layers_per_stage)",
         no_offloading="its residuals pass from one program to another on the device",
         one_program=False,
         runs_csv=True,

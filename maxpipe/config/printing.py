@@ -8,7 +8,7 @@ from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS
 from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
-from maxpipe.config.rules.batches import least_microbatches
+from maxpipe.config.rules.batches import data_shards, least_microbatches
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
@@ -115,11 +115,18 @@ def _outside(c: Config) -> list[str]:
     outside = c.model.num_layers - c.pipeline.parallel_layers
     if not ENGINES[c.pipeline.engine].has_stages or not outside:
         return []
-    return [
+    line = (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
         f"{outside} of {c.model.num_layers} layers run {c.pipeline.outside_layers} the pipeline, "
         "with the stages as data parallelism"
-    ]
+    )
+    rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
+    if ENGINES[c.pipeline.engine].lockstep and rows % num_stages(c):
+        line += (
+            f"; a microbatch has {rows} row{'s' * (rows > 1)} on a device, which "
+            f"{num_stages(c)} stages do not divide, so some compute padding"
+        )
+    return [line]
 
 
 def _reason(c: Config, key: str) -> str:

@@ -210,6 +210,36 @@ def psum(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     return lax.psum(x, several) if several else x
 
 
+def own_share(x: jax.Array) -> jax.Array:
+    """Return this stage's part of an array that all S stages have: [n, ...] -> [ceil(n / S), ...].
+
+    Parts of the last stages end in zeros where S does not divide n.
+    """
+    size = lax.axis_size("stage")
+    parts = _padded(x, size).reshape(size, -1, *x.shape[1:])
+    return parts[lax.axis_index("stage")]
+
+
+def share_from(x: jax.Array, source: int) -> jax.Array:
+    """Return this stage's part of stage `source`'s array, divided as `own_share` does."""
+    size = lax.axis_size("stage")
+    if size == 1:
+        return x
+    parts = _padded(x, size).reshape(size, -1, *x.shape[1:])  # [n, ...] -> [S, P, ...]
+    # Entry s of the result is what stage s has sent here, [S, P, ...].
+    return lax.all_to_all(parts, "stage", split_axis=0, concat_axis=0)[source]
+
+
+def joined_shares(share: jax.Array, num: int) -> jax.Array:
+    """Return the array [n, ...] whose parts the stages have, on all of them."""
+    return lax.all_gather(share, "stage", axis=0, tiled=True)[:num]
+
+
+def _padded(x: jax.Array, size: int) -> jax.Array:
+    """Append zeros until `size` divides the first dimension."""
+    return jnp.pad(x, [(0, -x.shape[0] % size)] + [(0, 0)] * (x.ndim - 1))
+
+
 def _gather_in_steps(x: jax.Array, axis: str, dim: int, into: jax.Array | None) -> jax.Array:
     """Return [..., n * devices, ...] of [..., n, ...]; shards go around in both directions."""
     devices, n, index = lax.axis_size(axis), x.shape[dim], lax.axis_index(axis)

@@ -6,10 +6,12 @@ the machine would need if it did nothing else.
 Letters: S stages, V repeats, M microbatches, D embed.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import Chip
@@ -141,7 +143,8 @@ def _parameters(config: Config, whole_over: Collection[str] = ()) -> float:
 def _activations(config: Config) -> float:
     """Return the bytes that grow with tokens: what the engine stores, and one layer's work."""
     model, pipeline = config.model, config.pipeline
-    layers, per_layer = build_layout(config).layers_per_stage, residual_width(config)
+    layout, per_layer = build_layout(config), residual_width(config)
+    layers, outside = layout.layers_per_stage, layout.num_outside * (model.embed_dim + per_layer)
     chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer
     engine = ENGINES[pipeline.engine]
     if not engine.has_stages:
@@ -152,12 +155,17 @@ def _activations(config: Config) -> float:
         stored = (plan.sizes.residuals + 1) * unit + slots * chunk_input
         if plan.splits_backward:
             stored += (plan.sizes.stash + 1) * layers * stash_width(config)
+        # Layers outside the pipeline: a stage has its rows of one microbatch, within a tick.
+        rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
+        stored += outside * math.ceil(rows / num_stages(config)) / rows
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         stages, microbatches = num_stages(config), pipeline.num_microbatches
         iterations = microbatches * pipeline.num_repeats + delay * (stages - 1)
         # The conveyor of inputs and outputs, and its gradient.
         stored = iterations * unit + 2 * microbatches / stages * chunk_input
+        # Each stage runs the layers outside the pipeline on its microbatches.
+        stored += outside * microbatches / stages
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = num_stages(config) if engine.lockstep else 1

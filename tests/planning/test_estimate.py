@@ -35,6 +35,26 @@ def test_activations_against_the_number_of_microbatches(schedule, grows):
     assert (activations(32) > 1.5 * activations(8)) is grows
 
 
+@pytest.mark.parametrize(("schedule", "grows"), [("circular", True), ("lockstep_1f1b", False)])
+def test_layers_outside_the_pipeline_are_priced_with_their_inputs(schedule, grows):
+    """In lockstep those of a stage's rows of one microbatch, otherwise those of all its rows."""
+
+    def activations(count, outside):
+        values = {
+            "pipeline.num_microbatches": count,
+            "data.global_batch_size": 8 * count,  # four rows on each device
+            "pipeline.parallel_layers": 8,
+            "model.num_layers": 8 + outside,
+        }
+        return estimate(config_of(**{"pipeline.schedule": schedule}, **values)).activations
+
+    inputs = {count: activations(count, 4) - activations(count, 0) for count in (8, 16)}
+    tokens, width = Config().data.sequence_length, Config().model.embed_dim
+    bytes_of_row = 4 * tokens * width  # float32
+    shares = {8: 8, 16: 16} if grows else {8: 1, 16: 1}
+    assert inputs == {count: 4 * rows * bytes_of_row for count, rows in shares.items()}
+
+
 def test_split_backwards_are_priced_with_their_stash():
     def activations(schedule, **values):
         values = {"pipeline.schedule": schedule, "pipeline.remat_policy": "minimal"} | values

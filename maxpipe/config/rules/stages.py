@@ -102,10 +102,10 @@ def derive_parallel_layers(c: Config) -> Updates:
             f"nearest legal: {total}, or -1 for all layers"
         )
         raise ConfigError(Problem(_PARALLEL_LAYERS, message))
-    if layers < total and not engine.outside_layers:
+    if layers < total and engine.no_outside_layers:
         message = (
-            f"the {c.pipeline.engine} engine has no layers outside the pipeline; "
-            f"use {total} or -1, or the circular engine (pipeline.schedule=circular)"
+            f"{layers} is not for the {c.pipeline.engine} engine: {engine.no_outside_layers}; "
+            f"use {total} or -1, or pipeline.schedule=circular or lockstep_1f1b"
         )
         raise ConfigError(Problem(_PARALLEL_LAYERS, message))
     if layers == total and c.pipeline.outside_layers == "before" and engine.has_stages:
@@ -238,7 +238,8 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     choices = _even_choices(c, repeats, per_stage)
     if not (c.model.from_hf and _total_key(c) == "model.num_layers"):  # which is given there
         choices.append(f"{_total_key(c)}={multiples_around(total, unit)}")
-    if ENGINES[c.pipeline.engine].outside_layers and total == c.model.num_layers and total > unit:
+    has_outside = not ENGINES[c.pipeline.engine].no_outside_layers
+    if has_outside and total == c.model.num_layers and total > unit:
         inside = total // unit * unit
         choices.append(f"{_PARALLEL_LAYERS}={inside} (the others run outside the pipeline)")
     chunks = stages * factors.get("repeats", 1)

@@ -90,11 +90,10 @@ def refusal(**values):
             "use per_iteration",
         ),
         (
-            SCHEDULED | {"pipeline.parallel_layers": 4},
+            MPMD | {"pipeline.parallel_layers": 4},
             "pipeline.parallel_layers",
-            "circular engine",
+            "pipeline.schedule=circular or lockstep_1f1b",
         ),
-        (MPMD | {"pipeline.parallel_layers": 4}, "pipeline.parallel_layers", "circular engine"),
         (MPMD | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
         (MPMD | {"pipeline.fsdp_gather": "per_repeat"}, "pipeline.fsdp_gather", "use once"),
         (
@@ -236,10 +235,23 @@ def test_notes_name_a_third_gathered_repeat(microbatches, delayed, expected):
     assert any("three gathered repeats" in line for line in notes(config)) == expected
 
 
+@pytest.mark.parametrize("engine", [CIRCULAR, SCHEDULED], ids=["circular", "scheduled"])
 @pytest.mark.parametrize(("layers", "expected"), [(4, True), (-1, False)])
-def test_notes_name_layers_outside_the_pipeline(layers, expected):
-    lines = notes(tiny(**CIRCULAR | {"pipeline.parallel_layers": layers}))
+def test_notes_name_layers_outside_the_pipeline(engine, layers, expected):
+    lines = notes(tiny(**engine | {"pipeline.parallel_layers": layers}))
     assert any("4 of 8 layers run after the pipeline" in line for line in lines) == expected
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, True), (3, True), (2, False), (4, False)])
+def test_notes_say_where_stages_idle_in_layers_outside_of_lockstep(rows, expected):
+    """A stage's share of a microbatch are whole rows."""
+    values = {
+        "pipeline.parallel_layers": 4,
+        "pipeline.num_microbatches": 2,
+        "data.global_batch_size": 2 * rows,
+    }
+    (line,) = (line for line in notes(tiny(**SCHEDULED | values)) if "layers run after" in line)
+    assert (f"{rows} row" in line) == expected
 
 
 def test_remat_tensors_and_layers_are_refused_at_once():

@@ -9,16 +9,13 @@ import jax.numpy as jnp
 
 from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
-from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.chunk import apply_layers, checkpoint, layer_function, remat_policy
 from maxpipe.pipeline.layout import StageLayout
+from maxpipe.pipeline.outside import for_use
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
-
-# At rest the rows of layers are split over the stages. For use each layer is split by its own
-# dimensions instead, so that layers can be gathered one by one.
-AXES_FOR_USE = {"embed": "outer_embed", "expert_embed": "outer_embed"}
 
 
 class OutsideLayers:
@@ -58,7 +55,7 @@ class OutsideLayers:
           (activations like `io`, auxiliary losses summed over layers and sequences).
         """
         index = jnp.asarray(self._layout.outside_index)
-        rows = map_specs(self._split_by_dimensions, self._program.specs["layers"], layers)
+        rows = for_use(self._rules, self._layout, self._program.specs["layers"], layers)
         # [S, K, B, ...] -> [K, S, B, ...]
         x, side = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (io, side))
         # A layer saves its input, and for each microbatch what the policy names; it does not save
@@ -66,13 +63,6 @@ class OutsideLayers:
         layer = checkpoint(self._layer, self._policy)
         x, aux = apply_layers(layer, rows, index, x, side, key, scan=self._scan)
         return jnp.swapaxes(x, 0, 1), aux  # [S, K, B, T, D]
-
-    def _split_by_dimensions(self, spec: ParamSpec, leaf: jax.Array) -> jax.Array:
-        """Return [V + E, S, L, ...] -> [num_outside, ...], layers split by their own dimensions."""
-        axes = (None, None, None, *(AXES_FOR_USE.get(axis, axis) for axis in spec.axes))
-        rows = self._rules.constrain(leaf[self._layout.num_repeats :], axes)  # [E, S, L, ...]
-        # [E, S, L, ...] -> [E S L, ...], the first of which are layers and the others padding
-        return rows.reshape(-1, *spec.shape)[: self._layout.num_outside]
 
     def _layer(
         self,

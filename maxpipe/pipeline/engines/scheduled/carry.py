@@ -46,6 +46,7 @@ class Carry(NamedTuple):
         along, [B, T, D]; else None.
       layer_gradients: float32 [V, L, ...] of this stage's layers.
       outer_gradients: float32, of the parameters that the head takes.
+      before_gradients: float32, of the layers before the pipeline; empty if there are none.
       table_gradient: float32, of the local columns of the embedding table.
       loss: float32 scalar, sum of this stage.
       aux: auxiliary losses, sums of this stage.
@@ -60,6 +61,7 @@ class Carry(NamedTuple):
     outgoing_gradient: jax.Array | None
     layer_gradients: Params | None
     outer_gradients: Params | None
+    before_gradients: Params | None
     table_gradient: jax.Array | None
     loss: jax.Array
     aux: AuxiliaryLosses
@@ -98,6 +100,11 @@ def add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients: 
 def add(total: jax.Array, g: jax.Array) -> jax.Array:
     """Return the sum in the dtype of `total`."""
     return total + g.astype(total.dtype)
+
+
+def add_auxiliary(total: AuxiliaryLosses, more: AuxiliaryLosses) -> AuxiliaryLosses:
+    """Return the sums; `more` is empty where there are no layers."""
+    return {name: value + more[name] if more else value for name, value in total.items()}
 
 
 def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:

@@ -14,8 +14,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
-from maxpipe.pipeline.manual import BATCH_AXES, manual_part
+from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
+from maxpipe.pipeline.manual import (
+    BATCH_AXES,
+    joined_shares,
+    manual_part,
+    own_share,
+    share_from,
+)
 
 HeadLoss = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -81,7 +89,7 @@ class ShardedEmbedding:
                 gradient = lax.all_to_all(gradient, axis, split_axis=2, concat_axis=0, tiled=True)
             else:
                 # [B, T, D] -> [D, B, T] -> [D/S, B, T] -> [B, T, D/S]
-                gradient = _scatter_from(jnp.moveaxis(gradient, 2, 0), source=0)
+                gradient = share_from(jnp.moveaxis(gradient, 2, 0), source=0)
                 gradient = jnp.moveaxis(gradient, 0, 2)
         if "stage" not in self._axes:
             gradient = jnp.where(lax.axis_index("stage") == 0, gradient, 0)
@@ -100,15 +108,20 @@ class ShardedEmbedding:
 class ShardedHead:
     """Loss of the last stage's output: every stage runs the head on its share of the tokens.
 
+    Layers after the pipeline come before the head. They see whole sequences, so a stage's share is
+    then made of rows.
+
     Args:
       head_loss: (outer parameters, x [P, D], targets [P], weights [P]) -> (loss sum, cross-entropy
         sum), differentiable in the first two.
       num_stages: S.
+      layers: those after the pipeline, if there are any; their parameters are `outer["outside"]`.
     """
 
-    def __init__(self, head_loss: HeadLoss, num_stages: int):
+    def __init__(self, head_loss: HeadLoss, num_stages: int, layers: ShardedLayers | None = None):
         self._head_loss = head_loss
         self._num_stages = num_stages
+        self._layers = layers
 
     def share(
         self, y: jax.Array, targets: jax.Array, weights: jax.Array
@@ -120,58 +133,75 @@ class ShardedHead:
           targets, weights: [B, T].
 
         Returns:
-          ([P, D], [P], [P]); padding tokens have weight 0.
+          ([P, D], [P], [P]), with layers [R, T, D], [R, T], [R, T] of R = ceil(B / S) rows; padding
+          tokens have weight 0.
         """
-        stage = lax.axis_index("stage")
-        flat = self._padded(y.reshape(-1, y.shape[-1]))  # [B, T, D] -> [B*T, D] -> [S*P, D]
-        x = _scatter_from(flat, source=self._num_stages - 1)  # [P, D]
-        # The targets are on every stage: [B, T] -> [B*T] -> [S*P] -> [S, P] -> [P]
-        targets, weights = (
-            self._padded(a.reshape(-1)).reshape(self._num_stages, -1)[stage]
-            for a in (targets, weights)
-        )
-        return x, targets, weights
+        if self._layers is None:
+            # [B, T, D] -> [B*T, D], [B, T] -> [B*T]
+            y, targets, weights = y.reshape(-1, y.shape[-1]), targets.ravel(), weights.ravel()
+        # The targets are on every stage.
+        x = share_from(y, source=self._num_stages - 1)
+        return x, own_share(targets), own_share(weights)
 
     def losses(
-        self, outer: Params, y: jax.Array, targets: jax.Array, weights: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (loss sum, cross-entropy sum) of this stage's share; arguments as below."""
-        return self._head_loss(outer, *self.share(y, targets, weights))
+        self,
+        outer: Params,
+        y: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        inputs: LayerInputs | None = None,
+    ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
+        """Return sums of this stage's share: (loss, cross-entropy, auxiliary losses of `layers`).
+
+        Arguments as below.
+        """
+        return self._share_losses(outer, *self.share(y, targets, weights), inputs)
 
     def losses_and_gradients(
-        self, outer: Params, y: jax.Array, targets: jax.Array, weights: jax.Array, scale: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Params]:
-        """Return loss and gradients of a microbatch.
+        self,
+        outer: Params,
+        y: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        scales: tuple[jax.Array, jax.Array],
+        inputs: LayerInputs | None = None,
+    ) -> tuple[tuple[jax.Array, AuxiliaryLosses], jax.Array, Params]:
+        """Return losses and gradients of a microbatch.
 
         Args:
-          outer: what `head_loss` takes as parameters.
+          outer: what `head_loss` takes as parameters, and those of `layers`.
           y, targets, weights: as in `share`.
-          scale: float32 scalar that multiplies the loss before differentiation.
+          scales: float32 scalars that multiply loss and auxiliary losses before differentiation.
+          inputs: of `layers`.
 
         Returns:
-          (loss sum of this stage's share, gradient for y [B, T, D], gradients for `outer` of this
-          share).
+          (sums (loss, auxiliary losses) of this stage's share, gradient for y [B, T, D], gradients
+          for `outer` of this share).
         """
         x, targets, weights = self.share(y, targets, weights)
-        loss, vjp = jax.vjp(
-            lambda outer, x: self._head_loss(outer, x, targets, weights)[0], outer, x
-        )
-        outer_gradient, x_gradient = vjp(scale)
-        flat = lax.all_gather(x_gradient, "stage", axis=0, tiled=True)  # [P, D] -> [S*P, D]
-        num_tokens = y.shape[0] * y.shape[1]
-        return loss, flat[:num_tokens].reshape(y.shape), outer_gradient  # -> [B, T, D]
 
-    def _padded(self, flat: jax.Array) -> jax.Array:
-        """Append zeros until S divides the first dimension: [B*T, ...] -> [S*P, ...]."""
-        missing = -flat.shape[0] % self._num_stages
-        return jnp.pad(flat, [(0, missing)] + [(0, 0)] * (flat.ndim - 1))
+        def losses(outer: Params, x: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
+            loss, _, aux = self._share_losses(outer, x, targets, weights, inputs)
+            return loss, aux
 
+        sums, vjp = jax.vjp(losses, outer, x)
+        outer_gradient, x_gradient = vjp((scales[0], dict.fromkeys(sums[1], scales[1])))
+        # [P, D] -> [B*T, D] -> [B, T, D], or [R, T, D] -> [B, T, D]
+        num = y.shape[0] if self._layers else y.shape[0] * y.shape[1]
+        return sums, joined_shares(x_gradient, num).reshape(y.shape), outer_gradient
 
-def _scatter_from(x: jax.Array, source: int) -> jax.Array:
-    """Send part s of stage `source`'s array to stage s: [S*P, ...] -> [P, ...]."""
-    size = lax.axis_size("stage")
-    if size == 1:
-        return x
-    parts = x.reshape(size, -1, *x.shape[1:])  # [S*P, ...] -> [S, P, ...]
-    # Entry s of the result is what stage s has sent here, [S, P, ...].
-    return lax.all_to_all(parts, "stage", split_axis=0, concat_axis=0)[source]
+    def _share_losses(
+        self,
+        outer: Params,
+        x: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        inputs: LayerInputs | None,
+    ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
+        aux: AuxiliaryLosses = {}
+        if self._layers is not None:
+            assert inputs is not None
+            x, aux = self._layers(outer["outside"], x, inputs)
+            # [R, T, D] -> [P, D]
+            x, targets, weights = x.reshape(-1, x.shape[-1]), targets.ravel(), weights.ravel()
+        return *self._head_loss(outer, x, targets, weights), aux

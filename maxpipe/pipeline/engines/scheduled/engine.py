@@ -7,6 +7,7 @@ express that order, so here the backward is written out. From a table to gradien
     plan            the table as indices of units and of buffer slots, per tick and stage
     split_vjp       a chunk's vjp as functions that run in different ticks, and what passes between
     ends            embedding and head, their work spread over the stages
+    outside         layers before or after the pipeline, spread over them too
     carry           what a stage keeps from tick to tick
     stage_program   the loop over ticks: F slot, head, B slot, W slot, transfers
     sharding        how parameters and batch lie over the mesh, and the rules that this allows
@@ -29,9 +30,16 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.sections import PipelineConfig
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
+from maxpipe.pipeline.chunk import (
+    Remat,
+    apply_layers,
+    checkpoint,
+    layer_function,
+    remat_policy,
+)
 from maxpipe.pipeline.engines.base import (
     Batch,
     EngineInputs,
@@ -41,6 +49,7 @@ from maxpipe.pipeline.engines.base import (
 )
 from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
+from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
 from maxpipe.pipeline.engines.scheduled.sharding import batch_specs, check_rules, param_specs
 from maxpipe.pipeline.engines.scheduled.stage_program import (
@@ -60,11 +69,14 @@ from maxpipe.pipeline.manual import (
     psum,
     sum_replicas,
 )
+from maxpipe.pipeline.outside import for_use, spec_for_use, with_outside
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
+# Mesh axes of the partitioner that split the layer dimensions of a device's weights.
+_LEADING = {"layers": (None, None), "outside": (None,)}
 Scales = tuple[jax.Array, jax.Array]  # of the token loss and of auxiliary losses, float32 scalars
 
 
@@ -101,19 +113,26 @@ class ScheduledEngine(SpmdEngine):
         )
         self._remat = Remat(inputs.config)
         self._gather_once = inputs.config.fsdp_gather == "once"
-        self._gathers = map_specs(self._gather, inputs.program.specs)
+        self._gathers = map_specs(self._gather, inputs.program.specs) | {"outside": {}}
+        self._outside: ShardedLayers | None = None
+        if inputs.layout.num_outside:
+            self._outside = ShardedLayers(self._outside_layers)
+            self._gathers["outside"] = map_specs(
+                lambda spec: self._gather(spec, spec_for_use(inputs.rules, spec)),
+                inputs.program.specs["layers"],
+            )
         self._gathers_ahead = inputs.gathers_ahead
 
     def layer_index(self) -> np.ndarray:
-        """Return int32 [V, S, L]: each layer's index in model order, num_layers for padding."""
+        """Return int32 [V + E, S, L]: each layer's index in model order, N for padding."""
         return self._layout.layer_index
 
     def to_canonical(self, leaf: jax.Array) -> jax.Array:
-        """Convert one layer parameter [V, S, L, ...] to [num_layers, ...] in model order."""
+        """Convert one layer parameter [V + E, S, L, ...] to [N, ...] in model order."""
         return self._layout.to_canonical(leaf)
 
     def from_canonical(self, leaf: jax.Array) -> jax.Array:
-        """Convert one layer parameter [num_layers, ...] in model order to [V, S, L, ...]."""
+        """Convert one layer parameter [N, ...] in model order to [V + E, S, L, ...]."""
         return self._layout.from_canonical(leaf)
 
     def loss_and_gradients(
@@ -125,7 +144,11 @@ class ScheduledEngine(SpmdEngine):
         key_data = jax.random.key_data(key) if self._program.needs_key else None
         out_specs = (PartitionSpec(), param_specs(self._inputs))
         run = self._manual(self._train, out_specs, num_replicated=2)
-        metrics, gradients = run(batch, params, scales, key_data)
+        metrics, gradients = run(batch, self._with_outside(params), scales, key_data)
+        if outside := gradients.pop("outside"):
+            specs, rules = self._program.specs["layers"], self._inputs.rules
+            layers = with_outside(rules, self._layout, specs, gradients["layers"], outside)
+            gradients["layers"] = layers
         return metrics, gradients
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
@@ -136,7 +159,14 @@ class ScheduledEngine(SpmdEngine):
         batch = microbatches.pad_rows(batch, shards * self._num_microbatches)
         batch = microbatches.prepared(batch, self._inputs.context)
         run = self._manual(self._evaluate, PartitionSpec(), num_replicated=0)
-        return {"cross_entropy": run(batch, params), "weight": weight}
+        return {"cross_entropy": run(batch, self._with_outside(params)), "weight": weight}
+
+    def _with_outside(self, params: Params) -> Params:
+        """Return `params` with "outside": the layers outside the pipeline as they lie for use."""
+        if self._outside is None:
+            return params | {"outside": {}}
+        specs, rules = self._program.specs["layers"], self._inputs.rules
+        return params | {"outside": for_use(rules, self._layout, specs, params["layers"])}
 
     def _manual(
         self,
@@ -157,15 +187,21 @@ class ScheduledEngine(SpmdEngine):
             out_specs=out_specs,
         )
 
-    def _gather(self, spec: ParamSpec) -> Gather:
+    def _gather(self, spec: ParamSpec, at_rest: PartitionSpec | None = None) -> Gather:
         rules, dtype = self._inputs.rules, spec.compute_dtype(self._program.config.dtype)
+        at_rest = at_rest or rules.spec(spec.axes, spec.shape)
         # A transfer between neighbours waits for all devices, also for those that skip a slot.
-        in_steps = not self._settings.skip_idle
-        return Gather(rules.spec(spec.axes, spec.shape), spec.dtype, dtype, in_steps=in_steps)
+        return Gather(at_rest, spec.dtype, dtype, in_steps=not self._settings.skip_idle)
+
+    @property
+    def _head_parts(self) -> tuple[str, ...]:
+        return ("embed", "head") if self._program.config.tie_embeddings else ("head",)
 
     def _outer(self, params: dict[str, Tree]) -> dict[str, Tree]:
-        """Return the part of {"embed", "head", ...} that the head reads."""
-        names = ("embed", "head") if self._program.config.tie_embeddings else ("head",)
+        """Return the part of {"embed", "head", "outside", ...} that follows the last chunk."""
+        names = self._head_parts
+        if self._outside and not self._layout.outside_first:
+            names += ("outside",)
         return {name: params[name] for name in names}
 
     # What a chunk and the head compute; differentiated by the stage program. With
@@ -211,9 +247,24 @@ class ScheduledEngine(SpmdEngine):
         self, outer: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Return (loss sum, cross-entropy sum) of tokens x [P, D], targets [P], weights [P]."""
+        outer = {name: outer[name] for name in self._head_parts}
         if not self._gather_once:
-            outer = gather_tree(self._outer(self._gathers), outer)
+            outer = gather_tree({name: self._gathers[name] for name in outer}, outer)
         return self._program.head_loss(outer, x, targets, weights)
+
+    def _outside_layers(
+        self, weights: Params, x: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Apply the layers outside the pipeline to x [rows, T, D]; weights [num_outside, ...]."""
+
+        def prepare(layer: Params) -> Params:
+            return layer if self._gather_once else gather_tree(self._gathers["outside"], layer)
+
+        config = self._inputs.config
+        layer_fn = layer_function(self._program, prepare, padded=False)
+        layer_fn = checkpoint(layer_fn, remat_policy(config))
+        index, scan = jnp.asarray(self._layout.outside_index), config.scan_layers_per_stage
+        return apply_layers(layer_fn, weights, index, x, *inputs, scan=scan)
 
     # From here on functions run inside the manual program: arrays are this device's parts.
 
@@ -249,37 +300,54 @@ class ScheduledEngine(SpmdEngine):
     def _stage_program(
         self, batch: Batch, params: Params, scales: Scales, key: jax.Array | None
     ) -> StageProgram:
-        layers = jax.tree.map(lambda p: p[:, 0], params["layers"])  # [V, 1, L, ...] -> [V, L, ...]
-        outer = self._outer(params)
+        # [V + E, 1, L, ...] -> [V + E, L, ...], of which chunks read the first V
+        layers = jax.tree.map(lambda p: p[:, 0], params["layers"])
+        outer, outside = self._outer(params), params["outside"]
+        is_before = self._layout.outside_first
+        before, after = (self._outside, None) if is_before else (None, self._outside)
         if self._gather_once:
-            layers = map_gathers(
-                lambda gather, p: gather.gather(p, leading=(None, None)),
-                self._gathers["layers"],
-                layers,
-            )
-            outer = map_gathers(
-                lambda gather, p: gather.gather(p), self._outer(self._gathers), outer
-            )
+            repeats = self._layout.num_repeats
+            layers = self._whole("layers", jax.tree.map(lambda p: p[:repeats], layers))
+            outer = {name: self._whole(name, part) for name, part in outer.items()}
+            outside = self._whole("outside", outside) if before else {}
         embedding = self._program.specs["embed"]["embedding"]
         # The vocabulary's rows are whole on each device; its columns are spread, see `ends`.
         table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)
-        layer_index = jnp.asarray(self._layout.layer_index)  # [V, S, L]
+        layer_index = jnp.asarray(self._layout.layer_index)  # [V + E, S, L]
         return StageProgram(
             settings=self._settings,
             chunk=self._remat.iteration(self._chunk),
             embedding=ShardedEmbedding(
                 table_spec, self._program.config.dtype, self._program.scale_embedding
             ),
-            head=ShardedHead(self._head_loss, self._settings.num_stages),
+            head=ShardedHead(self._head_loss, self._settings.num_stages, after),
             embedding_table=params["embed"]["embedding"],
             layers=layers,
             layer_index=layer_index[:, lax.axis_index("stage")],
             outer=outer,
+            before=before,
+            before_weights=outside if before else {},
             batch=microbatches.columns(batch, self._num_microbatches),
             key=key,
             gather=self._gather_chunk if self._gathers_ahead else None,
             loss_scale=scales[0],
             aux_scale=scales[1],
+        )
+
+    def _whole(self, name: str, params: Params) -> Params:
+        """Return a part of the parameters in full, for the whole step; not differentiable."""
+        return map_gathers(
+            lambda gather, p: gather.gather(p, leading=_LEADING.get(name, ())),
+            self._gathers[name],
+            params,
+        )
+
+    def _scattered(self, name: str, gradients: Params) -> Params:
+        """Return this device's shards of gradients for what `_whole` returns."""
+        return map_gathers(
+            lambda gather, g: gather.scatter(g, leading=_LEADING.get(name, ())),
+            self._gathers[name],
+            gradients,
         )
 
     def _activation(self, stage: StageProgram) -> jax.ShapeDtypeStruct:
@@ -312,6 +380,7 @@ class ScheduledEngine(SpmdEngine):
             outgoing_gradient=outgoing if vjp else None,
             layer_gradients=zeros(stage.layers) if vjp else None,
             outer_gradients=zeros(stage.outer) if vjp else None,
+            before_gradients=zeros(stage.before_weights) if vjp else None,
             table_gradient=jnp.zeros(stage.embedding_table.shape, jnp.float32) if vjp else None,
             loss=jnp.zeros(()),
             aux=self._program.no_auxiliary(),
@@ -319,30 +388,38 @@ class ScheduledEngine(SpmdEngine):
 
     def _gradients(self, carry: Carry) -> Params:
         """Sum gradients over the devices that share a parameter; each keeps those of its shards."""
-        layers, outer = carry.layer_gradients, carry.outer_gradients
+        layers, outer, before = carry.layer_gradients, carry.outer_gradients, carry.before_gradients
         assert layers is not None
         assert outer is not None
-        gathers = self._outer(self._gathers)
+        assert before is not None
+        # Parts that all stages compute with; layers outside the pipeline are before or after it.
+        shared = {"outside": before} | outer
         if self._gather_once:
-            layers = map_gathers(
-                lambda gather, g: gather.scatter(g, leading=(None, None)),
-                self._gathers["layers"],
-                layers,
+            outside_rows = self._layout.shape[0] - self._layout.num_repeats
+            layers = jax.tree.map(
+                # [V, L, ...] -> [V + E, L, ...]
+                lambda g: jnp.pad(g, [(0, outside_rows)] + [(0, 0)] * (g.ndim - 1)),
+                self._scattered("layers", layers),
             )
-            outer = map_gathers(lambda gather, g: gather.scatter(g), gathers, outer)
-        # Layers differ between stages; both ends are computed on all of them.
+            shared = {name: self._scattered(name, part) for name, part in shared.items()}
+        # Layers differ between stages.
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)
-        outer = sum_replicas(gathers, outer, MANUAL_AXES)
+        shared = {
+            name: sum_replicas(self._gathers[name], part, MANUAL_AXES)
+            for name, part in shared.items()
+        }
         embed = sum_replicas(
             self._gathers["embed"], {"embedding": carry.table_gradient}, MANUAL_AXES
         )
         # Tied weights have the gradients of both ends.
-        if "embed" in outer:
-            embed = jax.tree.map(jnp.add, embed, outer["embed"])
+        if "embed" in shared:
+            embed = jax.tree.map(jnp.add, embed, shared["embed"])
         return {
             "embed": embed,
-            "head": outer["head"],
-            "layers": jax.tree.map(lambda g: g[:, None], layers),  # [V, L, ...] -> [V, 1, L, ...]
+            "head": shared["head"],
+            # [V + E, L, ...] -> [V + E, 1, L, ...]
+            "layers": jax.tree.map(lambda g: g[:, None], layers),
+            "outside": shared["outside"],
         }
 
 

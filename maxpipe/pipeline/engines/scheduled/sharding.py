@@ -14,6 +14,7 @@ from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import EngineInputs
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import ROW_AXES, manual_part
+from maxpipe.pipeline.outside import spec_for_use
 from maxpipe.sharding.rules import AXIS_RULES_KEY
 
 
@@ -69,7 +70,10 @@ def batch_specs(engine_inputs: EngineInputs) -> dict[str, PartitionSpec]:
 
 
 def param_specs(engine_inputs: EngineInputs) -> Params:
-    """Return the PartitionSpec of every live parameter; layer leaves are [V, S, L, ...]."""
+    """Return the PartitionSpec of every parameter that the program takes.
+
+    Leaves of "layers" are [V + E, S, L, ...], those of "outside" [num_outside, ...].
+    """
     rules, leading = engine_inputs.rules, engine_inputs.layout.shape
 
     def outer(spec: ParamSpec) -> PartitionSpec:
@@ -78,11 +82,16 @@ def param_specs(engine_inputs: EngineInputs) -> Params:
     def layer(spec: ParamSpec) -> PartitionSpec:
         return manual_part(rules.spec(LAYER_AXES + spec.axes, leading + spec.shape))
 
+    def outside(spec: ParamSpec) -> PartitionSpec:
+        return PartitionSpec(None, *manual_part(spec_for_use(rules, spec)))
+
     specs = engine_inputs.program.specs
+    has_outside = engine_inputs.layout.num_outside > 0
     return {
         "embed": map_specs(outer, specs["embed"]),
         "head": map_specs(outer, specs["head"]),
         "layers": map_specs(layer, specs["layers"]),
+        "outside": map_specs(outside, specs["layers"]) if has_outside else {},
     }
 
 

@@ -49,6 +49,7 @@ from maxpipe.pipeline.engines.scheduled.carry import (
     Gathered,
     Layers,
     add,
+    add_auxiliary,
     add_to_layers,
     filled,
     read,
@@ -57,6 +58,7 @@ from maxpipe.pipeline.engines.scheduled.carry import (
     write_all,
 )
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
+from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, PlanArray
 from maxpipe.pipeline.manual import ring
 from maxpipe.pipeline.split_vjp import Arrays, SplitBackwardVjp, SplitVjp
@@ -116,6 +118,8 @@ class StageProgram:
       layers: parameters of this stage [V, L, ...], as `chunk` takes them.
       layer_index: int32 [V, L].
       outer: parameters as the head takes them.
+      before: layers before the pipeline, if there are any.
+      before_weights: their parameters, [num_outside, ...]; empty if there are none.
       batch: microbatches [B, M, ...] of this data shard.
       key: key of the step or None.
       gather: makes the parameters [L, ...] of a chunk full, in the memory of another chunk's if
@@ -132,6 +136,8 @@ class StageProgram:
     layers: Params
     layer_index: jax.Array
     outer: Params
+    before: ShardedLayers | None
+    before_weights: Params
     batch: Batch
     key: jax.Array | None
     gather: Callable[[Params, Layers | None], Layers] | None
@@ -228,7 +234,10 @@ class StageProgram:
         # A stage that embeds, or idles, reads the scratch slot.
         x = read(carry.activations, tick.F.reads)
         if phase.F.embeds.any():
-            x = jnp.where(tick.F.embeds, self._embed(tick.ends.embed, x), x)
+            no_aux = jax.tree.map(jnp.zeros_like, carry.aux) if self.before else {}
+            embedded, aux = self._embed(tick.ends.embed, x, no_aux)
+            x = jnp.where(tick.F.embeds, embedded, x)
+            carry = carry._replace(aux=add_auxiliary(carry.aux, aux))
 
         def compute(
             x: jax.Array, weights: Params, inputs: ChunkInputs
@@ -245,19 +254,28 @@ class StageProgram:
         return carry._replace(residuals=stores, aux=total), y
 
     @jax.named_scope("embedding")
-    def _embed(self, microbatch: PlanArray, like: jax.Array) -> jax.Array:
-        """Return the embedding of a microbatch [B, T, D], zeros `like` it if it is negative."""
+    def _embed(
+        self, microbatch: PlanArray, like: jax.Array, no_aux: AuxiliaryLosses
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Run a microbatch up to the first chunk; zeros and `no_aux` if it is negative.
 
-        def lookup(microbatch: jax.Array) -> jax.Array:
-            return self.embedding.lookup(
-                self.embedding_table, self._microbatch(microbatch)["tokens"]
-            )
+        Returns:
+          (input of the first chunk [B, T, D] like `like`, auxiliary losses of this stage's share
+          of the layers before it, like `no_aux`).
+        """
 
-        # All stages take part in the lookup, so the predicate is the tick's, not the stage's.
+        def first_input(microbatch: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
+            batch = self._microbatch(microbatch)
+            x = self.embedding.lookup(self.embedding_table, batch["tokens"])
+            if self.before is None:
+                return x, no_aux
+            return self.before.forward(self.before_weights, x, self._layer_inputs(batch))
+
+        # All stages take part, so the predicate is the tick's, not the stage's.
         return lax.cond(
             microbatch >= 0,
-            lookup,
-            lambda _: jnp.zeros_like(like),
+            first_input,
+            lambda _: (jnp.zeros_like(like), no_aux),
             jnp.maximum(microbatch, 0),
         )
 
@@ -272,26 +290,30 @@ class StageProgram:
         """
         batch = self._microbatch(jnp.maximum(tick.ends.head, 0))
         targets, weights = batch["targets"], batch["weights"]
-        Sums = tuple[jax.Array, Params]
+        Sums = tuple[jax.Array, AuxiliaryLosses, Params]
+        operands = self.outer, y, targets, weights
 
         def active(sums: Sums) -> tuple[Sums, jax.Array]:
-            loss_sum, outer = sums
+            loss_sum, aux_sum, outer = sums
+            inputs = self._layer_inputs(batch)
             if not train:
-                cross_entropy = self.head.losses(self.outer, y, targets, weights)[1]
-                return (loss_sum + cross_entropy, outer), jnp.zeros_like(y)
-            loss, y_gradient, outer_gradient = self.head.losses_and_gradients(
-                self.outer, y, targets, weights, self.loss_scale
+                cross_entropy = self.head.losses(*operands, inputs)[1]
+                return (loss_sum + cross_entropy, aux_sum, outer), jnp.zeros_like(y)
+            scales = self.loss_scale, self.aux_scale
+            (loss, aux), y_gradient, outer_gradient = self.head.losses_and_gradients(
+                *operands, scales, inputs
             )
-            return (loss_sum + loss, jax.tree.map(add, outer, outer_gradient)), y_gradient
+            outer = jax.tree.map(add, outer, outer_gradient)
+            return (loss_sum + loss, add_auxiliary(aux_sum, aux), outer), y_gradient
 
         def idle(sums: Sums) -> tuple[Sums, jax.Array]:
             return sums, jnp.full_like(y, self.settings.idle_fill)
 
         # The predicate is the tick's, not the stage's: the head scatters tokens over all stages.
-        (loss, outer), gradient = lax.cond(
-            tick.ends.head >= 0, active, idle, (carry.loss, carry.outer_gradients)
+        (loss, aux, outer), gradient = lax.cond(
+            tick.ends.head >= 0, active, idle, (carry.loss, carry.aux, carry.outer_gradients)
         )
-        return carry._replace(loss=loss, outer_gradients=outer), gradient
+        return carry._replace(loss=loss, aux=aux, outer_gradients=outer), gradient
 
     @jax.named_scope("backward")
     def _backward(
@@ -331,15 +353,32 @@ class StageProgram:
 
     @jax.named_scope("embedding")
     def _embed_backward(self, carry: Carry, microbatch: PlanArray, dx: jax.Array) -> Carry:
-        """Add the first stage's dx of a microbatch to the table's gradient; nothing if negative."""
+        """Add what the first chunk's dx of a microbatch gives the weights before that chunk.
 
-        def active(total: jax.Array) -> jax.Array:
-            tokens = self._microbatch(jnp.maximum(microbatch, 0))["tokens"]
-            return self.embedding.add_gradient(total, tokens, dx)
+        These are the embedding table and the layers before the pipeline. Nothing is added if
+        `microbatch` is negative.
+        """
+        Sums = tuple[jax.Array, Params]
+
+        def active(sums: Sums) -> Sums:
+            table, layers = sums
+            batch, gradient = self._microbatch(jnp.maximum(microbatch, 0)), dx
+            if self.before is not None:
+                x = self.embedding.lookup(self.embedding_table, batch["tokens"])
+                gradient, layer_gradients = self.before.gradients(
+                    self.before_weights, x, self._layer_inputs(batch), dx, self.aux_scale
+                )
+                layers = jax.tree.map(add, layers, layer_gradients)
+            return self.embedding.add_gradient(table, batch["tokens"], gradient), layers
 
         # As for the lookup, the predicate is the tick's.
-        table = lax.cond(microbatch >= 0, active, lambda total: total, carry.table_gradient)
-        return carry._replace(table_gradient=table)
+        table, layers = lax.cond(
+            microbatch >= 0,
+            active,
+            lambda sums: sums,
+            (carry.table_gradient, carry.before_gradients),
+        )
+        return carry._replace(table_gradient=table, before_gradients=layers)
 
     @jax.named_scope("weight_gradients")
     def _weight_gradients(
@@ -425,6 +464,9 @@ class StageProgram:
         weights, index = jax.tree.map(lambda a: read(a, chunk), (layers, self.layer_index))
         side = microbatches.side_inputs(self._microbatch(microbatch))
         return weights, ChunkInputs(index, side, self.key, gathered)
+
+    def _layer_inputs(self, batch: Batch) -> LayerInputs:
+        return LayerInputs(microbatches.side_inputs(batch), self.key)
 
     def _microbatch(self, index: PlanArray) -> Batch:
         return microbatches.column(self.batch, jnp.asarray(index))

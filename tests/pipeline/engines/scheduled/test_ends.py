@@ -160,8 +160,8 @@ def test_head_loss_and_gradients_equal_dense_ones(stages, data, rows):
 
     def run(outer, y, targets, weights, scale):
         only_last = jnp.where(lax.axis_index("stage") == stages - 1, y, jnp.nan)
-        loss, gradient, outer_gradient = head.losses_and_gradients(
-            outer, only_last, targets, weights, scale
+        (loss, _), gradient, outer_gradient = head.losses_and_gradients(
+            outer, only_last, targets, weights, (scale, scale)
         )
         sums = (
             psum(loss, MANUAL_AXES),

@@ -6,6 +6,7 @@ import pytest
 from helpers.grids import (
     COMMON,
     assert_equals_sequential,
+    chunk_sizes,
     config_of,
     default_first,
     every_nth,
@@ -31,6 +32,7 @@ FACTORS = COMMON | {
     "overlap": (False, True),
     "skip_idle": (True, False),
     "gather": ("per_iteration", "once"),
+    "outside": ("", "1 after", "3 after", "1 before", "3 before"),
     "nan_idle": (False, True),
 }
 BOTH = FACTORS | {"schedule": ("lockstep_1f1b", "lockstep_zb")}
@@ -64,11 +66,16 @@ def is_legal(case):
 
 
 def check(case):
+    number, _, place = case["outside"].partition(" ")
+    inside, outside = sum(chunk_sizes(case)), int(number or 0)
     values = {
         "pipeline.engine": "scheduled",
         "pipeline.schedule": case["schedule"],
         "pipeline.overlap_slots": case["overlap"],
         "pipeline.skip_idle": "true" if case["skip_idle"] else "false",
+        "pipeline.parallel_layers": inside,
+        "pipeline.outside_layers": place or "after",
+        "model.num_layers": inside + outside,
     }
     fill = math.nan if case["nan_idle"] else 0.0
     assert_equals_sequential(config_of(case, **values), case, idle_fill=fill)

@@ -1,0 +1,113 @@
+"""Run layers outside the pipeline on all stages at once: each has a share of a microbatch's rows.
+
+Layers before the pipeline run with the lookup in the embedding, layers after it with the head, in
+the tick of the microbatch's first or last chunk. Their backward begins in the same tick as that of
+the head, or computes them again from the tokens, so nothing of them is stored from tick to tick.
+All this is inside the manual program. Letters: S stages, B sequences of a microbatch on one data
+shard, T tokens of each, D embed, R = ceil(B / S) rows of a stage's share.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
+from maxpipe.model.parameters import Params
+from maxpipe.pipeline.manual import joined_shares, own_share, share_from
+
+
+class LayerInputs(NamedTuple):
+    """What layers read besides activations and parameters.
+
+    Attributes:
+      side: side inputs of the microbatch, [B, ...] each, on every stage.
+      key: key of the step or None.
+    """
+
+    side: SideInputs
+    key: jax.Array | None
+
+
+# (parameters [num_outside, ...], x [rows, T, D], their inputs) -> (activations, auxiliary losses)
+ApplyLayers = Callable[[Params, jax.Array, LayerInputs], tuple[jax.Array, AuxiliaryLosses]]
+
+
+class ShardedLayers:
+    """All layers outside the pipeline, on a stage's share of the rows.
+
+    Args:
+      apply: these layers on any number of rows, differentiable in the first two arguments.
+    """
+
+    def __init__(self, apply: ApplyLayers):
+        self._apply = apply
+
+    def __call__(
+        self, weights: Params, x: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Apply the layers to this stage's rows.
+
+        Args:
+          weights: of the layers.
+          x: [R, T, D].
+          inputs: of the whole microbatch.
+
+        Returns:
+          (activations [R, T, D], auxiliary losses summed over layers and sequences).
+        """
+        num_rows, share = inputs.side.positions.shape[0], x.shape[0]
+        side = jax.tree.map(own_share, inputs.side)
+        if num_rows == share * lax.axis_size("stage"):
+            return self._apply(weights, x, LayerInputs(side, inputs.key))
+
+        # Some stages have rows of padding, whose auxiliary losses do not count.
+        def row(x: jax.Array, side: SideInputs) -> tuple[jax.Array, AuxiliaryLosses]:
+            one = jax.tree.map(lambda a: a[None], side)
+            y, aux = self._apply(weights, x[None], LayerInputs(one, inputs.key))
+            return y[0], aux
+
+        y, aux = jax.vmap(row)(x, side)
+        is_row = lax.axis_index("stage") * share + jnp.arange(share) < num_rows
+        return y, jax.tree.map(lambda a: jnp.sum(jnp.where(is_row, a, 0)), aux)
+
+    def forward(
+        self, weights: Params, x: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Apply the layers to a microbatch that every stage has.
+
+        Args:
+          weights: of the layers.
+          x: [B, T, D].
+          inputs: of the microbatch.
+
+        Returns:
+          (activations [B, T, D] on every stage, auxiliary losses of this stage's share).
+        """
+        y, aux = self(weights, own_share(x), inputs)
+        return joined_shares(y, x.shape[0]), aux
+
+    def gradients(
+        self,
+        weights: Params,
+        x: jax.Array,
+        inputs: LayerInputs,
+        dy: jax.Array,
+        aux_scale: jax.Array,
+    ) -> tuple[jax.Array, Params]:
+        """Compute `forward` again, and its backward.
+
+        Args:
+          weights, x, inputs: as for `forward`.
+          dy: gradient of its activations [B, T, D]; only stage 0's counts.
+          aux_scale: float32 scalar, the gradient of each auxiliary loss.
+
+        Returns:
+          (gradient for x [B, T, D] on every stage, gradients for `weights` of this share).
+        """
+        (_, aux), vjp = jax.vjp(lambda w, x: self(w, x, inputs), weights, own_share(x))
+        daux = dict.fromkeys(aux, aux_scale)
+        weight_gradients, dx = vjp((share_from(dy, source=0), daux))
+        return joined_shares(dx, x.shape[0]), weight_gradients

@@ -1,0 +1,69 @@
+"""Lay out the layers that run outside the pipeline: at rest in rows, for use by their dimensions.
+
+At rest they are the last E rows of live layer parameters, [V + E, S, L, ...] (see `layout`), which
+lie over the stages. For use every layer is split by its own dimensions instead, as embedding and
+head are, so that any device can gather one layer without its neighbours. Letters: see
+`maxpipe.pipeline`.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.pipeline.layout import LAYER_AXES, StageLayout
+from maxpipe.sharding.rules import AxisRules
+
+_AXES_FOR_USE = {"embed": "outer_embed", "expert_embed": "outer_embed"}
+
+
+def spec_for_use(rules: AxisRules, spec: ParamSpec) -> PartitionSpec:
+    """Return how one layer's parameter lies for use, without a layer dimension."""
+    return rules.spec(_axes_for_use(spec), spec.shape)
+
+
+def for_use(rules: AxisRules, layout: StageLayout, specs: Params, layers: Params) -> Params:
+    """Return the layers outside the pipeline, [num_outside, ...], of live ones [V + E, S, L, ...].
+
+    Args:
+      rules: logical axis rules.
+      layout: the assignment of layers to stages.
+      specs: of one layer's parameters.
+      layers: live parameters.
+    """
+
+    def split_by_dimensions(spec: ParamSpec, leaf: jax.Array) -> jax.Array:
+        axes = (None, None, None, *_axes_for_use(spec))
+        rows = rules.constrain(leaf[layout.num_repeats :], axes)  # [E, S, L, ...]
+        # [E, S, L, ...] -> [E S L, ...], the first of which are layers and the others padding
+        return rows.reshape(-1, *spec.shape)[: layout.num_outside]
+
+    return map_specs(split_by_dimensions, specs, layers)
+
+
+def with_outside(
+    rules: AxisRules, layout: StageLayout, specs: Params, layers: Params, outside: Params
+) -> Params:
+    """Return live layers [V + E, S, L, ...] whose last E rows are `outside` [num_outside, ...].
+
+    Its transpose, up to rows of padding, is `for_use`; gradients are brought back with it.
+    """
+    repeats, shape = layout.num_repeats, layout.shape
+
+    def write_rows(spec: ParamSpec, leaf: jax.Array, part: jax.Array) -> jax.Array:
+        outside_rows = shape[0] - repeats, *shape[1:]
+        missing = math.prod(outside_rows) - layout.num_outside
+        padded = jnp.pad(part, [(0, missing)] + [(0, 0)] * len(spec.shape))
+        # [E S L, ...] -> [E, S, L, ...]
+        rows = padded.reshape(*outside_rows, *spec.shape)
+        at_rest = partial(rules.constrain, axes=(*LAYER_AXES, *spec.axes))
+        return at_rest(leaf.at[repeats:].set(at_rest(rows)))
+
+    return map_specs(write_rows, specs, layers, outside)
+
+
+def _axes_for_use(spec: ParamSpec) -> tuple[str, ...]:
+    return tuple(_AXES_FOR_USE.get(axis, axis) for axis in spec.axes)
