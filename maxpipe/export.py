@@ -10,12 +10,20 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from maxpipe.checkpoint.run_argument import add_run_arguments, check_block, find_step
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.imports import add_import_flag, import_variants
+from maxpipe.config.imports import import_variants
 from maxpipe.config.sections.model import DTYPES
 from maxpipe.supervision.signals import INTERRUPTED
+
+if TYPE_CHECKING:
+    from maxpipe.checkpoint.record import Record
+    from maxpipe.checkpoint.steps import StepStore
+    from maxpipe.config.sections import Config
+    from maxpipe.data.tokenizers import Tokenizer
 
 DONE, NOT_READ = 0, 1  # exit codes
 FILE_SIZE = 5.0  # GB
@@ -45,9 +53,9 @@ def _export(flags: argparse.Namespace) -> int:
     from maxpipe.checkpoint.mirror import open_steps
     from maxpipe.config.load import from_record
     from maxpipe.data.tokenizers import TOKENIZER
-    from maxpipe.generation.launch import check_block, find_step
     from maxpipe.hf.exporter import export
-    from maxpipe.hf.model_types import choose_family, origin_of
+    from maxpipe.hf.model_types import choose_family
+    from maxpipe.hf.origin import ORIGIN, origin_of
     from maxpipe.hf.single_file import export_file
     from maxpipe.training.continuity import version_of
 
@@ -65,21 +73,23 @@ def _export(flags: argparse.Namespace) -> int:
             print(f"{target}: step {step}, {count} tensors")
             return DONE
         target = Path(flags.hf)
-        origin = origin_of(config)
-        family = choose_family(config, flags.type, origin)
-        with store.local_copy(step) as directory, store.local_files(TOKENIZER) as companions:
-            names = export(
-                directory,
-                record,
-                config,
-                target,
-                family=family,
-                dtype=dtype,
-                file_bytes=int((flags.file_size or FILE_SIZE) * 1e9),
-                companions=companions,
-                origin=origin,
-                version=version_of(record.meta),
-            )
+        with store.local_files(TOKENIZER) as companions, store.local_files(ORIGIN) as kept:
+            origin = origin_of(config, kept)
+            family = choose_family(config, flags.type, origin)
+            with store.local_copy(step) as directory:
+                names = export(
+                    directory,
+                    record,
+                    config,
+                    target,
+                    family=family,
+                    dtype=dtype,
+                    file_bytes=int((flags.file_size or FILE_SIZE) * 1e9),
+                    companions=companions,
+                    origin=origin,
+                    tokenizer=_tokenizer_of(config, record, store),
+                    version=version_of(record.meta),
+                )
     except OSError as error:
         flag, place = (
             ("--safetensors", flags.safetensors) if flags.safetensors else ("--hf", flags.hf)
@@ -93,6 +103,18 @@ def _export(flags: argparse.Namespace) -> int:
     return DONE
 
 
+def _tokenizer_of(config: "Config", record: "Record", store: "StepStore") -> "Tokenizer | None":
+    """Return the tokenizer of a run, None if it is not there any more, which is said."""
+    from maxpipe.generation.launch import find_tokenizer
+
+    try:
+        return find_tokenizer(None, config, record.meta, store)
+    except ConfigError as error:
+        reason = error.problems[0].message
+        print(f"warning: the ids of special tokens are not known: {reason}", file=sys.stderr)
+        return None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m maxpipe.export",
@@ -100,17 +122,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "run_dir",
-        metavar="RUN_DIR",
-        help="run directory, or its checkpoints; also s3:// and gs://",
-    )
+    add_run_arguments(parser)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--hf", metavar="DIR", help="the new directory, for transformers")
     target.add_argument(
         "--safetensors", metavar="FILE", help="the new file, with maxpipe's own names"
     )
-    add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")
     add("--dtype", choices=DTYPES, help="of the tensors; default: model.param_dtype of the run")
     add(
         "--type",
@@ -124,7 +141,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GB",
         help=f"with --hf: largest size of a file of weights; default {FILE_SIZE:g}",
     )
-    add_import_flag(parser)
     return parser
 
 

@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from maxpipe.checkpoint.run_argument import add_run_arguments
 from maxpipe.config.cli import exit_on_config_error
-from maxpipe.config.imports import add_import_flag, import_variants
+from maxpipe.config.imports import import_variants
 from maxpipe.supervision.signals import INTERRUPTED
 
 
@@ -37,11 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "run_dir",
-        metavar="RUN_DIR",
-        help="run directory, or its checkpoints; also s3:// and gs://",
-    )
+    add_run_arguments(parser)
     add("--prompt", required=True, type=_utf8, metavar="TEXT", help="the text to continue")
     add(
         "--max-tokens",
@@ -50,8 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens at most; default %(default)s",
     )
-    add("--step", type=int, metavar="N", help="the checkpoint to read; default: the newest")
-    add("--tokenizer", metavar="PATH", help="path or hf:DIR; default: the run's own")
+    add("--tokenizer", metavar="PATH", help="as data.tokenizer; default: the run's own")
     add(
         "--temperature",
         type=_number(float, 0),
@@ -97,7 +93,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="end before this token, as before the end of document; may be repeated",
     )
-    add_import_flag(parser)
     return parser
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from helpers.training_process import command
 
+from maxpipe import export, train
 from maxpipe import generate as cli
-from maxpipe import train
 from maxpipe.checkpoint import record
 from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import StepsDirectory
@@ -93,6 +93,14 @@ def test_command_end_of_document_ends_text(run_dir, capsys, monkeypatch):
         launch, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
     )
     assert call(capsys, run_dir)[:2] == (0, "def a\n")
+
+
+def test_export_of_a_run_that_was_not_imported_says_where_texts_end(run_dir, tmp_path):
+    ids = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
+    assert export.main([str(run_dir), "--hf", str(tmp_path / "hf")]) == 0
+    assert json.loads((tmp_path / "hf" / "generation_config.json").read_text()) == ids
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert {name: written[name] for name in ids} == ids
 
 
 def test_command_ctrl_c_exits_with_130(run_dir, capsys, monkeypatch):

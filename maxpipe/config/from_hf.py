@@ -5,7 +5,6 @@ line may only say the same.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,13 +12,13 @@ from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.imports import implementation
+from maxpipe.config.model_places import open_folder
 from maxpipe.config.options import OPTIONS
 from maxpipe.config.values import nearest
 
 KEY = "model.from_hf"
-SCHEME = "hf:"  # before a directory, where a key takes other things as well
 FILE = "config.json"
-TOKENIZER = "tokenizer.json"
+VOCABULARY = "model.vocab_size"  # which may be larger than the file's
 
 
 class Shape(NamedTuple):
@@ -36,29 +35,17 @@ class Shape(NamedTuple):
     source: str
 
 
-def folder_of(value: str) -> str:
-    """Return the directory of `hf:DIR`; a value without the scheme is a path itself."""
-    return os.path.expanduser(value.removeprefix(SCHEME))
-
-
-def tokenizer_path(value: str) -> str:
-    """Return the path that `data.tokenizer` gives, for `hf:DIR` the folder's tokenizer.json."""
-    path = folder_of(value)
-    return os.path.join(path, TOKENIZER) if value.startswith(SCHEME) else path
-
-
-def read_shape(directory: str, key: str = KEY) -> Shape:
+def read_shape(folder: str, key: str = KEY) -> Shape:
     """Read a folder's config.json.
 
     Args:
-      directory: the folder.
+      folder: as in `model.from_hf` or `init_from`.
       key: that names it, for messages.
 
     Raises:
       ConfigError: there is none, or its model cannot be expressed.
     """
-    source = os.path.join(folder_of(directory), FILE)
-    c = read_config_json(directory, key)
+    c, source = _read_file(folder, key)
     model_type = str(c.get("model_type"))
     if model_type not in MODEL_TYPES:
         message = (
@@ -74,19 +61,26 @@ def read_shape(directory: str, key: str = KEY) -> Shape:
     return Shape(model_type, {f"model.{key}": value for key, value in values.items()}, source)
 
 
-def read_config_json(directory: str, key: str = KEY) -> dict[str, Any]:
+def read_config_json(folder: str, key: str = KEY) -> dict[str, Any]:
     """Return a folder's config.json; of a model with images its text part.
 
     Raises:
       ConfigError: it cannot be read.
     """
-    source = os.path.join(folder_of(directory), FILE)
+    return _read_file(folder, key)[0]
+
+
+def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
+    """Return the content and the name of a folder's config.json."""
+    folder = open_folder(value, key)
+    source = f"{folder}/{FILE}"
     try:
-        with open(source, encoding="utf-8") as file:
-            content = json.load(file)
+        content = json.loads(folder.read(FILE))
     except FileNotFoundError:
-        message = f"there is no {source}; give a directory with the files of a model"
+        message = f"there is no {source}; give a folder with the files of a model"
         raise ConfigError(Problem(key, message)) from None
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(Problem(key, f"cannot read {source}: {error}")) from None
     if not isinstance(content, dict):
@@ -94,8 +88,8 @@ def read_config_json(directory: str, key: str = KEY) -> dict[str, Any]:
     text = content.get("text_config")
     if isinstance(text, dict) and content.get("model_type") not in MODEL_TYPES:
         outer = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
-        return {**outer, **text}
-    return content
+        content = {**outer, **text}
+    return content, source
 
 
 def override(
@@ -118,13 +112,22 @@ def override(
     except ConfigError as error:
         return {**values}, {**sources}, list(error.problems)
     problems = []
+    merged = {**shape.values}
     for key, value in shape.values.items():
-        is_set = key in values and sources.get(key) == COMMAND_LINE
-        if is_set and values[key] != value and not _is_derived(key, values[key]):
-            message = f"is {values[key]}, but {shape.source} says {value}; leave the key out"
-            problems.append(Problem(key, message, COMMAND_LINE))
-    merged_sources = {**sources, **dict.fromkeys(shape.values, shape.source)}
-    return {**values, **shape.values}, merged_sources, problems
+        if key not in values or sources.get(key) != COMMAND_LINE:
+            continue
+        own_value: Any = values[key]
+        if own_value == value or _is_derived(key, own_value):
+            continue
+        if key == VOCABULARY and own_value > value:
+            merged[key] = own_value
+            continue
+        remedy = "only more rows are possible, as padding; " if key == VOCABULARY else ""
+        message = f"is {own_value}, but {shape.source} says {value}; {remedy}leave the key out"
+        problems.append(Problem(key, message, COMMAND_LINE))
+    from_shape = [key for key, value in merged.items() if value == shape.values[key]]
+    merged_sources = {**sources, **dict.fromkeys(from_shape, shape.source)}
+    return {**values, **merged}, merged_sources, problems
 
 
 def _is_derived(key: str, value: object) -> bool:

@@ -148,3 +148,23 @@ MODEL_TYPES: dict[str, ModelType] = {
     ),
     "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", summary="SmolLM3"),
 }
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where a model of Hugging Face lies: a `maxpipe.config.model_places.ModelFolder`.
+
+    Attributes:
+      implementation: "module:class", built with (folder, key that names it).
+      summary: a phrase for the documentation.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+MODEL_PLACES: dict[str, ModelPlace] = {
+    "directory": ModelPlace("maxpipe.storage.model_folders:LocalFolder", "a directory"),
+    "store": ModelPlace("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
+    "hub": ModelPlace("maxpipe.storage.hub:HubFolder", "org/name or org/name@REVISION"),
+}

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
 from maxpipe.config.files import COMMAND_LINE, Setting
-from maxpipe.config.from_hf import SCHEME
+from maxpipe.config.model_places import SCHEME
 from maxpipe.config.values import Raw
 
 # Keys of what a run reads. Directories that it writes stay relative to the working directory.

@@ -62,7 +62,7 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
     from maxpipe.data.loader import make_loader
 
     loader = make_loader(config, "train", range(config.data.global_batch_size))
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     batch = next(loader)
     for row in range(min(num_rows, config.data.global_batch_size)):
         print(*describe_row(batch, row, tokenizer), sep="\n")

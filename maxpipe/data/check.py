@@ -46,12 +46,12 @@ def check(config: Config) -> int:
     """
     from maxpipe.data.mixture import open_mixture
 
-    load_tokenizer(config.data.tokenizer)
+    load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     splits: list[Split] = ["train", "eval"] if config.eval.every else ["train"]
     ends_the_run = False
     for split in splits:
         documents, _ = open_mixture(config.data, split, config.seed)
-        findings = scan(documents, config.model.vocab_size, _progress(split, len(documents)))
+        findings = scan(documents, config.model.num_token_ids, _progress(split, len(documents)))
         skips = config.data.on_bad_document == "skip"
         print(*_describe(split, findings, skips), sep="\n")
         ends_the_run |= bool(findings.fatal or (findings.bad and not skips))
@@ -64,7 +64,7 @@ def scan(documents: Documents, vocab_size: int, progress: Callable[[int], None])
 
     Args:
       documents: of one split.
-      vocab_size: `model.vocab_size`, which token ids must be below.
+      vocab_size: number of token ids; all are below it.
       progress: called with the number of documents read so far.
     """
     findings = Findings(documents=len(documents))

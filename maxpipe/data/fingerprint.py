@@ -320,7 +320,7 @@ def fingerprint_data(config: Config) -> DataFingerprint:
         key = "data.path" if SOURCES[data.source].needs_path else "data.source"
         train = (Corpus(data.source, data.path, 1.0, cache),)
     evaluation = Corpus(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
-    return DataFingerprint(key, train, evaluation, tokenizer_digest(data.tokenizer))
+    return DataFingerprint(key, train, evaluation, tokenizer_digest(data.tokenizer, cache))
 
 
 def data_digests(config: Config) -> dict[str, str]:
@@ -333,13 +333,15 @@ def data_digests(config: Config) -> dict[str, str]:
     return fingerprint_data(config).digests()
 
 
-def tokenizer_digest(name_or_path: str) -> str:
+def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
     """Return a digest of a tokenizer's files; of one of the catalogue its name.
+
+    Arguments are as for `load_tokenizer`.
 
     Raises:
       ConfigError: a file cannot be read.
     """
-    files = tokenizer_files(name_or_path)
+    files = tokenizer_files(name_or_path, cache_dir)
     if not files:
         return name_or_path
     digest = hashlib.blake2b(digest_size=8)

@@ -127,13 +127,15 @@ def make_loader(
     batch_size = global_batch_size(config, split)
     assert len(rows) > 0
     assert all(0 <= row < batch_size for row in rows)
-    tokenizer = load_tokenizer(data.tokenizer)
-    if tokenizer.vocab_size > config.model.vocab_size:
+    tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
+    if tokenizer.vocab_size > config.model.num_token_ids:
         message = (
-            f"{config.model.vocab_size} is smaller than the tokenizer's vocabulary; "
+            f"{config.model.num_token_ids} is smaller than the tokenizer's vocabulary; "
             f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
         )
-        raise ConfigError(Problem("model.vocab_size", message))
+        is_padded = config.model.num_token_ids < config.model.vocab_size
+        key = "model.unpadded_vocab_size" if is_padded else "model.vocab_size"
+        raise ConfigError(Problem(key, message))
     documents, order = open_mixture(data, split, config.seed)
     if state is None:
         state = initial_state(rows, len(documents))
@@ -142,7 +144,7 @@ def make_loader(
         documents=EncodedDocuments(
             documents,
             tokenizer,
-            config.model.vocab_size,
+            config.model.num_token_ids,
             skips_bad=data.on_bad_document == "skip",
         ),
         order=order,

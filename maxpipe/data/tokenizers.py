@@ -1,8 +1,8 @@
 """Tokenizers: bytes, SentencePiece models and Hugging Face files.
 
-`data.tokenizer` is a name of the catalogue, the path of a tokenizer.json or SentencePiece model, or
-`hf:DIR`.
-The libraries are imported when a file needs them.
+`data.tokenizer` is a name of the catalogue, the path or URL of a tokenizer.json or SentencePiece
+model, or a model's folder, as in `maxpipe.config.model_places`. The libraries are imported when a
+file needs them.
 """
 
 import json
@@ -15,8 +15,8 @@ import numpy as np
 
 from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import tokenizer_path
 from maxpipe.config.imports import implementation, optional
+from maxpipe.config.model_places import open_folder, tokenizer_folder, tokenizer_path
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
 _CONFIG = "tokenizer_config.json"
@@ -53,8 +53,12 @@ class Tokenizer(Protocol):
 
 
 @cache
-def load_tokenizer(name_or_path: str) -> Tokenizer:
+def load_tokenizer(name_or_path: str, cache_dir: str = "") -> Tokenizer:
     """Return the tokenizer that `data.tokenizer` selects; one object per value.
+
+    Args:
+      name_or_path: value of the key.
+      cache_dir: `data.cache_dir`, to which files of object stores are copied.
 
     Raises:
       ConfigError: it is neither a name nor a usable file.
@@ -62,23 +66,45 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if name_or_path in TOKENIZERS:
         tokenizer: Tokenizer = implementation(TOKENIZERS[name_or_path])()
         return tokenizer
-    path = tokenizer_path(name_or_path)
+    path = _local_path(name_or_path, cache_dir)
     return SentencePieceTokenizer(path) if path.endswith(".model") else HuggingFaceTokenizer(path)
 
 
-def tokenizer_files(name_or_path: str) -> list[Path]:
+def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     """Return the files that make up a tokenizer, existing or not; empty for one of the catalogue.
 
     Their names are those under which `load_tokenizer` finds them together in another directory.
+    Arguments are as for `load_tokenizer`.
+
+    Raises:
+      ConfigError: an object store or the hub cannot be read.
     """
     if name_or_path in TOKENIZERS:
         return []
-    file = Path(tokenizer_path(name_or_path))
+    file = Path(_local_path(name_or_path, cache_dir))
     if file.suffix == ".model":
         return [file]
     file = file / "tokenizer.json" if file.is_dir() else file
     config = file.with_name(_CONFIG)
     return [file, config] if config.is_file() else [file]
+
+
+@cache
+def _local_path(value: str, cache_dir: str) -> str:
+    """Return the path on this machine of a tokenizer, which is copied if it is elsewhere."""
+    path = tokenizer_path(value)
+    folder = tokenizer_folder(value)
+    if not folder:
+        return path
+    name = path.rpartition("/")[2]
+    try:
+        directory = open_folder(folder, "data.tokenizer").fetch((name, _CONFIG), cache_dir)
+        is_there = (directory / name).is_file()
+    except FileNotFoundError:
+        is_there = False
+    if not is_there:
+        raise _problem(f"there is no {name} in {folder}")
+    return str(directory / name)
 
 
 def main_file(files: Sequence[Path]) -> Path | None:
@@ -98,6 +124,16 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id]:
         return ids
     return [tokenizer.bos_id, *ids]
+
+
+def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
+    """Return a text without the special tokens that a user has written in it, such as those of a
+    chat template.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        for token in tokenizer.special_tokens:
+            text = text.replace(token, "")
+    return text
 
 
 class ByteTokenizer:
@@ -203,7 +239,10 @@ class HuggingFaceTokenizer:
         self.eos_id = vocabulary[special["eos_token"]]
         self.bos_id = vocabulary.get(special["bos_token"])
         self.pad_id = vocabulary.get(special["pad_token"], self.eos_id)
-        self.token_bytes = _token_bytes(json.loads(self._tokenizer.to_str()), vocabulary)
+        content = json.loads(self._tokenizer.to_str())
+        self.token_bytes = _token_bytes(content, vocabulary)
+        added = content.get("added_tokens") or ()
+        self.special_tokens = [token["content"] for token in added if token["special"]]
 
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens]."""

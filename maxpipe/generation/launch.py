@@ -8,9 +8,10 @@ from typing import Any
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.run_argument import check_block, find_step
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.config.catalog import BLOCKS
+from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.load import from_record
 from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.tokenizers import (
@@ -19,9 +20,10 @@ from maxpipe.data.tokenizers import (
     encode_prompt,
     load_tokenizer,
     main_file,
-    tokenizer_files,
+    without_special_tokens,
 )
 from maxpipe.generation.decoding import Sampling, generate, load_parameters
+from maxpipe.hf.origin import ORIGIN, end_ids, origin_of
 
 DONE, NOT_LOADED = 0, 1  # exit codes
 
@@ -39,7 +41,10 @@ def launch(flags: argparse.Namespace) -> int:
         config = from_record(meta.get("config", {}))
         check_block(config)
         tokenizer = find_tokenizer(flags.tokenizer, config, meta, store)
-        check_tokens(flags.stop_token, config.model.vocab_size)
+        ends = {tokenizer.eos_id, *flags.stop_token}
+        if flags.tokenizer is None:
+            ends |= imported_ends(config, store)
+        check_tokens(flags.stop_token, config.model.num_token_ids)
         prompt = read_prompt(flags.prompt, tokenizer, config.data.sequence_length)
         with store.local_copy(step) as directory:
             params = load_parameters(directory, config)
@@ -47,10 +52,9 @@ def launch(flags: argparse.Namespace) -> int:
         print(f"error: {store}/{step}: {error}", file=sys.stderr)
         return NOT_LOADED
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
-    ends = {tokenizer.eos_id, *flags.stop_token}
     stream = TextStream(tokenizer, prompt)
     written = ""
-    _show(flags.prompt)
+    _show(without_special_tokens(tokenizer, flags.prompt))
     for token in generate(
         config, params, prompt, sampling, seed=flags.seed, max_tokens=flags.max_tokens
     ):
@@ -63,29 +67,6 @@ def launch(flags: argparse.Namespace) -> int:
             break
     _show(stream.finish() + "\n")
     return DONE
-
-
-def check_block(config: Config) -> None:
-    """Raise ConfigError if the run's block is not known, since its module was not imported."""
-    if config.model.block not in BLOCKS:
-        message = f"the run has {config.model.block!r}, which is not known here; "
-        remedy = "import the module that adds it, as training did: --import MODULE"
-        raise ConfigError(Problem("model.block", message + remedy))
-
-
-def find_step(store: StepStore, step: int | None) -> int:
-    """Return `step` if it is committed, or the newest committed step if it is None.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    steps = store.steps()
-    if not steps:
-        message = f"{store} holds no checkpoint; train with checkpoint.every above 0"
-        raise ConfigError(Problem("RUN_DIR", message))
-    if step is not None and step not in steps:
-        raise ConfigError(Problem("--step", f"{step} is not saved in {store}; there are {steps}"))
-    return steps[-1] if step is None else step
 
 
 def find_tokenizer(
@@ -114,7 +95,7 @@ def find_tokenizer(
             raise ConfigError(*problems) from error
         moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
         raise ConfigError(*error.problems, moved) from error
-    model_size = config.model.vocab_size
+    model_size = config.model.num_token_ids
     if tokenizer.vocab_size > model_size:
         message = (
             f"{name_or_path} has {tokenizer.vocab_size} ids, the model {model_size}: "
@@ -133,9 +114,7 @@ def _tokenizer_of_run(
     expected = fingerprint.get("tokenizer") if isinstance(fingerprint, Mapping) else None
     with store.local_files(TOKENIZER) as files:
         copy = main_file(files)
-        paths = (
-            [original] if copy is None or not tokenizer_files(original) else [str(copy), original]
-        )
+        paths = [original] if copy is None or original in TOKENIZERS else [str(copy), original]
         for path in paths:
             with suppress(ConfigError):
                 if expected is not None and tokenizer_digest(path) == expected:
@@ -144,6 +123,16 @@ def _tokenizer_of_run(
             warning = f"{paths[0]} is not the tokenizer that the run was trained with, or is gone"
             print(f"warning: {warning}", file=sys.stderr)
         return paths[0], load_tokenizer(paths[0])
+
+
+def imported_ends(config: Config, store: StepStore) -> set[int]:
+    """Return the ids that end a text in the model that a run was imported from.
+
+    There are none if the run was trained with another tokenizer, and none in a run that was not
+    imported. Models for chats end a text with several tokens.
+    """
+    with store.local_files(ORIGIN) as kept, store.local_files(TOKENIZER) as companions:
+        return end_ids(origin_of(config, kept), companions)
 
 
 def check_tokens(ids: Sequence[int], vocab_size: int) -> None:

@@ -17,29 +17,22 @@ import numpy as np
 from maxpipe.checkpoint.reader import PARAMS, read_arrays
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import FILE, TOKENIZER, read_config_json
+from maxpipe.config.from_hf import FILE, read_config_json
 from maxpipe.config.sections import Config
-from maxpipe.data.tokenizers import main_file
+from maxpipe.data.tokenizers import Tokenizer, main_file
 from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
 from maxpipe.hf.model_card import model_card
+from maxpipe.hf.origin import (
+    GENERATION,
+    TOKENIZER_FILES,
+    is_imported,
+    name_in_folder,
+    special_ids,
+)
 from maxpipe.hf.tensors import Rule, tensor_rules
 from maxpipe.hf.weight_files import plan_files, write_index, write_json, write_weights
 from maxpipe.model.program import ModelProgram
-
-# What a model's folder has besides config.json and weights
-_GENERATION = "generation_config.json"
-_TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def export(
@@ -53,6 +46,7 @@ def export(
     file_bytes: int,
     companions: Sequence[Path],
     origin: Path | None,
+    tokenizer: Tokenizer | None,
     version: str,
 ) -> list[str]:
     """Write the parameters of a checkpoint into a new folder.
@@ -65,7 +59,8 @@ def export(
       dtype: of the tensors.
       file_bytes: largest size of a file, if no tensor is larger.
       companions: files of the tokenizer that the run was trained with.
-      origin: folder that the run was imported from; its other files are kept.
+      origin: from `maxpipe.hf.origin.origin_of`; its other files are kept.
+      tokenizer: that the run was trained with, None if it is not known.
       version: of maxpipe that wrote the checkpoint, for the model card.
 
     Returns:
@@ -88,8 +83,13 @@ def export(
         write_weights(unfinished, files, rules, kind, _leaf_reader(directory, record))
         write_index(unfinished, files, kind.itemsize)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
+        ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
+        if copy_companions(unfinished, companions, origin):
+            ids |= {name: content[name] for name in ids if content.get(name) is not None}
+        content |= ids
+        if ids and not (unfinished / GENERATION).exists():
+            write_json(unfinished / GENERATION, ids)
         write_json(unfinished / FILE, content)
-        copy_companions(unfinished, companions, origin)
         card = model_card(
             config,
             record,
@@ -125,20 +125,22 @@ def _leaf_reader(directory: Path, record: Record) -> Callable[[Rule], np.ndarray
     return read
 
 
-def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> None:
-    """Copy the run's tokenizer; if that is the imported one, all of the imported folder's files."""
+def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> bool:
+    """Copy the run's tokenizer; if that is the imported one, all of the imported folder's files.
+
+    Returns:
+      Whether these were copied.
+    """
     trained_with = main_file(companions)
-    name = "tokenizer.model" if trained_with and trained_with.suffix == ".model" else TOKENIZER
-    if origin is not None:
-        is_imported = trained_with is None or _is_copy(trained_with, origin / name)
-        for kept in (_GENERATION, *(_TOKENIZER_FILES if is_imported else ())):
+    keeps_origin = origin is not None and (
+        trained_with is None or is_imported(trained_with, origin)
+    )
+    if origin is not None and keeps_origin:
+        for kept in (GENERATION, *TOKENIZER_FILES):
             if (origin / kept).is_file():
                 shutil.copyfile(origin / kept, target / kept)
     for file in companions:
-        place = target / (name if file == trained_with else file.name)
+        place = target / (name_in_folder(file) if file == trained_with else file.name)
         if not place.exists():
             shutil.copyfile(file, place)
-
-
-def _is_copy(file: Path, original: Path) -> bool:
-    return original.is_file() and original.read_bytes() == file.read_bytes()
+    return keeps_origin

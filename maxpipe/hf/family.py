@@ -1,6 +1,7 @@
 """Translate the config.json of a model type into `model.*` and back; without JAX."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from maxpipe.config.options import OPTIONS
@@ -85,6 +86,7 @@ class Family:
         values = {
             **SHAPE_DEFAULTS,
             **{ours: int(c[theirs]) for ours, theirs in _SIZES.items()},
+            "unpadded_vocab_size": int(c["vocab_size"]),
             "num_kv_heads": int(c.get("num_key_value_heads") or heads),
             "head_dim": int(c.get("head_dim") or c["hidden_size"] // heads),
             "norm_eps": float(c.get("rms_norm_eps", 1e-6)),
@@ -97,11 +99,12 @@ class Family:
         return values | self._pattern(c)
 
     def config(self, m: ModelConfig, sequence_length: int) -> dict[str, Any]:
-        """Return config.json of a resolved model of this type.
+        """Return config.json of a resolved model of this type, without padding of its vocabulary.
 
         Raises:
           ValueError: the type has no word for an option of the model; the message names it.
         """
+        m = replace(m, vocab_size=m.num_token_ids)
         written: dict[str, Any] = {
             "architectures": [self.architecture],
             "model_type": self.model_type,

@@ -1,12 +1,13 @@
 """Read the weights of a folder of Hugging Face into parameters, layer by layer and shard by shard.
 
-A process reads the bytes of its own shards only, so a model need not fit on any host.
+A process reads what its own shards need, so a model need not fit on any host.
 """
 
 import math
 import re
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
-from pathlib import Path
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from jax.sharding import Sharding
 
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import folder_of, read_shape
+from maxpipe.config.from_hf import read_shape
 from maxpipe.config.imports import implementation
+from maxpipe.config.model_places import folder_of, open_folder
 from maxpipe.config.sections import Config
 from maxpipe.hf.matching import differences, is_ignored, shape_problems, text_name
 from maxpipe.hf.safetensors import SafetensorsError, copy_view, read_folder
@@ -25,6 +27,7 @@ from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 KEY = "init_from"
+Region: TypeAlias = tuple[tuple[int, int], ...]  # (first, end) of each dimension
 
 
 class HfWeights:
@@ -52,7 +55,8 @@ class HfWeights:
         self._rules = {rule.path: rule for rule in tensor_rules(family, self._program)}
         try:
             stored = {
-                text_name(name): tensor for name, tensor in read_folder(Path(directory)).items()
+                text_name(name): tensor
+                for name, tensor in read_folder(open_folder(directory, KEY)).items()
             }
         except (SafetensorsError, OSError) as error:
             raise ConfigError(Problem(KEY, str(error))) from None
@@ -79,50 +83,116 @@ class HfWeights:
     def read(self, path: ParameterPath, like: jax.ShapeDtypeStruct) -> jax.Array:
         """Return a parameter in the layout on disk, [num_layers, ...] if it is of layers.
 
+        Each tensor is read once, whatever number of devices has parts of it.
+
         Args:
           path: of the parameter.
           like: shape, dtype and sharding of the result.
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)
-        shards = []
-        for device, index in places.items():
-            assert index is not None
-            shards.append(self._read_shard(self._rules[path], index, like, device))
+        regions = {device: region_of(index, like.shape) for device, index in places.items()}
+        rule = self._rules[path]
+        if not rule.is_layer:
+            parts = self._read_tensor(rule, 0, {*regions.values()}, like.dtype)
+            shards = [jax.device_put(parts[region], device) for device, region in regions.items()]
+        else:
+            shards = self._read_layers(rule, regions, like.dtype)
         return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
-    def _read_shard(
-        self, rule: Rule, index: tuple[slice, ...], like: jax.ShapeDtypeStruct, device: jax.Device
-    ) -> jax.Array:
-        """Return a device's part; a large one is put together on the device, layer by layer."""
-        shape = tuple(len(range(n)[i]) for n, i in zip(like.shape, index, strict=True))
-        if not rule.is_layer:
-            part = np.empty(shape, like.dtype)
-            self._copy(rule, 0, index, part)
-            return jax.device_put(part, device)
-        layers = range(self._num_layers)[index[0]]
-        if math.prod(shape) * like.dtype.itemsize <= self._largest:
-            parts = np.empty(shape, like.dtype)
-            for layer, part in zip(layers, parts, strict=True):
-                self._copy(rule, layer, index[1:], part)
-            return jax.device_put(parts, device)
-        value = jnp.empty(shape, like.dtype, device=device)
-        for place, layer in enumerate(layers):
-            part = np.empty(shape[1:], like.dtype)
-            self._copy(rule, layer, index[1:], part)
-            value = _replace_layer(value, *jax.device_put((part, np.int32(place)), device))
-            value.block_until_ready()  # so that the next part is read after this one is freed
-        return value
+    def _read_layers(
+        self, rule: Rule, regions: Mapping[jax.Device, Region], dtype: np.dtype
+    ) -> list[jax.Array]:
+        """Return each device's shard of a parameter of layers.
 
-    def _copy(self, rule: Rule, layer: int, index: tuple[slice, ...], target: np.ndarray) -> None:
-        """Read `index` of one layer's parameter into an array."""
+        Large ones are put together on the devices, layer by layer.
+        """
+        size = sum(math.prod(shape_of(region)) for region in {*regions.values()}) * dtype.itemsize
+        if size <= self._largest:
+            shards = {region: np.empty(shape_of(region), dtype) for region in regions.values()}
+            for layer, layer_regions in self._layers(regions.values()):
+                parts = self._read_tensor(rule, layer, {r[1:] for r in layer_regions}, dtype)
+                for region in layer_regions:
+                    shards[region][layer - region[0][0]] = parts[region[1:]]
+            return [jax.device_put(shards[region], device) for device, region in regions.items()]
+        values = {
+            device: jnp.empty(shape_of(region), dtype, device=device)
+            for device, region in regions.items()
+        }
+        for layer, layer_regions in self._layers(regions.values()):
+            parts = self._read_tensor(rule, layer, {r[1:] for r in layer_regions}, dtype)
+            for device, region in regions.items():
+                if region in layer_regions:
+                    place = np.int32(layer - region[0][0])
+                    part = jax.device_put((parts[region[1:]], place), device)
+                    values[device] = _replace_layer(values[device], *part)
+            # The next layer is read after this one is freed.
+            jax.block_until_ready([*values.values()])
+        return [*values.values()]
+
+    def _layers(self, regions: Iterable[Region]) -> Iterator[tuple[int, set[Region]]]:
+        """Yield each layer that this process has parts of, with the regions that it is in."""
+        for layer in range(self._num_layers):
+            layer_regions = {r for r in regions if r[0][0] <= layer < r[0][1]}
+            if layer_regions:
+                yield layer, layer_regions
+
+    def _read_tensor(
+        self, rule: Rule, layer: int, regions: Set[Region], dtype: np.dtype
+    ) -> dict[Region, np.ndarray]:
+        """Return regions of one layer's parameter; what lies between them may be read, too."""
         if not rule.experts:
-            tensor = self._tensors[rule.template.format(layer=layer)].read()
-            copy_view(rule.to_parameter(tensor)[index], target)
-            return
-        names = [name for name, _ in rule.tensors(layer)]
-        for name, part in zip(names[index[0]], target, strict=True):
-            copy_view(rule.to_parameter(self._tensors[name].read())[index[1:]], part)
+            return self._read_matrix(rule.template.format(layer=layer), rule, regions, dtype)
+        parts = {region: np.empty(shape_of(region), dtype) for region in regions}
+        for name, (expert,) in rule.tensors(layer):
+            of_expert = {r for r in regions if r[0][0] <= expert < r[0][1]}
+            if of_expert:
+                matrices = self._read_matrix(name, rule, {r[1:] for r in of_expert}, dtype)
+                for region in of_expert:
+                    parts[region][expert - region[0][0]] = matrices[region[1:]]
+        return parts
+
+    def _read_matrix(
+        self, name: str, rule: Rule, regions: Set[Region], dtype: np.dtype
+    ) -> dict[Region, np.ndarray]:
+        """Return regions of what one tensor is.
+
+        Rows that the file does not have, because the vocabulary is padded, are zero.
+        """
+        tensor = self._tensors[name]
+        parts = {region: np.zeros(shape_of(region), dtype) for region in regions}
+        axis, rows = rule.row_axis, rule.rows_of_slice
+        end = min(max(region[axis][1] for region in regions), rule.num_slices)
+        start = min(region[axis][0] for region in regions)
+        most = max(1, end - start)  # of a file that is mapped into memory
+        if tensor.file.block_size:
+            most = max(1, tensor.file.block_size // (rows * tensor.row_bytes))
+        for first in range(start, end, most):
+            stop = min(first + most, end)
+            offset = rule.own_rows.start
+            block = tensor.read_rows(offset + first * rows, offset + stop * rows)
+            values = rule.from_rows(block)
+            for region, part in parts.items():
+                low, high = max(first, region[axis][0]), min(stop, region[axis][1])
+                if low < high:
+                    source = [slice(*bounds) for bounds in region]
+                    target = [slice(None)] * len(region)
+                    source[axis] = slice(low - first, high - first)
+                    target[axis] = slice(low - region[axis][0], high - region[axis][0])
+                    copy_view(values[tuple(source)], part[tuple(target)])
+        return parts
+
+
+def region_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
+    """Return what a device has of an array, from JAX's index."""
+    assert index is not None
+    bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
+    return tuple((start, stop) for start, stop, _ in bounds)
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """Return the shape of a region."""
+    return tuple(stop - start for start, stop in region)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from maxpipe.config.errors import Problem
-from maxpipe.config.from_hf import Shape
+from maxpipe.config.from_hf import VOCABULARY, Shape
 from maxpipe.config.options import get
 from maxpipe.config.sections import Config
 from maxpipe.hf.safetensors import StoredTensor
@@ -30,6 +30,7 @@ def shape_problems(config: Config, shape: Shape, directory: str) -> list[Problem
         Problem(key, f"is {get(config, key)}, but {shape.source} says {value}; {remedy}")
         for key, value in shape.values.items()
         if get(config, key) != value
+        and not (key == VOCABULARY and get(config, key) > value)  # by padding
     ]
 
 

@@ -53,7 +53,7 @@ def model_card(
     start = "imported weights" if config.init_from else "random weights"
     facts: dict[str, object] = {
         "parameters": f"{size:,}, {dtype}",
-        "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.vocab_size}",
+        "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.num_token_ids}",
         "training": f"{record.step:,} steps of {tokens:,} tokens from {start}, in {m.dtype}",
         "sequence length": config.data.sequence_length,
         "data": config.data.source,

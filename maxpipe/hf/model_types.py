@@ -4,19 +4,10 @@ from pathlib import Path
 
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import FILE, folder_of, read_config_json
+from maxpipe.config.from_hf import read_config_json
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import Config
 from maxpipe.hf.family import Family
-
-
-def origin_of(config: Config) -> Path | None:
-    """Return the folder that a run was imported from, None if there is none any more."""
-    for value in (config.init_from, config.model.from_hf):
-        folder = Path(folder_of(value))
-        if value and (folder / FILE).is_file():
-            return folder
-    return None
 
 
 def choose_family(config: Config, model_type: str, origin: Path | None) -> Family:
@@ -25,7 +16,7 @@ def choose_family(config: Config, model_type: str, origin: Path | None) -> Famil
     Args:
       config: of the run, resolved.
       model_type: name of the type, or empty.
-      origin: folder that the run was imported from, if it is still there.
+      origin: from `maxpipe.hf.origin.origin_of`.
 
     Raises:
       ConfigError: the model is not of that type, or of any.

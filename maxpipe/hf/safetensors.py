@@ -1,7 +1,7 @@
 """Read and write the safetensors format: a JSON header, then the bytes of all tensors.
 
-The format is small, and the library has no bfloat16 in NumPy. A file is mapped into memory, so that
-only the bytes that are asked for are read.
+The format is small, and the library has no bfloat16 in NumPy. Files are read by byte ranges, so
+that only what is asked for is read, from a disk or an object store.
 """
 
 import json
@@ -16,9 +16,13 @@ from types import MappingProxyType
 import ml_dtypes
 import numpy as np
 
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.model_places import ModelFile, ModelFolder
+
 INDEX = "model.safetensors.index.json"
 CACHE_LINE = 64  # bytes
 _MAX_HEADER = 100 << 20  # the library's own bound
+_FIRST_READ = 1 << 17  # bytes, enough for the header of most files
 _DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -49,7 +53,7 @@ class StoredTensor:
       offset: of its first byte in the file.
     """
 
-    file: Path
+    file: ModelFile
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -64,12 +68,21 @@ class StoredTensor:
         """Return the size of a readable tensor."""
         return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        """Return the size of a row, which has one index of the first dimension."""
+        return math.prod(self.shape[1:]) * _DTYPES[self.dtype].itemsize
+
     def read(self) -> np.ndarray:
-        """Return the tensor, mapped from the file: indexing it reads what is indexed."""
-        if 0 in self.shape:
-            return np.empty(self.shape, _DTYPES[self.dtype])
-        mapped = np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape or (1,))
-        return mapped.reshape(self.shape)
+        """Return the tensor; of a file on this machine, indexing it reads what is indexed."""
+        data = self.file.read(self.offset, self.offset + self.num_bytes)
+        return data.view(_DTYPES[self.dtype]).reshape(self.shape)
+
+    def read_rows(self, first: int, stop: int) -> np.ndarray:
+        """Return rows [stop - first, ...] of a tensor of one dimension or more; see `read`."""
+        start = self.offset + first * self.row_bytes
+        data = self.file.read(start, start + (stop - first) * self.row_bytes)
+        return data.view(_DTYPES[self.dtype]).reshape(stop - first, *self.shape[1:])
 
 
 def copy_view(source: np.ndarray, target: np.ndarray) -> None:
@@ -83,23 +96,24 @@ def copy_view(source: np.ndarray, target: np.ndarray) -> None:
         target[:, first : first + width] = source[:, first : first + width]
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: ModelFile) -> dict[str, StoredTensor]:
     """Return the tensors of a file by name, after checking that all their bytes are there.
 
     Raises:
       SafetensorsError: the file is cut off, or its header is not one.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > min(size - 8, _MAX_HEADER):
-            raise SafetensorsError(f"{file} is no safetensors file, or it is cut off")
-        try:
-            header = json.loads(stream.read(length))
-            tensors = dict(_tensors(file, header, start=8 + length))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SafetensorsError(f"{file} has a damaged header: {error}") from None
+    size = file.size
+    head = file.read(0, min(size, _FIRST_READ)).tobytes()
+    length = struct.unpack("<Q", head[:8])[0] if size >= 8 else size
+    if length > min(size - 8, _MAX_HEADER):
+        raise SafetensorsError(f"{file} is no safetensors file, or it is cut off")
+    if 8 + length > len(head):
+        head = file.read(0, 8 + length).tobytes()
+    try:
+        header = json.loads(head[8 : 8 + length])
+        tensors = dict(_tensors(file, header, start=8 + length))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise SafetensorsError(f"{file} has a damaged header: {error}") from None
     for name, tensor in tensors.items():
         begin, end = header[name]["data_offsets"]
         known = _DTYPES.get(tensor.dtype)
@@ -112,7 +126,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _tensors(
-    file: Path, header: Mapping[str, Mapping[str, object]], start: int
+    file: ModelFile, header: Mapping[str, Mapping[str, object]], start: int
 ) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in header.items():
         if name == "__metadata__":
@@ -124,38 +138,47 @@ def _tensors(
         yield name, StoredTensor(file, str(entry["dtype"]), tuple(map(int, shape)), place)
 
 
-def read_folder(directory: Path) -> dict[str, StoredTensor]:
+def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Return the tensors of a model's folder by name: of the files of its index, or of all files.
 
     Raises:
       SafetensorsError: there are no files, one is damaged, or the index names what is not there.
+      ConfigError: an object store or the hub cannot be read.
     """
-    index = directory / INDEX
-    if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted({directory / str(name) for name in weight_map.values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise SafetensorsError(f"{index} is damaged: {error!r}") from None
-        if absent := [file.name for file in files if not file.is_file()]:
-            raise SafetensorsError(f"{directory} lacks {', '.join(absent)}, which its index names")
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        old = [file.name for file in sorted(directory.glob("pytorch_model*.bin"))]
-        hint = ""
-        if old:
-            hint = (
-                f"; {old[0]} is of PyTorch: load it with transformers and call "
-                "save_pretrained(safe_serialization=True)"
-            )
-        raise SafetensorsError(f"{directory} has no *.safetensors files{hint}")
+    try:
+        weight_map = json.loads(folder.read(INDEX))["weight_map"]
+        names = sorted({*map(str, weight_map.values())})
+    except FileNotFoundError:
+        weight_map, names = {}, _weight_files(folder)
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SafetensorsError(f"{folder}/{INDEX} is damaged: {error!r}") from None
+    try:
+        files = folder.open(names)
+    except FileNotFoundError as error:
+        raise SafetensorsError(f"{folder} lacks {error}, which its index names") from None
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         tensors |= read_header(file)
-    if index.exists() and (lost := sorted({*weight_map} - tensors.keys())):
-        raise SafetensorsError(f"{directory}: {_some(lost)} of the index are in no file")
+    if lost := sorted({*weight_map} - tensors.keys()):
+        raise SafetensorsError(f"{folder}: {_some(lost)} of the index are in no file")
     return tensors
+
+
+def _weight_files(folder: ModelFolder) -> list[str]:
+    """Return the names of the files of a folder without an index."""
+    names = folder.names()
+    if files := [name for name in names if name.endswith(".safetensors")]:
+        return files
+    old = [name for name in names if name.startswith("pytorch_model") and name.endswith(".bin")]
+    hint = ""
+    if old:
+        hint = (
+            f"; {old[0]} is of PyTorch: load it with transformers and call "
+            "save_pretrained(safe_serialization=True)"
+        )
+    raise SafetensorsError(f"{folder} has no *.safetensors files{hint}")
 
 
 def header(

@@ -26,7 +26,7 @@ class Rule:
       path: of the parameter.
       template: name of the tensor, with {layer} for the layer's index in model order, and {expert}
         where each expert has a tensor of its own.
-      sizes: of each letter of the pattern.
+      sizes: of each letter of the pattern, in the file; only a padded vocabulary is larger here.
       tensor_letters: letters of each dimension of the tensor.
       letters: of each dimension of one layer's parameter, without that of experts.
       rows: first row of the parameter, and rows of the whole tensor; None if it has no others.
@@ -65,13 +65,33 @@ class Rule:
         for expert in range(self.experts):
             yield self.template.format(layer=layer, expert=expert), (expert,)
 
+    @property
+    def row_axis(self) -> int:
+        """Return the dimension of the parameter whose slices are runs of rows of the tensor."""
+        return self.letters.index(self.tensor_letters[0][0])
+
+    @property
+    def num_slices(self) -> int:
+        """Return how many indices of that dimension the file has."""
+        return self._size(self.tensor_letters[0][0])
+
+    @property
+    def rows_of_slice(self) -> int:
+        """Return how many rows of the tensor one index of that dimension has."""
+        return math.prod(map(self._size, self.tensor_letters[0][1:]))
+
     def to_parameter(self, tensor: np.ndarray) -> np.ndarray:
         """Return what a whole tensor is of one layer's parameter, as a view where possible."""
-        split = tensor[self.own_rows].reshape([self._size(n) for n in self._tensor_order])
+        return self.from_rows(tensor[self.own_rows])
+
+    def from_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Return some slices of one layer's parameter along `row_axis`, from their rows."""
+        split = rows.reshape([-1, *(self._size(n) for n in self._tensor_order[1:])])
         return split.transpose([self._tensor_order.index(n) for n in self.letters])
 
     def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
-        """Return this parameter's rows of the tensor; inverts `to_parameter`."""
+        """Return this parameter's rows of the tensor, without padding; inverts `to_parameter`."""
+        parameter = parameter[tuple(slice(self._size(n)) for n in self.letters)]
         joined = parameter.transpose([self.letters.index(n) for n in self._tensor_order])
         return joined.reshape(self._own_shape)
 
@@ -115,10 +135,13 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
     left, _, right = pattern.partition(" -> ")
     letters = tuple(right.split())
     experts = spec.shape[0] if "{expert}" in name else 0
+    sizes = dict(zip(letters, spec.shape[1:] if experts else spec.shape, strict=True))
+    if "v" in sizes:
+        sizes["v"] = program.config.num_token_ids
     return Rule(
         path,
         f"{LAYER}{name}" if path[0] == "layers" else name,
-        tuple(zip(letters, spec.shape[1:] if experts else spec.shape, strict=True)),
+        tuple(sizes.items()),
         tuple(_dimensions(left)),
         letters,
         experts=experts,

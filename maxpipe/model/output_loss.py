@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layers import project
 
 Losses: TypeAlias = tuple[jax.Array, jax.Array]  # (loss, cross-entropy), float32 scalars
@@ -41,12 +42,20 @@ class OutputLoss:
       z_loss: weight of the squared log-partition.
       tiles: number of tiles that the tokens are cut into.
       scale: factor of products of activations and kernel, before the cap.
+      num_token_ids: logits beyond so many are of padding, and -inf; 0 = there is no padding.
     """
 
     soft_cap: float
     z_loss: float
     tiles: int
     scale: float = 1.0
+    num_token_ids: int = 0
+
+    @classmethod
+    def of(cls, m: ModelConfig) -> "OutputLoss":
+        """Return those of a model."""
+        num_token_ids = m.num_token_ids if m.num_token_ids < m.vocab_size else 0
+        return cls(m.logit_soft_cap, m.z_loss, m.logit_tiles, m.logit_scale, num_token_ids)
 
     def logits(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """Compute logits [..., V], float32, of activations [..., D] and a kernel [D, V]."""
@@ -83,7 +92,12 @@ class OutputLoss:
 
     def _cap(self, products: jax.Array) -> jax.Array:
         products = products if self.scale == 1 else products * self.scale
-        return self.soft_cap * jnp.tanh(products / self.soft_cap) if self.soft_cap else products
+        if self.soft_cap:
+            products = self.soft_cap * jnp.tanh(products / self.soft_cap)
+        if not self.num_token_ids:
+            return products
+        is_token = lax.iota(jnp.int32, products.shape[-1]) < self.num_token_ids
+        return jnp.where(is_token, products, -jnp.inf)
 
 
 def _products(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -82,9 +82,7 @@ class ModelProgram:
         self._apply_block, layers = split_module(lambda: self._make_block(attention))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
-        self._output = OutputLoss(
-            config.logit_soft_cap, config.z_loss, config.logit_tiles, config.logit_scale
-        )
+        self._output = OutputLoss.of(config)
         self.specs = {"embed": embed, "layers": layers, "head": head}
 
     @property
@@ -153,7 +151,7 @@ class ModelProgram:
 
     @jax.named_scope("head")
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:
-        """Compute logits [..., V] of activations [..., D], float32, soft-capped if configured."""
+        """Compute logits [..., V] of activations [..., D], float32; those of padding are -inf."""
         return self._output.logits(*self._projection(params, x_BTD))
 
     @jax.named_scope("head")

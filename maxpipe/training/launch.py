@@ -219,7 +219,7 @@ def start_run(
             check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     # Compared with the model before anything is written.
     weights = HfWeights(config) if config.init_from and resume_step is None else None
-    claim_run_directory(config, directory)
+    claim_run_directory(config, directory, is_new=resume_step is None)
     changed: list[Change] = []
     if resume_step is None:
         state, step = _initial_state(config, trainer, weights), 0
@@ -294,20 +294,25 @@ def with_progress(weights: HfWeights, say: Callable[[str], None]) -> ReadParamet
 
 def token_bytes(config: Config) -> np.ndarray | None:
     """Return the bytes of text of each token id, int32 [model.vocab_size]; None if unknown."""
-    counts = getattr(load_tokenizer(config.data.tokenizer), "token_bytes", None)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
+    counts = getattr(tokenizer, "token_bytes", None)
     if counts is None:
         return None
     return np.pad(counts, (0, config.model.vocab_size - len(counts)))
 
 
-def claim_run_directory(config: Config, directory: RunDirectory) -> None:
+def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool) -> None:
     """Write `config.yml` into the run directory, and into the mirror on process 0.
+
+    A new run also keeps files of the folder that it is imported from.
 
     Raises:
       ConfigError: the directory belongs to another configuration, or cannot be written to.
     """
     directory.claim(config)
     if jax.process_index() == 0:
+        if is_new:
+            directory.keep_origin(config)
         directory.publish(config)
 
 

@@ -15,6 +15,7 @@ from maxpipe.checkpoint.steps import committed_steps, step_path
 from maxpipe.config import Config, ConfigError, Problem, to_yaml
 from maxpipe.config.identity import FINGERPRINTED, Change, changes, refusals
 from maxpipe.data.tokenizers import TOKENIZER, tokenizer_files
+from maxpipe.hf.origin import ORIGIN, read_origin
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.storage.object_store import explained
 
@@ -34,6 +35,7 @@ class RunDirectory:
       checkpoints: one directory per committed step.
       config_file: `config.yml`, the resolved configuration of the latest start.
       tokenizer: copies of the tokenizer's files, if it has any.
+      origin: copies of small files of the folder that the run was imported from.
       config_history: that of every start that changed it, in order.
     """
 
@@ -43,6 +45,7 @@ class RunDirectory:
         self.checkpoints = self.root / "checkpoints"
         self.config_file = self.root / "config.yml"
         self.tokenizer = self.root / TOKENIZER
+        self.origin = self.root / ORIGIN
         self.config_history = self.root / "config_history"
 
     def claim(self, config: Config, *, write: bool = True) -> None:
@@ -132,22 +135,27 @@ class RunDirectory:
         Raises:
           ConfigError: they cannot be read, or the directory cannot be written to.
         """
-        files = tokenizer_files(config.data.tokenizer)
+        files = tokenizer_files(config.data.tokenizer, config.data.cache_dir)
         try:
-            if files:
-                self.tokenizer.mkdir(exist_ok=True)
-            for file in files:
-                write_atomically(self.tokenizer / file.name, [file.read_bytes()])
-            names = {file.name for file in files}
-            for copy in self.tokenizer.iterdir() if self.tokenizer.is_dir() else ():
-                if copy.name not in names:
-                    copy.unlink()  # of a tokenizer that the run no longer has
+            _replace_files(self.tokenizer, {file.name: file.read_bytes() for file in files})
         except OSError as error:
             message = f"cannot copy {config.data.tokenizer} to {self.tokenizer}: {error.strerror}"
             raise ConfigError(Problem("output_dir", message)) from error
 
+    def keep_origin(self, config: Config) -> None:
+        """Copy small files of the folder that a new run is imported from to `origin/`.
+
+        Raises:
+          ConfigError: they cannot be read, or the directory cannot be written to.
+        """
+        try:
+            _replace_files(self.origin, read_origin(config))
+        except OSError as error:
+            message = f"cannot copy files of the model to {self.origin}: {error.strerror}"
+            raise ConfigError(Problem("output_dir", message)) from error
+
     def publish(self, config: Config) -> None:
-        """Write `config.yml` and the tokenizer to the mirror.
+        """Write `config.yml`, the tokenizer and `origin/` to the mirror.
 
         This shows at once whether the mirror can be written to.
 
@@ -158,8 +166,10 @@ class RunDirectory:
             return
         with explained(self._mirror.url, MIRROR, "written to"):
             self._mirror.write_file("config.yml", to_yaml(config).encode())
-            for file in tokenizer_files(config.data.tokenizer):
+            for file in tokenizer_files(config.data.tokenizer, config.data.cache_dir):
                 self._mirror.write_file(f"{TOKENIZER}/{file.name}", file.read_bytes())
+            for file in self.origin.iterdir() if self.origin.is_dir() else ():
+                self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
 
     def advice(self, place: str) -> Problem:
         """Return what to do about a checkpoint of another run."""
@@ -198,3 +208,14 @@ class RunDirectory:
                     meta = mirror.record(step).meta
                     if isinstance(meta["config"], Mapping):
                         yield meta
+
+
+def _replace_files(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Write files into a directory, and remove others that an earlier start has left there."""
+    if contents:
+        directory.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        write_atomically(directory / name, [content])
+    for file in directory.iterdir() if directory.is_dir() else ():
+        if file.name not in contents:
+            file.unlink()

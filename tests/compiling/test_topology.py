@@ -3,6 +3,7 @@
 from itertools import product
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from helpers.compile_command import QUICK, report_of, tpu_aot
@@ -119,8 +120,10 @@ class TestTpu:
         words = ("compile.topology=v5p:2x2x2", "mesh.ici.fsdp=4", "data.global_batch_size=32")
         report, text = report_of(tmp_path, "configs/base.yml", *words, environment=QUICK)
         links = {(use["axes"], use["kind"]): (use["links"], use["of"]) for use in report["links"]}
-        # Stages differ in one dimension of the torus, fsdp in the two others; none is closed.
-        assert links["stage", "permutes"] == (1, 6)
+        # Stages differ in one dimension of the torus, fsdp in the two others; none is closed. jax
+        # 0.12 turns the order of the second stage, whose devices then differ in two.
+        stage_links = 1 if jax.__version__.startswith("0.10.") else 2
+        assert links["stage", "permutes"] == (stage_links, 6)
         assert links["fsdp", "collectives"] == (2, 6)
         slowest = max(use["seconds"] for use in report["links"])
         assert report["bounds"]["network_seconds"] == pytest.approx(slowest)

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.hf_models import recorded
 
-from maxpipe.config import ConfigError, load
+from maxpipe.config import ConfigError, load, resolve
 from maxpipe.config.printing import print_config
 
 ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_repeats=1")
@@ -51,6 +51,25 @@ def test_key_of_the_command_line_may_only_say_the_same(folder):
         "model.embed_dim": f"is 64, but {folder()}/config.json says 32; leave the key out",
         "model.norm_offset": f"is False, but {folder()}/config.json says True; leave the key out",
     }
+
+
+def test_vocabulary_may_have_more_rows_than_the_file_and_not_fewer(folder):
+    name = f"model.from_hf={folder()}"
+    loaded = load("base", [*ONE_STAGE, name, "model.vocab_size=80"])
+    model = resolve(loaded, 4).model
+    assert (model.vocab_size, model.unpadded_vocab_size, model.num_token_ids) == (80, 64, 64)
+    assert loaded.sources["model.vocab_size"] == "command line"
+    unpadded = resolve(load("base", [*ONE_STAGE, name]), 4).model
+    assert (unpadded.vocab_size, unpadded.unpadded_vocab_size) == (64, 64)
+    message = problems(name, "model.vocab_size=60")["model.vocab_size"]
+    assert message == (
+        f"is 60, but {folder()}/config.json says 64; only more rows are possible, as padding; "
+        "leave the key out"
+    )
+    found = problems(name, "model.vocab_size=80", "model.unpadded_vocab_size=70")
+    assert "is 70, but" in found["model.unpadded_vocab_size"]
+    message = problems("model.vocab_size=60", "model.unpadded_vocab_size=64")["model.vocab_size"]
+    assert message == "60 rows do not hold model.unpadded_vocab_size=64 token ids"
 
 
 def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):

@@ -7,12 +7,10 @@ from importlib.metadata import version
 from types import SimpleNamespace
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
-import tokenizers
 from helpers.engines import make_mesh
-from helpers.hf_models import recorded, weights
+from helpers.hf_folder import FAMILIES, write_folder, write_tokenizer, write_weights
 from helpers.training_process import command
 
 from maxpipe import export as export_command
@@ -21,65 +19,20 @@ from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.record import Record
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.hf.exporter import copy_companions
-from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
-from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.model_card import model_card
-from maxpipe.hf.safetensors import INDEX, read_folder, read_header, write_file
-from maxpipe.hf.tensors import tensor_names, tensor_rules
+from maxpipe.hf.safetensors import INDEX, read_folder, read_header
+from maxpipe.hf.tensors import tensor_rules
 from maxpipe.model.program import ModelProgram
+from maxpipe.storage.model_folders import LocalFile, LocalFolder
 from maxpipe.training.launch import with_progress
-
-SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
-CASES = {"gemma3": Gemma3, "phi3": Phi3, "mixtral": Mixtral}
-
-
-def write_weights(path, tensors):
-    data = write_file(path, [(name, x.dtype, x.shape) for name, x in tensors.items()])
-    data[:] = np.frombuffer(b"".join(x.tobytes() for x in tensors.values()), np.uint8)
-    data.flush()
-
-
-def write_tokenizer(directory, letters="abc"):
-    """Write a tokenizer of single letters into a directory; return its tokenizer.json."""
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        "<s> $A", special_tokens=[("<s>", 0)]
-    )
-    directory.mkdir(exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    return directory / "tokenizer.json"
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Return folder(case): two files of bfloat16 with their index."""
-
-    def _folder(name="gemma3"):
-        path = tmp_path / name
-        path.mkdir()
-        c = recorded(name)["config"] | SMALL | {"eos_token_id": [2, 7]}
-        c.pop("layer_types", None)
-        (path / "config.json").write_text(json.dumps(c))
-        write_tokenizer(path)
-        (path / "chat_template.jinja").write_text("{{ messages }}")
-        (path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-        family = CASES[name]()
-        model = resolve(load("base", [f"model.from_hf={path}", "mesh.ici.fsdp=2"]), 4).model
-        shapes = tensor_names(tensor_rules(family, ModelProgram(model)), model.num_layers)
-        tensors = weights(shapes, is_gemma=name == "gemma3")
-        tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in tensors.items()}
-        halves = [*tensors][::2], [*tensors][1::2]
-        for i, half in enumerate(halves):
-            write_weights(path / f"{i}.safetensors", {n: tensors[n] for n in half})
-        weight_map = {n: f"{i}.safetensors" for i, half in enumerate(halves) for n in half}
-        (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-        return path
-
-    return _folder
+    """Return folder(case): see `write_folder`."""
+    return lambda name="gemma3": write_folder(tmp_path / name, name)
 
 
 def config_of(folder, *words):
@@ -90,7 +43,7 @@ def config_of(folder, *words):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("gemma3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
+        ("gemma3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2", "model.vocab_size=512")),
         ("gemma3", ("mesh.ici.fsdp=4", "pipeline.schedule=zb_v")),  # mpmd
         ("gemma3", ("pipeline.schedule=circular", "pipeline.layers_per_stage=[1,3]")),
         ("phi3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
@@ -109,9 +62,9 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
     trainer = build_trainer(config, make_mesh(config), note=lambda line: None)
     state = trainer.replace_parameters(trainer.init(jax.random.key(0)), HfWeights(config).read)
     params = trainer.to_canonical(state).params
-    stored = read_folder(path)
+    stored = read_folder(LocalFolder(path))
     used = set()
-    for rule in tensor_rules(CASES[name](), ModelProgram(config.model)):
+    for rule in tensor_rules(FAMILIES[name](), ModelProgram(config.model)):
         leaf = params
         for key in rule.path:
             leaf = leaf[key]
@@ -124,6 +77,7 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
                 )
                 used.add(tensor_name)
     assert used == stored.keys()
+    assert not np.asarray(params["embed"]["embedding"])[320:].any()
 
 
 def test_progress_is_said_in_bytes_after_some_seconds(monkeypatch):
@@ -145,7 +99,7 @@ def test_progress_is_said_in_bytes_after_some_seconds(monkeypatch):
 def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
     path = folder()
     config = config_of(path, "mesh.ici.fsdp=4")
-    stored = read_folder(path).items()
+    stored = read_folder(LocalFolder(path)).items()
     tensors = {n: np.array(x.read()) for n, x in stored if "layers.2.mlp.up" not in n}
     tensors["model.norm.weight"] = np.zeros(5, np.float32)
     tensors["model.layers.0.self_attn.k_norm.weight"] = np.zeros(16, np.int32)
@@ -184,7 +138,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     target = tmp_path / "exported"
     arguments = [str(tmp_path / "runs" / "base"), "--hf", str(target), "--dtype", "bfloat16"]
     assert export_command.main([*arguments, "--file-size", "0.00005"]) == 0
-    before, after = read_folder(path), read_folder(target)
+    before, after = read_folder(LocalFolder(path)), read_folder(LocalFolder(target))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
@@ -207,7 +161,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     file = tmp_path / "plain.safetensors"
     arguments[1:3] = ["--safetensors", str(file)]
     assert export_command.main(arguments) == 0
-    plain = read_header(file)
+    plain = read_header(LocalFile(file))
     embedding = before["model.embed_tokens.weight"].read()
     assert plain["embed.embedding"].read().tobytes() == embedding.tobytes()
     down = [before[f"model.layers.{i}.mlp.down_proj.weight"].read().T for i in range(4)]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxpipe.hf.safetensors import INDEX, SafetensorsError, read_folder, read_header, write_file
+from maxpipe.storage.model_folders import LocalFile, LocalFolder
 
 TENSORS = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -25,7 +26,7 @@ def write(path, tensors=TENSORS):
 
 
 def test_tensors_that_are_written_are_read_back(tmp_path):
-    stored = read_header(write(tmp_path / "x.safetensors"))
+    stored = read_header(LocalFile(write(tmp_path / "x.safetensors")))
     assert stored.keys() == TENSORS.keys()
     for name, expected in TENSORS.items():
         actual = stored[name].read()
@@ -53,7 +54,7 @@ def test_file_that_is_cut_off_is_refused_by_its_name(tmp_path, size):
     path = write(tmp_path / "x.safetensors")
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
-        read_header(path)
+        read_header(LocalFile(path))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_header_that_is_damaged_is_refused(tmp_path, header):
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
     with pytest.raises(SafetensorsError, match=r"x\.safetensors"):
-        read_header(path)
+        read_header(LocalFile(path))
 
 
 class TestFolder:
@@ -81,7 +82,7 @@ class TestFolder:
         write(tmp_path / "other.safetensors", {"unused": TENSORS["c"]})
         weight_map = {"a": "one.safetensors", "b": "two.safetensors"}
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-        assert read_folder(tmp_path).keys() == {"a", "b"}
+        assert read_folder(LocalFolder(tmp_path)).keys() == {"a", "b"}
 
     def test_index_that_names_what_is_not_there_is_refused(self, tmp_path):
         write(tmp_path / "one.safetensors", {"a": TENSORS["a.weight"]})
@@ -90,15 +91,15 @@ class TestFolder:
             json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
         )
         with pytest.raises(SafetensorsError, match=r"lacks two\.safetensors"):
-            read_folder(tmp_path)
+            read_folder(LocalFolder(tmp_path))
         index.write_text(json.dumps({"weight_map": {"b": "one.safetensors"}}))
         with pytest.raises(SafetensorsError, match="b of the index are in no file"):
-            read_folder(tmp_path)
+            read_folder(LocalFolder(tmp_path))
         index.write_text("{}")
         with pytest.raises(SafetensorsError, match="is damaged"):
-            read_folder(tmp_path)
+            read_folder(LocalFolder(tmp_path))
 
     def test_files_of_pytorch_are_refused_with_the_remedy(self, tmp_path):
         (tmp_path / "pytorch_model.bin").touch()
         with pytest.raises(SafetensorsError, match=r"save_pretrained\(safe_serialization=True\)"):
-            read_folder(tmp_path)
+            read_folder(LocalFolder(tmp_path))

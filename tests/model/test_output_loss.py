@@ -1,10 +1,13 @@
 """Losses computed tile by tile equal those of all logits at once, without holding all logits."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxpipe.config import ModelConfig
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr
 
@@ -86,3 +89,27 @@ def test_losses_in_tiles_have_no_array_of_all_logits():
 
     assert size(1) >= 2 * 128 * V
     assert size(8) < 2 * 128 * V
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_padding_of_the_vocabulary_changes_nothing_and_gets_no_gradient(tiles, options):
+    x, kernel, targets, weights = inputs((2, 11))
+    padded = jnp.pad(kernel, ((0, 0), (0, 24)), constant_values=9.0)
+    expected = losses_and_gradients(output(tiles, **options), x, kernel, targets, weights)
+    with_padding = output(tiles, **options, num_token_ids=V)
+    actual = losses_and_gradients(with_padding, x, padded, targets, weights)
+    (x_gradient, kernel_gradient) = actual[1]
+    assert not kernel_gradient[:, V:].any()
+    actual = (actual[0], (x_gradient, kernel_gradient[:, :V]))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected
+    )
+    assert np.all(np.asarray(with_padding.logits(x, padded))[..., V:] == -np.inf)
+
+
+def test_model_without_padding_has_no_mask():
+    model = ModelConfig(vocab_size=V)
+    assert OutputLoss.of(model).num_token_ids == 0
+    assert OutputLoss.of(replace(model, unpadded_vocab_size=V)).num_token_ids == 0
+    assert OutputLoss.of(replace(model, unpadded_vocab_size=V - 1)).num_token_ids == V - 1

@@ -42,6 +42,18 @@ def derive_head_dim(c: Config) -> Updates:
     return {"model.head_dim": size}
 
 
+@rule("model.vocab_size", "model.unpadded_vocab_size", writes=("model.unpadded_vocab_size",))
+def derive_unpadded_vocab_size(c: Config) -> Updates:
+    """Take all rows of the embedding table as token ids, unless fewer are given."""
+    if c.model.unpadded_vocab_size > c.model.vocab_size:
+        message = (
+            f"{c.model.vocab_size} rows do not hold model.unpadded_vocab_size="
+            f"{c.model.unpadded_vocab_size} token ids"
+        )
+        raise ConfigError(Problem("model.vocab_size", message))
+    return {"model.unpadded_vocab_size": c.model.num_token_ids}
+
+
 @rule("model.rope_fraction", "model.head_dim")
 def check_rope_fraction(c: Config) -> None:
     """Check that pairs of channels are rotated."""
@@ -220,6 +232,7 @@ def check_context_rule(c: Config) -> None:
 MODEL_RULES = (
     check_grouped_heads,
     derive_head_dim,
+    derive_unpadded_vocab_size,
     check_rope_fraction,
     derive_rope_scaling,
     check_layer_pattern,

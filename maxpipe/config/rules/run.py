@@ -7,8 +7,15 @@ from collections.abc import Mapping
 
 from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import SCHEME, TOKENIZER, folder_of, tokenizer_path
 from maxpipe.config.identity import ACCEPT, GROUPS
+from maxpipe.config.model_places import (
+    SCHEME,
+    TOKENIZER,
+    folder_of,
+    is_url,
+    tokenizer_folder,
+    tokenizer_path,
+)
 from maxpipe.config.rules.rule import Updates, rule
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import canonical_topology
@@ -38,11 +45,12 @@ def check_run_name(c: Config) -> None:
 @rule("init_from")
 def check_init_from(c: Config) -> None:
     """Check the form of what a run starts from."""
-    scheme, _, directory = c.init_from.partition(":")
-    if c.init_from and (scheme != "hf" or not directory or directory.startswith("//")):
+    folder = folder_of(c.init_from)
+    is_named = c.init_from.startswith(SCHEME) and folder and not folder.startswith("//")
+    if c.init_from and not is_named and not is_url(folder):
         message = (
             f"{c.init_from!r} is not of the form hf:DIR, with a directory of this machine that "
-            "has config.json and *.safetensors"
+            "has config.json and *.safetensors, hf:org/name, a model of the hub, or s3://..."
         )
         raise ConfigError(Problem("init_from", message))
 
@@ -90,9 +98,9 @@ def check_tokenizer(c: Config) -> None:
 
 
 def _check_tokenizer_folder(value: str) -> None:
-    """Check that the folder of `hf:DIR` has a tokenizer."""
+    """Check that the folder of `hf:DIR` has a tokenizer; others are read later."""
     file = tokenizer_path(value)
-    if os.path.isfile(file):
+    if tokenizer_folder(value) or os.path.isfile(file):
         return
     pieces = os.path.join(folder_of(value), "tokenizer.model")
     if os.path.isfile(pieces):

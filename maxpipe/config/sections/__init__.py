@@ -47,7 +47,8 @@ class Config:
     init_from: str = option(
         "",
         "initial parameters, where the run has no checkpoint yet: hf:DIR, a directory with the "
-        "config.json and *.safetensors of a Hugging Face model; empty = random",
+        "config.json and *.safetensors of a Hugging Face model, s3://..., gs://... or hf:org/name, "
+        "a model of the hub; empty = random",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -82,8 +82,8 @@ class ModelConfig:
 
     from_hf: str = option(
         "",
-        "directory with a Hugging Face config.json, from which the shape of the model is taken; "
-        "empty = the keys below",
+        "directory with a Hugging Face config.json, from which the shape of the model is taken, "
+        "s3://..., gs://... or org/name, a model of the hub; empty = the keys below",
     )
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "number of decoder layers", minimum=1, maximum=2**14)
@@ -100,6 +100,13 @@ class ModelConfig:
         320,
         "rows of the embedding table; at least the size of the tokenizer's vocabulary",
         minimum=2,
+    )
+    unpadded_vocab_size: int = option(
+        -1,
+        "number of token ids that exist; further rows of the table are padding, which is never "
+        "predicted; -1 = vocab_size, or that of model.from_hf",
+        minimum=2,
+        derived=True,
     )
     dtype: str = option("float32", "dtype of activations and matrix products", choices=DTYPES)
     param_dtype: str = option("float32", "dtype in which parameters are stored", choices=DTYPES)
@@ -204,6 +211,12 @@ class ModelConfig:
         """Return the kind of each layer, one of `LAYER_KINDS`, in model order."""
         pattern = self.layer_pattern or ["local" if self.attention_window else "global"]
         return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
+
+    @property
+    def num_token_ids(self) -> int:
+        """Return how many token ids exist, without padding of the table."""
+        is_derived = self.unpadded_vocab_size == -1  # also in a record of an earlier version
+        return self.vocab_size if is_derived else self.unpadded_vocab_size
 
     @property
     def rotated_dim(self) -> int:

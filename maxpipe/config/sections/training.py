@@ -42,8 +42,8 @@ class DataConfig:
     )
     tokenizer: str = option(
         "byte",
-        "byte, the path of a Hugging Face tokenizer.json or of a SentencePiece .model, or hf:DIR, "
-        "the tokenizer.json of a model's directory",
+        "byte, the path or URL of a Hugging Face tokenizer.json or of a SentencePiece .model, or "
+        "hf:DIR, s3://..., gs://... or hf:org/name, whose tokenizer.json is taken",
     )
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24

@@ -109,7 +109,7 @@ def token_bin(config: DataConfig) -> TokenFiles:
     Raises:
       ConfigError: there is no file, or one is empty, of another format, or without document ends.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, config.cache_dir)
     if is_remote(config.path):
         # A copy has another name, so it would lose its index and with it the ends of documents.
         message = "token files must be on this machine; copy them with their indices"
@@ -150,5 +150,5 @@ def synthetic(config: DataConfig) -> SyntheticDocuments:
 
     There are no files and no tokenizing; `data.path` is not used.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = load_tokenizer(config.tokenizer, config.cache_dir)
     return SyntheticDocuments(tokenizer.vocab_size, tokenizer.eos_id, 2 * config.sequence_length)

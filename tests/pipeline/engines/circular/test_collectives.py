@@ -116,8 +116,10 @@ def test_per_repeat_holds_few_sets_of_gathered_weights(repeats, microbatches, se
     """Per repeat takes at most two gathered repeats more than per iteration.
 
     Where M = S there are three, of which XLA for CPUs copies those that change places from one
-    repeat to the next.
+    repeat to the next; that of jax 0.12 copies two sets wherever repeats are a loop.
     """
+    if not jax.__version__.startswith("0.10.") and repeats > 2:
+        sets += 2
     per_iteration, per_repeat = (
         compiled(gather, repeats, microbatches).memory_analysis().temp_size_in_bytes
         for gather in ("per_iteration", "per_repeat")

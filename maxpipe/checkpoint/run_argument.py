@@ -1,0 +1,44 @@
+"""What commands that read a run take: RUN_DIR and --step. Imports no JAX."""
+
+import argparse
+
+from maxpipe.checkpoint.steps import StepStore
+from maxpipe.config import Config, ConfigError, Problem
+from maxpipe.config.catalog import BLOCKS
+from maxpipe.config.imports import add_import_flag
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add RUN_DIR, --step and --import: `run_dir`, `step` and `imports` of the parsed flags."""
+    parser.add_argument(
+        "run_dir",
+        metavar="RUN_DIR",
+        help="run directory, or its checkpoints; also s3:// and gs://",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="the checkpoint to read; default: the newest"
+    )
+    add_import_flag(parser)
+
+
+def find_step(store: StepStore, step: int | None) -> int:
+    """Return `step` if it is committed, or the newest committed step if it is None.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    steps = store.steps()
+    if not steps:
+        message = f"{store} holds no checkpoint; train with checkpoint.every above 0"
+        raise ConfigError(Problem("RUN_DIR", message))
+    if step is not None and step not in steps:
+        raise ConfigError(Problem("--step", f"{step} is not saved in {store}; there are {steps}"))
+    return steps[-1] if step is None else step
+
+
+def check_block(config: Config) -> None:
+    """Raise ConfigError if the run's block is not known, since its module was not imported."""
+    if config.model.block not in BLOCKS:
+        message = f"the run has {config.model.block!r}, which is not known here; "
+        remedy = "import the module that adds it, as training did: --import MODULE"
+        raise ConfigError(Problem("model.block", message + remedy))

@@ -1,0 +1,113 @@
+"""Where a model of Hugging Face lies: in a directory, in an object store, or on the hub.
+
+`hf:org/name` is a model of the hub unless there is a directory `org/name`; `hf:` and anything else
+is a directory. Object stores have URLs. What reads each place is in the catalogue.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from maxpipe.config.catalog import MODEL_PLACES
+from maxpipe.config.imports import implementation
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SCHEME = "hf:"  # before a folder, where a key takes other things as well
+TOKENIZER = "tokenizer.json"
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
+_URL = re.compile(r"[a-z][a-z0-9]*://.+")
+
+
+class ModelFile(Protocol):
+    """A file that is read by byte ranges.
+
+    Attributes:
+      size: bytes.
+      block_size: bytes that a read should have at most; 0 where a read takes no memory.
+    """
+
+    size: int
+    block_size: int
+
+    def read(self, start: int, stop: int) -> "np.ndarray":
+        """Return the bytes of a range, uint8 [stop - start]."""
+        ...
+
+
+class ModelFolder(Protocol):
+    """The files of a model; `str()` of it is what users call the place.
+
+    Every method raises ConfigError if the place cannot be read.
+    """
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        ...
+
+    def open(self, names: Sequence[str]) -> list[ModelFile]:
+        """Return files for reading; raises FileNotFoundError with the names that are not there."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Return a whole small file; raises FileNotFoundError if it is not there."""
+        ...
+
+    def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
+        """Return a directory of this machine with those of some small files that exist.
+
+        Args:
+          names: of the files.
+          cache_dir: `data.cache_dir`, for places that are copied there.
+        """
+        ...
+
+
+def folder_of(value: str) -> str:
+    """Return the folder of `hf:FOLDER`; a value without the scheme is one itself."""
+    return os.path.expanduser(value.removeprefix(SCHEME))
+
+
+def is_url(folder: str) -> bool:
+    """Return whether a folder is in an object store."""
+    return _URL.fullmatch(folder) is not None
+
+
+def is_directory(folder: str) -> bool:
+    """Return whether a folder is one of this machine, existing or not."""
+    return not is_url(folder) and (os.path.isdir(folder) or not _HUB_NAME.fullmatch(folder))
+
+
+def open_folder(value: str, key: str) -> ModelFolder:
+    """Return the folder that a value of `model.from_hf` or `init_from` names.
+
+    Args:
+      value: with the scheme or without it.
+      key: that has the value, for messages.
+
+    Raises:
+      ConfigError: a library that reads the place is missing.
+    """
+    folder = folder_of(value)
+    place = "store" if is_url(folder) else "directory" if is_directory(folder) else "hub"
+    opened: ModelFolder = implementation(MODEL_PLACES[place])(folder, key)
+    return opened
+
+
+def tokenizer_path(value: str) -> str:
+    """Return the file that `data.tokenizer` names, for a folder its tokenizer.json."""
+    path = folder_of(value)
+    names_file = path.endswith((".json", ".model")) and not value.startswith(SCHEME)
+    is_folder = value.startswith(SCHEME) or (is_url(path) and not names_file)
+    return f"{path.rstrip('/')}/{TOKENIZER}" if is_folder else path
+
+
+def tokenizer_folder(value: str) -> str:
+    """Return the folder that the file of `data.tokenizer` is copied from; "" if it is a path."""
+    folder = tokenizer_path(value).rpartition("/")[0]
+    is_elsewhere = is_url(folder) or (value.startswith(SCHEME) and not is_directory(folder))
+    return folder if is_elsewhere else ""

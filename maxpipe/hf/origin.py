@@ -1,0 +1,108 @@
+"""What a run keeps of the folder that it was imported from: all small files, but no weights.
+
+With these copies a run is exported, and generates text, on machines that do not have the folder.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.from_hf import FILE
+from maxpipe.config.model_places import TOKENIZER, folder_of, open_folder
+from maxpipe.config.sections import Config
+from maxpipe.data.tokenizers import Tokenizer, main_file
+
+ORIGIN = "origin"  # directory of a run
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_EOS = "eos_token_id"
+
+
+def read_origin(config: Config) -> dict[str, bytes]:
+    """Return the files to keep, by name; none if the run is not imported.
+
+    Raises:
+      ConfigError: an object store or the hub cannot be read.
+    """
+    key = "init_from" if config.init_from else "model.from_hf"
+    value = config.init_from or config.model.from_hf
+    contents: dict[str, bytes] = {}
+    if value:
+        folder = open_folder(value, key)
+        for name in (FILE, GENERATION, *TOKENIZER_FILES):
+            with suppress(FileNotFoundError):
+                contents[name] = folder.read(name)
+    return contents
+
+
+def origin_of(config: Config, kept: Sequence[Path]) -> Path | None:
+    """Return the directory with the files that a run was imported with, None if there is none.
+
+    Args:
+      config: of the run.
+      kept: the run's copies. Runs of earlier versions have none; then it is the folder itself, if
+        it is a directory and still there.
+    """
+    if kept:
+        return kept[0].parent
+    for value in (config.init_from, config.model.from_hf):
+        folder = Path(folder_of(value))
+        if value and (folder / FILE).is_file():
+            return folder
+    return None
+
+
+def name_in_folder(tokenizer: Path) -> str:
+    """Return the name that a tokenizer's main file has in a model's folder."""
+    return "tokenizer.model" if tokenizer.suffix == ".model" else TOKENIZER
+
+
+def is_imported(tokenizer: Path, origin: Path) -> bool:
+    """Return whether a tokenizer's main file is a copy of the one that was imported."""
+    original = origin / name_in_folder(tokenizer)
+    return original.is_file() and original.read_bytes() == tokenizer.read_bytes()
+
+
+def end_ids(origin: Path | None, companions: Sequence[Path]) -> set[int]:
+    """Return the ids that end a text, as generation_config.json says, or config.json.
+
+    Args:
+      origin: from `origin_of`.
+      companions: files of the run's tokenizer; there are no such ids if it was not imported.
+
+    Raises:
+      ConfigError: a file is not JSON.
+    """
+    tokenizer = main_file(companions)
+    if origin is None or tokenizer is None or not is_imported(tokenizer, origin):
+        return set()
+    for file in (origin / GENERATION, origin / FILE):
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(Problem("RUN_DIR", f"{file} is not JSON: {error}")) from None
+        value = content.get(_EOS) if isinstance(content, Mapping) else None
+        if value is not None:
+            return {*value} if isinstance(value, list) else {value}
+    return set()
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of special tokens under the names that config.json has for them."""
+    ids = {"bos_token_id": tokenizer.bos_id, _EOS: tokenizer.eos_id}
+    ids["pad_token_id"] = tokenizer.pad_id
+    return {name: index for name, index in ids.items() if index is not None}

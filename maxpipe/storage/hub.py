@@ -1,0 +1,139 @@
+"""The files of a model on Hugging Face's hub, through the library's cache on this machine.
+
+`HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` and `HF_ENDPOINT` are the library's own. Without a network
+what is in its cache is used.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import optional
+from maxpipe.storage.model_folders import LocalFile
+
+DOWNLOADS_AT_ONCE = 8
+_CONFIG = "config.json"  # which every model has
+
+
+class HubFolder:
+    """A model of the hub, whose files are downloaded when they are asked for.
+
+    Args:
+      model: `org/name`, or `org/name@REVISION` for a branch, tag or commit.
+      key: the key that names it, for messages.
+
+    Raises:
+      ConfigError: the library is not installed.
+    """
+
+    def __init__(self, model: str, key: str):
+        with optional("huggingface_hub", "hub", key):
+            import huggingface_hub
+            import huggingface_hub.errors
+        self._library = huggingface_hub
+        self._model = model
+        self._key = key
+        self._id, _, revision = model.partition("@")
+        self._revision = revision or None
+
+    def __str__(self) -> str:
+        return self._model
+
+    def names(self) -> list[str]:
+        """Return the names of all files; without a network, of those in the cache."""
+        try:
+            return sorted(self._library.list_repo_files(self._id, revision=self._revision))
+        except OSError:
+            with self._explained():
+                snapshot = self._path(_CONFIG).parent
+            return sorted(file.name for file in snapshot.iterdir())
+
+    def open(self, names: Sequence[str]) -> list[LocalFile]:
+        """Return files for reading; raises FileNotFoundError with the names that are not there."""
+        absent = []
+        paths = []
+        with self._explained(), ThreadPoolExecutor(DOWNLOADS_AT_ONCE) as pool:
+            downloads = {name: pool.submit(self._path, name) for name in names}
+            for name, download in downloads.items():
+                try:
+                    paths.append(download.result())
+                except FileNotFoundError:
+                    absent.append(name)
+        if absent:
+            raise FileNotFoundError(", ".join(absent))
+        return [LocalFile(path) for path in paths]
+
+    def read(self, name: str) -> bytes:
+        """Return a whole file; raises FileNotFoundError if it is not there."""
+        with self._explained():
+            return self._path(name).read_bytes()
+
+    def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
+        """Return the directory of the library's cache, with those of the files that exist."""
+        with self._explained():
+            directory = self._path(_CONFIG).parent
+            for name in names:
+                try:
+                    self._path(name)
+                except FileNotFoundError:
+                    continue
+        return directory
+
+    def _path(self, name: str) -> Path:
+        """Return the path of a file in the cache, after downloading it if it is not there.
+
+        Raises:
+          FileNotFoundError: the model has no such file.
+        """
+        errors = self._library.errors
+        try:
+            return Path(
+                self._library.hf_hub_download(
+                    self._id, name, revision=self._revision, library_name="maxpipe"
+                )
+            )
+        except errors.LocalEntryNotFoundError:
+            known = self._library.try_to_load_from_cache(self._id, _CONFIG, revision=self._revision)
+            # Then the cache has the model, and not this file.
+            if name != _CONFIG and isinstance(known, str):
+                raise FileNotFoundError(name) from None
+            raise _Unreachable from None
+        except errors.RemoteEntryNotFoundError:
+            raise FileNotFoundError(name) from None
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn errors of the library into a ConfigError that says what to do."""
+        errors = self._library.errors
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except _Unreachable:
+            reason = (
+                "is not in the cache of this machine, and the hub cannot be reached: download it "
+                f"where there is a network, with `hf download {self._id}`, or unset HF_HUB_OFFLINE"
+            )
+        except errors.GatedRepoError:
+            reason = (
+                "is gated: accept its terms on its page of the hub, and give a token that may read "
+                "it in HF_TOKEN, or by `hf auth login`"
+            )
+        except errors.RepositoryNotFoundError:
+            reason = (
+                f"is neither a directory here nor a public model of the hub: correct {self._id}, "
+                "or, if it is private, give a token that may read it in HF_TOKEN"
+            )
+        except errors.RevisionNotFoundError:
+            reason = f"names a revision that {self._id} does not have"
+        except (OSError, ValueError) as error:
+            reason = f"cannot be read from the hub: {type(error).__name__}: {error}"
+        else:
+            return
+        raise ConfigError(Problem(self._key, f"{self._model} {reason}")) from None
+
+
+class _Unreachable(Exception):
+    """A file is not in the cache, and the hub does not answer."""

@@ -1,0 +1,176 @@
+"""The files of a model in a directory or in an object store; see `maxpipe.config.model_places`.
+
+Files of weights are read by byte ranges, so no file is in memory as a whole. Small files of object
+stores are copied to `data.cache_dir`.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.storage.local_files import cache_directory
+from maxpipe.storage.object_store import explained, open_store
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+REQUEST = 4 << 20  # bytes
+REQUESTS_AT_ONCE = 8
+
+
+class LocalFile:
+    """A file that is mapped into memory."""
+
+    block_size = 0
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.size = path.stat().st_size
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the bytes of a range, uint8 [stop - start], mapped from the file."""
+        if start == stop:
+            return np.empty(0, np.uint8)
+        return np.memmap(self._path, np.uint8, "r", start, (stop - start,))
+
+
+class LocalFolder:
+    """A directory of this machine."""
+
+    def __init__(self, directory: str | Path, key: str = ""):
+        self._directory = Path(directory)
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        return sorted(file.name for file in self._directory.iterdir() if file.is_file())
+
+    def open(self, names: Sequence[str]) -> list[LocalFile]:
+        """Return files for reading; raises FileNotFoundError with the names that are not there."""
+        if absent := [name for name in names if not (self._directory / name).is_file()]:
+            raise FileNotFoundError(", ".join(absent))
+        return [LocalFile(self._directory / name) for name in names]
+
+    def read(self, name: str) -> bytes:
+        """Return a whole file; raises FileNotFoundError if it is not there."""
+        return (self._directory / name).read_bytes()
+
+    def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
+        """Return the directory itself."""
+        return self._directory
+
+
+class StoreFile:
+    """An object that is read by ranges, several requests at a time."""
+
+    block_size = REQUEST * REQUESTS_AT_ONCE
+
+    def __init__(self, url: str, size: int, store: "AbstractFileSystem", key: str):
+        self.size = size
+        self._url = url
+        self._store = store
+        self._key = key
+
+    def __str__(self) -> str:
+        return self._url
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the bytes of a range, uint8 [stop - start]."""
+        value = np.empty(stop - start, np.uint8)
+        starts = [*range(start, stop, REQUEST)]
+        ends = [min(first + REQUEST, stop) for first in starts]
+        with explained(self._url, self._key):
+            pieces = self._store.cat_ranges(
+                [self._url] * len(starts),
+                starts,
+                ends,
+                batch_size=REQUESTS_AT_ONCE,
+                on_error="raise",
+            )
+            for first, end, piece in zip(starts, ends, pieces, strict=True):
+                if len(piece) != end - first:
+                    raise OSError(f"bytes {first} to {end} came as {len(piece)}")
+                value[first - start : end - start] = np.frombuffer(piece, np.uint8)
+        return value
+
+
+class StoreFolder:
+    """A prefix of an object store, which is listed once."""
+
+    def __init__(self, url: str, key: str):
+        self._url = url.rstrip("/")
+        self._key = key
+        self._store = open_store(self._url, key)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        return sorted(self._files)
+
+    def open(self, names: Sequence[str]) -> list[StoreFile]:
+        """Return files for reading; raises FileNotFoundError with the names that are not there."""
+        if absent := [name for name in names if name not in self._files]:
+            raise FileNotFoundError(", ".join(absent))
+        sizes = {name: int(str(self._files[name]["size"])) for name in names}
+        return [
+            StoreFile(f"{self._url}/{name}", size, self._store, self._key)
+            for name, size in sizes.items()
+        ]
+
+    def read(self, name: str) -> bytes:
+        """Return a whole file; raises FileNotFoundError if it is not there."""
+        (file,) = self.open([name])
+        return file.read(0, file.size).tobytes()
+
+    def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
+        """Return a directory below `cache_dir` with copies of those files that exist."""
+        present = [name for name in names if name in self._files]
+        facts = [(name, *map(self._files[name].get, ("size", "ETag", "etag"))) for name in present]
+        digest = hashlib.sha256(repr((self._url, facts)).encode()).hexdigest()[:24]
+        directory = cache_directory(cache_dir) / f"model-{digest}"
+        if directory.is_dir():
+            return directory
+        contents = {name: self.read(name) for name in present}
+        try:
+            _write_directory(directory, contents)
+        except OSError as error:
+            message = f"cannot keep a copy of {self._url} in {directory.parent}: {error.strerror}"
+            raise ConfigError(Problem("data.cache_dir", message)) from error
+        return directory
+
+    @cached_property
+    def _files(self) -> Mapping[str, Mapping[str, object]]:
+        """What the store says of each file, by name."""
+        with explained(self._url, self._key):
+            listed = self._store.ls(self._url, detail=True)
+        return {
+            entry["name"].rpartition("/")[2]: entry for entry in listed if entry["type"] == "file"
+        }
+
+
+def _write_directory(directory: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a directory that has its name only when it is complete."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory.parent) as scratch:
+        complete = Path(scratch, "complete")
+        complete.mkdir()
+        for name, content in contents.items():
+            (complete / name).write_bytes(content)
+        try:
+            complete.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # which another process has written meanwhile
+                raise

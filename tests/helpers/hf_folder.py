@@ -1,0 +1,63 @@
+"""Write folders of tiny models as Hugging Face has them: weights, config.json, tokenizer."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+
+from helpers.hf_models import recorded, weights
+from maxpipe.config import load, resolve
+from maxpipe.hf.families.experts import Mixtral
+from maxpipe.hf.families.gemma import Gemma3
+from maxpipe.hf.families.phi import Phi3
+from maxpipe.hf.safetensors import INDEX, write_file
+from maxpipe.hf.tensors import tensor_names, tensor_rules
+from maxpipe.model.program import ModelProgram
+
+SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
+FAMILIES = {"gemma3": Gemma3, "mixtral": Mixtral, "phi3": Phi3}
+
+
+def write_weights(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write a safetensors file."""
+    data = write_file(path, [(name, x.dtype, x.shape) for name, x in tensors.items()])
+    data[:] = np.frombuffer(b"".join(x.tobytes() for x in tensors.values()), np.uint8)
+    data.flush()
+
+
+def write_tokenizer(directory: Path, letters: str = "abc") -> Path:
+    """Write a tokenizer of single letters into a directory; return its tokenizer.json."""
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *letters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.decoder = tokenizers.decoders.Fuse()  # no spaces between letters
+    directory.mkdir(exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return directory / "tokenizer.json"
+
+
+def write_folder(path: Path, name: str = "gemma3") -> Path:
+    """Write a model of a case into a new directory: two files of bfloat16 with their index."""
+    path.mkdir()
+    c = recorded(name)["config"] | SMALL | {"eos_token_id": [2, 7]}
+    c.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(c))
+    write_tokenizer(path)
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    model = resolve(load("base", [f"model.from_hf={path}", "mesh.ici.fsdp=2"]), 4).model
+    shapes = tensor_names(tensor_rules(FAMILIES[name](), ModelProgram(model)), model.num_layers)
+    drawn = weights(shapes, is_gemma=name == "gemma3")
+    tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in drawn.items()}
+    halves = [*tensors][::2], [*tensors][1::2]
+    for i, half in enumerate(halves):
+        write_weights(path / f"{i}.safetensors", {n: tensors[n] for n in half})
+    weight_map = {n: f"{i}.safetensors" for i, half in enumerate(halves) for n in half}
+    (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    return path
