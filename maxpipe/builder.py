@@ -13,6 +13,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.rules.engines import check_processes, check_split_backwards
 from maxpipe.config.sections import Config
+from maxpipe.model.experts.split import build_experts
 from maxpipe.model.kernels.choose import build_attention, choose_rotation
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.base import EngineInputs
@@ -53,8 +54,9 @@ def build_engine_inputs(
     platform = mesh.devices.flat[0].platform
     attention = build_attention(config, rules, platform, note)
     rotation = choose_rotation(config, platform, note)
+    experts = build_experts(config.model, rules, platform, note)
     return EngineInputs(
-        program=ModelProgram(replace(config.model, rotation=rotation), attention),
+        program=ModelProgram(replace(config.model, rotation=rotation), attention, experts),
         rules=rules,
         config=config.pipeline,
         layout=build_layout(config),

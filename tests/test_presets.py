@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config import load, resolve
-from maxpipe.planning.flops import parameter_count
+from maxpipe.planning.flops import active_parameter_count, parameter_count
 
 PRESETS = Path(__file__).parents[1] / "configs" / "models"
 PARAMETERS = {
@@ -16,6 +16,8 @@ PARAMETERS = {
     "llama3-405b": 405_853_388_800,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
     "smollm3-3b": 3_075_098_624,
@@ -55,6 +57,16 @@ def test_presets_all_have_a_published_size():
 def test_preset_has_the_published_parameter_count(name):
     assert parameter_count(for_slice(name).model) == PARAMETERS[name]
     assert f"{PARAMETERS[name]:,} parameters" in path_of(name).read_text().splitlines()[0]
+
+
+# Parameters that a token uses, as the names of the models say them in thousands of millions
+ACTIVE = {"mixtral-8x7b": 12_879_925_248, "qwen3-30b-a3b": 3_353_032_704}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_preset_with_experts_has_the_published_active_parameters(name):
+    assert active_parameter_count(for_slice(name).model) == ACTIVE[name]
+    assert f"{ACTIVE[name]:,} parameters" in path_of(name).read_text()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

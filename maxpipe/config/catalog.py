@@ -1,7 +1,8 @@
 """Hold the facts about every variant that a configuration key can name; data only.
 
 A variant is one entry here and one function or class, which `implementation` names as
-"module:attribute"; it is imported when a run uses it. Those of engines are in `engine_facts`.
+"module:attribute"; it is imported when a run uses it. Those of engines are in `engine_facts`, those
+of models in `model_facts`.
 Errors, checks, `--help`, the documentation and the tests read these tables, so a fact stands
 nowhere else. Another package adds a variant by an entry in a module that `--import MODULE`, or an
 entry point of the group `maxpipe.variants`, imports before the configuration is read:
@@ -15,6 +16,18 @@ from dataclasses import dataclass
 from maxpipe.config.engine_facts import ENGINES as ENGINES
 from maxpipe.config.engine_facts import Engine as Engine
 from maxpipe.config.engine_facts import Refusal as Refusal
+from maxpipe.config.model_facts import BLOCKS as BLOCKS
+from maxpipe.config.model_facts import GROUPED_KERNELS as GROUPED_KERNELS
+from maxpipe.config.model_facts import KERNELS as KERNELS
+from maxpipe.config.model_facts import MODEL_PLACES as MODEL_PLACES
+from maxpipe.config.model_facts import MODEL_TYPES as MODEL_TYPES
+from maxpipe.config.model_facts import ROUTERS as ROUTERS
+from maxpipe.config.model_facts import AttentionKernel as AttentionKernel
+from maxpipe.config.model_facts import Block as Block
+from maxpipe.config.model_facts import GroupedKernel as GroupedKernel
+from maxpipe.config.model_facts import ModelPlace as ModelPlace
+from maxpipe.config.model_facts import ModelType as ModelType
+from maxpipe.config.model_facts import Router as Router
 
 
 @dataclass(frozen=True)
@@ -146,7 +159,10 @@ SCHEDULES: dict[str, Schedule] = {
 
 # Names that the decoder block gives its tensors.
 QKV = ("query_proj", "key_proj", "value_proj")
-MATMULS = (*QKV, "context", "out_proj", "mlp_gate", "mlp_up", "mlp_down")
+MLP = ("mlp_gate", "mlp_up", "mlp_down")
+# Rows of experts are in the order of this choice: whoever saves them has to save it as well.
+EXPERT_CHOICE = "expert_choice"
+MATMULS = (*QKV, "context", "out_proj", *MLP, EXPERT_CHOICE)
 
 
 @dataclass(frozen=True)
@@ -332,108 +348,6 @@ SOURCES: dict[str, DataSource] = {
         companion=".idx.npy",
         summary="files of token ids",
     ),
-}
-
-
-@dataclass(frozen=True)
-class AttentionKernel:
-    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_for_parts`.
-
-    Attributes:
-      implementation: "module:class".
-      platforms: backends that it runs on.
-      preferred_on: backends on which `model.attention=auto` picks it if the sizes fit.
-      summary: a phrase for `--help`.
-    """
-
-    implementation: str
-    platforms: tuple[str, ...]
-    preferred_on: tuple[str, ...] = ()
-    summary: str = ""
-
-
-_KERNELS = "maxpipe.model.kernels."
-KERNELS: dict[str, AttentionKernel] = {
-    "dot_product": AttentionKernel(
-        _KERNELS + "dot_product:DotProduct",
-        ("cpu", "gpu", "tpu"),
-        summary="two matrix products, on every backend",
-    ),
-    "splash": AttentionKernel(
-        _KERNELS + "splash:Splash",
-        ("tpu",),
-        preferred_on=("tpu",),
-        summary="a TPU kernel that never holds all scores",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Block:
-    """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
-
-    Attributes:
-      implementation: "module:class".
-      summary: a phrase for `--help`.
-    """
-
-    implementation: str
-    summary: str = ""
-
-
-BLOCKS: dict[str, Block] = {
-    "llama": Block(
-        "maxpipe.model.block:LlamaBlock", summary="attention, then a gated MLP, each with its norms"
-    )
-}
-
-
-@dataclass(frozen=True)
-class ModelType:
-    """A `model_type` of Hugging Face's config.json: a subclass of `maxpipe.hf.family.Family`.
-
-    Attributes:
-      implementation: "module:class".
-      summary: a phrase for the documentation.
-    """
-
-    implementation: str
-    summary: str = ""
-
-
-_FAMILIES = "maxpipe.hf.families."
-MODEL_TYPES: dict[str, ModelType] = {
-    "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", summary="Gemma 2"),
-    "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", summary="the text part of Gemma 3"),
-    "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
-    "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),
-    "mistral": ModelType(_FAMILIES + "llama:Mistral", summary="Mistral 7B, Nemo"),
-    "olmo2": ModelType(_FAMILIES + "olmo:Olmo2", summary="OLMo 2"),
-    "olmo3": ModelType(_FAMILIES + "olmo:Olmo3", summary="OLMo 3"),
-    "phi3": ModelType(_FAMILIES + "phi:Phi3", summary="Phi-3, Phi-3.5, Phi-4"),
-    "qwen2": ModelType(_FAMILIES + "llama:Qwen2", summary="Qwen2 and Qwen2.5, dense"),
-    "qwen3": ModelType(_FAMILIES + "llama:Qwen3", summary="Qwen3, dense"),
-    "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", summary="SmolLM3"),
-}
-
-
-@dataclass(frozen=True)
-class ModelPlace:
-    """Where a model of Hugging Face lies: a `maxpipe.config.model_places.ModelFolder`.
-
-    Attributes:
-      implementation: "module:class", built with (folder, key that names it).
-      summary: a phrase for the documentation.
-    """
-
-    implementation: str
-    summary: str = ""
-
-
-MODEL_PLACES: dict[str, ModelPlace] = {
-    "directory": ModelPlace("maxpipe.storage.model_folders:LocalFolder", "a directory"),
-    "store": ModelPlace("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
-    "hub": ModelPlace("maxpipe.storage.hub:HubFolder", "org/name or org/name@REVISION"),
 }
 
 

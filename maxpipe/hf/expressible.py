@@ -39,6 +39,10 @@ def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: s
             actual = getattr(actual, name)
         if key.startswith("rope_scaling.") and not _reads(m, key):
             continue
+        if key == "mlp_dim" and m.moe.experts:
+            continue  # no layer has a dense MLP
+        if key == "moe.mlp_dim":
+            actual, value = m.expert_dim, value or meaning["mlp_dim"]
         if key == "layer_pattern":
             actual, value = m.layer_kinds, _kinds_of(meaning)
         elif key == "query_scale":

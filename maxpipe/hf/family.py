@@ -18,6 +18,9 @@ _NOT_SHAPE = (
     "dropout",
     "z_loss",
     "logit_tiles",
+    "moe.balance_loss",
+    "moe.z_loss",
+    "moe.kernel",
     "attention",
     "attention_block_size",
     "rotation",
@@ -52,6 +55,7 @@ class Family:
         config.json lists the kind of each layer.
       activation_key: the key that names the MLP's activation.
       fuses_projections: whether query, key and value are one tensor, and gate and up another.
+      expert_names: what tensors of experts are called, a key of `tensor_table.EXPERTS`.
     """
 
     model_type: ClassVar[str]
@@ -63,6 +67,7 @@ class Family:
     windows: ClassVar[str] = "none"
     activation_key: ClassVar[str] = "hidden_act"
     fuses_projections: ClassVar[bool] = False
+    expert_names: ClassVar[str] = "mlp"
 
     def model(self, config_json: Json) -> dict[str, object]:
         """Return every key of `model.*` that is the model's shape, without the prefix `model.`.

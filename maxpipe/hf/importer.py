@@ -140,11 +140,26 @@ class HfWeights:
     def _read_tensor(
         self, rule: Rule, layer: int, regions: Set[Region], dtype: np.dtype
     ) -> dict[Region, np.ndarray]:
-        """Return regions of one layer's parameter; what lies between them may be read, too.
+        """Return regions of one layer's parameter; what lies between them may be read, too."""
+        if not rule.experts:
+            return self._read_matrix(rule.template.format(layer=layer), rule, regions, dtype)
+        parts = {region: np.empty(shape_of(region), dtype) for region in regions}
+        for name, (expert,) in rule.tensors(layer):
+            of_expert = {r for r in regions if r[0][0] <= expert < r[0][1]}
+            if of_expert:
+                matrices = self._read_matrix(name, rule, {r[1:] for r in of_expert}, dtype)
+                for region in of_expert:
+                    parts[region][expert - region[0][0]] = matrices[region[1:]]
+        return parts
+
+    def _read_matrix(
+        self, name: str, rule: Rule, regions: Set[Region], dtype: np.dtype
+    ) -> dict[Region, np.ndarray]:
+        """Return regions of what one tensor is.
 
         Rows that the file does not have, because the vocabulary is padded, are zero.
         """
-        tensor = self._tensors[rule.template.format(layer=layer)]
+        tensor = self._tensors[name]
         parts = {region: np.zeros(shape_of(region), dtype) for region in regions}
         axis, rows = rule.row_axis, rule.rows_of_slice
         end = min(max(region[axis][1] for region in regions), rule.num_slices)

@@ -2,7 +2,7 @@
 
 A pattern has the dimensions of the tensor, left, and of one layer's parameter, right. Dimensions in
 brackets are one dimension of the tensor. Letters: v vocabulary, d embed, h heads, c head_dim, f
-hidden width of the MLP.
+hidden width of the MLP, e experts.
 """
 
 from typing import TypeAlias
@@ -33,6 +33,22 @@ NAMES: dict[Path, tuple[str, str]] = {
     (*_MLP, "gate_bias"): ("mlp.gate_proj.bias", "f -> f"),
     (*_MLP, "up_bias"): ("mlp.up_proj.bias", "f -> f"),
     (*_MLP, "down_bias"): ("mlp.down_proj.bias", "d -> d"),
+}
+# Parameters of experts, by the name that a type gives them. Each expert has its tensors.
+_MOE = ("layers", "moe")
+EXPERTS: dict[str, dict[Path, tuple[str, str]]] = {
+    "mlp": {
+        (*_MOE, "router"): ("mlp.gate.weight", "e d -> d e"),
+        (*_MOE, "gate"): ("mlp.experts.{expert}.gate_proj.weight", "f d -> d f"),
+        (*_MOE, "up"): ("mlp.experts.{expert}.up_proj.weight", "f d -> d f"),
+        (*_MOE, "down"): ("mlp.experts.{expert}.down_proj.weight", "d f -> f d"),
+    },
+    "block_sparse_moe": {
+        (*_MOE, "router"): ("block_sparse_moe.gate.weight", "e d -> d e"),
+        (*_MOE, "gate"): ("block_sparse_moe.experts.{expert}.w1.weight", "f d -> d f"),
+        (*_MOE, "up"): ("block_sparse_moe.experts.{expert}.w3.weight", "f d -> d f"),
+        (*_MOE, "down"): ("block_sparse_moe.experts.{expert}.w2.weight", "d f -> f d"),
+    },
 }
 # Norms have the names of their places, which differ between the placements.
 NORMS: dict[str, dict[str, str]] = {

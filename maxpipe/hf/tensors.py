@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from maxpipe.hf.family import Family
-from maxpipe.hf.tensor_table import FUSED, LAYER, NAMES, NORMS, Path
+from maxpipe.hf.tensor_table import EXPERTS, FUSED, LAYER, NAMES, NORMS, Path
 from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.model.program import ModelProgram
 
@@ -24,11 +24,13 @@ class Rule:
 
     Attributes:
       path: of the parameter.
-      template: name of the tensor, with {layer} for the layer's index in model order.
+      template: name of the tensor, with {layer} for the layer's index in model order, and {expert}
+        where each expert has a tensor of its own.
       sizes: of each letter of the pattern, in the file; only a padded vocabulary is larger here.
       tensor_letters: letters of each dimension of the tensor.
-      letters: of each dimension of one layer's parameter.
+      letters: of each dimension of one layer's parameter, without that of experts.
       rows: first row of the parameter, and rows of the whole tensor; None if it has no others.
+      experts: the size of the parameter's first dimension, if each expert has a tensor; else 0.
     """
 
     path: Path
@@ -37,6 +39,7 @@ class Rule:
     tensor_letters: tuple[tuple[str, ...], ...]
     letters: tuple[str, ...]
     rows: tuple[int, int] | None = None
+    experts: int = 0
 
     @property
     def is_layer(self) -> bool:
@@ -55,6 +58,13 @@ class Rule:
         first = 0 if self.rows is None else self.rows[0]
         return slice(first, first + self._own_shape[0])
 
+    def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield each tensor of a layer's parameter: its name, and its index there, () for all."""
+        if not self.experts:
+            yield self.template.format(layer=layer), ()
+        for expert in range(self.experts):
+            yield self.template.format(layer=layer, expert=expert), (expert,)
+
     @property
     def row_axis(self) -> int:
         """Return the dimension of the parameter whose slices are runs of rows of the tensor."""
@@ -71,7 +81,7 @@ class Rule:
         return math.prod(map(self._size, self.tensor_letters[0][1:]))
 
     def to_parameter(self, tensor: np.ndarray) -> np.ndarray:
-        """Return one layer's parameter, as a view of a whole tensor where possible."""
+        """Return what a whole tensor is of one layer's parameter, as a view where possible."""
         return self.from_rows(tensor[self.own_rows])
 
     def from_rows(self, rows: np.ndarray) -> np.ndarray:
@@ -100,7 +110,7 @@ class Rule:
 def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
     """Return a rule for each parameter of a model, those of layers for any layer."""
     specs = dict(_leaves(program.specs))
-    rules = {path: _rule(path, spec, program) for path, spec in specs.items()}
+    rules = {path: _rule(path, spec, program, family) for path, spec in specs.items()}
     if family.fuses_projections:
         for name, paths in FUSED.items():
             counts = [rules[path].tensor_shape[0] for path in paths]
@@ -109,10 +119,12 @@ def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
     return list(rules.values())
 
 
-def _rule(path: Path, spec: ParamSpec, program: ModelProgram) -> Rule:
+def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) -> Rule:
     norms = NORMS[program.config.norm_placement]
     if path in NAMES:
         name, pattern = NAMES[path]
+    elif path in EXPERTS[family.expert_names]:
+        name, pattern = EXPERTS[family.expert_names][path]
     elif len(path) == 3 and path[1] in norms:
         name, pattern = f"{norms[path[1]]}_layernorm.weight", "d -> d"
     else:
@@ -122,7 +134,8 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram) -> Rule:
         pattern = "c -> c" if len(spec.shape) == 1 else "(h c) -> h c"
     left, _, right = pattern.partition(" -> ")
     letters = tuple(right.split())
-    sizes = dict(zip(letters, spec.shape, strict=True))
+    experts = spec.shape[0] if "{expert}" in name else 0
+    sizes = dict(zip(letters, spec.shape[1:] if experts else spec.shape, strict=True))
     if "v" in sizes:
         sizes["v"] = program.config.num_token_ids
     return Rule(
@@ -131,6 +144,7 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram) -> Rule:
         tuple(sizes.items()),
         tuple(_dimensions(left)),
         letters,
+        experts=experts,
     )
 
 
@@ -170,7 +184,8 @@ def _leaves(specs: Params) -> Iterator[tuple[Path, ParamSpec]]:
 def tensor_names(rules: Sequence[Rule], num_layers: int) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor that a model's files have."""
     return {
-        rule.template.format(layer=layer): rule.tensor_shape
+        name: rule.tensor_shape
         for rule in rules
         for layer in range(num_layers if rule.is_layer else 1)
+        for name, _ in rule.tensors(layer)
     }

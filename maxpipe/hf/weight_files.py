@@ -72,9 +72,9 @@ def write_weights(
     for rule in rules:
         leaf = read(rule)
         for layer in range(len(leaf) if rule.is_layer else 1):
-            tensor = places[rule.template.format(layer=layer)]
-            value = rule.to_tensor(leaf[layer] if rule.is_layer else leaf)
-            tensor[rule.own_rows] = value.astype(dtype)
+            parameter = leaf[layer] if rule.is_layer else leaf
+            for name, index in rule.tensors(layer):
+                places[name][rule.own_rows] = rule.to_tensor(parameter[index]).astype(dtype)
     for mapped in data.values():
         mapped.flush()
 

@@ -1,14 +1,14 @@
-"""Define the decoder block: attention, then gated MLP, each in a residual branch with norms."""
+"""Define the decoder block: attention, then MLP or experts, in residual branches with norms."""
 
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import Attention, AttentionFn
-from maxpipe.model.layers import GatedMLP, RMSNorm, SideInputs, dropout
+from maxpipe.model.experts.mixture import ExpertsFn, MixtureOfExperts
+from maxpipe.model.layers import AuxiliaryLosses, GatedMLP, RMSNorm, SideInputs, dropout
 
 # Numbers of the sublayers, folded into the layer's key: each draws dropout masks of its own.
 ATTENTION = 0
@@ -19,10 +19,13 @@ class LlamaBlock(nnx.Module):
     """One decoder layer (Touvron et al. 2023); options of `model.*` make it that of other families.
 
     With `norm_placement` pre the norms lie before attention and MLP, with post after them, inside
-    the residual branch, with sandwich in both places.
+    the residual branch, with sandwich in both places. With `model.moe.experts` there is a mixture
+    of experts in the place of the MLP.
     """
 
-    def __init__(self, config: ModelConfig, attention: AttentionFn):
+    def __init__(
+        self, config: ModelConfig, attention: AttentionFn, experts: ExpertsFn | None = None
+    ):
         self.rate = config.dropout
         self.residual_scale = config.residual_scale
         self.placement = config.norm_placement
@@ -40,13 +43,17 @@ class LlamaBlock(nnx.Module):
             self.attention_post_norm = norm()
         if self.placement != "post":
             self.mlp_norm = norm()
-        self.mlp = GatedMLP(config)
+        self.has_experts = config.moe.experts > 0
+        if self.has_experts:
+            self.moe = MixtureOfExperts(config, experts)
+        else:
+            self.mlp = GatedMLP(config)
         if self.placement != "pre":
             self.mlp_post_norm = norm()
 
     def __call__(
         self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply the layer.
 
         Args:
@@ -55,7 +62,7 @@ class LlamaBlock(nnx.Module):
           key: the layer's key of this step, or None without dropout.
 
         Returns:
-          (activations [B, T, D], auxiliary loss summed over sequences, float32 scalar: 0 here).
+          (activations [B, T, D], auxiliary losses by name, float32 scalars summed over sequences).
         """
         # 1. x + attention(norm(x))
         with jax.named_scope("attention"):
@@ -64,13 +71,18 @@ class LlamaBlock(nnx.Module):
             if self.placement != "pre":
                 y = self.attention_post_norm(y)
             x_BTD = self._add(x_BTD, y, key, ATTENTION, side)
-        # 2. x + mlp(norm(x))
+        # 2. x + mlp(norm(x)), or experts in its place
         with jax.named_scope("mlp"):
-            y = self.mlp(x_BTD if self.placement == "post" else self.mlp_norm(x_BTD))
+            normed = x_BTD if self.placement == "post" else self.mlp_norm(x_BTD)
+            auxiliary: AuxiliaryLosses = {}
+            if self.has_experts:
+                y, auxiliary = self.moe(normed)
+            else:
+                y = self.mlp(normed)
             if self.placement != "pre":
                 y = self.mlp_post_norm(y)
             x_BTD = self._add(x_BTD, y, key, MLP, side)
-        return x_BTD, jnp.float32(0)
+        return x_BTD, auxiliary
 
     def _add(
         self, x: jax.Array, y: jax.Array, key: jax.Array | None, sublayer: int, side: SideInputs

@@ -6,7 +6,7 @@ Shapes: B batch, T sequence, D embed, F hidden width of the MLP.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from jax.typing import DTypeLike
 
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.parameters import declare
+
+# Losses of a layer besides that of tokens, by name: float32 scalars, each a sum over sequences of a
+# function of one sequence, with its weight in the total loss.
+AuxiliaryLosses: TypeAlias = dict[str, jax.Array]
 
 
 class SideInputs(NamedTuple):

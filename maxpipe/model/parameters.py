@@ -35,6 +35,7 @@ class ParamSpec:
       axes: logical axis of each dimension.
       stddev: standard deviation of the initial normal values; 0 with `fill` gives a constant.
       fill: constant added to the initial values.
+      keeps_dtype: whether computations take it in `dtype`, not in that of activations.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +43,11 @@ class ParamSpec:
     axes: tuple[str, ...]
     stddev: float
     fill: float = 0.0
+    keeps_dtype: bool = False
+
+    def compute_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Return the dtype in which it is used where activations have `dtype`."""
+        return self.dtype if self.keeps_dtype else dtype
 
     def init(self, key: jax.Array) -> jax.Array:
         """Draw initial values in float32 and cast them to `dtype`."""
@@ -58,9 +64,10 @@ def declare(
     *,
     stddev: float = 0.0,
     fill: float = 0.0,
+    keeps_dtype: bool = False,
 ) -> nnx.Param:
     """Declare a parameter inside an NNX module; see `ParamSpec` for the arguments."""
-    spec = ParamSpec(shape, jnp.dtype(dtype), axes, stddev, fill)
+    spec = ParamSpec(shape, jnp.dtype(dtype), axes, stddev, fill, keeps_dtype)
     return nnx.Param(jnp.zeros(shape, dtype), spec=spec)
 
 

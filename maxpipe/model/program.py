@@ -4,6 +4,8 @@ Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer
 layer dimensions that the engine chooses. Shapes: B batch, T sequence, D embed, V vocabulary.
 """
 
+from functools import cached_property
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -13,10 +15,13 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn
+from maxpipe.model.experts.mixture import ExpertsFn
 from maxpipe.model.kernels.dot_product import dot_product_attention
-from maxpipe.model.layers import RMSNorm, SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
-from maxpipe.model.parameters import Params, declare, split_module
+from maxpipe.model.parameters import Params, ParamSpec, declare, map_specs, split_module
+
+UNNAMED = "auxiliary_loss"  # of a block that returns a number, not losses by name
 
 
 class Embedding(nnx.Module):
@@ -47,7 +52,7 @@ class Head(nnx.Module):
 
 
 class ModelProgram:
-    """The model of one configuration, with one attention function.
+    """The model of one configuration, with one function for attention and one for experts.
 
     `params` below are the outer parameters {"embed", "head"}, floating leaves in the compute dtype.
 
@@ -59,7 +64,12 @@ class ModelProgram:
       specs: {"embed", "layers" (of one layer), "head"}, trees of `ParamSpec`.
     """
 
-    def __init__(self, config: ModelConfig, attention: AttentionFn = dot_product_attention):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionFn = dot_product_attention,
+        experts: ExpertsFn | None = None,
+    ):
         if config.block not in BLOCKS:
             choices = ", ".join(BLOCKS)
             raise ValueError(
@@ -67,7 +77,9 @@ class ModelProgram:
             )
         block = implementation(BLOCKS[config.block])
         self.config = config
-        self._apply_block, layers = split_module(lambda: block(config, attention))
+        functions = (experts,) if config.moe.experts else ()
+        self._make_block = lambda attention: block(config, attention, *functions)
+        self._apply_block, layers = split_module(lambda: self._make_block(attention))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
         self._output = OutputLoss.of(config)
@@ -78,6 +90,23 @@ class ModelProgram:
         """Return whether `block` draws random numbers."""
         return self.config.dropout > 0
 
+    @cached_property
+    def auxiliary_names(self) -> tuple[str, ...]:
+        """Return the names of the auxiliary losses of `block`, which is traced for them."""
+        apply, _ = split_module(lambda: self._make_block(lambda q, *args, **options: q))
+
+        def side_inputs() -> SideInputs:
+            ids = jnp.zeros((1, 1), jnp.int32)
+            return SideInputs(ids, ids, ids[0], ids[0, 0])
+
+        def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(spec.shape, spec.compute_dtype(self.config.dtype))
+
+        x = jax.ShapeDtypeStruct((1, 1, self.config.embed_dim), jnp.dtype(self.config.dtype))
+        layer, side = map_specs(shape, self.specs["layers"]), jax.eval_shape(side_inputs)
+        _, auxiliary = jax.eval_shape(apply, layer, x, side, None)
+        return tuple(auxiliary) if isinstance(auxiliary, dict) else (UNNAMED,)
+
     def parameter_count(self) -> int:
         """Return the number of parameters of all layers, embedding and head."""
         outer = {"embed": self.specs["embed"], "head": self.specs["head"]}
@@ -85,11 +114,23 @@ class ModelProgram:
         return parameters.count(outer) + self.config.num_layers * layer
 
     def cast(self, params: Params) -> Params:
-        """Cast floating leaves to the compute dtype."""
-        dtype = jnp.dtype(self.config.dtype)
-        return jax.tree.map(
-            lambda p: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p, params
-        )
+        """Cast floating leaves to the dtype in which they are used.
+
+        Args:
+          params: a tree like `specs`, some of its parts by name, or one layer.
+        """
+        is_layer = not params.keys() <= self.specs.keys()
+        specs = self.specs["layers"] if is_layer else {n: self.specs[n] for n in params}
+
+        def cast(spec: ParamSpec, p: jax.Array) -> jax.Array:
+            dtype = jnp.dtype(spec.compute_dtype(self.config.dtype))
+            return p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p
+
+        return map_specs(cast, specs, params)
+
+    def no_auxiliary(self) -> AuxiliaryLosses:
+        """Return auxiliary losses of 0, to which those of layers are added."""
+        return {name: jnp.zeros((), jnp.float32) for name in self.auxiliary_names}
 
     @jax.named_scope("embedding")
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
@@ -103,9 +144,10 @@ class ModelProgram:
     @jax.named_scope("layer")
     def block(
         self, layer: Params, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Apply one layer: x [B, T, D] -> (activations, auxiliary loss summed over sequences)."""
-        return self._apply_block(layer, x_BTD, side, key)
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Apply one layer: x [B, T, D] -> (activations, auxiliary losses by name)."""
+        y, auxiliary = self._apply_block(layer, x_BTD, side, key)
+        return y, auxiliary if isinstance(auxiliary, dict) else {UNNAMED: auxiliary}
 
     @jax.named_scope("head")
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ Letters: see `maxpipe.pipeline`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,18 +18,24 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
-from maxpipe.config.catalog import MATMULS, REMAT_POLICIES, RematPolicy
+from maxpipe.config.catalog import (
+    EXPERT_CHOICE,
+    MATMULS,
+    MLP,
+    REMAT_POLICIES,
+    RematPolicy,
+)
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
 Function = Callable[..., Any]
 SavePolicy = Callable[..., bool]  # of `jax.checkpoint`
 # (layer parameters, layer index, activations [B, T, D], side inputs, key of the step or None) ->
-# (activations [B, T, D], auxiliary loss)
+# (activations [B, T, D], auxiliary losses)
 LayerFn = Callable[
-    [Params, jax.Array, jax.Array, SideInputs, jax.Array | None], tuple[jax.Array, jax.Array]
+    [Params, jax.Array, jax.Array, SideInputs, jax.Array | None], tuple[jax.Array, AuxiliaryLosses]
 ]
 
 LAYER_INPUT = "layer_input"
@@ -66,7 +73,7 @@ def layer_function(
 
     def apply(
         layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         layer_key = (
             jax.random.fold_in(key, index) if program.needs_key and key is not None else None
         )
@@ -74,7 +81,7 @@ def layer_function(
         if not padded:
             return y, aux
         is_layer = index < program.config.num_layers
-        return jnp.where(is_layer, y, x), jnp.where(is_layer, aux, 0)
+        return jnp.where(is_layer, y, x), jax.tree.map(lambda a: jnp.where(is_layer, a, 0), aux)
 
     return apply
 
@@ -89,7 +96,7 @@ def apply_layers(
     *,
     scan: bool,
     gathered: Sequence[Params] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, AuxiliaryLosses]:
     """Apply consecutive layers.
 
     Args:
@@ -104,25 +111,25 @@ def apply_layers(
         `scan`; `layer_fn` then takes {"shards", "gathered"}.
 
     Returns:
-      (activations, auxiliary loss summed over layers and sequences).
+      (activations, auxiliary losses summed over layers and sequences).
     """
     if scan and index.shape[0] > 1:
 
         def body(
-            carry: tuple[jax.Array, jax.Array], layer: tuple[Params, jax.Array]
-        ) -> tuple[tuple[jax.Array, jax.Array], None]:
-            y, aux = layer_fn(layer[0], layer[1], carry[0], side, key)
-            return (y, carry[1] + aux), None
+            x: jax.Array, layer: tuple[Params, jax.Array]
+        ) -> tuple[jax.Array, AuxiliaryLosses]:
+            return layer_fn(layer[0], layer[1], x, side, key)
 
-        return jax.lax.scan(body, (x, jnp.zeros((), jnp.float32)), (layers, index))[0]
-    total = jnp.zeros((), jnp.float32)
+        x, stacked = jax.lax.scan(body, x, (layers, index))
+        return x, jax.tree.map(partial(jnp.sum, axis=0), stacked)
+    of_layers: list[AuxiliaryLosses] = []
     for i in range(index.shape[0]):
         layer = jax.tree.map(lambda p, i=i: p[i], layers)
         if gathered is not None:
             layer = {"shards": layer, "gathered": gathered[i]}
         x, aux = layer_fn(layer, index[i], x, side, key)
-        total += aux
-    return x, total
+        of_layers.append(aux)
+    return x, jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_layers)
 
 
 def remat_policy(config: PipelineConfig) -> RematPolicy:
@@ -131,10 +138,11 @@ def remat_policy(config: PipelineConfig) -> RematPolicy:
     if not policy.by_tensor:
         return policy
     places = asdict(config.remat_tensors)
-    return RematPolicy(
-        device=tuple(name for name, place in places.items() if place == "device"),
-        host=tuple(name for name, place in places.items() if place == "offload"),
-    )
+    on_device = [name for name, place in places.items() if place == "device"]
+    on_host = [name for name, place in places.items() if place == "offload"]
+    if not {*MLP}.isdisjoint({*on_device, *on_host}):
+        on_device.append(EXPERT_CHOICE)
+    return RematPolicy(device=tuple(on_device), host=tuple(on_host))
 
 
 def checkpoint(f: Function, policy: RematPolicy) -> Function:
@@ -181,7 +189,7 @@ class Remat:
 
         def with_named_input(
             layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[jax.Array, AuxiliaryLosses]:
             return inner(layer, index, checkpoint_name(x, LAYER_INPUT), side, key)
 
         return with_named_input

@@ -6,8 +6,13 @@ recomputation, padding or pipeline bubbles, is not counted, so that it lowers MF
 it.
 """
 
+import math
+
+import jax
+
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model import parameters
+from maxpipe.model.parameters import ParamSpec
 from maxpipe.planning.layer_tensors import read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
 
@@ -25,12 +30,28 @@ def parameter_count(model: ModelConfig) -> int:
     return model_program(model).parameter_count()
 
 
+def active_parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters of a resolved model that a token uses.
+
+    Of a mixture's routed experts these are the chosen ones; the router counts, and the whole
+    embedding table.
+    """
+    idle = model.moe.experts - model.moe.per_token
+    if idle <= 0:
+        return parameter_count(model)
+    layer = model_program(model).specs["layers"]
+    specs = jax.tree.leaves(layer, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    of_experts = sum(math.prod(spec.shape) for spec in specs if "expert" in spec.axes)
+    return parameter_count(model) - model.num_layers * (of_experts // model.moe.experts) * idle
+
+
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Return the training FLOPs per token, forward and backward, averaged over a sequence.
 
     Of a decoder of L layers with H query heads of width D these are 6 N + 6 L H D T, with N the
-    parameters that are multiplied with activations: the output projection included, tied or not;
-    the embedding lookup, norms and biases left out. The second term is attention: PaLM's 12 L H D T
+    parameters that are multiplied with a token's activations: the output projection included, tied
+    or not; the embedding lookup, norms and biases left out, as are experts that a token does not
+    use. The second term is attention: PaLM's 12 L H D T
     halved, because on average a causal query sees half of the T keys; in layers with a window it
     sees fewer. Packed sequences are counted as if they were one document.
 

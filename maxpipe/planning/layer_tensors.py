@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
 from maxpipe.planning.jaxpr_flops import equation_flops
-from maxpipe.planning.layer_trace import ATTENTION, ModelTrace, trace_residuals
+from maxpipe.planning.layer_trace import ATTENTION, GROUPED, ModelTrace, trace_residuals
 
 # Return the devices over which each dimension of a parameter is split while a layer computes.
 DimensionShards = Callable[[ParamSpec], Sequence[int]]
@@ -117,6 +118,7 @@ class Layer:
 
     Attributes:
       products, scales: in the program's order.
+      gathered_width: width of activations that are gathered: rows of experts, and their results.
       named: values that `checkpoint_name` names.
       output: the layer's activations.
       residual_bytes: bytes per token on one device that a layer saves if it saves everything; its
@@ -125,6 +127,7 @@ class Layer:
 
     products: Sequence[Product]
     scales: Sequence[Scale]
+    gathered_width: float
     named: Sequence[Tensor]
     output: Value
     residual_bytes: Callable[[], float]
@@ -180,7 +183,7 @@ class Layer:
 
     @cached_property
     def elementwise_width(self) -> float:
-        """Return the width of what norms make, and of sums with the residual stream.
+        """Return the width of what norms and gathers make, and of sums with the residual stream.
 
         A norm makes two tensors: one normalised, one scaled.
         """
@@ -188,7 +191,7 @@ class Layer:
         sums = sum(
             result.result.width for result in self.output.results if isinstance(result, Product)
         )
-        return norms + sums
+        return norms + sums + self.gathered_width
 
     @cached_property
     def operand_width(self) -> float:
@@ -279,7 +282,9 @@ def read_layer(trace: ModelTrace, dimension_shards: DimensionShards) -> Layer:
         outputs = set(residuals.run(program.jaxpr, constants, values)) - set(values)
         return sum(v.width * v.itemsize for v in outputs if v.kind == "activation")
 
-    return Layer(walk.products, walk.scales, walk.named, output, residual_bytes)
+    return Layer(
+        walk.products, walk.scales, walk.gathered_width, walk.named, output, residual_bytes
+    )
 
 
 def _inputs(trace: ModelTrace, program: ClosedJaxpr, shards: DimensionShards) -> list[Value]:
@@ -304,6 +309,7 @@ class _Walk:
     visible_share: float
     products: list[Product] = field(default_factory=list)
     scales: list[Scale] = field(default_factory=list)
+    gathered_width: float = 0.0
     named: list[Tensor] = field(default_factory=list)
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Value], inputs: Sequence[Value]) -> list[Value]:
@@ -340,6 +346,8 @@ class _Walk:
         if flops := self._flops(eqn):
             return self._multiply(eqn, inputs, activations, flops / self.tokens)
         results = [self._derive(v, activations) for v in eqn.outvars]
+        if name == "gather" and jnp.issubdtype(shaped(eqn.outvars[0]).dtype, jnp.floating):
+            self.gathered_width += results[0].width
         if name in _ACTIVATION_FUNCTIONS:
             results = [replace(result, activated=result.results) for result in results]
         if name in ("mul", "div") and any(value.kind == "weight" for value in inputs):
@@ -369,6 +377,9 @@ class _Walk:
 
     def _flops(self, eqn: JaxprEqn) -> float:
         """Return the FLOPs of an equation's products for the sequence."""
+        if eqn.primitive.name == GROUPED:
+            rows, weights = (shaped(atom).shape for atom in eqn.invars)
+            return 2.0 * rows[0] * weights[1] * weights[2]
         if eqn.primitive.name != ATTENTION:
             return equation_flops(eqn)
         q, k, v = (shaped(atom).shape for atom in eqn.invars[:3])
@@ -399,10 +410,12 @@ class _Walk:
         """
         shards = max(value.shards for value in inputs)
         weight = next((i for i, value in enumerate(inputs) if value.kind == "weight"), None)
-        if weight is None or eqn.primitive.name != "dot_general":
+        if weight is None or eqn.primitive.name not in ("dot_general", GROUPED):
             return shards
         dimension_shards = inputs[weight].dimension_shards
-        contracted, batched = (of[weight] for of in eqn.params["dimension_numbers"])
+        contracted, batched = (1,), (0,)
+        if eqn.primitive.name == "dot_general":
+            contracted, batched = (of[weight] for of in eqn.params["dimension_numbers"])
         summed = math.prod(dimension_shards[d] for d in contracted) if dimension_shards else 1
         free = [s for d, s in enumerate(dimension_shards) if d not in (*contracted, *batched)]
         return max(shards // summed, 1) * math.prod(free)

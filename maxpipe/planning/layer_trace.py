@@ -2,7 +2,8 @@
 
 Nothing is computed and no parameter is made. Attention is traced as one equation, whatever kernel
 runs: model FLOPs and memory are those of a kernel that skips what is masked and never holds the
-matrix of probabilities. Where windows differ by layer the traced layer has their average.
+matrix of probabilities. A product of rows with the weights of their experts is one equation, too,
+without rows that fill up blocks. Where windows differ by layer the traced layer has their average.
 """
 
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from maxpipe.config.catalog import BLOCKS, Block, RematPolicy
 from maxpipe.config.sections import ModelConfig
+from maxpipe.model.experts.dispatch import Layout, Places
+from maxpipe.model.experts.mixture import ExpertsFn, experts_with
 from maxpipe.model.layer_facts import visible_share
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params, map_specs
@@ -68,6 +71,38 @@ def _zero_gradients(
 _planned.defvjp(_save_operands, _zero_gradients)
 
 
+GROUPED = "planned_grouped_product"  # stands for a product of rows with their experts' weights
+
+_grouped_p = Primitive(GROUPED)
+_grouped_p.def_abstract_eval(
+    lambda rows, weights: rows.update(shape=(rows.shape[0], weights.shape[-1]))
+)
+
+
+@jax.custom_vjp
+def _grouped(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    product: jax.Array = _grouped_p.bind(rows, weights)
+    return product
+
+
+def _zero_products(
+    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    rows, weights = saved
+    used = jnp.sum(cotangent)
+    return rows * used, weights * used
+
+
+_grouped.defvjp(lambda rows, weights: (_grouped(rows, weights), (rows, weights)), _zero_products)
+
+
+def _planned_experts(model: ModelConfig) -> ExpertsFn:
+    def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
+        return _grouped(rows, weights)
+
+    return experts_with(lambda count, experts: Layout(count, 1), multiply, model.mlp_activation)
+
+
 @dataclass(frozen=True, eq=False)
 class ModelTrace:
     """The programs of a model that costs are read from, for one sequence.
@@ -101,7 +136,7 @@ def trace_model(model: ModelConfig, sequence_length: int) -> ModelTrace:
 
 @cache
 def _program(model: ModelConfig, block: Block) -> ModelProgram:
-    return ModelProgram(model, planned_attention)
+    return ModelProgram(model, planned_attention, _planned_experts(model))
 
 
 @cache
@@ -135,7 +170,9 @@ def _shapes(
 ) -> tuple[Params, jax.ShapeDtypeStruct, SideInputs, jax.Array | None]:
     """Return the shapes of parameters in the compute dtype, x, side inputs and key."""
     dtype = jnp.dtype(program.config.dtype)
-    params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), program.specs)
+    params = map_specs(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.compute_dtype(dtype)), program.specs
+    )
     x = jax.ShapeDtypeStruct((1, tokens, program.config.embed_dim), dtype)
 
     def side_inputs() -> SideInputs:

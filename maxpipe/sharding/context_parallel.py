@@ -62,6 +62,17 @@ def over_context(attention: PartAttention) -> AttentionFn:
     return run
 
 
+def sequence_parts() -> int:
+    """Return the parts of a sequence, of which a program has one: 1 unless it is manual."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return lax.axis_size(CONTEXT_AXIS) if CONTEXT_AXIS in manual else 1
+
+
+def sum_over_sequence(x: jax.Array) -> jax.Array:
+    """Sum what each part of a sequence has, so that all have the sum, differentiably."""
+    return lax.psum(x, CONTEXT_AXIS) if sequence_parts() > 1 else x
+
+
 @jax.custom_vjp
 def gathered(x: jax.Array) -> jax.Array:
     """Gather [B, P, ...] to [B, T, ...] in places; gradients are summed in float32."""

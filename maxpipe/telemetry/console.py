@@ -3,7 +3,8 @@
 import os
 import sys
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TextIO
 
@@ -23,12 +24,14 @@ class Progress:
       loss: training loss of the step, nats per token.
       learning_rate: learning rate of the step.
       step_seconds: wall-clock seconds of the step.
+      auxiliary: other losses of the step by name.
     """
 
     step: int
     loss: float
     learning_rate: float
     step_seconds: float
+    auxiliary: Mapping[str, float] = field(default_factory=dict)
 
 
 class Console:
@@ -118,6 +121,7 @@ class Console:
         parts = [
             f"step {progress.step:>{len(str(self._total))}}/{self._total}",
             f"loss {progress.loss:.4f}",
+            *(f"{name} {value:.3g}" for name, value in progress.auxiliary.items()),
             f"lr {progress.learning_rate:.2e}",
             f"{format_step_time(seconds)}/step",
             f"{format_count(self._tokens / seconds)} tokens/s",

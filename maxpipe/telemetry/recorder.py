@@ -100,7 +100,8 @@ class Recorder:
           step: number of the step, counted from 1.
           loss, grad_norm, learning_rate: Python floats, to which a float32 converts exactly.
           step_seconds: wall-clock seconds of this step.
-          **extra: more values of the step, written under their own names.
+          **extra: more values of the step, written under their own names. Losses, whose names end
+            in `_loss`, are on the console as well.
         """
         if not self._is_main:
             return
@@ -118,7 +119,8 @@ class Recorder:
         )
         row.update(extra)
         self._metrics.use(lambda file: file.write(row))
-        self._console.step(Progress(step, loss, learning_rate, step_seconds))
+        auxiliary = {name: value for name, value in extra.items() if name.endswith("_loss")}
+        self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary))
         if self._tensorboard is not None and self._is_logged(step):
             # A card of zeros for the skipped steps that most runs do not have would only distract.
             hidden = {"step"} if row.get("skipped") else {"step", "skipped"}

@@ -11,7 +11,7 @@ from maxpipe.model.parameters import Params, map_specs
 from maxpipe.training.spikes import SpikeFilter
 
 # Matrices that touch the residual stream decay; norms and biases do not.
-DECAYING_AXES = {"embed", "outer_embed"}
+DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "router"}
 
 
 class Optimizer:

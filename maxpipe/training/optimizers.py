@@ -89,13 +89,14 @@ def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation
 def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return (input dimensions, output dimensions) of a parameter, or None if it is no matrix.
 
-    A matrix leads from the residual stream or back to it: the dimension `embed` is one side, all
-    other dimensions are the other. Each expert is a matrix of its own.
+    A matrix leads from the residual stream or back to it: the dimension `embed`, or `expert_embed`,
+    is one side, all other dimensions are the other. Each expert is a matrix of its own.
     """
     sides = [i for i, axis in enumerate(spec.axes) if axis != "expert"]
-    if "embed" not in spec.axes or len(sides) < 2:
+    ends = [i for i in sides if spec.axes[i] in ("embed", "expert_embed")]
+    if not ends or len(sides) < 2:
         return None
-    embed = spec.axes.index("embed")
+    embed = ends[0]
     others = tuple(i for i in sides if i != embed)
     return ((embed,), others) if embed == sides[0] else (others, (embed,))
 

@@ -15,7 +15,7 @@ from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.auto_stages import predict
-from maxpipe.planning.flops import parameter_count
+from maxpipe.planning.flops import active_parameter_count, parameter_count
 from maxpipe.planning.simulate import simulate
 
 MAX_LINES = 25
@@ -61,6 +61,7 @@ class RunSummary:
       is_simulated: True if the devices are shares of a CPU.
       mesh: size of each axis, in the order of the mesh.
       num_parameters, parameter_bytes: of the whole model, without optimizer state.
+      num_active: parameters that a token uses, fewer with experts.
       stage_layers: for each pipeline stage the indices of its layers, ascending; empty without a
         pipeline.
       schedule: engine and schedule in words.
@@ -79,6 +80,7 @@ class RunSummary:
     is_simulated: bool
     mesh: Mapping[str, int]
     num_parameters: int
+    num_active: int
     parameter_bytes: int
     stage_layers: Sequence[Sequence[int]]
     schedule: str
@@ -106,7 +108,7 @@ def start_summary(run: RunSummary) -> list[str]:
         *(_line("note", note) for note in notes[:MAX_NOTES]),
         _line("devices", f"{run.num_devices} x {run.device_kind}{simulated}, {processes}"),
         _line("mesh", axes or "one device"),
-        _line("parameters", f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"),
+        _line("parameters", _parameters(run)),
         _line("pipeline", _pipeline(run)),
         *_stages(run.stage_layers),
         _line("data", run.data),
@@ -127,6 +129,12 @@ def compress(indices: Sequence[int]) -> str:
         run = [index for _, index in group]
         ranges.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}")
     return ", ".join(ranges)
+
+
+def _parameters(run: RunSummary) -> str:
+    total = f"{run.num_parameters:,} ({_bytes(run.parameter_bytes)})"
+    is_sparse = run.num_active < run.num_parameters
+    return f"{total}, {run.num_active:,} of them active" if is_sparse else total
 
 
 def _pipeline(run: RunSummary) -> str:
@@ -193,6 +201,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         is_simulated=device.platform == "cpu" and mesh.size > jax.process_count(),
         mesh=dict(mesh.shape),
         num_parameters=parameters,
+        num_active=active_parameter_count(config.model),
         parameter_bytes=parameters * jnp.dtype(config.model.param_dtype).itemsize,
         stage_layers=[[i for chunk in layout.stage_layers(s) for i in chunk] for s in stages],
         schedule=f"{config.pipeline.schedule} on the {config.pipeline.engine} engine"

@@ -12,10 +12,12 @@ from maxpipe.config import ConfigError, catalog, load, notes, resolve
 from maxpipe.config.catalog import (
     BLOCKS,
     ENGINES,
+    GROUPED_KERNELS,
     KERNELS,
     LR_SCHEDULES,
     OPTIMIZERS,
     REMAT_POLICIES,
+    ROUTERS,
     SCHEDULES,
     SOURCES,
     TOKENIZERS,
@@ -32,6 +34,8 @@ TABLES = {
     "LR_SCHEDULES": LR_SCHEDULES,
     "SOURCES": SOURCES,
     "KERNELS": KERNELS,
+    "GROUPED_KERNELS": GROUPED_KERNELS,
+    "ROUTERS": ROUTERS,
     "BLOCKS": BLOCKS,
     "TOKENIZERS": TOKENIZERS,
 }
@@ -89,6 +93,14 @@ def is_kernel(value):
     return inspect.isclass(value) and hasattr(value, "unfit") and hasattr(value, "build")
 
 
+def is_grouped_kernel(value):
+    return inspect.isclass(value) and hasattr(value, "layout") and hasattr(value, "multiply")
+
+
+def is_router(value):
+    return inspect.isfunction(value) and parameters_of(value) == ["logits", "config"]
+
+
 def is_block(value):
     return inspect.isclass(value) and value.__name__.endswith("Block")
 
@@ -105,6 +117,8 @@ FAMILIES = {
     "LR_SCHEDULES": ("maxpipe.training.lr_schedules", is_lr_schedule),
     "SOURCES": ("maxpipe.data.sources", is_source),
     "KERNELS": ("maxpipe.model.kernels", is_kernel),
+    "GROUPED_KERNELS": ("maxpipe.model.experts", is_grouped_kernel),
+    "ROUTERS": ("maxpipe.model.experts.router", is_router),
     "BLOCKS": ("maxpipe.model", is_block),
     "TOKENIZERS": ("maxpipe.data.tokenizers", is_tokenizer),
 }

@@ -7,6 +7,7 @@ python tests/golden/record_hf.py NAME ...  some
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,6 +30,7 @@ from helpers.hf_models import (
     tokens,
     weights,
 )
+from safetensors import safe_open
 
 
 def model_of(name: str) -> transformers.PreTrainedModel:
@@ -41,13 +43,40 @@ def model_of(name: str) -> transformers.PreTrainedModel:
 
 
 def fill(model: transformers.PreTrainedModel, *, is_gemma: bool) -> None:
-    """Give a model the weights that its tensors' names stand for."""
+    """Give a model the weights that the names of its tensors in files stand for."""
     parameters = dict(model.named_parameters())
-    drawn = weights({n: tuple(p.shape) for n, p in parameters.items()}, is_gemma=is_gemma)
+    drawn = weights(shapes_of(model), is_gemma=is_gemma)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(drawn[name]))
+            parameter.copy_(torch.from_numpy(_joined(name, drawn)))
     model.tie_weights()
+
+
+def shapes_of(model: transformers.PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of tensors as in files, where each expert has tensors of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with safe_open(f"{folder}/model.safetensors", "pt") as file:
+            names = list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+
+
+def _joined(name: str, drawn: dict[str, np.ndarray]) -> np.ndarray:
+    """Return a parameter of the model; those of experts are joined from the tensors of files."""
+    if name in drawn:
+        return drawn[name]
+    before, after = name.rsplit(".mlp.", 1)
+    sparse = f"{before}.block_sparse_moe"
+    if after == "gate.weight":
+        return drawn[f"{sparse}.gate.weight"]
+    is_mixtral = f"{sparse}.experts.0.w1.weight" in drawn
+    words = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    prefix = f"{sparse}.experts" if is_mixtral else f"{before}.mlp.experts"
+    parts = words[:2] if after == "experts.gate_up_proj" else words[2:]
+    count = sum(n.startswith(f"{prefix}.") and n.endswith(f".{words[0]}.weight") for n in drawn)
+    return np.stack(
+        [np.concatenate([drawn[f"{prefix}.{e}.{w}.weight"] for w in parts]) for e in range(count)]
+    )
 
 
 def greedy(model: transformers.PreTrainedModel) -> tuple[list[int], list[float]]:
@@ -83,7 +112,7 @@ def record(name: str) -> None:
     generated, generated_logits = greedy(model)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens()).long()).logits[0].numpy()
-    shapes = {n: list(p.shape) for n, p in model.named_parameters()}
+    shapes = {name: list(shape) for name, shape in shapes_of(model).items()}
     text = torch.cat([torch.from_numpy(tokens()).long(), torch.tensor([generated])], dim=1)
     left_out = ("transformers_version", "id2label", "label2id", "_name_or_path")
     config = {k: v for k, v in model.config.to_dict().items() if k not in left_out}

@@ -12,7 +12,7 @@ class BalancedBlock(LlamaBlock):
 
     def __call__(
         self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         y, _ = super().__call__(x_BTD, side, key)
         mean_square = jnp.mean(jnp.square(y.astype(jnp.float32)), axis=(1, 2))  # [B]
-        return y, jnp.sum(jnp.log1p(mean_square))
+        return y, {"size_loss": jnp.sum(jnp.log1p(mean_square))}

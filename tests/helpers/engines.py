@@ -44,10 +44,23 @@ TINY = {
 
 @dataclass(frozen=True)
 class Result:
-    """Loss of a global batch and NumPy gradients, layers in model order."""
+    """Losses of a global batch and NumPy gradients, layers in model order.
+
+    Attributes:
+      loss: of tokens.
+      gradients: of the sum of all losses.
+      auxiliary: other losses by name.
+    """
 
     loss: float
     gradients: Params
+    auxiliary: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def result_of(metrics: dict[str, Any], gradients: Params) -> Result:
+    """Return what an engine's metrics and canonical gradients say."""
+    values = {name: float(value) for name, value in metrics.items()}
+    return Result(values.pop("loss"), gradients, values)
 
 
 def tiny(**values: Any) -> Config:
@@ -126,7 +139,7 @@ class EngineUnderTest:
         metrics, gradients = self._step(self.params, self._place(batch), jax.random.key(key))
         gradients = jax.tree.map(np.asarray, gradients)
         gradients["layers"] = jax.tree.map(self.pipeline.to_canonical, gradients["layers"])
-        return Result(float(metrics["loss"]), gradients)
+        return result_of(metrics, gradients)
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the evaluation sums of a batch."""
@@ -161,6 +174,9 @@ def _sequential(model: ModelConfig, rows: int) -> EngineUnderTest:
 def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) -> None:
     """Assert that losses and gradients agree; the error of a leaf is max|a - b| / max|b|."""
     assert abs(actual.loss - expected.loss) <= tolerance * abs(expected.loss)
+    assert actual.auxiliary.keys() == expected.auxiliary.keys()
+    for name, value in expected.auxiliary.items():
+        assert abs(actual.auxiliary[name] - value) <= tolerance * abs(value), name
     actual_leaves = dict(jax.tree_util.tree_leaves_with_path(actual.gradients))
     expected_leaves = dict(jax.tree_util.tree_leaves_with_path(expected.gradients))
     assert actual_leaves.keys() == expected_leaves.keys()

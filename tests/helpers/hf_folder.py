@@ -9,6 +9,7 @@ import tokenizers
 
 from helpers.hf_models import recorded, weights
 from maxpipe.config import load, resolve
+from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.safetensors import INDEX, write_file
@@ -16,7 +17,7 @@ from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
-FAMILIES = {"gemma3": Gemma3, "phi3": Phi3}
+FAMILIES = {"gemma3": Gemma3, "mixtral": Mixtral, "phi3": Phi3}
 
 
 def write_weights(path: Path, tensors: dict[str, np.ndarray]) -> None:

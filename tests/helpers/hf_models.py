@@ -145,6 +145,18 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 8}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
 }
 
 

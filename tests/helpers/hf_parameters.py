@@ -11,7 +11,7 @@ from maxpipe.config import Config, ModelConfig, replace, resolve
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.imports import implementation
 from maxpipe.hf.family import Family
-from maxpipe.hf.tensors import tensor_rules
+from maxpipe.hf.tensors import Rule, tensor_rules
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
@@ -37,13 +37,19 @@ def parameters_of(name: str, model: ModelConfig) -> Params:
     tensors = weights(recorded(name)["shapes"], is_gemma=CASES[name][0].startswith("gemma"))
     params: Params = {}
     for rule in tensor_rules(family_of(name), ModelProgram(model)):
-        layers = range(model.num_layers) if rule.is_layer else (None,)
-        parts = [rule.to_parameter(tensors[rule.template.format(layer=i)]) for i in layers]
+        layers = range(model.num_layers) if rule.is_layer else (0,)
+        parts = [parameter_of(rule, tensors, i) for i in layers]
         branch = params
         for key in rule.path[:-1]:
             branch = branch.setdefault(key, {})
         branch[rule.path[-1]] = np.stack(parts) if rule.is_layer else parts[0]
     return params
+
+
+def parameter_of(rule: Rule, tensors: dict[str, np.ndarray], layer: int) -> np.ndarray:
+    """Return one layer's parameter."""
+    parts = [rule.to_parameter(tensors[tensor]) for tensor, _ in rule.tensors(layer)]
+    return np.stack(parts) if rule.experts else parts[0]
 
 
 def text_of(name: str) -> np.ndarray:
@@ -98,5 +104,6 @@ def gradients_of(
             leaf = leaf[key]
         for layer in range(model.num_layers if rule.is_layer else 1):
             value = np.asarray(leaf[layer] if rule.is_layer else leaf)
-            tensors[rule.template.format(layer=layer)] = rule.to_tensor(value)
+            for tensor, index in rule.tensors(layer):
+                tensors[tensor] = rule.to_tensor(value[index])
     return float(loss), tensors

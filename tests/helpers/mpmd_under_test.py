@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from helpers.engines import Result, canonical_params, make_mesh
+from helpers.engines import Result, canonical_params, make_mesh, result_of
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config
 from maxpipe.model.program import ModelProgram
@@ -40,7 +40,7 @@ class MpmdUnderTest:
         chunks = {c: tree for stage in gradients for c, tree in stage["chunks"].items()}
         in_order = [chunks[c] for c in sorted(chunks)]
         layers = jax.tree.map(lambda *leaf: self.engine.to_canonical(leaf), *in_order)
-        return Result(float(metrics["loss"]), jax.tree.map(np.asarray, outer | {"layers": layers}))
+        return result_of(metrics, jax.tree.map(np.asarray, outer | {"layers": layers}))
 
     def evaluate(self, batch: dict[str, np.ndarray]) -> dict[str, float]:
         sums = self.engine.evaluate(self.state.params, self.place(batch))

@@ -26,7 +26,7 @@ class WideBlock(LlamaBlock):
 
     def __call__(
         self, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         x_BTD, auxiliary = super().__call__(x_BTD, side, key)
         x_BTD = x_BTD + self.second_mlp(self.second_norm(x_BTD))
         wide = checkpoint_name(project(x_BTD, self.wide_in[...]), "wide")

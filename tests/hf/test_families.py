@@ -112,6 +112,21 @@ def test_keys_that_are_absent_have_the_defaults_of_the_type():
     assert {key: values[key] for key in expected} == expected
 
 
+def test_layers_without_experts_are_refused():
+    c = recorded("qwen3_moe")["config"]
+    for change in ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}):
+        with pytest.raises(ValueError, match="has layers without experts"):
+            family("qwen3_moe").model(c | change)
+
+
+def test_dense_model_is_no_mixture():
+    model = resolved("mistral", recorded("mistral")["config"])
+    with pytest.raises(ValueError, match="mixtral has no model"):
+        family("mixtral").config(model, LENGTH)
+    with pytest.raises(ValueError, match=r"mistral has no model\.moe"):
+        family("mistral").config(resolved("mixtral", recorded("mixtral")["config"]), LENGTH)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_config_json_that_is_written_means_the_same_model_in_either_dialect(name):
     model = resolved(name, recorded(name)["config"])

@@ -11,6 +11,7 @@ from helpers.hf_models import CASES, LENGTH, NUM_GENERATED, POSITIONS, recorded
 from helpers.hf_parameters import config_of, family_of, logits_of, parameters_of, text_of
 
 from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.sections import MoEConfig
 from maxpipe.generation.decoding import Decoder
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
@@ -47,8 +48,9 @@ def test_bfloat16_is_as_exact_as_in_transformers(name):
     assert 1e-3 < error <= BFLOAT16_RATIO * recorded(name)["bfloat16_error"]
 
 
-# Windows in all layers, in some, with two rotations, layers without one, and scaled residuals
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "olmo3", "smollm3", "granite"])
+# Windows in all layers, in some, with two rotations, layers without one, scaled residuals, and
+# experts
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "olmo3", "smollm3", "granite", "qwen3_moe"])
 def test_cached_decoding_writes_what_transformers_wrote(name):
     """The text is 13 times as long as the windows; the cache holds all of it."""
     golden, config = recorded(name), config_of(name)
@@ -89,6 +91,8 @@ def test_every_model_type_has_a_case():
         ("gemma2", {"query_scale": 0.25}),
         ("smollm3", {"layer_pattern": []}),
         ("gemma3", {"rope_theta_local": 0.0}),
+        ("olmoe", {"moe": MoEConfig(experts=8, normalise=True)}),
+        ("qwen3_moe", {"moe": MoEConfig(experts=6, per_token=2, mlp_dim=24)}),
     ],
 )
 def test_logits_notice_a_single_wrong_option(name, change):

@@ -7,8 +7,9 @@ import pytest
 from helpers.engines import TINY, canonical_params, make_batch, tiny
 from test_presets import PARAMETERS, for_slice
 
-from maxpipe.config import Config, replace
+from maxpipe.config import Config, catalog, replace
 from maxpipe.config.options import update
+from maxpipe.model.block import LlamaBlock
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 from maxpipe.planning import flops
@@ -175,12 +176,39 @@ def test_needs_key_only_with_dropout():
 
 def test_cast_does_not_change_integers():
     program, _ = make(**{"model.dtype": "bfloat16"})
-    cast = program.cast({"weight": jnp.ones(2), "count": jnp.arange(2)})
-    assert cast["weight"].dtype == jnp.bfloat16
-    assert cast["count"].dtype == jnp.int32
+    for values, dtype in ((jnp.ones(2), jnp.bfloat16), (jnp.arange(2), jnp.int32)):
+        assert program.cast({"embed": {"embedding": values}})["embed"]["embedding"].dtype == dtype
+
+
+def test_cast_leaves_the_router_of_experts_in_float32():
+    program, params = make(**{"model.dtype": "bfloat16", "model.moe.experts": 2})
+    for layers in (program.cast(params)["layers"], program.cast(params["layers"])):
+        assert layers["moe"]["router"].dtype == jnp.float32
+        assert layers["moe"]["gate"].dtype == jnp.bfloat16
 
 
 def test_model_program_with_an_unknown_block_names_the_choices():
     config = update(replace(Config(), **TINY), {"model.block": "lama", "model.head_dim": 4})
     with pytest.raises(ValueError, match=r"choose one of .*llama"):
         ModelProgram(config.model)
+
+
+class OneNumber(LlamaBlock):
+    """A block whose auxiliary loss is a number without a name."""
+
+    def __call__(self, x, side, key):
+        return super().__call__(x, side, key)[0], jnp.float32(2)
+
+
+def test_auxiliary_loss_without_a_name_gets_one(monkeypatch):
+    assert ModelProgram(tiny().model).auxiliary_names == ()
+    entry = catalog.Block("a test's")
+    monkeypatch.setitem(catalog.BLOCKS, "one_number", entry)
+    monkeypatch.setattr("maxpipe.model.program.implementation", lambda _: OneNumber)
+    program, params = make(**{"model.block": "one_number"})
+    assert program.auxiliary_names == ("auxiliary_loss",)
+    layer = jax.tree.map(lambda p: p[0], params["layers"])
+    ids = jnp.zeros((1, 4), jnp.int32)
+    x = jnp.zeros((1, 4, program.config.embed_dim))
+    _, auxiliary = program.block(layer, x, SideInputs(ids, ids, ids[0]), None)
+    assert auxiliary == {"auxiliary_loss": 2}

@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from maxpipe.config.sections import ModelConfig
-from maxpipe.planning.flops import model_flops_per_token, parameter_count
+from maxpipe.config.sections import ModelConfig, MoEConfig
+from maxpipe.planning.flops import active_parameter_count, model_flops_per_token, parameter_count
 
 TINY = ModelConfig(
     num_layers=3,
@@ -54,6 +54,19 @@ def test_flops_are_six_per_weight_and_causal_attention():
     weights = 3 * count_by_hand(TINY) + 32 * 8
     scores_and_values = 2 * 2 * 4 * 6 * (64 / 2)
     assert model_flops_per_token(TINY, 64) == 6 * weights + 3 * 3 * scores_and_values
+
+
+def test_experts_count_in_full_as_parameters_and_as_chosen_in_flops():
+    moe = MoEConfig(experts=8, per_token=2, mlp_dim=5, shared_experts=1)
+    model = dataclasses.replace(TINY, moe=moe)
+    dense, routed, expert = 3 * 8 * TINY.mlp_dim, 8 * 8, 3 * 8 * 5  # of a layer
+    difference = 3 * (routed + 9 * expert - dense)
+    assert parameter_count(model) - parameter_count(TINY) == difference
+    assert parameter_count(model) - active_parameter_count(model) == 3 * 6 * expert
+    assert active_parameter_count(TINY) == parameter_count(TINY)
+    weights = 3 * (routed + 3 * expert - dense)
+    flops = model_flops_per_token(model, 64) - model_flops_per_token(TINY, 64)
+    assert flops == 6 * weights
 
 
 def test_tied_embeddings_save_parameters_but_no_flops():

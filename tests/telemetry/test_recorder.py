@@ -208,3 +208,12 @@ class TestFilesThatCannotBeWritten:
         assert (
             "metrics.jsonl cannot be written: it is not a regular file" in capsys.readouterr().out
         )
+
+
+def test_recorder_shows_auxiliary_losses_everywhere_and_other_values_in_files(tmp_path, capsys):
+    r = recorder(tmp_path, log_every=1)
+    r.step(1, 5.0, 1.5, 3e-4, 0.5, balance_loss=0.0625, skipped=0)
+    r.close()
+    assert rows(tmp_path)[0]["balance_loss"] == 0.0625
+    assert ("train/balance_loss", 1) in logged_scalars(tmp_path / "run" / "tensorboard")
+    assert "loss 5.0000  balance_loss 0.0625  lr" in capsys.readouterr().out

@@ -54,6 +54,20 @@ def run(config, num_steps, *, finite=True, gradients=values):
     return params, state
 
 
+def test_weights_of_experts_and_their_router_decay():
+    axes = {"gate": ("expert", "expert_embed", "expert_mlp"), "router": ("router", "router")}
+    specs = {
+        name: ParamSpec((2,) * len(a), jnp.dtype("float32"), a, 1.0) for name, a in axes.items()
+    }
+    optimizer = Optimizer(dataclasses.replace(CONFIG, name="sgd", beta1=0.0), specs)
+    params = {name: jnp.ones(spec.shape) for name, spec in specs.items()}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state = optimizer.init(params)
+    after, _ = optimizer.update(params, zeros, state, jnp.int32(0), jnp.float32(0), jnp.bool_(True))
+    for leaf in after.values():
+        np.testing.assert_allclose(leaf, 1 - 0.01 * 0.3, rtol=1e-6)
+
+
 def assert_close(actual, expected):
     for name in SPECS:
         np.testing.assert_allclose(actual[name], expected[name], rtol=2e-5, atol=1e-6)
@@ -197,7 +211,9 @@ class TestMuon:
 
     def test_each_expert_is_a_matrix_of_its_own(self):
         gradient = np.random.default_rng(0).standard_normal((2, 8, 16)).astype(np.float32)
-        spec = ParamSpec((2, 8, 16), jnp.dtype("float32"), ("expert", "embed", "mlp"), 1.0)
+        spec = ParamSpec(
+            (2, 8, 16), jnp.dtype("float32"), ("expert", "expert_embed", "expert_mlp"), 1.0
+        )
         one = ParamSpec((8, 16), jnp.dtype("float32"), ("embed", "mlp"), 1.0)
         alone = np.stack([self.direction(one, expert) for expert in gradient])
         np.testing.assert_allclose(self.direction(spec, gradient), alone, atol=1e-4)

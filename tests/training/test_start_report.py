@@ -22,6 +22,7 @@ RUN = RunSummary(
     is_simulated=True,
     mesh={"data": 1, "stage": 2, "fsdp": 2},
     num_parameters=8_552_704,
+    num_active=8_552_704,
     parameter_bytes=4 * 8_552_704,
     stage_layers=[[0, 1, 4, 5], [2, 3, 6, 7]],
     schedule="circular, 2 repeats of 2 layers per stage",
@@ -79,7 +80,9 @@ def test_start_summary_with_many_decisions_is_cut_and_counts_the_missing():
     [(8_030_261_248, "29.9 GiB"), (405_853_388_800, "1.48 TiB"), (1000, "0.00381 MiB")],
 )
 def test_start_summary_shows_parameter_bytes_in_a_fitting_unit(count, text):
-    run = dataclasses.replace(RUN, num_parameters=count, parameter_bytes=4 * count)
+    run = dataclasses.replace(
+        RUN, num_parameters=count, num_active=count, parameter_bytes=4 * count
+    )
     assert f"({text})" in "\n".join(start_summary(run))
 
 

@@ -1,6 +1,7 @@
 """Check the model, and how its arrays and sequences are split."""
 
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.config.sections.model import LAYER_KINDS
@@ -132,6 +133,30 @@ def check_layer_pattern(c: Config) -> None:
         raise ConfigError(*problems)
 
 
+@rule("model.moe", "model.mlp_bias")
+def check_experts(c: Config) -> None:
+    """Check that a token has experts to choose from, and that no key of them is idle."""
+    moe, key = c.model.moe, "model.moe"
+    problems = []
+    if not moe.experts:
+        problems = [
+            Problem(name, f"{get(c, name)} has no effect without experts; set {key}.experts")
+            for name in OPTIONS
+            if name.startswith(f"{key}.") and is_set(c, name)
+        ]
+    elif moe.per_token > moe.experts:
+        message = f"{moe.per_token} is more than {key}.experts={moe.experts}; choose at most these"
+        problems.append(Problem(f"{key}.per_token", message))
+    if moe.experts and moe.router == "topk_softmax" and not moe.normalise:
+        message = f"has no effect, since weights of {key}.router=topk_softmax add up to 1; use true"
+        problems.append(Problem(f"{key}.normalise", message))
+    if moe.experts and c.model.mlp_bias:
+        message = f"experts have no biases; use false, or {key}.experts=0"
+        problems.append(Problem("model.mlp_bias", message))
+    if problems:
+        raise ConfigError(*problems)
+
+
 @rule(_AXIS_RULES)
 def check_logical_axis_rules(c: Config) -> None:
     """Check the form of the rules, the mesh axes they name, and that no logical axis has two."""
@@ -166,11 +191,12 @@ def _axes_problems(axes: list[str]) -> list[str]:
 
 @rule()
 def check_expert_axis(c: Config) -> None:
-    """Refuse expert parallelism: no decoder block has experts yet."""
+    """Refuse expert parallelism, which no engine has yet."""
     problems = [
         Problem(
             f"mesh.{level}.expert",
-            "must be 1: the axis splits the experts of a mixture, and no decoder block has any yet",
+            "must be 1: experts are not split over devices of their own yet; fsdp splits their "
+            "weights, and tensor their width",
         )
         for level, axes in (("ici", c.mesh.ici), ("dcn", c.mesh.dcn))
         if axes.expert != 1
@@ -210,6 +236,7 @@ MODEL_RULES = (
     check_rope_fraction,
     derive_rope_scaling,
     check_layer_pattern,
+    check_experts,
     check_logical_axis_rules,
     check_expert_axis,
     check_context_chunks,

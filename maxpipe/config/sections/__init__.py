@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import Bounds, option
 from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
@@ -71,6 +72,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "MeshConfig",
+    "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PipelineConfig",

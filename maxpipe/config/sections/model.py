@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
+from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import hash_of_fields, option
 
 DTYPES = ("float32", "bfloat16")
@@ -198,6 +199,12 @@ class ModelConfig:
         choices=("auto", "slices", "product"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+
+    @property
+    def expert_dim(self) -> int:
+        """Return the hidden width of an expert."""
+        return self.moe.mlp_dim or self.mlp_dim
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -23,6 +23,10 @@ DEFAULT_RULES: list[object] = [
     ["head_dim", []],
     ["mlp", ["tensor"]],
     ["norm", []],
+    ["expert", ["expert"]],
+    ["expert_embed", ["fsdp"]],
+    ["expert_mlp", ["tensor"]],
+    ["router", []],
 ]
 
 

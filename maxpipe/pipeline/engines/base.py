@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.config.sections import PipelineConfig
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline import microbatches
@@ -56,6 +57,23 @@ class EngineInputs:
     def context(self) -> int:
         """Return the number of devices over which a sequence is split."""
         return self.mesh.shape[context_parallel.CONTEXT_AXIS]
+
+
+def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | float) -> Metrics:
+    """Return what a step reports: the loss of tokens, and auxiliary losses by name.
+
+    Args:
+      loss: of tokens, divided by the global sum of weights.
+      auxiliary: sums over sequences.
+      scale: inverse of the number of sequences.
+    """
+    return {"loss": loss, **{name: scale * value for name, value in auxiliary.items()}}
+
+
+def sum_of(metrics: Metrics) -> jax.Array:
+    """Return the training loss, the sum of what `metrics_of` returns."""
+    total, *auxiliary = metrics.values()
+    return sum(auxiliary, total)
 
 
 class Engine(ABC, Generic[ParamsT, LayerT]):
@@ -104,8 +122,9 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
           key: PRNG key of the step.
 
         Returns:
-          ({"loss"}, gradients like `params`). The loss is the weighted token sum over the global
-          batch divided once by the global weight sum, plus the auxiliary loss per sequence.
+          ({"loss", *names of auxiliary losses}, gradients like `params` of their sum). The loss is
+          the weighted token sum over the global batch divided once by the global weight sum; an
+          auxiliary loss is the mean over sequences.
         """
 
     @abstractmethod

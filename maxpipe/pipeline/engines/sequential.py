@@ -9,10 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.catalog import RematPolicy
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import apply_layers, checkpoint, layer_function, remat_policy
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
+from maxpipe.pipeline.engines.base import (
+    Batch,
+    EngineInputs,
+    Metrics,
+    SpmdEngine,
+    metrics_of,
+    sum_of,
+)
 from maxpipe.pipeline.weights import Weights
 
 
@@ -53,26 +61,27 @@ class SequentialEngine(SpmdEngine):
         weight = microbatches.weight_sum(batch)
         num_sequences = batch["tokens"].shape[0]
 
-        def loss(params: Params, micro: Batch) -> jax.Array:
+        def loss(params: Params, micro: Batch) -> tuple[jax.Array, Metrics]:
             loss_sum, _, aux = self._forward(params, micro, key)
-            return loss_sum / weight + aux / num_sequences
+            metrics = metrics_of(loss_sum / weight, aux, 1 / num_sequences)
+            return sum_of(metrics), metrics
+
+        def compute(micro: Batch) -> tuple[Metrics, Params]:
+            (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params, micro)
+            return metrics, gradients
 
         def accumulate(
-            total: tuple[jax.Array, Params], micro: Batch
-        ) -> tuple[tuple[jax.Array, Params], None]:
-            loss_and_gradients = jax.value_and_grad(loss)(params, micro)
-            total = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, loss_and_gradients)
-            return total, None
+            total: tuple[Metrics, Params], micro: Batch
+        ) -> tuple[tuple[Metrics, Params], None]:
+            return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, compute(micro)), None
 
         # 2. Sum loss and gradients over microbatches [M, B, ...], in float32. One needs no sums.
         if self._num_microbatches == 1:
-            value, gradients = jax.value_and_grad(loss)(params, batch)
-        else:
-            zero = (jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-            (value, gradients), _ = jax.lax.scan(
-                accumulate, zero, microbatches.split(batch, self._num_microbatches)
-            )
-        return {"loss": value}, gradients
+            return compute(batch)
+        no_metrics = metrics_of(jnp.zeros(()), self._program.no_auxiliary(), 1.0)
+        zero = no_metrics, jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        split = microbatches.split(batch, self._num_microbatches)
+        return jax.lax.scan(accumulate, zero, split)[0]
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
         # An evaluation batch may have any size; rows of weight 0 make it divisible.
@@ -90,8 +99,8 @@ class SequentialEngine(SpmdEngine):
 
     def _forward(
         self, params: Params, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (loss sum, cross-entropy sum, auxiliary loss sum) of one microbatch [B, T]."""
+    ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
+        """Return the sums (loss, cross-entropy, auxiliary losses) of one microbatch [B, T]."""
         outer = self.weights.gather_outer(
             self._program.cast({n: params[n] for n in ("embed", "head")})
         )

@@ -18,7 +18,7 @@ import pytest
         ),
         (("model.head_dim=15",), "model.head_dim", "must be even"),
         (("model.embed_dim=4",), "model.head_dim", "must be even"),
-        (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: the axis splits the experts"),
+        (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: experts are not split over"),
         (
             ("mesh.ici.context=2", "mesh.dcn.context=3", "data.sequence_length=100"),
             "data.sequence_length",
@@ -33,6 +33,28 @@ import pytest
             "activation_length lies over ['context', 'tensor']; use [activation_length, [context]]",
         ),
         (("mesh.dcn.expert=2",), "mesh.dcn.expert", "must be 1"),
+        (
+            ("model.moe.experts=4", "model.moe.per_token=5"),
+            "model.moe.per_token",
+            "5 is more than model.moe.experts=4",
+        ),
+        (
+            ("model.moe.balance_loss=0.01",),
+            "model.moe.balance_loss",
+            "0.01 has no effect without experts; set model.moe.experts",
+        ),
+        (
+            ("model.moe.experts=4", "model.moe.router=topk_softmax", "model.moe.normalise=false"),
+            "model.moe.normalise",
+            "weights of model.moe.router=topk_softmax add up to 1; use true",
+        ),
+        (
+            ("model.moe.experts=4", "model.mlp_bias=true"),
+            "model.mlp_bias",
+            "experts have no biases; use false",
+        ),
+        (("model.moe.experts=-1",), "model.moe.experts", "-1"),
+        (("model.moe.router=top2",), "model.moe.router", "softmax, topk_softmax"),
         (
             ("model.rope_scaling.factor=8", "model.rope_scaling.low_freq_factor=4"),
             "model.rope_scaling.low_freq_factor",

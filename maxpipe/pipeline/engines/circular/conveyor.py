@@ -36,6 +36,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.model.layers import AuxiliaryLosses
+
 Constrain = Callable[[jax.Array], jax.Array]
 Iteration: TypeAlias = jax.Array | int  # t; an array inside a loop
 
@@ -47,13 +49,13 @@ class State(NamedTuple):
       io: the conveyor, [S, K, B, T, D].
       shift: what each stage has received from the previous one, [S, B, T, D].
       pending: with delayed forwarding the outputs of the last iteration, [S, B, T, D]; else None.
-      aux: auxiliary loss so far, float32 scalar.
+      aux: auxiliary losses so far.
     """
 
     io: jax.Array
     shift: jax.Array
     pending: jax.Array | None
-    aux: jax.Array
+    aux: AuxiliaryLosses
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,13 @@ class Conveyor:
         repeat = jnp.clip(unit // self.num_microbatches, 0, self.num_repeats - 1)
         return is_active, unit % self.num_microbatches, repeat
 
-    def first_state(self, io: jax.Array) -> State:
-        """Return the state before iteration 0, with the inputs in `io` as `start` says."""
+    def first_state(self, io: jax.Array, aux: AuxiliaryLosses) -> State:
+        """Return the state before iteration 0, with the inputs in `io` as `start` says.
+
+        `aux` has zeros.
+        """
         zeros = jnp.zeros_like(io[:, 0])  # [S, B, T, D]
-        return State(io, zeros, zeros if self.delay == 2 else None, jnp.zeros(()))
+        return State(io, zeros, zeros if self.delay == 2 else None, aux)
 
     def stage_inputs(self, state: State, t: Iteration) -> jax.Array:
         """Return what the stages work on in iteration t, [S, B, T, D]."""
@@ -136,13 +141,13 @@ class Conveyor:
         # 2. Idle stages work on zeros: whatever a bubble holds, 0 * NaN must not reach a gradient.
         return self.constrain(jnp.where(self._is_active(t), x, 0))
 
-    def next_state(self, state: State, y: jax.Array, aux: jax.Array, t: Iteration) -> State:
+    def next_state(self, state: State, y: jax.Array, aux: AuxiliaryLosses, t: Iteration) -> State:
         """Return the state after iteration t.
 
         Args:
           state: before the iteration.
           y: the stages' outputs, [S, B, T, D].
-          aux: their auxiliary losses, [S].
+          aux: their auxiliary losses, [S] each.
           t: the iteration.
         """
         if self.bubble_fill is not None:
@@ -155,7 +160,8 @@ class Conveyor:
         io = self.advance(state.io, leaving, t)
         shift = self.constrain(jnp.roll(leaving, 1, axis=0))
         # 3. Idle stages have no loss.
-        total = state.aux + jnp.sum(jnp.where(self.units(t)[0], aux, 0))
+        is_active = self.units(t)[0]
+        total = jax.tree.map(lambda s, a: s + jnp.sum(jnp.where(is_active, a, 0)), state.aux, aux)
         return State(io, shift, None if state.pending is None else y, total)
 
     def outputs(self, state: State) -> jax.Array:

@@ -16,11 +16,18 @@ from jax.sharding import PartitionSpec
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import RematPolicy
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import Remat, apply_layers, checkpoint, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
+from maxpipe.pipeline.engines.base import (
+    Batch,
+    EngineInputs,
+    Metrics,
+    SpmdEngine,
+    metrics_of,
+    sum_of,
+)
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration, State
 from maxpipe.pipeline.engines.circular.iterations import BatchSpecs, Iterations, StageInputs
 from maxpipe.pipeline.engines.circular.outside import OutsideLayers
@@ -101,13 +108,16 @@ class CircularEngine(SpmdEngine):
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, Params]:
-        value, gradients = jax.value_and_grad(self.loss)(params, batch, key)
-        return {"loss": value}, gradients
+        compute = jax.value_and_grad(self.loss, has_aux=True)
+        (_, metrics), gradients = compute(params, batch, key)
+        return metrics, gradients
 
-    def loss(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-        """Return the loss of `loss_and_gradients`, differentiable."""
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
+        """Return (training loss, what it is the sum of), differentiable."""
         loss_sum, _, aux = self._forward(params, batch, key, self._config.num_microbatches)
-        return loss_sum / microbatches.weight_sum(batch) + aux / batch["tokens"].shape[0]
+        loss = loss_sum / microbatches.weight_sum(batch)
+        metrics = metrics_of(loss, aux, 1 / batch["tokens"].shape[0])
+        return sum_of(metrics), metrics
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
         # The fewest microbatches that the conveyor can hold need the fewest rows of padding.
@@ -122,10 +132,10 @@ class CircularEngine(SpmdEngine):
 
     def _forward(
         self, params: Params, batch: Batch, key: jax.Array | None, M: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the sums (loss, cross-entropy, auxiliary loss) of a batch in M microbatches."""
+    ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
+        """Return the sums (loss, cross-entropy, auxiliary losses) of a batch in M microbatches."""
         S, V = self._layout.num_stages, self._layout.num_repeats
-        layers, outside_aux = params["layers"], jnp.zeros(())
+        layers, outside_aux = params["layers"], self._program.no_auxiliary()
         # 1. Split the batch, [B, T] -> [M, B / M, T].
         micro = microbatches.split(microbatches.prepared(batch, self._context), M)
         side = microbatches.side_inputs(micro)
@@ -147,7 +157,7 @@ class CircularEngine(SpmdEngine):
         targets = self._constrain_cells(micro["targets"][conveyor.end])  # [S, K, B, T]
         weights = self._constrain_cells(micro["weights"][conveyor.end])
         loss, cross_entropy = self._head(outer, io, targets, weights)
-        return loss, cross_entropy, aux + outside_aux
+        return loss, cross_entropy, jax.tree.map(jnp.add, aux, outside_aux)
 
     def _run(
         self,
@@ -156,7 +166,7 @@ class CircularEngine(SpmdEngine):
         side: SideInputs,
         key: jax.Array | None,
         conveyor: Conveyor,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Run all iterations, each of which gathers its weights.
 
         Args:
@@ -167,7 +177,7 @@ class CircularEngine(SpmdEngine):
           conveyor: order of the units.
 
         Returns:
-          (the conveyor with the outputs, auxiliary loss sum).
+          (the conveyor with the outputs, auxiliary losses).
         """
         stages = self._over_stages(self._select_and_apply, (1, 1, 0, 0, 0, None))
         index = jnp.asarray(self._layout.layer_index)
@@ -180,7 +190,7 @@ class CircularEngine(SpmdEngine):
             y, aux = stages(layers, index, repeat, x, stage_side, key)
             return conveyor.next_state(state, y, aux, t), None
 
-        state = conveyor.first_state(io)
+        state = conveyor.first_state(io, self._program.no_auxiliary())
         if self._config.scan_iterations:
             state, _ = jax.lax.scan(iterate, state, jnp.arange(conveyor.num_iterations))
         else:
@@ -195,7 +205,7 @@ class CircularEngine(SpmdEngine):
         side: SideInputs,
         key: jax.Array | None,
         conveyor: Conveyor,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Run all iterations, on weights that are gathered once per repeat, or once; see `_run`."""
         layer_index = np.asarray(self._layout.layer_index)
         over_stages = self._over_stages(self._apply, (0, 0, 0, 0, None))
@@ -210,7 +220,7 @@ class CircularEngine(SpmdEngine):
 
         def stages(
             x: jax.Array, weights: Params, inputs: StageInputs
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[jax.Array, AuxiliaryLosses]:
             return over_stages(weights, inputs.layer_index, x, inputs.side, inputs.key)
 
         iterations = Iterations(
@@ -220,6 +230,7 @@ class CircularEngine(SpmdEngine):
             map_specs(self._gather, self._program.specs["layers"]),
             self._batch_specs(side),
             self._mesh,
+            self._program.no_auxiliary,
             gather_once=self._config.fsdp_gather == "once",
             scan_iterations=self._config.scan_iterations,
             scan_repeats=self._config.scan_repeats,
@@ -231,7 +242,8 @@ class CircularEngine(SpmdEngine):
     def _gather(self, spec: ParamSpec) -> Gather:
         # Weights stay split over the stages: each gathers its own layers.
         at_rest = self._rules.spec(spec.axes, spec.shape)
-        return Gather(without(at_rest, ("stage",)), spec.dtype, self._program.config.dtype)
+        dtype = spec.compute_dtype(self._program.config.dtype)
+        return Gather(without(at_rest, ("stage",)), spec.dtype, dtype)
 
     def _batch_specs(self, side: SideInputs) -> BatchSpecs:
         def batch_part(
@@ -257,7 +269,7 @@ class CircularEngine(SpmdEngine):
         x: jax.Array,
         side: SideInputs,
         key: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply one stage's layers of a repeat, from [V, L, ...] layers; see `_apply`."""
         # The selection is inside the rematerialised function, so that no iteration keeps a copy of
         # its weights.
@@ -269,15 +281,17 @@ class CircularEngine(SpmdEngine):
     @jax.named_scope("stage")
     def _apply(
         self, chunk: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Apply one stage: layers [L, ...], index [L], x [B, T, D] -> (y, auxiliary loss)."""
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Apply one stage: layers [L, ...], index [L], x [B, T, D] -> (y, auxiliary losses)."""
         return apply_layers(
             self._layer_fn, chunk, index, x, side, key, scan=self._config.scan_layers_per_stage
         )
 
     def _over_stages(
-        self, stage: Callable[..., tuple[jax.Array, jax.Array]], in_axes: tuple[int | None, ...]
-    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        self,
+        stage: Callable[..., tuple[jax.Array, AuxiliaryLosses]],
+        in_axes: tuple[int | None, ...],
+    ) -> Callable[..., tuple[jax.Array, AuxiliaryLosses]]:
         """Return `stage`, rematerialised as configured, for all stages at once."""
         # With their name, constraints inside `stage` lay the mapped dimension [S] over these axes.
         return jax.vmap(

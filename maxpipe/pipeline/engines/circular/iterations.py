@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, Tree
 from maxpipe.pipeline.engines.circular.conveyor import Conveyor, Iteration
 from maxpipe.pipeline.manual import Gather
@@ -41,8 +41,9 @@ class BatchSpecs(NamedTuple):
     side: SideInputs
 
 
-# (activations [S, B, T, D], weights [S, L, ...], inputs) -> (activations, auxiliary losses [S])
-Stages = Callable[[jax.Array, Params, StageInputs], tuple[jax.Array, jax.Array]]
+# (activations [S, B, T, D], weights [S, L, ...], inputs)
+# -> (activations, auxiliary losses, [S] each)
+Stages = Callable[[jax.Array, Params, StageInputs], tuple[jax.Array, AuxiliaryLosses]]
 # (t, side inputs [M, B, ...], key data) -> inputs of iteration t
 InputsOf = Callable[[Iteration, SideInputs, jax.Array | None], StageInputs]
 
@@ -58,6 +59,7 @@ class Iterations:
       gathers: a `Gather` for each parameter of a layer.
       specs: layouts of the arguments.
       mesh: the device mesh.
+      no_auxiliary: returns auxiliary losses of 0.
       gather_once: gather all repeats before the first iteration.
       scan_iterations, scan_repeats: compile one loop body, or copies of it.
     """
@@ -68,6 +70,7 @@ class Iterations:
     gathers: Tree[Gather]
     specs: BatchSpecs
     mesh: Mesh
+    no_auxiliary: Callable[[], AuxiliaryLosses]
     gather_once: bool
     scan_iterations: bool
     scan_repeats: bool

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.chunk import apply_layers, checkpoint, layer_function, remat_policy
@@ -42,7 +42,7 @@ class OutsideLayers:
 
     def __call__(
         self, layers: Params, io: jax.Array, side: SideInputs, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply the layers to all microbatches.
 
         Args:
@@ -52,7 +52,7 @@ class OutsideLayers:
           key: key of the step or None.
 
         Returns:
-          (activations like `io`, auxiliary loss summed over layers and sequences).
+          (activations like `io`, auxiliary losses summed over layers and sequences).
         """
         index = jnp.asarray(self._layout.outside_index)
         rows = for_use(self._rules, self._layout, self._program.specs["layers"], layers)
@@ -71,7 +71,7 @@ class OutsideLayers:
         x: jax.Array,
         side: SideInputs,
         key: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply one layer to [K, S, B, T, D], its weights gathered once for all K slots."""
         weights = self._weights.gather_layer(self._program.cast(layer))
         apply = checkpoint(layer_function(self._program, lambda p: p, padded=False), self._policy)
@@ -81,9 +81,10 @@ class OutsideLayers:
             spmd_axis_name=self._rules.spec(("activation_stage",))[0],
         )
 
-        def slot(total: jax.Array, xs: tuple[jax.Array, SideInputs]) -> tuple[jax.Array, jax.Array]:
-            y, aux = over_stages(weights, index, *xs, key)  # [S, B, T, D], [S]
-            return total + jnp.sum(aux), y
+        def slot(
+            carry: None, xs: tuple[jax.Array, SideInputs]
+        ) -> tuple[None, tuple[jax.Array, AuxiliaryLosses]]:
+            return None, over_stages(weights, index, *xs, key)  # [S, B, T, D], [S] each
 
-        total, y = jax.lax.scan(slot, jnp.zeros(()), (x, side))
-        return y, total
+        _, (y, of_slots) = jax.lax.scan(slot, None, (x, side))
+        return y, jax.tree.map(jnp.sum, of_slots)

@@ -40,7 +40,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.circular.conveyor import State
 from maxpipe.pipeline.engines.circular.iterations import DeviceInputs, Iterations
@@ -98,7 +98,7 @@ def run_iterations(
     io: jax.Array,
     side: SideInputs,
     key_data: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, AuxiliaryLosses]:
     """Run all iterations; differentiable in `layers` and `io`.
 
     Args:
@@ -109,7 +109,7 @@ def run_iterations(
       key_data: of the step's PRNG key; None without dropout.
 
     Returns:
-      (the conveyor with the outputs, auxiliary loss summed over layers and sequences).
+      (the conveyor with the outputs, auxiliary losses summed over layers and sequences).
     """
     io, aux, _ = _run_forward(iterations, layers, io, side, key_data, keep_residuals=False)
     return io, aux
@@ -121,7 +121,7 @@ def _run_and_save(
     io: jax.Array,
     side: SideInputs,
     key_data: jax.Array | None,
-) -> tuple[tuple[jax.Array, jax.Array], Saved]:
+) -> tuple[tuple[jax.Array, AuxiliaryLosses], Saved]:
     io, aux, residuals = _run_forward(iterations, layers, io, side, key_data, keep_residuals=True)
     return (io, aux), Saved(layers, side, key_data, residuals)
 
@@ -134,24 +134,25 @@ def _run_forward(
     key_data: jax.Array | None,
     *,
     keep_residuals: bool,
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+) -> tuple[jax.Array, AuxiliaryLosses, list[jax.Array]]:
     def device_forward(
         layers: Params, io: jax.Array, side: SideInputs, key_data: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    ) -> tuple[jax.Array, AuxiliaryLosses, list[jax.Array]]:
         inputs = _device_inputs(iterations, layers, side, key_data)
         state, residuals = _forward(iterations, inputs, io, keep_residuals=keep_residuals)
-        return iterations.conveyor.outputs(state), state.aux[None], residuals
+        aux = jax.tree.map(lambda a: a[None], state.aux)
+        return iterations.conveyor.outputs(state), aux, residuals
 
     specs = iterations.specs
     in_specs = (specs.layers, specs.io, specs.side, REPLICATED)
     out_specs = (specs.io, PER_DEVICE, PER_DEVICE)
     forward = _manual(iterations, device_forward, in_specs, out_specs)
     io, aux, residuals = forward(layers, io, side, key_data)
-    return io, jnp.sum(aux), residuals
+    return io, jax.tree.map(jnp.sum, aux), residuals
 
 
 def _run_backward(
-    iterations: Iterations, saved: Saved, cotangents: tuple[jax.Array, jax.Array]
+    iterations: Iterations, saved: Saved, cotangents: tuple[jax.Array, AuxiliaryLosses]
 ) -> tuple[Params, jax.Array, None, None]:
     def device_backward(
         layers: Params,
@@ -159,7 +160,7 @@ def _run_backward(
         key_data: jax.Array | None,
         residuals: list[jax.Array],
         io: jax.Array,
-        aux: jax.Array,
+        aux: AuxiliaryLosses,
     ) -> tuple[Params, jax.Array]:
         inputs = _device_inputs(iterations, layers, side, key_data)
         totals, io = _backward(iterations, inputs, residuals, io, aux)
@@ -220,7 +221,7 @@ def _forward(
     """Run all iterations in order; the residuals are an empty list unless they are kept."""
     conveyor = iterations.conveyor
     M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
-    state = conveyor.first_state(io)
+    state = conveyor.first_state(io, iterations.no_auxiliary())
     split = _split_stages(iterations, inputs, io) if keep_residuals else None
     residuals = (
         [_residual_buffer(conveyor.num_iterations, r) for r in split.residuals] if split else []
@@ -246,7 +247,7 @@ def _backward(
     inputs: DeviceInputs,
     residuals: list[jax.Array],
     io: jax.Array,
-    aux: jax.Array,
+    aux: AuxiliaryLosses,
 ) -> tuple[Params, jax.Array]:
     """Run all iterations in reverse.
 
@@ -254,7 +255,7 @@ def _backward(
       iterations, inputs: as in `_forward`.
       residuals: of all iterations, [iterations, ...] each.
       io: cotangent of the conveyor with the outputs, [S, K, B, T, D].
-      aux: cotangent of the auxiliary loss.
+      aux: cotangents of the auxiliary losses.
 
     Returns:
       (float32 gradients of the shards [V + E, S, L, ...], gradient of the conveyor's inputs).
@@ -263,7 +264,7 @@ def _backward(
     M, V, fill = conveyor.num_microbatches, conveyor.num_repeats, conveyor.fill_iterations
     split = _split_stages(iterations, inputs, io)
     # 1. Turn the gradient of the outputs into the gradient of the last state.
-    last_state = jax.eval_shape(conveyor.first_state, io)
+    last_state = jax.eval_shape(conveyor.first_state, io, iterations.no_auxiliary())
     (state,) = transpose(lambda s: (conveyor.outputs(s), s.aux), (last_state,), (io, aux))
     totals = _float32_zeros(inputs.weights)
     phase = partial(backward_phase, iterations, inputs, split, residuals)
@@ -298,7 +299,8 @@ def _backward(
         totals = jax.tree.map(lambda x: jnp.pad(x, outside + [(0, 0)] * (x.ndim - 1)), totals)
     # 6. Turn the gradient of the first state into the gradient of the inputs.
     io_shape = jax.ShapeDtypeStruct(io.shape, io.dtype)
-    (io,) = transpose(conveyor.first_state, (io_shape,), gradients.state)
+    start = partial(conveyor.first_state, aux=iterations.no_auxiliary())
+    (io,) = transpose(start, (io_shape,), gradients.state)
     return totals, io
 
 

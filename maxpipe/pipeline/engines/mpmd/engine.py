@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
-from maxpipe.model.parameters import Params
+from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, Engine, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.model import MarkedModel
@@ -28,7 +28,7 @@ from maxpipe.pipeline.schedules.table import forward_only
 StageParams = tuple[Params, ...]  # for each stage, the parameters that it owns
 ChunkArrays = tuple[jax.Array, ...]  # one layer parameter: for each chunk [its layers, ...]
 
-LOSS = 0  # index among the outputs; the gradients of the parameters follow
+LOSS = 0  # index among the outputs; auxiliary losses and the gradients of the parameters follow
 
 
 class MpmdEngine(Engine[StageParams, ChunkArrays]):
@@ -67,6 +67,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._row_multiple = self.table.num_microbatches * inputs.rules.size("activation_batch")
         self.batch_spec = inputs.rules.spec(("activation_batch", "activation_length"))
         self._needs_key = inputs.program.needs_key
+        self._losses = ["loss", *inputs.program.auxiliary_names]
         # 1. Ownership of parameters, and the tree of all parameters. The traced program knows no
         # stages, so that tree has shapes without shardings.
         self.abstract: StageParams = tuple(
@@ -87,8 +88,14 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self._rows: RowParallel | None = None
         if manual:
             dtype = inputs.program.config.dtype
+            specs_of: dict[KeyPath, ParamSpec] = {}
+            for stage in range(len(self.meshes)):
+                tree = {"params": self.model.specs(stage)}
+                specs_of |= jax.tree_util.tree_leaves_with_path(tree)
             gathers = {
-                path: Gather(self._specs[path], p.dtype, dtype, manual)
+                path: Gather(
+                    self._specs[path], p.dtype, specs_of[path].compute_dtype(dtype), manual
+                )
                 for path, p in by_path({"params": self._all_params}).items()
             }
             # Copies of weights that no axis splits would only take memory.
@@ -129,25 +136,27 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         ]
         arguments = self._arguments(params, self.training)
         sums = self.training.run(arguments, batch, keys, self.observer)
-        loss = sums[self.loss_stage].pop(LOSS)
-        # 2. Bring gradients of parameters that several stages read to the owner. Output 0 is the
-        # loss, so the gradient of path i is output i + 1.
+        of_loss = sums[self.loss_stage]
+        metrics = {name: of_loss.pop(output) for output, name in enumerate(self._losses)}
+        # 2. Bring gradients of parameters that several stages read to the owner. They follow the
+        # losses.
+        first = len(metrics)
         for stage, stage_sums in enumerate(sums):
             for output in list(stage_sums):
-                path = self._paths[output - 1]
+                path = self._paths[output - first]
                 owner = self._owner[path]
                 if owner != stage:
                     part = self._on_stage(stage_sums.pop(output), owner)
                     sums[owner][output] = self._add(sums[owner][output], part)
         # 3. Arrange the gradients like the parameters.
-        output_of = {path: 1 + i for i, path in enumerate(self._paths)}
+        output_of = {path: first + i for i, path in enumerate(self._paths)}
         gradients = tuple(
             jax.tree.unflatten(
                 jax.tree.structure(tree), [sums[stage][output_of[p]] for p in self._owned[stage]]
             )
             for stage, tree in enumerate(self.abstract)
         )
-        return {"loss": loss}, gradients
+        return metrics, gradients
 
     def evaluate(self, params: StageParams, batch: Batch) -> Metrics:
         # The sum before padding; the rows that padding adds have weight 0 in any case.
@@ -169,7 +178,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         """Return the training step's computations in words and equations; see `dump`."""
         program, runner = self.training.program, self.training.runner
         inputs = [keystr(path) for path in self.training.paths]
-        outputs = ["loss", *(f"gradient of {keystr(path)}" for path in self._paths)]
+        outputs = [*self._losses, *(f"gradient of {keystr(path)}" for path in self._paths)]
         texts = dump(program, inputs, outputs)
         name_of = dict(zip(program.inputs, inputs, strict=True))
         for chunk, (gathered, _) in runner.gathers.items():
@@ -181,11 +190,13 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         return texts
 
     def _training_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:
-        def loss_and_gradients(arguments: Arguments) -> tuple[jax.Array, Params]:
+        def loss_and_gradients(arguments: Arguments) -> tuple[list[jax.Array], Params]:
             data = arguments["key"]
             key = None if data is None else jax.random.wrap_key_data(data)
             fixed = arguments["micro"], arguments["scales"], key
-            return jax.value_and_grad(self.model.loss)(arguments["params"], *fixed)
+            compute = jax.value_and_grad(self.model.loss, has_aux=True)
+            (_, metrics), gradients = compute(arguments["params"], *fixed)
+            return [metrics[name] for name in self._losses], gradients
 
         return StagedProgram(
             loss_and_gradients,
@@ -195,10 +206,13 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             self.meshes,
             batch_spec=self.batch_spec,
             param_specs=self._specs,
-            output_specs=[PartitionSpec(), *self._specs.values()],
+            output_specs=[PartitionSpec()] * len(self._losses) + [*self._specs.values()],
             needs_key=self._needs_key,
             rows=self._rows,
-            output_gathers=[None, *(self._rows.gathers.values() if self._rows else ())],
+            output_gathers=[
+                *[None] * len(self._losses),
+                *(self._rows.gathers.values() if self._rows else ()),
+            ],
         )
 
     def _evaluation_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:

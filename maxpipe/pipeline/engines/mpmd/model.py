@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from maxpipe.model import parameters
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
-from maxpipe.pipeline.engines.base import Batch, EngineInputs
+from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, metrics_of, sum_of
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.manual import Gather, GatherTree, gather_tree
 from maxpipe.pipeline.weights import Weights
@@ -122,8 +122,8 @@ class MarkedModel:
         micro: Batch,
         scales: tuple[jax.Array, jax.Array],
         key: jax.Array | None,
-    ) -> jax.Array:
-        """Return a microbatch's share of the training loss.
+    ) -> tuple[jax.Array, Metrics]:
+        """Return a microbatch's share of (training loss, what it is the sum of).
 
         Args:
           params: of all stages.
@@ -133,7 +133,8 @@ class MarkedModel:
         """
         x, aux = self._forward(params, micro, key, remat=True)
         loss_sum, _ = self._head(params, x, micro)
-        return loss_sum * scales[0] + aux * scales[1]
+        metrics = metrics_of(loss_sum * scales[0], aux, scales[1])
+        return sum_of(metrics), metrics
 
     def cross_entropy(self, params: Params, micro: Batch) -> jax.Array:
         """Return the sum of the cross-entropy over the tokens of a microbatch."""
@@ -142,23 +143,24 @@ class MarkedModel:
 
     def _forward(
         self, params: Params, micro: Batch, key: jax.Array | None, *, remat: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Return (activations [B, T, D] after the last chunk, sum of auxiliary losses)."""
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Return (activations [B, T, D] after the last chunk, sums of auxiliary losses)."""
         x = self._rules.constrain(self._program.embed(self._outer(params), micro["tokens"]), AXES)
-        aux = jnp.zeros((), jnp.float32)
+        aux = self._program.no_auxiliary()
         # An evaluation has no backward to save anything for.
         chunk_fn = self._remat.iteration(self._chunk) if remat else self._chunk
         for chunk, index in enumerate(self.layer_index):
             fixed = jnp.asarray(index), microbatches.side_inputs(micro), key
             x, chunk_aux = chunk_fn(x, params["chunks"][chunk], fixed)
-            # What goes through the mark is all that the next stage receives. The auxiliary loss
-            # travels along, because the loss is computed on the last stage.
-            x, aux = mark_stage_boundary((self._rules.constrain(x, AXES), aux + chunk_aux))
+            aux = jax.tree.map(jnp.add, aux, chunk_aux)
+            # What goes through the mark is all that the next stage receives. Auxiliary losses
+            # travel along, because the loss is computed on the last stage.
+            x, aux = mark_stage_boundary((self._rules.constrain(x, AXES), aux))
         return x, aux
 
     def _chunk(
         self, x: jax.Array, layers: Params, fixed: tuple[jax.Array, SideInputs, jax.Array | None]
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         index, side, key = fixed
         layer_fn = layer_function(self._program, self._prepare, padded=False)
         layer_fn = self._remat.layer(layer_fn, is_only=index.shape[0] == 1)
@@ -183,7 +185,8 @@ class MarkedModel:
 
     def _gather(self, manual: Collection[str], spec: ParamSpec) -> Gather:
         pspec = self._rules.spec(spec.axes, spec.shape)
-        return Gather(pspec, spec.dtype, self._program.config.dtype, manual)
+        dtype = spec.compute_dtype(self._program.config.dtype)
+        return Gather(pspec, spec.dtype, dtype, manual)
 
     def _head(self, params: Params, x: jax.Array, micro: Batch) -> tuple[jax.Array, jax.Array]:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.scheduled.plan import PlanArray
 from maxpipe.pipeline.split_vjp import Arrays
@@ -47,7 +48,8 @@ class Carry(NamedTuple):
       outer_gradients: float32, of the parameters that the head takes.
       before_gradients: float32, of the layers before the pipeline; empty if there are none.
       table_gradient: float32, of the local columns of the embedding table.
-      loss, aux: float32 scalars, sums of this stage.
+      loss: float32 scalar, sum of this stage.
+      aux: auxiliary losses, sums of this stage.
       gathered: parameters in full, as far as they are gathered ahead.
     """
 
@@ -62,7 +64,7 @@ class Carry(NamedTuple):
     before_gradients: Params | None
     table_gradient: jax.Array | None
     loss: jax.Array
-    aux: jax.Array
+    aux: AuxiliaryLosses
     gathered: Gathered = Gathered()
 
 
@@ -98,6 +100,11 @@ def add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients: 
 def add(total: jax.Array, g: jax.Array) -> jax.Array:
     """Return the sum in the dtype of `total`."""
     return total + g.astype(total.dtype)
+
+
+def add_auxiliary(total: AuxiliaryLosses, more: AuxiliaryLosses) -> AuxiliaryLosses:
+    """Return the sums; `more` is empty where there are no layers."""
+    return {name: value + more[name] if more else value for name, value in total.items()}
 
 
 def filled(shape: tuple[int, ...], dtype: jnp.dtype, value: float) -> jax.Array:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.manual import (
@@ -149,8 +150,8 @@ class ShardedHead:
         targets: jax.Array,
         weights: jax.Array,
         inputs: LayerInputs | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return sums of this stage's share: (loss, cross-entropy, auxiliary loss of `layers`).
+    ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
+        """Return sums of this stage's share: (loss, cross-entropy, auxiliary losses of `layers`).
 
         Arguments as below.
         """
@@ -164,27 +165,27 @@ class ShardedHead:
         weights: jax.Array,
         scales: tuple[jax.Array, jax.Array],
         inputs: LayerInputs | None = None,
-    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, Params]:
+    ) -> tuple[tuple[jax.Array, AuxiliaryLosses], jax.Array, Params]:
         """Return losses and gradients of a microbatch.
 
         Args:
           outer: what `head_loss` takes as parameters, and those of `layers`.
           y, targets, weights: as in `share`.
-          scales: float32 scalars that multiply loss and auxiliary loss before differentiation.
+          scales: float32 scalars that multiply loss and auxiliary losses before differentiation.
           inputs: of `layers`.
 
         Returns:
-          (sums (loss, auxiliary loss) of this stage's share, gradient for y [B, T, D], gradients
+          (sums (loss, auxiliary losses) of this stage's share, gradient for y [B, T, D], gradients
           for `outer` of this share).
         """
         x, targets, weights = self.share(y, targets, weights)
 
-        def losses(outer: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def losses(outer: Params, x: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
             loss, _, aux = self._share_losses(outer, x, targets, weights, inputs)
             return loss, aux
 
         sums, vjp = jax.vjp(losses, outer, x)
-        outer_gradient, x_gradient = vjp(scales)
+        outer_gradient, x_gradient = vjp((scales[0], dict.fromkeys(sums[1], scales[1])))
         # [P, D] -> [B*T, D] -> [B, T, D], or [R, T, D] -> [B, T, D]
         num = y.shape[0] if self._layers else y.shape[0] * y.shape[1]
         return sums, joined_shares(x_gradient, num).reshape(y.shape), outer_gradient
@@ -196,8 +197,8 @@ class ShardedHead:
         targets: jax.Array,
         weights: jax.Array,
         inputs: LayerInputs | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        aux = jnp.zeros(())
+    ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
+        aux: AuxiliaryLosses = {}
         if self._layers is not None:
             assert inputs is not None
             x, aux = self._layers(outer["outside"], x, inputs)

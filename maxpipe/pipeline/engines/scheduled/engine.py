@@ -30,6 +30,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.sections import PipelineConfig
+from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import (
@@ -39,7 +40,13 @@ from maxpipe.pipeline.chunk import (
     layer_function,
     remat_policy,
 )
-from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, SpmdEngine
+from maxpipe.pipeline.engines.base import (
+    Batch,
+    EngineInputs,
+    Metrics,
+    SpmdEngine,
+    metrics_of,
+)
 from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
@@ -70,7 +77,7 @@ Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
 # Mesh axes of the partitioner that split the layer dimensions of a device's weights.
 _LEADING = {"layers": (None, None), "outside": (None,)}
-Scales = tuple[jax.Array, jax.Array]  # of the token loss and of the auxiliary loss, float32 scalars
+Scales = tuple[jax.Array, jax.Array]  # of the token loss and of auxiliary losses, float32 scalars
 
 
 class ScheduledEngine(SpmdEngine):
@@ -131,18 +138,18 @@ class ScheduledEngine(SpmdEngine):
     def loss_and_gradients(
         self, params: Params, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, Params]:
-        """Return ({"loss"}, gradients like `params`); see `base.Engine`."""
+        """Return (losses, gradients like `params`); see `base.Engine`."""
         batch = microbatches.prepared(batch, self._inputs.context)
         scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
         key_data = jax.random.key_data(key) if self._program.needs_key else None
         out_specs = (PartitionSpec(), param_specs(self._inputs))
         run = self._manual(self._train, out_specs, num_replicated=2)
-        loss, gradients = run(batch, self._with_outside(params), scales, key_data)
+        metrics, gradients = run(batch, self._with_outside(params), scales, key_data)
         if outside := gradients.pop("outside"):
             specs, rules = self._program.specs["layers"], self._inputs.rules
             layers = with_outside(rules, self._layout, specs, gradients["layers"], outside)
             gradients["layers"] = layers
-        return {"loss": loss}, gradients
+        return metrics, gradients
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
         """Return {"cross_entropy", "weight"}, sums over the tokens of a batch of any size."""
@@ -181,7 +188,7 @@ class ScheduledEngine(SpmdEngine):
         )
 
     def _gather(self, spec: ParamSpec, at_rest: PartitionSpec | None = None) -> Gather:
-        rules, dtype = self._inputs.rules, self._program.config.dtype
+        rules, dtype = self._inputs.rules, spec.compute_dtype(self._program.config.dtype)
         at_rest = at_rest or rules.spec(spec.axes, spec.shape)
         # A transfer between neighbours waits for all devices, also for those that skip a slot.
         return Gather(at_rest, spec.dtype, dtype, in_steps=not self._settings.skip_idle)
@@ -247,7 +254,7 @@ class ScheduledEngine(SpmdEngine):
 
     def _outside_layers(
         self, weights: Params, x: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply the layers outside the pipeline to x [rows, T, D]; weights [num_outside, ...]."""
 
         def prepare(layer: Params) -> Params:
@@ -263,8 +270,8 @@ class ScheduledEngine(SpmdEngine):
 
     def _train(
         self, batch: Batch, params: Params, scales: Scales, key_data: jax.Array | None
-    ) -> tuple[jax.Array, Params]:
-        """Return (loss of the global batch, gradients of this device's shards)."""
+    ) -> tuple[Metrics, Params]:
+        """Return (losses of the global batch, gradients of this device's shards)."""
         # 1. This stage's weights, layer indices and microbatches.
         key = None if key_data is None else jax.random.wrap_key_data(key_data)
         stage = self._stage_program(batch, params, scales, key)
@@ -279,8 +286,9 @@ class ScheduledEngine(SpmdEngine):
         carry = stage.run(self.plan, vjp, self._first_carry(stage, self.plan, vjp))
 
         # 4. Sum over devices. The loss too: each stage has computed a share of the head's tokens.
-        loss = psum(carry.loss * scales[0] + carry.aux * scales[1], MANUAL_AXES)
-        return loss, self._gradients(carry)
+        metrics = metrics_of(carry.loss * scales[0], carry.aux, scales[1])
+        metrics = jax.tree.map(lambda value: psum(value, MANUAL_AXES), metrics)
+        return metrics, self._gradients(carry)
 
     def _evaluate(self, batch: Batch, params: Params) -> jax.Array:
         """Return the cross-entropy sum of the global batch."""
@@ -375,7 +383,7 @@ class ScheduledEngine(SpmdEngine):
             before_gradients=zeros(stage.before_weights) if vjp else None,
             table_gradient=jnp.zeros(stage.embedding_table.shape, jnp.float32) if vjp else None,
             loss=jnp.zeros(()),
-            aux=jnp.zeros(()),
+            aux=self._program.no_auxiliary(),
         )
 
     def _gradients(self, carry: Carry) -> Params:

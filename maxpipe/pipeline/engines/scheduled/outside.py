@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.manual import joined_shares, own_share, share_from
 
@@ -31,8 +31,8 @@ class LayerInputs(NamedTuple):
     key: jax.Array | None
 
 
-# (parameters [num_outside, ...], x [rows, T, D], their inputs) -> (activations, auxiliary loss sum)
-ApplyLayers = Callable[[Params, jax.Array, LayerInputs], tuple[jax.Array, jax.Array]]
+# (parameters [num_outside, ...], x [rows, T, D], their inputs) -> (activations, auxiliary losses)
+ApplyLayers = Callable[[Params, jax.Array, LayerInputs], tuple[jax.Array, AuxiliaryLosses]]
 
 
 class ShardedLayers:
@@ -47,7 +47,7 @@ class ShardedLayers:
 
     def __call__(
         self, weights: Params, x: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply the layers to this stage's rows.
 
         Args:
@@ -56,26 +56,26 @@ class ShardedLayers:
           inputs: of the whole microbatch.
 
         Returns:
-          (activations [R, T, D], auxiliary loss summed over layers and sequences).
+          (activations [R, T, D], auxiliary losses summed over layers and sequences).
         """
         num_rows, share = inputs.side.positions.shape[0], x.shape[0]
         side = jax.tree.map(own_share, inputs.side)
         if num_rows == share * lax.axis_size("stage"):
             return self._apply(weights, x, LayerInputs(side, inputs.key))
 
-        # Some stages have rows of padding, whose auxiliary loss does not count.
-        def row(x: jax.Array, side: SideInputs) -> tuple[jax.Array, jax.Array]:
+        # Some stages have rows of padding, whose auxiliary losses do not count.
+        def row(x: jax.Array, side: SideInputs) -> tuple[jax.Array, AuxiliaryLosses]:
             one = jax.tree.map(lambda a: a[None], side)
             y, aux = self._apply(weights, x[None], LayerInputs(one, inputs.key))
             return y[0], aux
 
         y, aux = jax.vmap(row)(x, side)
         is_row = lax.axis_index("stage") * share + jnp.arange(share) < num_rows
-        return y, jnp.sum(jnp.where(is_row, aux, 0))
+        return y, jax.tree.map(lambda a: jnp.sum(jnp.where(is_row, a, 0)), aux)
 
     def forward(
         self, weights: Params, x: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply the layers to a microbatch that every stage has.
 
         Args:
@@ -84,7 +84,7 @@ class ShardedLayers:
           inputs: of the microbatch.
 
         Returns:
-          (activations [B, T, D] on every stage, auxiliary loss sum of this stage's share).
+          (activations [B, T, D] on every stage, auxiliary losses of this stage's share).
         """
         y, aux = self(weights, own_share(x), inputs)
         return joined_shares(y, x.shape[0]), aux
@@ -102,11 +102,12 @@ class ShardedLayers:
         Args:
           weights, x, inputs: as for `forward`.
           dy: gradient of its activations [B, T, D]; only stage 0's counts.
-          aux_scale: float32 scalar, the gradient of the auxiliary loss.
+          aux_scale: float32 scalar, the gradient of each auxiliary loss.
 
         Returns:
           (gradient for x [B, T, D] on every stage, gradients for `weights` of this share).
         """
-        _, vjp = jax.vjp(lambda w, x: self(w, x, inputs), weights, own_share(x))
-        weight_gradients, dx = vjp((share_from(dy, source=0), aux_scale))
+        (_, aux), vjp = jax.vjp(lambda w, x: self(w, x, inputs), weights, own_share(x))
+        daux = dict.fromkeys(aux, aux_scale)
+        weight_gradients, dx = vjp((share_from(dy, source=0), daux))
         return joined_shares(dx, x.shape[0]), weight_gradients

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -49,6 +49,7 @@ from maxpipe.pipeline.engines.scheduled.carry import (
     Gathered,
     Layers,
     add,
+    add_auxiliary,
     add_to_layers,
     filled,
     read,
@@ -82,7 +83,7 @@ class ChunkInputs(NamedTuple):
     gathered: Layers | None
 
 
-ChunkOutputs = tuple[jax.Array, jax.Array]  # (activation [B, T, D], auxiliary loss)
+ChunkOutputs = tuple[jax.Array, AuxiliaryLosses]  # (activation [B, T, D], auxiliary losses)
 Chunk = Callable[[jax.Array, Params, ChunkInputs], ChunkOutputs]
 ChunkVjp = SplitVjp[Params, ChunkInputs, ChunkOutputs]
 
@@ -111,7 +112,7 @@ class StageProgram:
     Attributes:
       settings: see there.
       chunk: (x [B, T, D], parameters of a chunk [L, ...], its inputs) -> (y [B, T, D], auxiliary
-        loss).
+        losses).
       embedding, head: the ends of the model.
       embedding_table: local columns of the embedding table.
       layers: parameters of this stage [V, L, ...], as `chunk` takes them.
@@ -233,9 +234,10 @@ class StageProgram:
         # A stage that embeds, or idles, reads the scratch slot.
         x = read(carry.activations, tick.F.reads)
         if phase.F.embeds.any():
-            embedded, aux = self._embed(tick.ends.embed, x)
+            no_aux = jax.tree.map(jnp.zeros_like, carry.aux) if self.before else {}
+            embedded, aux = self._embed(tick.ends.embed, x, no_aux)
             x = jnp.where(tick.F.embeds, embedded, x)
-            carry = carry._replace(aux=carry.aux + aux)
+            carry = carry._replace(aux=add_auxiliary(carry.aux, aux))
 
         def compute(
             x: jax.Array, weights: Params, inputs: ChunkInputs
@@ -246,32 +248,34 @@ class StageProgram:
 
         weights, inputs = self.chunk_operands(tick.F.chunk, tick.F.microbatch, carry.gathered.F)
         (y, aux), residuals = self._unless_idle(tick.F.active, compute, x, weights, inputs)
-        # An idle slot writes to the scratch slot, and its auxiliary loss does not count.
+        # An idle slot writes to the scratch slot, and its auxiliary losses do not count.
         stores = write_all(carry.residuals, tick.F.residuals, residuals)
-        aux = carry.aux + jnp.where(tick.F.active, aux, 0)
-        return carry._replace(residuals=stores, aux=aux), y
+        total = jax.tree.map(lambda t, a: t + jnp.where(tick.F.active, a, 0), carry.aux, aux)
+        return carry._replace(residuals=stores, aux=total), y
 
     @jax.named_scope("embedding")
-    def _embed(self, microbatch: PlanArray, like: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Run a microbatch up to the first chunk; zeros if it is negative.
+    def _embed(
+        self, microbatch: PlanArray, like: jax.Array, no_aux: AuxiliaryLosses
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Run a microbatch up to the first chunk; zeros and `no_aux` if it is negative.
 
         Returns:
-          (input of the first chunk [B, T, D] like `like`, auxiliary loss of this stage's share of
-          the layers before it).
+          (input of the first chunk [B, T, D] like `like`, auxiliary losses of this stage's share
+          of the layers before it, like `no_aux`).
         """
 
-        def first_input(microbatch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def first_input(microbatch: jax.Array) -> tuple[jax.Array, AuxiliaryLosses]:
             batch = self._microbatch(microbatch)
             x = self.embedding.lookup(self.embedding_table, batch["tokens"])
             if self.before is None:
-                return x, jnp.zeros(())
+                return x, no_aux
             return self.before.forward(self.before_weights, x, self._layer_inputs(batch))
 
         # All stages take part, so the predicate is the tick's, not the stage's.
         return lax.cond(
             microbatch >= 0,
             first_input,
-            lambda _: (jnp.zeros_like(like), jnp.zeros(())),
+            lambda _: (jnp.zeros_like(like), no_aux),
             jnp.maximum(microbatch, 0),
         )
 
@@ -286,7 +290,7 @@ class StageProgram:
         """
         batch = self._microbatch(jnp.maximum(tick.ends.head, 0))
         targets, weights = batch["targets"], batch["weights"]
-        Sums = tuple[jax.Array, jax.Array, Params]
+        Sums = tuple[jax.Array, AuxiliaryLosses, Params]
         operands = self.outer, y, targets, weights
 
         def active(sums: Sums) -> tuple[Sums, jax.Array]:
@@ -300,7 +304,7 @@ class StageProgram:
                 *operands, scales, inputs
             )
             outer = jax.tree.map(add, outer, outer_gradient)
-            return (loss_sum + loss, aux_sum + aux, outer), y_gradient
+            return (loss_sum + loss, add_auxiliary(aux_sum, aux), outer), y_gradient
 
         def idle(sums: Sums) -> tuple[Sums, jax.Array]:
             return sums, jnp.full_like(y, self.settings.idle_fill)
@@ -332,9 +336,10 @@ class StageProgram:
         if phase.B.from_head.any():
             assert head_gradient is not None
             dy = jnp.where(tick.B.from_head, head_gradient, dy)
-        # The auxiliary loss has a cotangent of its own, its weight in the total loss.
+        # Auxiliary losses have a cotangent of their own, their weight in the total loss.
         weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch, carry.gathered.B)
-        operands = residuals, weights, inputs, (dy, self.aux_scale)
+        daux = dict.fromkeys(carry.aux, self.aux_scale)
+        operands = residuals, weights, inputs, (dy, daux)
         if isinstance(vjp, SplitBackwardVjp):
             # I: weight gradients are left to the W slot.
             dx, stash = self._unless_idle(tick.B.active, vjp.input_gradient, *operands)

@@ -48,14 +48,14 @@ def test_conveyor_brings_every_microbatch_to_every_chunk(S, V, M, delay):
 def example_lines(conveyor):
     """The rows of the worked example in the module's docstring."""
     S, K = conveyor.num_stages, conveyor.num_slots
-    state = conveyor.first_state(labelled_inputs(conveyor))
+    state = conveyor.first_state(labelled_inputs(conveyor), {})
     for t in range(conveyor.num_iterations + 1):
         x, is_active = conveyor.stage_inputs(state, t), conveyor.units(t)[0]
         work = [label(x[s]) if is_active[s] else " - " for s in range(S)]
         slots = ["  ".join(label(state.io[s, k]) for s in range(S)) for k in range(K)]
         slots = [f"[{slot}]" if k == t % K else f" {slot} " for k, slot in enumerate(slots)]
         yield f"    {t}    {'      '.join(work)}    {' '.join(slots)}".rstrip()
-        state = conveyor.next_state(state, x + 1, jnp.zeros(S), t)
+        state = conveyor.next_state(state, x + 1, {}, t)
 
 
 def test_conveyor_example_in_the_docstring_is_what_happens():

@@ -123,7 +123,7 @@ def test_each_stage_applies_the_layers_to_its_share_of_the_rows(rows):
     def apply(weights, x, inputs):
         shapes.add(x.shape)
         y = jnp.sin(x * weights["w"] + inputs.side.positions[..., None])
-        return y, jnp.sum(jnp.cos(y + inputs.side.sequence_index[:, None, None]))
+        return y, {"cosine": jnp.sum(jnp.cos(y + inputs.side.sequence_index[:, None, None]))}
 
     rng = np.random.default_rng(rows)
     x, dy = rng.standard_normal((2, rows, T, D)).astype(np.float32)
@@ -140,7 +140,7 @@ def test_each_stage_applies_the_layers_to_its_share_of_the_rows(rows):
         dx, dw = layers.gradients(weights, x, inputs, only_first, scale)
         return (
             y[None],
-            psum(aux, ("stage",)),
+            psum(aux["cosine"], ("stage",)),
             dx[None],
             jax.tree.map(lambda g: psum(g, ("stage",)), dw),
         )
@@ -157,8 +157,8 @@ def test_each_stage_applies_the_layers_to_its_share_of_the_rows(rows):
     share = -(-rows // stages)
     assert shapes == {(share, T, D)} or (rows % stages and shapes == {(1, T, D)})
     expected, vjp = jax.vjp(lambda w, x: apply(w, x, LayerInputs(side, None)), weights, x)
-    expected_dw, expected_dx = vjp((jnp.asarray(dy), scale))
-    np.testing.assert_allclose(aux, expected[1], rtol=1e-5)
+    expected_dw, expected_dx = vjp((jnp.asarray(dy), {"cosine": scale}))
+    np.testing.assert_allclose(aux, expected[1]["cosine"], rtol=1e-5)
     np.testing.assert_allclose(dw["w"], expected_dw["w"], rtol=1e-5)
     for stage in range(stages):
         np.testing.assert_allclose(y[stage], expected[0], rtol=1e-5, atol=1e-6)

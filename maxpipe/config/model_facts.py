@@ -1,0 +1,170 @@
+"""Hold the facts about what a model is made of: kernels, routers, blocks and model types."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_for_parts`.
+
+    Attributes:
+      implementation: "module:class".
+      platforms: backends that it runs on.
+      preferred_on: backends on which `model.attention=auto` picks it if the sizes fit.
+      summary: a phrase for `--help`.
+    """
+
+    implementation: str
+    platforms: tuple[str, ...]
+    preferred_on: tuple[str, ...] = ()
+    summary: str = ""
+
+
+_KERNELS = "maxpipe.model.kernels."
+KERNELS: dict[str, AttentionKernel] = {
+    "dot_product": AttentionKernel(
+        _KERNELS + "dot_product:DotProduct",
+        ("cpu", "gpu", "tpu"),
+        summary="two matrix products, on every backend",
+    ),
+    "splash": AttentionKernel(
+        _KERNELS + "splash:Splash",
+        ("tpu",),
+        preferred_on=("tpu",),
+        summary="a TPU kernel that never holds all scores",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GroupedKernel:
+    """A product of rows with the weights of their experts, `model.moe.kernel`.
+
+    It is a class with `unfit`, `layout` and `multiply`; see `maxpipe.model.experts`.
+
+    Attributes:
+      implementation: "module:class".
+      platforms: backends that it runs on.
+      preferred_on: backends on which `model.moe.kernel=auto` picks it if the sizes fit.
+      summary: a phrase for `--help`.
+    """
+
+    implementation: str
+    platforms: tuple[str, ...]
+    preferred_on: tuple[str, ...] = ()
+    summary: str = ""
+
+
+_EXPERTS = "maxpipe.model.experts."
+GROUPED_KERNELS: dict[str, GroupedKernel] = {
+    "blocks": GroupedKernel(
+        _EXPERTS + "blocks:Blocks",
+        ("cpu", "gpu", "tpu"),
+        preferred_on=("cpu", "gpu"),
+        summary="a loop over blocks of rows of one expert, on every backend",
+    ),
+    "megablox": GroupedKernel(
+        _EXPERTS + "megablox:Megablox",
+        ("tpu",),
+        preferred_on=("tpu",),
+        summary="JAX's TPU kernel for groups of any size",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token chooses experts, `model.moe.router`: logits -> choice and weights.
+
+    Attributes:
+      implementation: "module:function".
+      summary: a phrase for `--help`.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+ROUTERS: dict[str, Router] = {
+    "sigmoid": Router(_EXPERTS + "router:sigmoid", summary="the sigmoid of each logit"),
+    "softmax": Router(
+        _EXPERTS + "router:softmax", summary="the softmax over all experts, then the choice"
+    ),
+    "topk_softmax": Router(
+        _EXPERTS + "router:topk_softmax", summary="the choice, then the softmax over it"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
+
+    Attributes:
+      implementation: "module:class".
+      summary: a phrase for `--help`.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+BLOCKS: dict[str, Block] = {
+    "llama": Block(
+        "maxpipe.model.block:LlamaBlock", summary="attention, then a gated MLP, each with its norms"
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A `model_type` of Hugging Face's config.json: a subclass of `maxpipe.hf.family.Family`.
+
+    Attributes:
+      implementation: "module:class".
+      summary: a phrase for the documentation.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+_FAMILIES = "maxpipe.hf.families."
+MODEL_TYPES: dict[str, ModelType] = {
+    "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", summary="Gemma 2"),
+    "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", summary="the text part of Gemma 3"),
+    "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
+    "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),
+    "mistral": ModelType(_FAMILIES + "llama:Mistral", summary="Mistral 7B, Nemo"),
+    "mixtral": ModelType(_FAMILIES + "experts:Mixtral", summary="Mixtral 8x7B, 8x22B"),
+    "olmo2": ModelType(_FAMILIES + "olmo:Olmo2", summary="OLMo 2"),
+    "olmo3": ModelType(_FAMILIES + "olmo:Olmo3", summary="OLMo 3"),
+    "olmoe": ModelType(_FAMILIES + "experts:Olmoe", summary="OLMoE"),
+    "phi3": ModelType(_FAMILIES + "phi:Phi3", summary="Phi-3, Phi-3.5, Phi-4"),
+    "qwen2": ModelType(_FAMILIES + "llama:Qwen2", summary="Qwen2 and Qwen2.5, dense"),
+    "qwen3": ModelType(_FAMILIES + "llama:Qwen3", summary="Qwen3, dense"),
+    "qwen3_moe": ModelType(
+        _FAMILIES + "experts:Qwen3Moe", summary="Qwen3 with experts, as 30B-A3B and 235B-A22B"
+    ),
+    "smollm3": ModelType(_FAMILIES + "llama:SmolLm3", summary="SmolLM3"),
+}
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """Where a model of Hugging Face lies: a `maxpipe.config.model_places.ModelFolder`.
+
+    Attributes:
+      implementation: "module:class", built with (folder, key that names it).
+      summary: a phrase for the documentation.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+MODEL_PLACES: dict[str, ModelPlace] = {
+    "directory": ModelPlace("maxpipe.storage.model_folders:LocalFolder", "a directory"),
+    "store": ModelPlace("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
+    "hub": ModelPlace("maxpipe.storage.hub:HubFolder", "org/name or org/name@REVISION"),
+}

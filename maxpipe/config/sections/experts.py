@@ -1,0 +1,52 @@
+"""A mixture of experts in the place of a layer's MLP, `model.moe.*`."""
+
+from dataclasses import dataclass
+
+from maxpipe.config.catalog import GROUPED_KERNELS, ROUTERS
+from maxpipe.config.sections.fields import option
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """`model.moe.*`: routed experts, of which each token uses a few; 0 experts = a dense MLP.
+
+    The other keys have no effect without experts.
+    """
+
+    experts: int = option(
+        0,
+        "number of routed experts in the place of the MLP; 0 = a dense MLP",
+        minimum=0,
+        maximum=2**16,
+    )
+    per_token: int = option(2, "number of experts that each token uses", minimum=1)
+    mlp_dim: int = option(0, "hidden width of an expert; 0 = model.mlp_dim", minimum=0)
+    shared_experts: int = option(
+        0,
+        "number of experts that every token uses besides, computed as one MLP of this many widths",
+        minimum=0,
+    )
+    router: str = option(
+        "softmax", "how logits of the router become scores of experts", variants=ROUTERS
+    )
+    normalise: bool = option(
+        True, "divide the weights of a token's experts by their sum; topk_softmax always does"
+    )
+    scale: float = option(1.0, "factor of the weights of a token's experts", above=0)
+    balance_loss: float = option(
+        0.0,
+        "weight of the loss that balances the experts' load within each sequence "
+        "(DeepSeek-V3, equations 17 to 20)",
+        minimum=0,
+    )
+    z_loss: float = option(
+        0.0,
+        "weight of the penalty on the squared logarithm of the router's softmax denominator",
+        minimum=0,
+    )
+    kernel: str = option(
+        "auto",
+        "how rows are multiplied with the weights of their experts; auto picks by backend",
+        variants=GROUPED_KERNELS,
+        also=("auto",),
+    )

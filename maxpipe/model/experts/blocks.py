@@ -1,0 +1,110 @@
+"""Multiply blocks of rows, each of one expert, in a loop: the kernel for every backend.
+
+The rows of an expert fill whole blocks, the last with zeros. What is multiplied beyond the rows of
+tokens is at most `_WASTE` of them, where a block has more than `_LEAST` rows. XLA's own
+`lax.ragged_dot` multiplies every row with the weights of all experts on CPUs and GPUs.
+
+Letters: A assignments, b rows of a block, P rows of all blocks, E experts, D and F widths.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.dtypes import float0
+
+from maxpipe.config.sections import ModelConfig
+from maxpipe.model.experts.dispatch import Layout, Places, first_rows
+
+_LEAST, _MOST = 8, 128  # rows of a block
+_WASTE = 0.2
+
+
+class Blocks:
+    """The kernel; see `maxpipe.model.experts`."""
+
+    @staticmethod
+    def unfit(config: ModelConfig) -> str:
+        """Return an empty string: there is no size that it cannot serve."""
+        return ""
+
+    @staticmethod
+    def layout(num_assignments: int, num_experts: int) -> Layout:
+        """Return blocks as large as the waste allows; every expert may have a block partly full."""
+        groups = min(num_assignments, num_experts)
+        size = _LEAST
+        while 2 * size <= _MOST and 2 * size * groups <= _WASTE * num_assignments:
+            size *= 2
+        return Layout(size * (num_assignments // size + groups), size)
+
+    @staticmethod
+    def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
+        """Return rows [P, D] times the weights [E, D, F] of their experts, [P, F]."""
+        first = first_rows(places.sizes, layout.alignment)
+        blocks = jnp.arange(layout.num_rows // layout.alignment, dtype=jnp.int32)
+        # The last expert that begins at or before the block's first row; empty ones begin there
+        # too, but before it. Blocks after all rows belong to the last expert, and are zero.
+        starts = blocks * layout.alignment
+        ends = first + -(-places.sizes // layout.alignment) * layout.alignment
+        experts = jnp.searchsorted(ends, starts, side="right").astype(jnp.int32)
+        experts = jnp.minimum(experts, weights.shape[0] - 1)
+        return _multiply(rows, weights, experts)
+
+
+@partial(jax.custom_vjp)
+def _multiply(rows: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
+    """Multiply rows [P, D] with weights [E, D, F]; experts int32 [P / b], of each block."""
+    return _over_blocks(rows, weights, experts, contracted=0)
+
+
+def _over_blocks(
+    rows: jax.Array, weights: jax.Array, experts: jax.Array, *, contracted: int
+) -> jax.Array:
+    """Multiply each block with its expert's matrix, summing over a dimension of the matrix."""
+
+    def multiply(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, expert = block
+        matrix = lax.dynamic_index_in_dim(weights, expert, keepdims=False)
+        return lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())))
+
+    blocks = rows.reshape(experts.shape[0], -1, rows.shape[1])  # [P / b, b, D]
+    products = lax.map(multiply, (blocks, experts))
+    return products.reshape(rows.shape[0], -1)
+
+
+def _forward(
+    rows: jax.Array, weights: jax.Array, experts: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return _multiply(rows, weights, experts), (rows, weights, experts)
+
+
+def _backward(
+    saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    rows, weights, experts = saved
+    of_rows = _over_blocks(gradient, weights, experts, contracted=1)
+
+    def add(
+        total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, None]:
+        rows, gradient, expert = block
+        # [b, D] x [b, F] -> [D, F], summed over an expert's blocks in float32
+        product = lax.dot_general(
+            rows, gradient, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        sum_so_far = lax.dynamic_index_in_dim(total, expert, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, sum_so_far + product, expert, 0), None
+
+    count = experts.shape[0]
+    blocks = (
+        rows.reshape(count, -1, rows.shape[1]),
+        gradient.reshape(count, -1, gradient.shape[1]),
+    )
+    zeros = jnp.zeros(weights.shape, jnp.float32)
+    of_weights, _ = lax.scan(add, zeros, (*blocks, experts))
+    return of_rows, of_weights.astype(weights.dtype), np.zeros(experts.shape, float0)
+
+
+_multiply.defvjp(_forward, _backward)

@@ -1,0 +1,102 @@
+"""Arrange tokens as rows in the order of their experts, and add rows up to tokens again.
+
+Each assignment of a token to an expert is a row, so nothing is dropped, however uneven the choice.
+Rows of an expert are neighbours; where a kernel asks for it, they begin at a multiple of a number,
+and the rows in between are zero. Both directions are gathers, and so are their gradients.
+
+Letters: N tokens, k experts of a token, A = N k assignments, P rows, E experts, D embed.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
+
+
+class Layout(NamedTuple):
+    """How rows lie.
+
+    Attributes:
+      num_rows: P, enough for every choice.
+      alignment: the first row of each expert is a multiple of it.
+    """
+
+    num_rows: int
+    alignment: int
+
+
+class Places(NamedTuple):
+    """Where each assignment's row is.
+
+    Attributes:
+      rows: int32 [N, k], row of each assignment.
+      assignments: int32 [P], assignment in each row, counted over [N, k]; A in rows without one.
+      sizes: int32 [E], rows of each expert.
+    """
+
+    rows: jax.Array
+    assignments: jax.Array
+    sizes: jax.Array
+
+
+def arrange(experts: jax.Array, num_experts: int, layout: Layout) -> Places:
+    """Give each assignment a row: by expert, then by token.
+
+    Args:
+      experts: int32 [N, k], experts of each token.
+      num_experts: E.
+      layout: of a kernel, for this number of assignments.
+    """
+    flat = experts.reshape(-1)  # [A]
+    count = flat.shape[0]
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)  # [A], assignments by expert
+    sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1)
+    before = jnp.cumsum(sizes) - sizes  # [E], assignments of the experts before
+    sorted_experts = flat[order]
+    rank = jnp.arange(count, dtype=jnp.int32) - before[sorted_experts]  # within the expert
+    row = first_rows(sizes, layout.alignment)[sorted_experts] + rank  # [A]
+    rows = jnp.zeros(count, jnp.int32).at[order].set(row)
+    assignments = jnp.full(layout.num_rows, count, jnp.int32).at[row].set(order)
+    return Places(rows.reshape(experts.shape), assignments, sizes)
+
+
+def first_rows(sizes: jax.Array, alignment: int) -> jax.Array:
+    """Return the first row of each expert, int32 [E], of their numbers of rows [E]."""
+    aligned = -(-sizes // alignment) * alignment
+    return jnp.cumsum(aligned) - aligned
+
+
+@jax.custom_vjp
+def spread(x: jax.Array, places: Places) -> jax.Array:
+    """Return a row for each assignment, [N, D] -> [P, D]; rows without one are zero."""
+    tokens = places.assignments // places.rows.shape[1]
+    return jnp.take(x, tokens, axis=0, mode="fill", fill_value=0)
+
+
+def _spread_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:
+    summed = jnp.sum(gradient[places.rows].astype(jnp.float32), axis=1)  # [N, k, D] -> [N, D]
+    return summed.astype(gradient.dtype), _no_gradient(places)
+
+
+spread.defvjp(lambda x, places: (spread(x, places), places), _spread_backward)
+
+
+@jax.custom_vjp
+def collect(rows: jax.Array, places: Places) -> jax.Array:
+    """Return the row of each assignment, [P, D] -> [N, k, D]; inverts `spread`."""
+    return rows[places.rows]
+
+
+def _collect_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:
+    flat = gradient.reshape(-1, gradient.shape[-1])  # [A, D]
+    rows = jnp.take(flat, places.assignments, axis=0, mode="fill", fill_value=0)  # [P, D]
+    return rows, _no_gradient(places)
+
+
+collect.defvjp(lambda rows, places: (collect(rows, places), places), _collect_backward)
+
+
+def _no_gradient(places: Places) -> Places:
+    return jax.tree.map(lambda x: np.zeros(x.shape, float0), places)

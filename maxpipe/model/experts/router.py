@@ -1,0 +1,107 @@
+"""Choose experts for tokens, and compute the losses that spread tokens over experts.
+
+Scores, choice and weights are float32. Ties go to the expert of the lower index.
+
+Letters: B sequences, T tokens of each, E experts, k experts of a token.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxpipe.config.catalog import ROUTERS
+from maxpipe.config.imports import implementation
+from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.sharding.context_parallel import sequence_parts, sum_over_sequence
+
+BALANCE_LOSS = "balance_loss"
+Z_LOSS = "z_loss"
+
+
+class Choice(NamedTuple):
+    """What a router decides.
+
+    Attributes:
+      experts: int32 [..., k], the chosen experts, the best first.
+      weights: float32 [..., k], of their outputs in the sum.
+      probabilities: float32 [..., E], scores of all experts that add up to 1.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    probabilities: jax.Array
+
+
+# (logits float32 [..., E], options) -> choice, before normalisation and scale
+RouterFn = Callable[[jax.Array, MoEConfig], Choice]
+
+
+def route(logits: jax.Array, moe: MoEConfig) -> Choice:
+    """Choose experts for logits [..., E], float32; weights are normalised and scaled."""
+    router: RouterFn = implementation(ROUTERS[moe.router])
+    choice = router(logits, moe)
+    weights = choice.weights
+    if moe.normalise and moe.router != "topk_softmax":
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return choice._replace(weights=weights if moe.scale == 1 else weights * moe.scale)
+
+
+def softmax(logits: jax.Array, config: MoEConfig) -> Choice:
+    """Choose by the softmax over all experts, as Mixtral, Qwen3 and OLMoE do."""
+    return _chosen(jax.nn.softmax(logits, axis=-1), config.per_token)
+
+
+def topk_softmax(logits: jax.Array, config: MoEConfig) -> Choice:
+    """Choose by logits; weights are the softmax over the chosen ones."""
+    experts, best, _ = _chosen(logits, config.per_token)
+    return Choice(experts, jax.nn.softmax(best, axis=-1), jax.nn.softmax(logits, axis=-1))
+
+
+def sigmoid(logits: jax.Array, config: MoEConfig) -> Choice:
+    """Choose by the sigmoid of each logit (DeepSeek-V3, arXiv:2412.19437)."""
+    experts, weights, scores = _chosen(jax.nn.sigmoid(logits), config.per_token)
+    return Choice(experts, weights, scores / jnp.sum(scores, axis=-1, keepdims=True))
+
+
+def losses(logits: jax.Array, choice: Choice, config: MoEConfig) -> dict[str, jax.Array]:
+    """Return the configured losses of a layer, each a sum over sequences, with its weight.
+
+    Both are functions of one sequence, a row of the batch with all its tokens, so they do not
+    depend on how a batch is cut:
+
+    balance_loss: with f_e the share of the sequence's assignments that expert e has, times E, and
+    P_e the mean of its probability, the sum of f_e P_e; 1 where both are even. The gradient is that
+    of P_e.
+    z_loss: the mean over tokens of the squared logarithm of the softmax's denominator (Zoph et al.
+    2022, arXiv:2202.08906).
+
+    Where sequences are split over devices each device returns an equal share of the balance loss,
+    and its own tokens' share of the other.
+
+    Args:
+      logits: float32 [B, T, E].
+      choice: of `route`.
+      config: `model.moe.*`.
+    """
+    parts, (_, length, num_experts) = sequence_parts(), logits.shape
+    values = {}
+    if config.balance_loss:
+        chosen = jax.nn.one_hot(choice.experts, num_experts, dtype=jnp.float32)  # [B, T, k, E]
+        counts = sum_over_sequence(lax.stop_gradient(jnp.sum(chosen, axis=(1, 2))))  # [B, E]
+        totals = sum_over_sequence(jnp.sum(choice.probabilities, axis=1))  # [B, E]
+        tokens = length * parts
+        load = counts * (num_experts / (config.per_token * tokens))
+        values[BALANCE_LOSS] = config.balance_loss * jnp.sum(load * totals) / (tokens * parts)
+    if config.z_loss:
+        log_z = jax.nn.logsumexp(logits, axis=-1)  # [B, T]
+        values[Z_LOSS] = config.z_loss * jnp.sum(jnp.square(log_z)) / (length * parts)
+    return values
+
+
+def _chosen(scores: jax.Array, count: int) -> Choice:
+    """Choose the highest of scores [..., E]; the weights are these scores."""
+    _, experts = lax.top_k(lax.stop_gradient(scores), count)
+    return Choice(experts, jnp.take_along_axis(scores, experts, axis=-1), scores)

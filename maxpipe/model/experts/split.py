@@ -1,0 +1,155 @@
+"""Choose the kernel of experts, and run it on arrays that are split over several devices.
+
+Each device computes with the tokens that it has. Over mesh axis `tensor` it has a share of every
+expert's width, and the shares of the results are summed.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxpipe.config import ConfigError, Problem
+from maxpipe.config.catalog import GROUPED_KERNELS
+from maxpipe.config.imports import implementation
+from maxpipe.config.sections import ModelConfig
+from maxpipe.model.experts.dispatch import Layout, Places
+from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
+from maxpipe.sharding.rules import AxisRules, axes_of
+
+KEY = "model.moe.kernel"
+EVERYWHERE = "blocks"  # the kernel that runs on every backend, with every size
+
+
+class Kernel(Protocol):
+    """What a kernel's class offers; see `maxpipe.model.experts`."""
+
+    def unfit(self, config: ModelConfig) -> str: ...
+
+    def layout(self, num_assignments: int, num_experts: int) -> Layout: ...
+
+    def multiply(
+        self, rows: jax.Array, weights: jax.Array, places: Places, layout: Layout
+    ) -> jax.Array: ...
+
+
+def choose_kernel(config: ModelConfig, platform: str, note: Callable[[str], None]) -> str:
+    """Return the name of the kernel; an automatic choice is printed with its reason.
+
+    Args:
+      config: resolved.
+      platform: of the devices, as JAX names it.
+      note: prints a line.
+
+    Raises:
+      ConfigError: the configured kernel does not run on this platform or with these sizes.
+    """
+    configured = config.moe.kernel
+    if configured != "auto":
+        facts = GROUPED_KERNELS[configured]
+        reason = _kernel(configured).unfit(config)
+        if platform not in facts.platforms:
+            reason = f"it runs on {' and '.join(facts.platforms)}, not on {platform}"
+        if reason:
+            message = f"{configured} cannot be used: {reason}; use auto or {EVERYWHERE}"
+            raise ConfigError(Problem(KEY, message))
+        return configured
+    preferred = [name for name, facts in GROUPED_KERNELS.items() if platform in facts.preferred_on]
+    name = preferred[0] if preferred else EVERYWHERE
+    if reason := _kernel(name).unfit(config):
+        note(f"{KEY}={EVERYWHERE}: {name} cannot be used, {reason}")
+        return EVERYWHERE
+    note(f"{KEY}={name}: the kernel for {platform}")
+    return name
+
+
+def build_experts(
+    config: ModelConfig, rules: AxisRules, platform: str, note: Callable[[str], None]
+) -> ExpertsFn | None:
+    """Build the function of a model's experts; None if the model has none.
+
+    Args:
+      config: resolved.
+      rules: logical axis rules, bound to the mesh.
+      platform: of the mesh's devices, as JAX names it.
+      note: prints a line.
+
+    Raises:
+      ConfigError: as `choose_kernel`.
+    """
+    if not config.moe.experts:
+        return None
+    name = choose_kernel(config, platform, note)
+    kernel = _kernel(name)
+    experts = experts_with(kernel.layout, kernel.multiply, config.mlp_activation)
+    return per_device(experts, rules, always=name != EVERYWHERE)
+
+
+def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> ExpertsFn:
+    """Run `experts` on each device's own tokens.
+
+    XLA's partitioner would gather all tokens to sort them. Inside a program that is already manual
+    over some axes only the other axes are left to split.
+
+    Args:
+      experts: of one device.
+      rules: logical axis rules, bound to the mesh.
+      always: whether no axis may be left to the partitioner, even if it has one device: it refuses
+        kernels of Pallas.
+    """
+
+    def run(
+        x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
+    ) -> jax.Array:
+        current = jax.sharding.get_abstract_mesh()
+        manual = set(current.manual_axes)
+        automatic = {axis for axis in rules.mesh.axis_names if axis not in manual}
+        if not always and all(rules.mesh.shape[axis] == 1 for axis in automatic):
+            return experts(x, choice, combine, weights)
+        tokens = rules.automatic_spec(("activation_batch", "activation_length", None), x.shape)
+        width = rules.automatic_spec((None, None, "expert_mlp"), weights.gate.shape)[2]
+        # Devices that share a width have operands and results of their own, in a new first
+        # dimension: their sums are left to the partitioner, as those of any product.
+        copies = jax.tree.map(
+            lambda a: jnp.broadcast_to(a, (_count(rules, width), *a.shape)), (x, choice, combine)
+        )
+        copied = PartitionSpec(width, *tokens)
+
+        def of_device(
+            copies: tuple[jax.Array, jax.Array, jax.Array], weights: tuple[jax.Array, ...]
+        ) -> jax.Array:
+            x, choice, combine = (a[0] for a in copies)
+            return experts(x, choice, combine, ExpertWeights(*weights))[None]
+
+        split = jax.shard_map(
+            of_device,
+            mesh=current if manual else rules.mesh,
+            axis_names=automatic,
+            check_vma=False,
+            in_specs=(
+                copied,
+                (
+                    PartitionSpec(None, None, width),
+                    PartitionSpec(None, None, width),
+                    PartitionSpec(None, width, None),
+                ),
+            ),
+            out_specs=copied,
+        )
+        return jnp.sum(split(copies, tuple(weights)), axis=0)
+
+    return run
+
+
+def _count(rules: AxisRules, entry: str | tuple[str, ...] | None) -> int:
+    """Return the devices along the mesh axes of one entry of a PartitionSpec."""
+    count = 1
+    for axis in axes_of(PartitionSpec(entry)):
+        count *= rules.mesh.shape[axis]
+    return count
+
+
+def _kernel(name: str) -> Kernel:
+    return implementation(GROUPED_KERNELS[name])

@@ -1,0 +1,167 @@
+"""Mixtures of experts against a slow reference: every expert for every token, then a mask."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.catalog import ROUTERS
+from maxpipe.model.experts.blocks import Blocks
+from maxpipe.model.experts.dispatch import arrange
+from maxpipe.model.experts.mixture import MixtureOfExperts
+from maxpipe.model.experts.router import losses, route
+from maxpipe.model.parameters import init_params, split_module
+from maxpipe.model.program import ModelProgram
+from maxpipe.planning.jaxpr_flops import program_flops
+
+ROWS, LENGTH, EMBED, WIDTH, EXPERTS, PER_TOKEN = 3, 10, 12, 8, 5, 2
+
+
+def model_of(**values):
+    sizes = {"embed_dim": EMBED, "num_query_heads": 2, "num_kv_heads": 2}
+    experts = {"experts": EXPERTS, "per_token": PER_TOKEN, "mlp_dim": WIDTH} | values
+    keys = {f"model.{key}": value for key, value in sizes.items()}
+    keys |= {f"model.moe.{key}": value for key, value in experts.items()}
+    return resolve(replace(Config(), **keys), 1).model
+
+
+def layer_of(model, seed=0):
+    apply, specs = split_module(lambda: MixtureOfExperts(model))
+    params = init_params(specs, jax.random.key(seed))
+    x = jax.random.normal(jax.random.key(seed + 1), (ROWS, LENGTH, model.embed_dim))
+    return apply, params, x
+
+
+def reference(model, params, x):
+    """Return what `MixtureOfExperts` computes, by a loop over experts."""
+    moe = model.moe
+    logits = jnp.einsum("btd,de->bte", x, params["router"])
+    to_scores = jax.nn.sigmoid if moe.router == "sigmoid" else jax.nn.softmax
+    scores = to_scores(logits)
+    order = jnp.argsort(-jax.lax.stop_gradient(scores), axis=-1, stable=True)
+    is_chosen = jnp.argsort(order, axis=-1) < moe.per_token  # rank of each expert
+    if moe.router == "topk_softmax":
+        weights = jax.nn.softmax(jnp.where(is_chosen, logits, -jnp.inf), axis=-1)
+    else:
+        weights = jnp.where(is_chosen, scores, 0)
+        if moe.normalise:
+            weights = weights / weights.sum(-1, keepdims=True)
+    y = jnp.zeros_like(x)
+    for e in range(moe.experts):
+        hidden = jax.nn.silu(x @ params["gate"][e]) * (x @ params["up"][e])
+        y += moe.scale * weights[..., e, None] * (hidden @ params["down"][e])
+    if moe.shared_experts:
+        shared = params["shared"]
+        y += (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"])) @ shared["down"]
+    # Losses, sequence by sequence
+    probabilities = scores / scores.sum(-1, keepdims=True)
+    balance = z = 0.0
+    for row in range(x.shape[0]):
+        share = is_chosen[row].sum(0) * moe.experts / (moe.per_token * x.shape[1])
+        balance += jnp.sum(share * probabilities[row].mean(0))
+        z += jnp.mean(jax.nn.logsumexp(logits[row], axis=-1) ** 2)
+    return y, {"balance_loss": moe.balance_loss * balance, "z_loss": moe.z_loss * z}
+
+
+OPTIONS = [
+    {"router": "softmax", "shared_experts": 2},
+    {"router": "softmax", "normalise": False, "scale": 1.5},
+    {"router": "topk_softmax", "per_token": 3},
+    {"router": "sigmoid", "scale": 2.5, "experts": 16, "per_token": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"{o['router']}-{len(o)}")
+def test_values_losses_and_gradients_are_those_of_a_loop_over_experts(options):
+    model = model_of(balance_loss=0.5, z_loss=0.25, **options)
+    apply, params, x = layer_of(model)
+
+    def total(function):
+        def run(params, x):
+            y, auxiliary = function(params, x)
+            return jnp.sum(jnp.sin(y)) + sum(auxiliary.values()), (y, auxiliary)
+
+        return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))
+
+    actual = total(apply)(params, x)
+    expected = total(lambda params, x: reference(model, params, x))(params, x)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+def test_every_router_is_among_the_options_above():
+    assert {options["router"] for options in OPTIONS} == set(ROUTERS)
+
+
+def test_no_token_is_dropped_when_all_choose_the_same_experts():
+    model = model_of()
+    apply, params, x = layer_of(model)
+    params["router"] = jnp.zeros_like(params["router"]).at[:, 3].set(1.0).at[:, 1].set(0.5)
+    x = jnp.abs(x)  # every token prefers expert 3, then 1
+    assert (route(x @ params["router"], model.moe).experts == jnp.array([3, 1])).all()
+    np.testing.assert_allclose(apply(params, x)[0], reference(model, params, x)[0], atol=1e-5)
+
+
+def test_ties_go_to_the_lower_index():
+    choice = route(jnp.zeros((1, 1, 6)).at[0, 0, 2].set(1.0), model_of(experts=6).moe)
+    assert choice.experts[0, 0].tolist() == [2, 0]
+
+
+def test_balance_loss_of_even_tokens_is_its_weight():
+    moe = model_of(experts=4, balance_loss=0.125).moe
+    # Each pair of experts is chosen equally often, and probabilities are even on average.
+    logits = jnp.asarray([[[5.0, 5, 0, 0], [0, 0, 5, 5], [5, 0, 5, 0], [0, 5, 0, 5]]])
+    assert losses(logits, route(logits, moe), moe)["balance_loss"] == pytest.approx(0.125)
+    one_sided = logits.at[:].set(logits[0, 0])
+    assert losses(one_sided, route(one_sided, moe), moe)["balance_loss"] > 0.24
+
+
+def test_only_losses_with_a_weight_are_computed():
+    assert ModelProgram(model_of()).auxiliary_names == ()
+    assert ModelProgram(model_of(z_loss=0.1)).auxiliary_names == ("z_loss",)
+    both = model_of(z_loss=0.1, balance_loss=0.1)
+    assert ModelProgram(both).auxiliary_names == ("balance_loss", "z_loss")
+
+
+def test_router_is_float32_in_a_model_of_bfloat16():
+    model = dataclasses.replace(model_of(), dtype="bfloat16", param_dtype="bfloat16")
+    apply, params, x = layer_of(model)
+    assert params["router"].dtype == jnp.float32
+    assert params["gate"].dtype == jnp.bfloat16
+    y, _ = apply(params, x.astype(jnp.bfloat16))
+    exact, _ = reference(model, jax.tree.map(jnp.float32, params), x.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(y), np.float32(exact), atol=0.03)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (7, 3), (600, 4)])
+def test_rows_of_blocks_are_each_of_one_expert_and_hold_every_assignment(tokens, experts):
+    chosen = np.random.default_rng(0).integers(0, experts, (tokens, 2)).astype(np.int32)
+    layout = Blocks.layout(chosen.size, experts)
+    places = arrange(jnp.asarray(chosen), experts, layout)
+    of_row = np.full(layout.num_rows, -1)
+    of_row[places.rows.reshape(-1)] = chosen.reshape(-1)
+    assert len(set(places.rows.reshape(-1).tolist())) == chosen.size  # no row is used twice
+    for block in of_row.reshape(-1, layout.alignment):
+        assert len(set(block[block >= 0].tolist())) <= 1
+    filled = np.asarray(places.assignments) < chosen.size
+    assert (filled == (of_row >= 0)).all()
+
+
+def test_traced_flops_are_within_a_third_of_those_of_chosen_experts():
+    model = model_of(experts=16, per_token=2, mlp_dim=8)
+    apply, params, _ = layer_of(model)
+    x = jnp.zeros((4, 256, EMBED))
+
+    def loss(params, x):
+        return jnp.sum(apply(params, x)[0])
+
+    flops = program_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(params, x))
+    routed = 2 * 3 * model.moe.per_token * EMBED * model.expert_dim
+    router = 2 * EMBED * model.moe.experts
+    active = 3 * x.shape[0] * x.shape[1] * (routed + router)
+    assert active <= flops <= 1.3 * active

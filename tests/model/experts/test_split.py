@@ -1,0 +1,38 @@
+"""Which kernel of experts is chosen for which platform and sizes, and what is said about it."""
+
+import pytest
+from helpers.engines import tiny
+
+from maxpipe.config import ConfigError
+from maxpipe.model.experts.split import choose_kernel
+
+
+@pytest.fixture
+def choose():
+    """choose(platform, kernel, width) -> (name, what was said), for experts of 256."""
+
+    def _choose(platform, kernel="auto", width=128):
+        sizes = {"model.embed_dim": width, "model.moe.experts": 4, "model.moe.mlp_dim": 256}
+        said = []
+        model = tiny(**sizes, **{"model.moe.kernel": kernel}).model
+        return choose_kernel(model, platform, said.append), "".join(said)
+
+    return _choose
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"), [("cpu", "blocks"), ("gpu", "blocks"), ("tpu", "megablox")]
+)
+def test_auto_takes_the_kernel_of_the_platform_and_says_so(choose, platform, name):
+    assert choose(platform) == (name, f"model.moe.kernel={name}: the kernel for {platform}")
+
+
+def test_auto_falls_back_with_the_reason_where_widths_do_not_fit(choose):
+    reason = "megablox cannot be used, model.embed_dim=64 is not a multiple of 128"
+    assert choose("tpu", width=64) == ("blocks", f"model.moe.kernel=blocks: {reason}")
+
+
+def test_configured_kernel_is_taken_silently_or_refused_with_a_remedy(choose):
+    assert choose("tpu", "blocks") == ("blocks", "")
+    with pytest.raises(ConfigError, match=r"it runs on tpu, not on cpu; use auto or blocks"):
+        choose("cpu", "megablox")
