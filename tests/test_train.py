@@ -321,7 +321,8 @@ def test_print_config_shows_every_value_with_its_source(words, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([*words, "--print-config", "optimizer.beta2=0.9"])
     assert exit_.value.code == 0
-    lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    shown = capsys.readouterr().out.splitlines()
+    lines = {line.split(":")[0].strip(): line for line in reversed(shown)}  # the first of a name
     assert "0.9" in lines["beta2"]
     assert "command line" in lines["beta2"]
     assert "tiny.yml" in lines["mlp_dim"]

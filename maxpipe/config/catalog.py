@@ -160,9 +160,10 @@ SCHEDULES: dict[str, Schedule] = {
 # Names that the decoder block gives its tensors.
 QKV = ("query_proj", "key_proj", "value_proj")
 MLP = ("mlp_gate", "mlp_up", "mlp_down")
+MATMULS = (*QKV, "context", "out_proj", *MLP)
 # Rows of experts are in the order of this choice: whoever saves them has to save it as well.
 EXPERT_CHOICE = "expert_choice"
-MATMULS = (*QKV, "context", "out_proj", *MLP, EXPERT_CHOICE)
+NAMED = (*MATMULS, EXPERT_CHOICE)
 
 
 @dataclass(frozen=True)
@@ -195,8 +196,8 @@ class RematPolicy:
 REMAT_POLICIES: dict[str, RematPolicy] = {
     "custom": RematPolicy(by_tensor=True),
     "full": RematPolicy(),
-    "minimal": RematPolicy(device=MATMULS),
-    "minimal_offloaded": RematPolicy(host=MATMULS, on_device="minimal"),
+    "minimal": RematPolicy(device=NAMED),
+    "minimal_offloaded": RematPolicy(host=NAMED, on_device="minimal"),
     "none": RematPolicy(everything=True),
     "qkv_proj_offloaded": RematPolicy(host=QKV, on_device="save_qkv_proj"),
     "save_dot_except_mlp": RematPolicy(device=(*QKV, "out_proj")),

@@ -20,8 +20,8 @@ from jax.extend.core import Primitive
 
 from maxpipe.config.catalog import (
     EXPERT_CHOICE,
-    MATMULS,
     MLP,
+    NAMED,
     REMAT_POLICIES,
     RematPolicy,
 )
@@ -184,7 +184,7 @@ class Remat:
           is_only: whether an iteration has no other layer.
         """
         if not self._layers:
-            return f if is_only or self._policy.everything else checkpoint(f, RematPolicy(MATMULS))
+            return f if is_only or self._policy.everything else checkpoint(f, RematPolicy(NAMED))
         inner = checkpoint(f, self._policy)
 
         def with_named_input(

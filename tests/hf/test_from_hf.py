@@ -111,7 +111,9 @@ def test_folder_without_a_readable_file_is_refused(tmp_path):
 def test_layers_that_do_not_divide_are_not_remedied_by_another_number(folder):
     words = (f"model.from_hf={folder()}", "mesh.ici.stage=2", "mesh.ici.fsdp=2")
     found = problems(*words, "pipeline.num_repeats=2")["pipeline.num_repeats"]
-    assert "nearest legal: pipeline.layers_per_stage=[2,2,2,1]" in found
+    _, _, remedies = found.partition("nearest legal: ")
+    assert "pipeline.layers_per_stage=[2,2,2,1]" in remedies
+    assert "pipeline.parallel_layers=4" in remedies
     assert "model.num_layers=8" not in found
 
 

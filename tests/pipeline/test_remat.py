@@ -10,14 +10,14 @@ from helpers.engines import canonical_params, make_batch, tiny
 from jax.ad_checkpoint import print_saved_residuals
 
 from maxpipe.config import PipelineConfig, RematTensorsConfig
-from maxpipe.config.catalog import MATMULS, QKV, REMAT_POLICIES, RematPolicy
+from maxpipe.config.catalog import EXPERT_CHOICE, MATMULS, NAMED, QKV, REMAT_POLICIES, RematPolicy
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.chunk import checkpoint, remat_policy
 
 NAMED = {
-    "minimal": RematPolicy(device=MATMULS),
-    "minimal_offloaded": RematPolicy(host=MATMULS, on_device="minimal"),
+    "minimal": RematPolicy(device=NAMED),
+    "minimal_offloaded": RematPolicy(host=NAMED, on_device="minimal"),
     "qkv_proj_offloaded": RematPolicy(host=QKV, on_device="save_qkv_proj"),
     "save_dot_except_mlp": RematPolicy(device=(*QKV, "out_proj")),
     "save_out_proj": RematPolicy(device=("out_proj",)),
@@ -66,7 +66,8 @@ def test_remat_policy_by_name_saves_the_named_tensors(policy):
 def test_remat_policy_custom_takes_tensors_one_by_one():
     tensors = RematTensorsConfig(key_proj="device", mlp_up="offload", mlp_down="device")
     policy = remat_policy(PipelineConfig(remat_policy="custom", remat_tensors=tensors))
-    assert policy == RematPolicy(device=("key_proj", "mlp_down"), host=("mlp_up",))
+    device = ("key_proj", "mlp_down", EXPERT_CHOICE)  # which says where the MLP's rows belong
+    assert policy == RematPolicy(device=device, host=("mlp_up",))
 
 
 def test_remat_tensors_config_has_every_named_tensor_of_a_layer():
