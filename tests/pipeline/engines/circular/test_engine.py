@@ -97,7 +97,7 @@ def full_product():
     )
 
 
-@pytest.mark.parametrize("case", default_first(PAIRWISE, 12))
+@pytest.mark.parametrize("case", default_first(PAIRWISE, 10))
 def test_circular_equals_sequential(case):
     check(case)
 
