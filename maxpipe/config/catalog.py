@@ -28,6 +28,7 @@ from maxpipe.config.model_facts import GroupedKernel as GroupedKernel
 from maxpipe.config.model_facts import ModelPlace as ModelPlace
 from maxpipe.config.model_facts import ModelType as ModelType
 from maxpipe.config.model_facts import Router as Router
+from maxpipe.config.model_facts import Variant
 
 
 @dataclass(frozen=True)
@@ -352,17 +353,8 @@ SOURCES: dict[str, DataSource] = {
 }
 
 
-@dataclass(frozen=True)
-class Tokenizer:
-    """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments.
-
-    Attributes:
-      implementation: "module:class".
-      summary: a phrase for `--help`.
-    """
-
-    implementation: str
-    summary: str = ""
+class Tokenizer(Variant):
+    """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments."""
 
 
 TOKENIZERS: dict[str, Tokenizer] = {

@@ -4,13 +4,26 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class AttentionKernel:
-    """An attention kernel, `model.attention`: a class with `unfit`, `build` and `build_for_parts`.
+class Variant:
+    """An implementation and what it is called.
+
+    Attributes:
+      implementation: "module:class" or "module:function".
+      summary: a phrase for `--help` and the documentation.
+    """
+
+    implementation: str
+    summary: str = ""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: a class whose `unfit` says why it cannot serve a configuration.
 
     Attributes:
       implementation: "module:class".
       platforms: backends that it runs on.
-      preferred_on: backends on which `model.attention=auto` picks it if the sizes fit.
+      preferred_on: backends on which `auto` picks it if the sizes fit.
       summary: a phrase for `--help`.
     """
 
@@ -18,6 +31,17 @@ class AttentionKernel:
     platforms: tuple[str, ...]
     preferred_on: tuple[str, ...] = ()
     summary: str = ""
+
+
+class AttentionKernel(Kernel):
+    """`model.attention`: a class with `unfit`, `build` and `build_for_parts`."""
+
+
+class GroupedKernel(Kernel):
+    """A product of rows with the weights of their experts, `model.moe.kernel`.
+
+    It is a class with `unfit`, `layout` and `multiply`; see `maxpipe.model.experts`.
+    """
 
 
 _KERNELS = "maxpipe.model.kernels."
@@ -34,25 +58,6 @@ KERNELS: dict[str, AttentionKernel] = {
         summary="a TPU kernel that never holds all scores",
     ),
 }
-
-
-@dataclass(frozen=True)
-class GroupedKernel:
-    """A product of rows with the weights of their experts, `model.moe.kernel`.
-
-    It is a class with `unfit`, `layout` and `multiply`; see `maxpipe.model.experts`.
-
-    Attributes:
-      implementation: "module:class".
-      platforms: backends that it runs on.
-      preferred_on: backends on which `model.moe.kernel=auto` picks it if the sizes fit.
-      summary: a phrase for `--help`.
-    """
-
-    implementation: str
-    platforms: tuple[str, ...]
-    preferred_on: tuple[str, ...] = ()
-    summary: str = ""
 
 
 _EXPERTS = "maxpipe.model.experts."
@@ -72,17 +77,8 @@ GROUPED_KERNELS: dict[str, GroupedKernel] = {
 }
 
 
-@dataclass(frozen=True)
-class Router:
-    """How a token chooses experts, `model.moe.router`: logits -> choice and weights.
-
-    Attributes:
-      implementation: "module:function".
-      summary: a phrase for `--help`.
-    """
-
-    implementation: str
-    summary: str = ""
+class Router(Variant):
+    """A function that chooses experts by logits, `model.moe.router`."""
 
 
 ROUTERS: dict[str, Router] = {
@@ -96,17 +92,8 @@ ROUTERS: dict[str, Router] = {
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    """A decoder block, `model.block`: a Flax NNX module built from `model.*`.
-
-    Attributes:
-      implementation: "module:class".
-      summary: a phrase for `--help`.
-    """
-
-    implementation: str
-    summary: str = ""
+class Block(Variant):
+    """A decoder block, `model.block`: a Flax NNX module built from `model.*`."""
 
 
 BLOCKS: dict[str, Block] = {
@@ -116,17 +103,8 @@ BLOCKS: dict[str, Block] = {
 }
 
 
-@dataclass(frozen=True)
-class ModelType:
-    """A `model_type` of Hugging Face's config.json: a subclass of `maxpipe.hf.family.Family`.
-
-    Attributes:
-      implementation: "module:class".
-      summary: a phrase for the documentation.
-    """
-
-    implementation: str
-    summary: str = ""
+class ModelType(Variant):
+    """A `model_type` of config.json: a subclass of `maxpipe.hf.family.Family`."""
 
 
 _FAMILIES = "maxpipe.hf.families."
@@ -150,17 +128,11 @@ MODEL_TYPES: dict[str, ModelType] = {
 }
 
 
-@dataclass(frozen=True)
-class ModelPlace:
-    """Where a model of Hugging Face lies: a `maxpipe.config.model_places.ModelFolder`.
+class ModelPlace(Variant):
+    """Where a model of Hugging Face lies, a class built with (folder, key that names it).
 
-    Attributes:
-      implementation: "module:class", built with (folder, key that names it).
-      summary: a phrase for the documentation.
+    It is a `maxpipe.config.model_places.ModelFolder`.
     """
-
-    implementation: str
-    summary: str = ""
 
 
 MODEL_PLACES: dict[str, ModelPlace] = {

@@ -11,15 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import GROUPED_KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.dispatch import Layout, Places
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
+from maxpipe.model.kernels.choose import choose
 from maxpipe.sharding.rules import AxisRules, axes_of
 
-KEY = "model.moe.kernel"
 EVERYWHERE = "blocks"  # the kernel that runs on every backend, with every size
 
 
@@ -36,33 +35,16 @@ class Kernel(Protocol):
 
 
 def choose_kernel(config: ModelConfig, platform: str, note: Callable[[str], None]) -> str:
-    """Return the name of the kernel; an automatic choice is printed with its reason.
-
-    Args:
-      config: resolved.
-      platform: of the devices, as JAX names it.
-      note: prints a line.
-
-    Raises:
-      ConfigError: the configured kernel does not run on this platform or with these sizes.
-    """
-    configured = config.moe.kernel
-    if configured != "auto":
-        facts = GROUPED_KERNELS[configured]
-        reason = _kernel(configured).unfit(config)
-        if platform not in facts.platforms:
-            reason = f"it runs on {' and '.join(facts.platforms)}, not on {platform}"
-        if reason:
-            message = f"{configured} cannot be used: {reason}; use auto or {EVERYWHERE}"
-            raise ConfigError(Problem(KEY, message))
-        return configured
-    preferred = [name for name, facts in GROUPED_KERNELS.items() if platform in facts.preferred_on]
-    name = preferred[0] if preferred else EVERYWHERE
-    if reason := _kernel(name).unfit(config):
-        note(f"{KEY}={EVERYWHERE}: {name} cannot be used, {reason}")
-        return EVERYWHERE
-    note(f"{KEY}={name}: the kernel for {platform}")
-    return name
+    """Return the name of the kernel; see `maxpipe.model.kernels.choose.choose`."""
+    return choose(
+        "model.moe.kernel",
+        config.moe.kernel,
+        GROUPED_KERNELS,
+        EVERYWHERE,
+        lambda name: _kernel(name).unfit(config),
+        platform,
+        note,
+    )
 
 
 def build_experts(

@@ -1,6 +1,6 @@
 """Choose the attention kernel, and how it rotates, and run it on arrays that devices share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.catalog import KERNELS
 from maxpipe.config.imports import implementation
+from maxpipe.config.model_facts import Kernel as KernelFacts
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
 from maxpipe.sharding.context_parallel import CONTEXT_AXIS, over_context, parts
@@ -40,24 +41,53 @@ def choose_kernel(config: Config, platform: str, note: Callable[[str], None]) ->
     Raises:
       ConfigError: the configured kernel does not run on this platform or with these sizes.
     """
-    configured = config.model.attention
-    length = config.data.sequence_length
-    num_parts = config.mesh.size("context")
+    length, num_parts = config.data.sequence_length, config.mesh.size("context")
+
+    def unfit(name: str) -> str:
+        return _kernel(name).unfit(config.model, length, num_parts)
+
+    return choose(
+        "model.attention", config.model.attention, KERNELS, EVERYWHERE, unfit, platform, note
+    )
+
+
+def choose(
+    key: str,
+    configured: str,
+    kernels: Mapping[str, KernelFacts],
+    everywhere: str,
+    unfit: Callable[[str], str],
+    platform: str,
+    note: Callable[[str], None],
+) -> str:
+    """Return the name of a kernel; an automatic choice is printed with its reason.
+
+    Args:
+      key: that names the kernel.
+      configured: its value, a name or auto.
+      kernels: of the catalogue.
+      everywhere: the one that runs on every backend, with every size.
+      unfit: returns why a kernel cannot serve, or an empty string.
+      platform: of the devices, as JAX names it.
+      note: prints a line.
+
+    Raises:
+      ConfigError: the configured kernel does not run on this platform or with these sizes.
+    """
     if configured != "auto":
-        facts = KERNELS[configured]
-        reason = _kernel(configured).unfit(config.model, length, num_parts)
-        if platform not in facts.platforms:
-            reason = f"it runs on {' and '.join(facts.platforms)}, not on {platform}"
+        reason, platforms = unfit(configured), kernels[configured].platforms
+        if platform not in platforms:
+            reason = f"it runs on {' and '.join(platforms)}, not on {platform}"
         if reason:
-            message = f"{configured} cannot be used: {reason}; use auto or {EVERYWHERE}"
-            raise ConfigError(Problem("model.attention", message))
+            message = f"{configured} cannot be used: {reason}; use auto or {everywhere}"
+            raise ConfigError(Problem(key, message))
         return configured
-    preferred = [name for name, facts in KERNELS.items() if platform in facts.preferred_on]
-    name = preferred[0] if preferred else EVERYWHERE
-    if reason := _kernel(name).unfit(config.model, length, num_parts):
-        note(f"model.attention={EVERYWHERE}: {name} cannot be used, {reason}")
-        return EVERYWHERE
-    note(f"model.attention={name}: the kernel for {platform}")
+    preferred = [name for name, facts in kernels.items() if platform in facts.preferred_on]
+    name = preferred[0] if preferred else everywhere
+    if reason := unfit(name):
+        note(f"{key}={everywhere}: {name} cannot be used, {reason}")
+        return everywhere
+    note(f"{key}={name}: the kernel for {platform}")
     return name
 
 
