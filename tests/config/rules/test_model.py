@@ -53,6 +53,31 @@ import pytest
             "model.mlp_bias",
             "experts have no biases; use false",
         ),
+        (
+            ("model.moe.experts=8", "model.moe.groups=3"),
+            "model.moe.groups",
+            "3 does not divide model.moe.experts=8",
+        ),
+        (
+            ("model.moe.experts=8", "model.moe.groups=4", "model.moe.groups_per_token=5"),
+            "model.moe.groups_per_token",
+            "5 is more than model.moe.groups=4",
+        ),
+        (
+            ("model.moe.experts=8", "model.moe.groups=4", "model.moe.per_token=3"),
+            "model.moe.groups_per_token",
+            "1 of 4 groups have 2 experts, fewer than model.moe.per_token=3",
+        ),
+        (
+            ("model.moe.experts=4", "model.moe.router=topk_softmax", "model.moe.bias_rate=1e-3"),
+            "model.moe.bias_rate",
+            "model.moe.router=topk_softmax does not take it; use router sigmoid or softmax",
+        ),
+        (
+            ("model.moe.experts=4", "model.moe.router=topk_softmax", "model.moe.groups=2"),
+            "model.moe.groups",
+            "model.moe.router=topk_softmax does not take it; use router sigmoid or softmax",
+        ),
         (("model.moe.experts=-1",), "model.moe.experts", "-1"),
         (("model.moe.router=top2",), "model.moe.router", "softmax, topk_softmax"),
         (
