@@ -26,7 +26,7 @@ from maxpipe.config.catalog import (
     RematPolicy,
 )
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses, SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
@@ -78,10 +78,6 @@ def layer_function(
             jax.random.fold_in(key, index) if program.needs_key and key is not None else None
         )
         y, aux = program.block(prepare(layer), x, side._replace(layer_index=index), layer_key)
-        if EXPERT_LOAD in aux:
-            # Padding, whose index is num_layers, has no row.
-            row = jax.nn.one_hot(index, program.config.num_layers, dtype=jnp.float32)  # [N]
-            aux = aux | {EXPERT_LOAD: row[:, None] * aux[EXPERT_LOAD]}
         if not padded:
             return y, aux
         is_layer = index < program.config.num_layers
