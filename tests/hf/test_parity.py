@@ -50,7 +50,9 @@ def test_bfloat16_is_as_exact_as_in_transformers(name):
 
 # Windows in all layers, in some, with two rotations, layers without one, scaled residuals, and
 # experts, also with biases, windows and sinks
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "olmo3", "smollm3", "granite", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "gemma3", "olmo3", "smollm3", "granite", "qwen3_moe", "gpt_oss"]
+)
 def test_cached_decoding_writes_what_transformers_wrote(name):
     """The text is 13 times as long as the windows; the cache holds all of it."""
     golden, config = recorded(name), config_of(name)

@@ -50,7 +50,9 @@ class GptOss(Experts):
 
     def read(self, c: Json) -> dict[str, object]:
         if c["swiglu_alpha"] != _ALPHA:
-            raise ValueError(f"swiglu_alpha {c['swiglu_alpha']} is not {_ALPHA}, that of quick_gelu")
+            raise ValueError(
+                f"swiglu_alpha {c['swiglu_alpha']} is not {_ALPHA}, that of quick_gelu"
+            )
         bias = bool(c["attention_bias"])
         return {
             "attention_bias": bias,

@@ -109,9 +109,7 @@ class MixtureOfExperts(nnx.Module):
         E, D, F = moe.experts, config.embed_dim, config.expert_dim
         std, out_std = 1 / math.sqrt(D), 1 / math.sqrt(F * 2 * config.num_layers)
         self.config = moe
-        self.experts = experts or experts_with(
-            Blocks.layout, Blocks.multiply, gating(config)
-        )
+        self.experts = experts or experts_with(Blocks.layout, Blocks.multiply, gating(config))
         self.router = declare(
             (D, E), ("router", "router"), jnp.float32, stddev=std, keeps_dtype=True
         )
