@@ -1,8 +1,8 @@
 """Read weights in mxfp4: blocks of 32 numbers of four bits with a common scale of eight.
 
-The format is the OCP Microscaling one (MXFP4, v1.0). Files of gpt-oss have a matrix of each expert in
-two tensors of bytes, NAME_blocks [E, F, D / 32, 16] and NAME_scales [E, F, D / 32]; together they
-stand for NAME [E, D, F].
+The format is the OCP Microscaling one (MXFP4, v1.0). Files of gpt-oss have a matrix of each expert
+in two tensors of bytes, NAME_blocks [E, F, D / 32, 16] and NAME_scales [E, F, D / 32]; together
+they stand for NAME [E, D, F].
 
 Letters: E experts, D and F widths of a matrix, n experts that are read.
 """
