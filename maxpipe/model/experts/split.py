@@ -99,18 +99,22 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
             lambda a: jnp.broadcast_to(a, (_count(rules, width), *a.shape)), (x, choice, combine)
         )
         copied = PartitionSpec(width, *tokens)
-        if weights.down_bias is not None:
+        down_bias = weights.down_bias
+        if down_bias is not None:
             # The sum has it once: of those who share a width, all but the first have zeros.
             zeros = ((0, _count(rules, width) - 1), (0, 0), (0, 0))
-            weights = weights._replace(down_bias=jnp.pad(weights.down_bias[None], zeros))
+            down_bias = jnp.pad(down_bias[None], zeros)
 
         def of_device(
-            copies: tuple[jax.Array, jax.Array, jax.Array], weights: ExpertWeights
+            copies: tuple[jax.Array, jax.Array, jax.Array],
+            matrices: tuple[jax.Array, jax.Array, jax.Array],
+            biases: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
         ) -> jax.Array:
             x, choice, combine = (a[0] for a in copies)
-            if weights.down_bias is not None:
-                weights = weights._replace(down_bias=weights.down_bias[0])
-            return experts(x, choice, combine, weights)[None]
+            gate_bias, up_bias, down_bias = biases
+            own_bias = None if down_bias is None else down_bias[0]
+            own = ExpertWeights(*matrices, gate_bias, up_bias, own_bias)
+            return experts(x, choice, combine, own)[None]
 
         split = jax.shard_map(
             of_device,
@@ -119,17 +123,22 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
             check_vma=False,
             in_specs=(
                 copied,
-                ExpertWeights(
+                (
                     PartitionSpec(None, None, width),
                     PartitionSpec(None, None, width),
                     PartitionSpec(None, width, None),
-                    *(PartitionSpec(None, width),) * 2,
+                ),
+                (
+                    PartitionSpec(None, width),
+                    PartitionSpec(None, width),
                     PartitionSpec(width, None, None),
                 ),
             ),
             out_specs=copied,
         )
-        return jnp.sum(split(copies, weights), axis=0)
+        biases = (weights.gate_bias, weights.up_bias, down_bias)
+        matrices = (weights.gate, weights.up, weights.down)
+        return jnp.sum(split(copies, matrices, biases), axis=0)
 
     return run
 
