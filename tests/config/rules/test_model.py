@@ -49,11 +49,6 @@ import pytest
             "weights of model.moe.router=topk_softmax add up to 1; use true",
         ),
         (
-            ("model.moe.experts=4", "model.mlp_bias=true"),
-            "model.mlp_bias",
-            "experts have no biases; use false",
-        ),
-        (
             ("model.moe.experts=8", "model.moe.groups=3"),
             "model.moe.groups",
             "3 does not divide model.moe.experts=8",
