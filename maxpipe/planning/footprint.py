@@ -66,6 +66,16 @@ def device_parameters(
     return _device_parameters(config.model, part, _rules(config), mesh, gathered)
 
 
+def total_parameters(config: Config, whole_over: Collection[str] = ()) -> float:
+    """Return the parameters of all parts on one device, gathered over some mesh axes."""
+    layers = config.model.num_layers / config.mesh.size("stage")
+    return (
+        layers * device_parameters(config, "layers", whole_over=whole_over)
+        + device_parameters(config, "embed", whole_over=whole_over)
+        + device_parameters(config, "head", whole_over=whole_over)
+    )
+
+
 def layer_of(config: Config) -> Layer:
     """Return the tensors and products of a layer of a resolved configuration."""
     sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
