@@ -146,7 +146,10 @@ def scatter_svg(plan: Plan) -> str:
     # What is far slower than the slowest of the front would squeeze the rest together.
     latest = max(1.3 * edge[-1].seconds, 1.5 * edge[0].seconds)
     points = [p for p in points if p.seconds <= latest]
-    most = max(max(p.memory for p in edge), plan.request.machine.capacity or 0.0) * 1.25
+    capacity = plan.request.machine.capacity
+    most = max(max(p.memory for p in edge), capacity or 0.0) * 1.25
+    if capacity:
+        most = min(most, 3 * capacity)
     points = [p for p in points if p.memory <= most]
     first = min(p.seconds for p in points)
     width, height, margin = 700.0, 320.0, 56.0

@@ -107,7 +107,7 @@ def request_of(arguments: Arguments) -> Request:
         problems.append(Problem("", str(error)))
     if problems:
         raise ConfigError(*problems)
-    shared = _placed(_shared(config), machine)
+    shared = shared_config(config, machine)
     return Request(arguments.path, written, shared, machine, batches, choices, margin, smallest)
 
 
@@ -118,14 +118,14 @@ def _own_topology(config: Config) -> str:
     return topology
 
 
-def _shared(config: Config) -> Config:
+def shared_config(config: Config, machine: Machine) -> Config:
     """Return what all candidates share, with neutral values of what the plan decides."""
     neutral: Updates = dict.fromkeys(MESH_KEYS, 1)
     neutral |= {key: OPTIONS[key].default for key in DERIVED}
     neutral |= {"pipeline.outside_layers": "after", "pipeline.engine": "auto"}
     neutral |= {"compile.save": "", "compile.load": ""}
     config = update(config, neutral)
-    return dataclasses.replace(config, model=derive_known(config).model)
+    return _placed(dataclasses.replace(config, model=derive_known(config).model), machine)
 
 
 def _placed(config: Config, machine: Machine) -> Config:
