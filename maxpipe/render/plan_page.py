@@ -94,9 +94,9 @@ def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
         at = left + _MEMORY * row.memory / most + 5
         parts.append(f'<text class="quiet" x="{at:.1f}" y="{y + 14}">{text}</text>')
     height = 8 + len(rows) * _ROW + 22
-    for value, name in ((limit, "usable"), (machine.capacity, "memory")):
-        if value:
-            parts.append(_limit_line(left + _MEMORY * value / most, height, name))
+    for line, name in ((limit, "usable"), (machine.capacity, "memory")):
+        if line:
+            parts.append(_limit_line(left + _MEMORY * line / most, height, name))
     return f'<svg viewBox="0 0 {left + _MEMORY + 80} {height}">{"".join(parts)}</svg>'
 
 

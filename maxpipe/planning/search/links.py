@@ -49,7 +49,7 @@ def _places(sizes: Mapping[str, int], grid: Sequence[int]) -> dict[str, tuple[in
     """Return the chips that a group of each axis spans in each dimension."""
     left = list(grid)
     places = {}
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed([*sizes.items()]):
         whole = next(_whole_dimensions(size, left), None)
         if whole is None:
             return _split_places(sizes, grid)
@@ -72,7 +72,7 @@ def _split_places(sizes: Mapping[str, int], grid: Sequence[int]) -> dict[str, tu
     """Return the same where a dimension is divided among axes."""
     left = list(grid)
     places = {}
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed([*sizes.items()]):
         best = max(
             _factorings(size, left),
             # Whole dimensions first, then many of them.

@@ -42,7 +42,7 @@ def remedies(request: Request, facts: Facts) -> list[str]:
     larger = next((t for t in _larger_slices(request) if _fits(request.on(t), facts)), None)
     if larger:
         lines.append(f"more chips: --topology {larger}")
-    host = [name for name, policy in REMAT_POLICIES.items() if policy.host]
+    host: list[object] = [name for name, policy in REMAT_POLICIES.items() if policy.host]
     offloaded = replace(request, choices={**request.choices, "pipeline.remat_policy": host})
     if "pipeline.remat_policy" not in request.choices and _fits(offloaded, facts):
         lines.append(

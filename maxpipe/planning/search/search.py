@@ -155,7 +155,7 @@ def _narrowed(block: Block, legal: np.ndarray) -> tuple[Block, np.ndarray]:
 def _keep(found: Found, priced: Priced, facts: Facts, limit: float | None) -> None:
     """Keep the fastest candidates of a block."""
     block, legal, memory = priced.block, priced.legal, priced.memory
-    per_sequence = priced.seconds.step / block.batch
+    per_sequence = np.asarray(priced.seconds.step) / block.batch
     fits = legal & (memory <= limit) if limit is not None else legal
     too_large = legal & ~fits
     if count := int(too_large.sum()):

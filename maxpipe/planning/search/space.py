@@ -144,7 +144,7 @@ class Space:
             and (schedules is None or stages == 1 or schedule in schedules)
         ]
 
-    def values(self, key: str, engine: str) -> list[object]:
+    def values(self, key: str, engine: str) -> Sequence[object]:
         """Return the values of a key that no other key decides."""
         if not ENGINES[engine].takes(key):
             return [get(self.config, key)]
