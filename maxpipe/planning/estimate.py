@@ -17,14 +17,17 @@ from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
+    gradient_copies,
     itemsize,
     layer_of,
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
+    recomputed_width,
     residual_width,
     stash_width,
     total_parameters,
+    weights_in_use,
     working_width,
 )
 from maxpipe.planning.stores import (
@@ -41,17 +44,24 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. `activations` holds everything that grows with tokens."""
+    """Bytes on one device.
+
+    Attributes:
+      parameters, optimizer, gradients: at rest, and whole where they are gathered for a step.
+      activations: everything that grows with tokens.
+      in_use: weights that a unit gathers for itself, and what it makes of their gradients.
+    """
 
     parameters: float
     optimizer: float
     gradients: float
     activations: float
+    in_use: float = 0.0
 
     @property
     def total(self) -> float:
         """Return the bytes of all parts."""
-        return self.parameters + self.optimizer + self.gradients + self.activations
+        return self.parameters + self.optimizer + self.gradients + self.activations + self.in_use
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,9 @@ def estimate(config: Config) -> Memory:
         parameters=itemsize(config.model.param_dtype) * at_rest
         + itemsize(config.model.dtype) * gathered,
         optimizer=optimizer_bytes(config) * at_rest,
-        gradients=4.0 * (gathered or at_rest),
+        gradients=4.0 * (gathered or at_rest) + at_rest * gradient_copies(config),
         activations=_activations(config),
+        in_use=weights_in_use(config, build_layout(config).layers_per_stage),
     )
 
 
@@ -140,7 +151,7 @@ def _activations(config: Config) -> float:
     model, pipeline = config.model, config.pipeline
     layout, engine, stages = build_layout(config), ENGINES[pipeline.engine], num_stages(config)
     widths = Widths(
-        model.embed_dim, residual_width(config), stash_width(config), working_width(config)
+        model.embed_dim, residual_width(config), stash_width(config), recomputed_width(config)
     )
     rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
     if not engine.has_stages:
@@ -157,5 +168,7 @@ def _activations(config: Config) -> float:
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1
-    activations = tokens * itemsize(model.dtype) * float(columns)
-    return activations + logits_bytes(config, tokens / head_shards)
+    column = tokens * itemsize(model.dtype)
+    # The head has done its work before the backward of a layer begins.
+    working = max(column * working_width(config), logits_bytes(config, tokens / head_shards))
+    return column * float(columns) + working

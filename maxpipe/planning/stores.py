@@ -20,13 +20,13 @@ class Widths(NamedTuple):
       embed: D, of an activation between layers.
       residuals: what a layer saves besides the input of its chunk.
       stash: what a layer's I leaves to its W.
-      working: all tensors of a layer and their gradients.
+      recomputed: what the backward of a chunk computes again and holds of each other layer.
     """
 
     embed: Number
     residuals: Number
     stash: Number
-    working: Number
+    recomputed: Number
 
 
 class Store(NamedTuple):
@@ -78,7 +78,7 @@ def circular_store(stages: Number, microbatches: Number, repeats: Number, delay:
 
 
 def stored_columns(store: Store, layers: Number, outside_layers: Number, widths: Widths) -> Number:
-    """Return the width of everything that grows with tokens but logits.
+    """Return the width of everything that grows with tokens but one layer's work and logits.
 
     Args:
       store: of the engine.
@@ -91,5 +91,4 @@ def stored_columns(store: Store, layers: Number, outside_layers: Number, widths:
     stored = store.units * (widths.embed + layers * widths.residuals)
     stored += store.inputs * widths.embed + store.stashes * layers * widths.stash
     stored += store.outside * outside_layers * (widths.embed + widths.residuals)
-    # One layer at a time is recomputed.
-    return stored + widths.working
+    return stored + (layers - 1) * widths.recomputed

@@ -13,6 +13,8 @@ import numpy as np
 from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.planning.footprint import itemsize, optimizer_bytes
+from maxpipe.planning.prefetch import KEY as PREFETCH
+from maxpipe.planning.prefetch import LONGEST_RING, MEMORY_SHARE
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.patterns import Pattern, pattern
@@ -90,11 +92,13 @@ class BlockSizes:
     Args:
       block: the candidates.
       facts: of the model.
+      capacity: bytes of a device; None if unknown.
     """
 
-    def __init__(self, block: Block, facts: Facts):
+    def __init__(self, block: Block, facts: Facts, capacity: float | None):
         config, grid = facts.config, block.grid
         self.block, self.facts, self.config = block, facts, config
+        self.capacity = capacity or 0.0
         self.engine = ENGINES[block.engine]
         self.stages = grid.size("stage")
         self.microbatches = along(block.microbatches, "microbatches")
@@ -110,11 +114,24 @@ class BlockSizes:
         self.residuals = along([s.residuals for s in savings], "policy")
         self.stash = along([s.stash for s in savings], "policy")
         self.handed_over = along([s.handed_over for s in savings], "policy")
+        self.held = along([s.held for s in savings], "policy")
         self.recomputed = along([s.recomputed for s in savings], "policy")
 
     def gathers(self, name: str) -> np.ndarray:
         """Return 1 where weights are gathered so often, else 0."""
         return along([float(gather == name) for gather in self.block.gathers], "gather")
+
+    def gathers_ahead(self) -> np.ndarray:
+        """Return 1 where weights are gathered a slot ahead, by the rules of `planning.prefetch`."""
+        pipeline, ring = self.config.pipeline, self.block.grid.size("fsdp")
+        asked = pipeline.fsdp_prefetch
+        if not self.engine.takes(PREFETCH) or ring == 1 or asked == "false":
+            return np.zeros((1,) * len(DIMENSIONS))
+        chunk = 2 * self.layers * self.parameters.layer_gathered * self.itemsize
+        is_small = chunk <= MEMORY_SHARE * self.capacity
+        scans = (self.layers > 1) & pipeline.scan_layers_per_stage
+        ahead = (is_small & (ring <= LONGEST_RING)) | (asked == "true")
+        return (ahead & ~scans) * self.gathers("per_iteration")
 
     @cached_property
     def patterns(self) -> list[list[Pattern]]:

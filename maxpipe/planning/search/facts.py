@@ -19,6 +19,7 @@ from maxpipe.planning.footprint import (
     itemsize,
     layer_of,
     optimizer_bytes,
+    recomputed_width,
     residual_width,
     stash_width,
     total_parameters,
@@ -74,12 +75,14 @@ class Saving(NamedTuple):
       residuals: width that a layer saves besides the input of its chunk.
       stash: width that an I leaves to its W.
       handed_over: the same on an engine with a program for each unit.
+      held: width of what a chunk's backward computes again and holds of each other layer.
       recomputed: share of a layer's forward that its backward computes again.
     """
 
     residuals: float
     stash: float
     handed_over: float
+    held: float
     recomputed: float
 
 
@@ -176,7 +179,11 @@ class Facts:
                 flops = layer.recomputed_flops((*chosen.device, *chosen.host))
                 recomputed = passes * flops / (layer.weight_flops + layer.activation_flops)
             self._savings[key] = Saving(
-                residual_width(config), stash_width(config), handed_over_width(config), recomputed
+                residual_width(config),
+                stash_width(config),
+                handed_over_width(config),
+                recomputed_width(config),
+                recomputed,
             )
         return self._savings[key]
 

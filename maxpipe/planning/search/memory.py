@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.block import BlockSizes, along, state_per_parameter
 from maxpipe.planning.stores import (
     Number,
@@ -26,10 +27,25 @@ def _program_bytes(sizes: BlockSizes) -> Number:
     whole = splits * (1.0 - sizes.gathers("per_iteration")) * parameters.gathered
     state = state_per_parameter(config) * parameters.at_rest + sizes.itemsize * whole
     gradients = 4.0 * np.where(whole > 0, whole, parameters.at_rest)
-    widths = Widths(config.model.embed_dim, sizes.residuals, sizes.stash, _working(sizes))
+    if not sizes.engine.has_stages:  # see `footprint.gradient_copies`
+        waiting = parameters.at_rest * itemsize(config.model.param_dtype)
+        gradients = gradients + waiting * (sizes.microbatches > 1)
+    widths = Widths(config.model.embed_dim, sizes.residuals, sizes.stash, sizes.held)
     columns = stored_columns(_store(sizes), sizes.layers, sizes.outside, widths)
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
-    return state + gradients + sizes.tokens * sizes.itemsize * columns + _logits(sizes, head_tokens)
+    column = sizes.tokens * sizes.itemsize
+    working = np.maximum(column * _working(sizes), _logits(sizes, head_tokens))
+    return state + gradients + column * columns + working + _weights_in_use(sizes)
+
+
+def _weights_in_use(sizes: BlockSizes) -> Number:
+    """Return the same as `footprint.weights_in_use`, for many."""
+    if sizes.block.grid.size("fsdp") == 1:
+        return 0.0
+    layer = sizes.parameters.layer_gathered
+    if not sizes.engine.has_stages:
+        return layer * (sizes.itemsize + 4.0)
+    return sizes.gathers("per_iteration") * layer * (sizes.itemsize * sizes.layers + 4.0)
 
 
 def _store(sizes: BlockSizes) -> Store:

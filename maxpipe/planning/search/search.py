@@ -104,7 +104,7 @@ def price(
     if not legal.any():
         return None
     block, legal = _narrowed(block, legal)
-    sizes = BlockSizes(block, facts)
+    sizes = BlockSizes(block, facts, machine.capacity)
     try:
         memory, seconds = memory_bytes(sizes), step_seconds(sizes, machine)
     except ScheduleError as error:

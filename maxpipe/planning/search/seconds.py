@@ -84,14 +84,12 @@ def roofline(flops: Number, peak: float, moved: Number, bandwidth: float) -> Num
     return np.maximum(np.divide(flops, peak), np.divide(moved, bandwidth))
 
 
-def exposed(transfer: Number, compute: Number, layers: Number) -> Number:
-    """Return what is left of a chunk's transfers after they ran next to its computation.
+def exposed(transfer: Number, last: Number, compute: Number) -> Number:
+    """Return what is left of transfers that run a unit ahead, next to computation.
 
     Args:
-      transfer: of one layer.
-      compute: of one layer; that of one layer hides the transfer of another.
-      layers: of the chunk.
-
-    The first layer's transfer has nothing to hide it.
+      transfer: all of a unit's.
+      last: those among them that come after all computation.
+      compute: of the unit.
     """
-    return transfer + (layers - 1) * np.maximum(transfer - compute, 0.0)
+    return last + np.maximum(np.subtract(transfer - last, compute), 0.0)

@@ -6,6 +6,8 @@ V repeats, M microbatches.
 
 import numpy as np
 
+from maxpipe.devices.chips import ATTENTION_BLOCK
+from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.block import BlockSizes, state_per_parameter
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.seconds import (
@@ -33,19 +35,39 @@ def _units(sizes: BlockSizes, machine: Machine) -> Units:
     weights = size * sizes.parameters.layer_gathered
     results = 2 * size * tokens * layer.results
     products = roofline(tokens * layer.weight_flops, peak, weights + results, machine.hbm)
-    attention = tokens * layer.attention_flops / machine.attention_peak()
-    between = 2 * size * tokens * layer.elementwise / machine.hbm
+    length = sizes.config.data.sequence_length
+    masked = 1 + min(ATTENTION_BLOCK, length) / length
+    attention = masked * tokens * layer.attention_flops / machine.attention_peak()
+    # What norms make, and every product's result once more: it is rotated, activated or added.
+    between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
     forward = products + attention + between
+    prepared = _prepared(sizes) / machine.hbm
+    # The backward of several layers holds results of products, and computes the rest once more.
+    again = between * (sizes.layers > 1) * (sizes.held > 0) if sizes.engine.has_stages else 0.0
     # Sums of gradients are read and written, float32.
     accumulated = 8.0 * _gradient_parameters(sizes) / machine.hbm
     head_flops = 3 * tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
     head = roofline(head_flops, peak, 3 * size * sizes.parameters.head_gathered, machine.hbm)
     return Units(
-        forward,
-        products + ATTENTION_BACKWARD * attention + 2 * between + sizes.recomputed * forward,
+        forward + prepared,
+        products
+        + ATTENTION_BACKWARD * attention
+        + 2 * between
+        + again
+        + sizes.recomputed * forward
+        + prepared,
         products + accumulated,
         head,
     )
+
+
+def _prepared(sizes: BlockSizes) -> Number:
+    """Return the bytes that move while a unit casts and gathers a layer's weights for itself."""
+    each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
+    parameters, stored = sizes.parameters, itemsize(sizes.config.model.param_dtype)
+    cast = (stored + sizes.itemsize) * parameters.layer_at_rest
+    is_gathered = parameters.layer_gathered > parameters.layer_at_rest
+    return each * (cast + is_gathered * sizes.itemsize * parameters.layer_gathered)
 
 
 def _gradient_parameters(sizes: BlockSizes) -> Number:
@@ -91,18 +113,29 @@ def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
         backward=summed * (1 + sizes.recomputed) + keys * (2 + sizes.recomputed),
         permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
         reduction=2 * 4.0 * parameters.at_rest * (data - 1) / data * cost("data"),
-        outer=(sizes.itemsize + gradient_size) * outer * max(cost("fsdp"), cost("stage")),
+        outer=(sizes.itemsize + gradient_size) * outer * _joint(cost("fsdp"), cost("stage")),
     )
+
+
+def _joint(*costs: float) -> float:
+    """Return the seconds of a byte in collectives along several axes, which use all their links."""
+    rates = [1 / cost for cost in costs if cost]
+    return 1 / sum(rates) if rates else 0.0
 
 
 def _unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
     """Return the seconds that the F and the backward of a chunk wait for transfers."""
     layers = sizes.layers if sizes.engine.has_stages else 1.0
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
-    backward = units.input_gradient + units.weight_gradient
-    forward = layers * waits.forward + each * exposed(waits.gather, units.forward, layers)
+    ahead = sizes.gathers_ahead()
     moved = waits.gather + waits.scatter
-    return forward, layers * waits.backward + each * exposed(moved, backward, layers)
+    backward = units.input_gradient + units.weight_gradient
+    # Where weights are gathered in the unit that reads them, the transfers follow its computation.
+    before = ahead * exposed(layers * waits.gather, 0.0, layers * units.forward)
+    before += (1.0 - ahead) * layers * waits.gather
+    after = ahead * exposed(layers * moved, waits.scatter, layers * backward)
+    after += (1.0 - ahead) * layers * moved
+    return layers * waits.forward + each * before, layers * waits.backward + each * after
 
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
@@ -116,7 +149,12 @@ def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
         # A repeat's weights are gathered during the one before.
         gathered = gathered + sizes.gathers("per_repeat") * of_stage / chunks
     transfers = sizes.of_pattern("transfers") * waits.permute if sizes.engine.has_stages else 0.0
-    return per_unit + gathered + transfers + waits.reduction + waits.outer
+    # Embedding and head are gathered for every microbatch, unless once, or by a conveyor of all.
+    is_circular = sizes.engine.has_stages and sizes.engine.one_program and not sizes.engine.lockstep
+    times = 1.0 if is_circular else sizes.microbatches
+    if sizes.engine.has_stages and not is_circular:
+        times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
+    return per_unit + gathered + transfers + waits.reduction + times * waits.outer
 
 
 def _bubble(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

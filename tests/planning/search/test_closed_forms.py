@@ -157,7 +157,7 @@ def test_sizes_vary_along_their_own_dimension(config, facts):
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
     block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
-    memory = memory_bytes(BlockSizes(block, facts))
+    memory = memory_bytes(BlockSizes(block, facts, None))
     assert np.broadcast_to(memory, block.shape).shape == block.shape
     # More microbatches need less memory at a time.
     assert (np.diff(np.broadcast_to(memory, block.shape), axis=0) <= 0).mean() > 0.9
