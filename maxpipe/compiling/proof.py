@@ -11,7 +11,8 @@ from pathlib import Path
 
 from maxpipe.compiling.step import PROGRESS_SECONDS
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import Plan, Proof, Row, with_reasons
+from maxpipe.planning.search.plan import Plan
+from maxpipe.planning.search.rows import Proof, Row, with_reasons
 from maxpipe.planning.search.written import file_text
 
 FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile

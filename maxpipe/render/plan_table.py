@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import SHOWN, Plan, Row
+from maxpipe.planning.search.plan import SHOWN, Plan
+from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.written import versions
 
 HEADER = (

@@ -9,8 +9,9 @@ from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.machine import machine_of
-from maxpipe.planning.search.plan import Proof, make_plan
+from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.rows import Proof
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
 

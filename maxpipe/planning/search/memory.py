@@ -3,7 +3,8 @@
 import numpy as np
 
 from maxpipe.planning.footprint import itemsize
-from maxpipe.planning.search.block import BlockSizes, along, state_per_parameter
+from maxpipe.planning.search.block import along
+from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.stores import (
     Number,
     Store,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import resolve
@@ -13,65 +12,12 @@ from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.rows import Row, fits, loss_of, with_reasons
 from maxpipe.planning.search.search import Found, price, search
 
 CHECKED = 100  # of the best, by the configuration's own rules
 SHOWN = 10
 OWN = "your configuration"
-
-
-class Proof(NamedTuple):
-    """What the compiler says of a candidate.
-
-    Attributes:
-      memory: bytes of a device; None if it gave up without a figure.
-      seconds: predicted step of the compiled program; None if unknown.
-      fits: whether it fits the device.
-      failure: why there is no result; "" if there is one.
-      compiled_in: seconds of compiling.
-    """
-
-    memory: float | None
-    seconds: float | None
-    fits: bool
-    failure: str
-    compiled_in: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """A candidate in the table.
-
-    Attributes:
-      candidate: with its closed forms.
-      config: of the candidate, checked.
-      reason: why it is not chosen; "" for the winner.
-      name: "your configuration", or "".
-      proof: from the compiler; None if it was not compiled.
-    """
-
-    candidate: Candidate
-    config: Config
-    reason: str = ""
-    name: str = ""
-    proof: Proof | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Return the predicted step, the compiler's if there is one."""
-        proved = self.proof.seconds if self.proof else None
-        return float(self.candidate.seconds.step) if proved is None else proved
-
-    @property
-    def memory(self) -> float:
-        """Return the bytes of a device, the compiler's if it said them."""
-        proved = self.proof.memory if self.proof else None
-        return self.candidate.memory if proved is None else proved
-
-    @property
-    def per_sequence(self) -> float:
-        """Return the seconds of one sequence, which rows are ranked by."""
-        return self.seconds / self.candidate.batch
 
 
 @dataclass(frozen=True)
@@ -125,7 +71,11 @@ def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
         replace(row, reason=f"{row.memory / GIB:.0f} GiB by the closed form: too much")
         for row in _distinct(check(request, faster[:SHOWN], found))
     ]
-    return Plan(request, facts, found, rows, misfits[:2], own_row(request) if compare else "")
+    own = own_row(request) if compare else ""
+    if isinstance(own, Row) and rows:
+        reason = loss_of(own, rows[0]) if fits(own, request) else "does not fit by closed forms"
+        own = replace(own, reason=reason)
+    return Plan(request, facts, found, rows, misfits[:2], own)
 
 
 def check(request: Request, candidates: Sequence[Candidate], found: Found) -> list[Row]:
@@ -150,36 +100,6 @@ def _distinct(rows: Sequence[Row]) -> list[Row]:
         candidate = row.candidate
         best.setdefault((candidate.grid, candidate.engine, candidate.schedule), row)
     return [*best.values()]
-
-
-def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
-    """Rank rows, and say of each what it loses to the first; those that do not fit come last."""
-    ranked = sorted(rows, key=lambda row: (not _fits(row, request), row.per_sequence))
-    if not ranked:
-        return []
-    best = ranked[0]
-    return [replace(best, reason=""), *(replace(r, reason=_lost(r, best)) for r in ranked[1:])]
-
-
-def _fits(row: Row, request: Request) -> bool:
-    if row.proof is not None:
-        return row.proof.fits
-    return request.limit is None or row.candidate.memory <= request.limit
-
-
-def _lost(row: Row, best: Row) -> str:
-    """Return in words what a row loses to the best."""
-    if row.proof is not None and row.proof.failure:
-        return row.proof.failure
-    if row.proof is not None and not row.proof.fits:
-        return "does not fit, says the compiler"
-    slower = row.per_sequence / best.per_sequence - 1
-    per_sequence = [
-        [float(part) / r.candidate.batch for part in r.candidate.seconds] for r in (row, best)
-    ]
-    losses = [a - b for a, b in zip(*per_sequence, strict=True)]
-    part = ("computation", "communication", "bubble")[losses.index(max(losses))]
-    return f"{slower:+.1%}: {part}" if slower >= 5e-4 else "as fast"
 
 
 def own_row(request: Request) -> Row | str:

@@ -1,8 +1,6 @@
 """Turn a command line of `maxpipe.plan` into what is searched; needs no JAX."""
 
-import argparse
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,15 +8,15 @@ from maxpipe.config.cli import Arguments
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.load import derive_known
-from maxpipe.config.options import OPTIONS, get, unknown_key, update
+from maxpipe.config.options import OPTIONS, get, update
 from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
-from maxpipe.config.values import Scalar, check_bounds, convert
 from maxpipe.planning.search.machine import CPU, Machine, machine_of
 from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED, Space
+from maxpipe.planning.search.words import batches_of, share_of, values_of
 
-TOPOLOGY, TOKENS = "--topology", "--tokens-per-step"
+TOPOLOGY = "--topology"
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,8 @@ def request_of(arguments: Arguments) -> Request:
         for key in searched
         if key not in kept
     ]
-    fixed, fix_problems = _words("--fix", flags.fix)
-    tried, try_problems = _words("--try", flags.tried)
+    fixed, fix_problems = values_of("--fix", flags.fix)
+    tried, try_problems = values_of("--try", flags.tried)
     problems += fix_problems + try_problems
     for key in tried.keys() - {*SEARCHED}:
         message = f"--try {key}: the plan searches {', '.join(SEARCHED)}; --fix {key}=VALUE sets it"
@@ -101,8 +99,8 @@ def request_of(arguments: Arguments) -> Request:
     except ValueError as error:
         problems.append(Problem(TOPOLOGY, str(error)))
     try:
-        margin = _share(flags.memory_margin)
-        batches = _batches(config, flags, choices)
+        margin = share_of(flags.memory_margin)
+        batches = batches_of(config, flags, choices)
     except ValueError as error:
         problems.append(Problem("", str(error)))
     if problems:
@@ -137,57 +135,3 @@ def _placed(config: Config, machine: Machine) -> Config:
         topology = ""  # a GPU: maxpipe.compile has no compiler for it
     places: Updates = {"compile.topology": topology, "compile.num_slices": machine.slices}
     return update(config, places | {"mesh.simulated_devices": simulated})
-
-
-def _words(flag: str, words: Sequence[str]) -> tuple[dict[str, list[object]], list[Problem]]:
-    """Return the values of `key=a,b` words, and what is wrong with them."""
-    values: dict[str, list[object]] = {}
-    problems = []
-    for word in words:
-        key, equals, text = word.partition("=")
-        if key not in OPTIONS or not equals:
-            message = unknown_key(key) if equals else f"expected {flag} key=value"
-            problems.append(Problem("", f"{flag} {word}: {message}"))
-            continue
-        parts = text.split(",") if flag == "--try" else [text]
-        try:
-            values[key] = [convert(OPTIONS[key], Scalar(part)) for part in parts]
-            for value in values[key]:
-                check_bounds(OPTIONS[key], value)
-        except ValueError as error:
-            problems.append(Problem("", f"{flag} {key}: {error}"))
-    return values, problems
-
-
-def _share(text: str) -> float:
-    number = text.removesuffix("%")
-    try:
-        share = float(number) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = math.nan
-    if not 0 <= share < 1:
-        raise ValueError(f"--memory-margin: expected a share such as 10% or 0.1; got {text!r}")
-    return share
-
-
-def _batches(
-    config: Config, flags: argparse.Namespace, choices: dict[str, list[object]]
-) -> tuple[int, ...]:
-    """Return the global batches to try, in sequences."""
-    if chosen := choices.get("data.global_batch_size"):
-        if flags.tokens_per_step:
-            raise ValueError(f"{TOKENS}: data.global_batch_size is given already")
-        return tuple(int(str(batch)) for batch in chosen)
-    length, first = config.data.sequence_length, config.data.global_batch_size
-    if flags.tokens_per_step:
-        tokens = convert(OPTIONS["data.global_batch_size"], Scalar(flags.tokens_per_step))
-        first, left = divmod(int(str(tokens)), length)
-        if left or not first:
-            raise ValueError(
-                f"{TOKENS} {flags.tokens_per_step}: give a multiple of "
-                f"data.sequence_length={length}; nearest: {max(first, 1) * length}"
-            )
-    most = flags.max_global_batch or first
-    if most < first:
-        raise ValueError(f"--max-global-batch {most}: is less than the {first} sequences of a step")
-    return tuple(first * 2**n for n in range((most // first).bit_length()))

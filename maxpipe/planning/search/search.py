@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.pipeline.schedules.table import ScheduleError
-from maxpipe.planning.search.block import DIMENSIONS, Block, BlockSizes, along, block_of
+from maxpipe.planning.search.block import DIMENSIONS, Block, along, block_of
 from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.seconds import Seconds
+from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Grid, Space
 from maxpipe.planning.search.timing import step_seconds
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from maxpipe.devices.chips import ATTENTION_BLOCK
 from maxpipe.planning.footprint import itemsize
-from maxpipe.planning.search.block import BlockSizes, state_per_parameter
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.seconds import (
     ATTENTION_BACKWARD,
@@ -18,6 +17,7 @@ from maxpipe.planning.search.seconds import (
     exposed,
     roofline,
 )
+from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.stores import Number
 
 

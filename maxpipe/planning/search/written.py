@@ -11,7 +11,8 @@ from maxpipe.config.paths import LISTS, MIXTURE, NAMES
 from maxpipe.config.printing import to_yaml
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
-from maxpipe.planning.search.plan import OWN, Plan, Row
+from maxpipe.planning.search.plan import OWN, Plan
+from maxpipe.planning.search.rows import Row
 from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED
 
 _PACKAGES = ("maxpipe", "jax", "libtpu")

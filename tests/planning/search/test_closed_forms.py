@@ -9,7 +9,7 @@ from maxpipe.config.options import update
 from maxpipe.devices.chips import chip_of
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.search.block import BlockSizes, block_of
+from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
@@ -19,6 +19,7 @@ from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.patterns import pattern
 from maxpipe.planning.search.search import Found, price, search
 from maxpipe.planning.search.seconds import Seconds
+from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Space
 from maxpipe.planning.simulate import Costs, simulate
 
