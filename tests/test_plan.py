@@ -18,8 +18,10 @@ def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("plan")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
+        (directory / "corpus.txt").write_text("words")
+        text = ["data.source=text", "data.path=corpus.txt"]
         files = ["--write", "best.yml", "--json", "best.json", "--html", "best.html"]
-        assert plan.main([*SMALL, "--compare", "--tokens-per-step", "4Ki", *files]) == 0
+        assert plan.main([*SMALL, "--compare", "--tokens-per-step", "4Ki", *text, *files]) == 0
     return directory
 
 
@@ -33,6 +35,7 @@ def test_written_file_is_complete_and_resolves_for_the_topology(written, tmp_pat
     loaded = load(str(written / "best.yml"))
     config = resolve(loaded, 4)
     assert config.data.global_batch_size == 4096 // 128
+    assert f"path: {written / 'corpus.txt'}\n" in (written / "best.yml").read_text()
     assert config.compile.topology == "cpu"
     assert config.mesh.simulated_devices == 4
     assert config.model == resolve(load("base"), 4).model
