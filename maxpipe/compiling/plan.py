@@ -50,7 +50,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         plan = prove(plan, flags.compile, _print)
     if plan.winner is None:
         plan = replace(plan, remedies=remedies(plan.request, facts))
-    print(*basis_lines(plan), *table_lines(plan), sep="\n")
+    print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
     if plan.winner is None:
         print(*_nothing_fits(plan), sep="\n")
     _write("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")

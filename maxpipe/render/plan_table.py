@@ -19,6 +19,8 @@ def table_lines(plan: Plan) -> list[str]:
     """Return the table, the chosen row first."""
     own = [plan.own] if isinstance(plan.own, Row) else []
     rows = [*plan.rows[:SHOWN], *plan.misfits, *own]
+    if not rows:
+        return []
     cells = [list(HEADER), *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
     lines = [
