@@ -16,7 +16,7 @@ from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.chunk import remat_policy
-from maxpipe.pipeline.weights import STORAGE_AXES
+from maxpipe.pipeline.weights import axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
 from maxpipe.sharding.rules import AxisRules, without
@@ -129,7 +129,7 @@ def _layer(model: ModelConfig, sequence_length: int, rules: Rules, sizes: Sizes)
     axis_rules = _axis_rules(rules, sizes)
 
     def dimension_shards(spec: ParamSpec) -> list[int]:
-        computing = without(axis_rules.spec(spec.axes, spec.shape), STORAGE_AXES)
+        computing = spec_in_use(axis_rules, spec)
         entries = [*computing, *[None] * (len(spec.shape) - len(computing))]
         return [_shards(PartitionSpec(entry), sizes) for entry in entries]
 
@@ -144,11 +144,12 @@ def _device_parameters(
     specs: list[ParamSpec] = jax.tree.leaves(
         model_program(model).specs[part], is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
     )
-    return sum(
-        math.prod(spec.shape)
-        / _shards(without(axis_rules.spec(spec.axes, spec.shape), whole_over), sizes)
-        for spec in specs
-    )
+
+    def shards(spec: ParamSpec) -> int:
+        gathered = set(whole_over) - axes_in_use(axis_rules, spec)
+        return _shards(without(axis_rules.spec(spec.axes, spec.shape), gathered), sizes)
+
+    return sum(math.prod(spec.shape) / shards(spec) for spec in specs)
 
 
 def _axis_rules(rules: Rules, sizes: Sizes) -> AxisRules:

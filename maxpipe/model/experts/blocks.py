@@ -31,13 +31,14 @@ class Blocks:
         return ""
 
     @staticmethod
-    def layout(num_assignments: int, num_experts: int) -> Layout:
+    def layout(num_assignments: int, num_experts: int, most: int | None = None) -> Layout:
         """Return blocks as large as the waste allows; every expert may have a block partly full."""
-        groups = min(num_assignments, num_experts)
+        most = num_assignments if most is None else most
+        groups = min(most, num_experts)
         size = _LEAST
         while 2 * size <= _MOST and 2 * size * groups <= _WASTE * num_assignments:
             size *= 2
-        return Layout(size * (num_assignments // size + groups), size)
+        return Layout(size * (most // size + groups), size, most > num_assignments)
 
     @staticmethod
     def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
@@ -49,18 +50,27 @@ class Blocks:
         starts = blocks * layout.alignment
         ends = first + -(-places.sizes // layout.alignment) * layout.alignment
         experts = jnp.searchsorted(ends, starts, side="right").astype(jnp.int32)
-        experts = jnp.minimum(experts, weights.shape[0] - 1)
-        return _multiply(rows, weights, experts)
+        if not layout.is_sparse:
+            experts = jnp.minimum(experts, weights.shape[0] - 1)
+        return _multiply(rows, weights, experts, layout.is_sparse)
 
 
-@partial(jax.custom_vjp)
-def _multiply(rows: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
-    """Multiply rows [P, D] with weights [E, D, F]; experts int32 [P / b], of each block."""
-    return _over_blocks(rows, weights, experts, contracted=0)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _multiply(
+    rows: jax.Array, weights: jax.Array, experts: jax.Array, is_sparse: bool
+) -> jax.Array:
+    """Multiply rows [P, D] with weights [E, D, F].
+
+    Args:
+      rows, weights: the operands.
+      experts: int32 [P / b], of each block; E for blocks of zeros if `is_sparse`.
+      is_sparse: whether such blocks are skipped.
+    """
+    return _over_blocks(rows, weights, experts, is_sparse, contracted=0)
 
 
 def _over_blocks(
-    rows: jax.Array, weights: jax.Array, experts: jax.Array, *, contracted: int
+    rows: jax.Array, weights: jax.Array, experts: jax.Array, is_sparse: bool, *, contracted: int
 ) -> jax.Array:
     """Multiply each block with its expert's matrix, summing over a dimension of the matrix."""
 
@@ -69,22 +79,28 @@ def _over_blocks(
         matrix = lax.dynamic_index_in_dim(weights, expert, keepdims=False)
         return lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())))
 
+    def multiply_or_skip(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        shape = (*block[0].shape[:1], weights.shape[2 - contracted])
+        return lax.cond(
+            block[1] < weights.shape[0], multiply, lambda _: jnp.zeros(shape, rows.dtype), block
+        )
+
     blocks = rows.reshape(experts.shape[0], -1, rows.shape[1])  # [P / b, b, D]
-    products = lax.map(multiply, (blocks, experts))
+    products = lax.map(multiply_or_skip if is_sparse else multiply, (blocks, experts))
     return products.reshape(rows.shape[0], -1)
 
 
 def _forward(
-    rows: jax.Array, weights: jax.Array, experts: jax.Array
+    rows: jax.Array, weights: jax.Array, experts: jax.Array, is_sparse: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _multiply(rows, weights, experts), (rows, weights, experts)
+    return _multiply(rows, weights, experts, is_sparse), (rows, weights, experts)
 
 
 def _backward(
-    saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
+    is_sparse: bool, saved: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, np.ndarray]:
     rows, weights, experts = saved
-    of_rows = _over_blocks(gradient, weights, experts, contracted=1)
+    of_rows = _over_blocks(gradient, weights, experts, is_sparse, contracted=1)
 
     def add(
         total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]
@@ -97,13 +113,21 @@ def _backward(
         sum_so_far = lax.dynamic_index_in_dim(total, expert, keepdims=False)
         return lax.dynamic_update_index_in_dim(total, sum_so_far + product, expert, 0), None
 
+    def add_or_skip(
+        total: jax.Array, block: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, None]:
+        def skip(total: jax.Array, _: object) -> tuple[jax.Array, None]:
+            return total, None
+
+        return lax.cond(block[2] < weights.shape[0], add, skip, total, block)
+
     count = experts.shape[0]
     blocks = (
         rows.reshape(count, -1, rows.shape[1]),
         gradient.reshape(count, -1, gradient.shape[1]),
     )
     zeros = jnp.zeros(weights.shape, jnp.float32)
-    of_weights, _ = lax.scan(add, zeros, (*blocks, experts))
+    of_weights, _ = lax.scan(add_or_skip if is_sparse else add, zeros, (*blocks, experts))
     return of_rows, of_weights.astype(weights.dtype), np.zeros(experts.shape, float0)
 
 
