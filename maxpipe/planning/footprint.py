@@ -19,6 +19,7 @@ from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.weights import axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
+from maxpipe.sharding.expert_parallel import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -113,10 +114,14 @@ def handed_over_width(config: Config) -> float:
 def working_width(config: Config) -> float:
     """Return the width of all tensors of a layer and their gradients.
 
-    Keys and values are those of whole sequences.
+    Keys and values are those of whole sequences, and tokens at experts those of all devices that
+    share these.
     """
     layer = layer_of(config)
     others = (config.mesh.size("context") - 1) * layer.key_value_width
+    if (devices := config.mesh.size(EXPERT_AXIS)) > 1:
+        # Tokens of all devices, and what the experts of this one add to them.
+        others += 2 * devices * config.model.embed_dim
     return 2 * (layer.result_width + others + layer.elementwise_width)
 
 
@@ -133,7 +138,8 @@ def _layer(model: ModelConfig, sequence_length: int, rules: Rules, sizes: Sizes)
         entries = [*computing, *[None] * (len(spec.shape) - len(computing))]
         return [_shards(PartitionSpec(entry), sizes) for entry in entries]
 
-    return read_layer(trace_model(model, sequence_length), dimension_shards)
+    trace = trace_model(model, sequence_length, dict(sizes)[EXPERT_AXIS])
+    return read_layer(trace, dimension_shards)
 
 
 @cache

@@ -20,10 +20,11 @@ from jax import lax
 
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.model.experts.dispatch import Layout, Places, collect, spread
-from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, LayoutFn
+from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, LayoutFn, MultiplyFn
 from maxpipe.sharding.expert_parallel import EXPERT_AXIS, gathered, summed, swapped
 
 KEY = "model.moe.dispatch"
+SPARSE_CALL = "sparse_rows_"  # begins the name of a call that uses "a_of_b" of its rows
 
 # (assignments that are expected, experts, assignments that there may be) -> layout
 KernelLayout = Callable[[int, int, int], Layout]
@@ -107,6 +108,24 @@ def layout_for(kernel_layout: KernelLayout, devices: int, per_token: int) -> Lay
         return kernel_layout(num_assignments // devices, num_experts, most)
 
     return layout
+
+
+def sparse(multiply: MultiplyFn, devices: int, per_token: int) -> MultiplyFn:
+    """Return a kernel's product in a call whose name says how many rows of `layout_for` it uses.
+
+    What counts FLOPs reads the name, since skipped rows cannot be seen in shapes.
+    """
+
+    def run(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
+        def product(rows: jax.Array, weights: jax.Array, places: Places) -> jax.Array:
+            return multiply(rows, weights, places, layout)
+
+        most = devices * min(per_token, weights.shape[0])
+        product.__name__ = f"{SPARSE_CALL}{per_token}_of_{most}"
+        result: jax.Array = jax.jit(product)(rows, weights, places)
+        return result
+
+    return run
 
 
 def _own(choice: jax.Array, weights: ExpertWeights) -> jax.Array:

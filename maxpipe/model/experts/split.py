@@ -16,7 +16,7 @@ from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.dispatch import Layout, Places
-from maxpipe.model.experts.exchange import choose_dispatch, layout_for
+from maxpipe.model.experts.exchange import choose_dispatch, layout_for, sparse
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
 from maxpipe.sharding.expert_parallel import EXPERT_AXIS
@@ -74,8 +74,9 @@ def build_experts(
         experts = experts_with(kernel.layout, kernel.multiply, config.mlp_activation)
     else:
         layout = layout_for(kernel.layout, devices, config.moe.per_token)
+        multiply = sparse(kernel.multiply, devices, config.moe.per_token)
         dispatch = implementation(DISPATCHES[choose_dispatch(config.moe, devices, note)])
-        experts = dispatch(experts_with(layout, kernel.multiply, config.mlp_activation))
+        experts = dispatch(experts_with(layout, multiply, config.mlp_activation))
     return per_device(experts, rules, always=name != EVERYWHERE)
 
 
