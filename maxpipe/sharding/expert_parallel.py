@@ -23,9 +23,7 @@ def gathered(x: jax.Array) -> jax.Array:
 @jax.custom_vjp
 def summed(x: jax.Array) -> jax.Array:
     """Return the sum of all devices' [n B, ...] for this device's rows, [B, ...]."""
-    total = lax.psum_scatter(
-        x.astype(jnp.float32), EXPERT_AXIS, scatter_dimension=0, tiled=True
-    )
+    total = lax.psum_scatter(x.astype(jnp.float32), EXPERT_AXIS, scatter_dimension=0, tiled=True)
     return total.astype(x.dtype)
 
 

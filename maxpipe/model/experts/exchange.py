@@ -8,8 +8,8 @@ and the functions that they make are those of one device elsewhere:
     all_to_all    a token goes to each device that has an expert of its own, in a buffer that has a
                   place for every token
 
-Letters: B sequences, T tokens of each, N = B T, k experts of a token, E experts, n devices along the
-axis, D embed.
+Letters: B sequences, T tokens of each, N = B T, k experts of a token, E experts, n devices along
+the axis, D embed.
 """
 
 from collections.abc import Callable

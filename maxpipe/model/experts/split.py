@@ -30,9 +30,7 @@ class Kernel(Protocol):
 
     def unfit(self, config: ModelConfig) -> str: ...
 
-    def layout(
-        self, num_assignments: int, num_experts: int, most: int | None = None
-    ) -> Layout: ...
+    def layout(self, num_assignments: int, num_experts: int, most: int | None = None) -> Layout: ...
 
     def multiply(
         self, rows: jax.Array, weights: jax.Array, places: Places, layout: Layout
