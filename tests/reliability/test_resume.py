@@ -132,15 +132,11 @@ def test_train_resumed_in_other_layout_has_same_losses(
 
 @pytest.mark.slow
 def test_train_resumed_with_experts_on_other_devices_has_same_losses(tmp_path):
-    experts = "{experts: 4, per_token: 2, mlp_dim: 32, balance_loss: 0.01}"
     words = write_config(
-        tmp_path,
-        model=f"{{embed_dim: 32, num_query_heads: 2, num_kv_heads: 2, moe: {experts}}}",
-        steps=8,
-        mesh="{simulated_devices: 8, ici: {stage: 2, fsdp: 1, expert: 4}}",
-        pipeline="{schedule: lockstep_1f1b}",
+        tmp_path, steps=8, mesh="{simulated_devices: 8, ici: {stage: 2, fsdp: 1, expert: 4}}"
     )
     runs = output_dir(words)
+    words += [f"model.moe.{word}" for word in ("experts=4", "mlp_dim=32", "balance_loss=0.01")]
     train([*words, "run_name=whole"])
     train([*words, "run_name=stopped", "stop_after=4"])
     two = ["mesh.ici.expert=2", "mesh.ici.data=2", "model.moe.dispatch=all_to_all"]

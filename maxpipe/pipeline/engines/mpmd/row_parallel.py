@@ -140,7 +140,8 @@ def check_gather(gather: str, axes: Sequence[str], rules: AxisRules) -> None:
     if gather == "once" and rules.mesh.shape["fsdp"] > 1 and "fsdp" not in axes:
         message = (
             "once needs rules that lay rows over mesh axis fsdp, and not the layers of a stage; "
-            "use per_iteration, or give [activation_batch, [data, fsdp]] and [layers_per_stage, []]"
+            "use per_iteration, or give [activation_batch, [data, fsdp, expert]] and "
+            "[layers_per_stage, []]"
         )
         raise ConfigError(Problem("pipeline.fsdp_gather", message))
 
