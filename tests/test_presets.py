@@ -18,6 +18,7 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
     "mistral-7b": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
     "smollm3-3b": 3_075_098_624,
@@ -60,7 +61,11 @@ def test_preset_has_the_published_parameter_count(name):
 
 
 # Parameters that a token uses, as the names of the models say them in thousands of millions
-ACTIVE = {"mixtral-8x7b": 12_879_925_248, "qwen3-30b-a3b": 3_353_032_704}
+ACTIVE = {
+    "mixtral-8x7b": 12_879_925_248,
+    "qwen3-30b-a3b": 3_353_032_704,
+    "gpt-oss-20b": 4_187_440_704,
+}
 
 
 @pytest.mark.parametrize("name", ACTIVE)

@@ -127,6 +127,7 @@ _FAMILIES = "maxpipe.hf.families."
 MODEL_TYPES: dict[str, ModelType] = {
     "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", summary="Gemma 2"),
     "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", summary="the text part of Gemma 3"),
+    "gpt_oss": ModelType(_FAMILIES + "gpt_oss:GptOss", summary="gpt-oss 20B and 120B"),
     "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
     "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),
     "mistral": ModelType(_FAMILIES + "llama:Mistral", summary="Mistral 7B, Nemo"),

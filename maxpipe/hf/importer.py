@@ -21,6 +21,7 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import folder_of, open_folder
 from maxpipe.config.sections import Config
 from maxpipe.hf.matching import differences, is_ignored, shape_problems, text_name
+from maxpipe.hf.mxfp4 import joined
 from maxpipe.hf.safetensors import SafetensorsError, copy_view, read_folder
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
@@ -54,10 +55,8 @@ class HfWeights:
         family = implementation(MODEL_TYPES[shape.model_type])()
         self._rules = {rule.path: rule for rule in tensor_rules(family, self._program)}
         try:
-            stored = {
-                text_name(name): tensor
-                for name, tensor in read_folder(open_folder(directory, KEY)).items()
-            }
+            tensors = read_folder(open_folder(directory, KEY))
+            stored = joined({text_name(name): tensor for name, tensor in tensors.items()})
         except (SafetensorsError, OSError) as error:
             raise ConfigError(Problem(KEY, str(error))) from None
         self._num_layers = config.model.num_layers
@@ -165,12 +164,13 @@ class HfWeights:
         end = min(max(region[axis][1] for region in regions), rule.num_slices)
         start = min(region[axis][0] for region in regions)
         most = max(1, end - start)  # of a file that is mapped into memory
-        if tensor.file.block_size:
-            most = max(1, tensor.file.block_size // (rows * tensor.row_bytes))
+        if tensor.rows_at_once:
+            most = max(1, tensor.rows_at_once // rows)
         for first in range(start, end, most):
             stop = min(first + most, end)
             offset = rule.own_rows.start
-            block = tensor.read_rows(offset + first * rows, offset + stop * rows)
+            ends = (offset + first * rows, offset + stop * rows)
+            block = tensor.read_rows(*ends, rule.own_columns)
             values = rule.from_rows(block)
             for region, part in parts.items():
                 low, high = max(first, region[axis][0]), min(stop, region[axis][1])

@@ -110,7 +110,6 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, np.ndarray]:
     rows, weights, experts = saved
     of_rows = _over_blocks(gradient, weights, experts, is_sparse, contracted=1)
-
     of_weights = _if_sparse(partial(_weight_gradients, is_sparse), is_sparse)(
         rows, gradient, experts, jnp.zeros(weights.shape, jnp.float32)
     )

@@ -1,7 +1,6 @@
 """Compute experts that devices along mesh axis `expert` share: take tokens there, and results back.
 
-Each device has tokens of its own and E / n of the experts. Both ways are exact and drop nothing,
-and the functions that they make are those of one device elsewhere:
+Each device has tokens of its own and E / n of the experts. Both ways are exact and drop nothing:
 
     ring          every device gets the tokens of all, computes what its experts add to each, and
                   the sums over devices go back
@@ -33,18 +32,14 @@ KernelLayout = Callable[[int, int, int], Layout]
 def choose_dispatch(moe: MoEConfig, devices: int, note: Callable[[str], None]) -> str:
     """Return the name of a way; an automatic choice is printed with its reason.
 
-    Args:
-      moe: `model.moe.*`.
-      devices: along the axis, more than one.
-      note: prints a line.
+    There is more than one device along the axis; `note` prints a line.
     """
-    if moe.dispatch != "auto":
-        return moe.dispatch
-    note(
-        f"{KEY}=ring: over {devices} devices it moves no more than all_to_all, whose buffers have "
-        "a place for every token on every device"
-    )
-    return "ring"
+    if moe.dispatch == "auto":
+        note(
+            f"{KEY}=ring: over {devices} devices it moves no more than all_to_all, whose buffers "
+            "have a place for every token on every device"
+        )
+    return "ring" if moe.dispatch == "auto" else moe.dispatch
 
 
 def ring(experts: ExpertsFn) -> ExpertsFn:
@@ -70,9 +65,8 @@ def all_to_all(experts: ExpertsFn) -> ExpertsFn:
         devices, num_own = lax.axis_size(EXPERT_AXIS), weights.gate.shape[0]
         tokens, flat = x.reshape(-1, width), choice.reshape(-1, per_token)
         count = tokens.shape[0]
-        # 1. A place in the buffers [n, N] for each token on each device that has an expert of it.
-        places = _places(flat // num_own, devices)
-        buffer = devices, count
+        # 1. A place in the buffers [n, N] for each token, on each device with an expert of its own.
+        places, buffer = _places(flat // num_own, devices), (devices, count)
 
         # 2. There, with all its experts, of which a device computes its own: [n, N, ...].
         def sent(values: jax.Array) -> jax.Array:
@@ -95,11 +89,6 @@ def layout_for(kernel_layout: KernelLayout, devices: int, per_token: int) -> Lay
     """Return the layout of rows on one of several devices that share experts.
 
     Rows suffice for tokens of all devices that choose as many of its experts as they can.
-
-    Args:
-      kernel_layout: of the kernel.
-      devices: n.
-      per_token: k.
     """
 
     def layout(num_assignments: int, num_experts: int) -> Layout:
@@ -138,9 +127,7 @@ def _own(choice: jax.Array, weights: ExpertWeights) -> jax.Array:
 def _places(devices_of: jax.Array, devices: int) -> Places:
     """Give each token a row in the buffer of each device that it goes to, [n, N] rows.
 
-    Args:
-      devices_of: int32 [N, k], the device of each expert of a token.
-      devices: n.
+    `devices_of` is the device of each of its experts, int32 [N, k].
     """
     count = devices_of.shape[0]
     goes = jnp.any(devices_of[:, :, None] == jnp.arange(devices), axis=1)  # [N, n]

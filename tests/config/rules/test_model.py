@@ -72,11 +72,6 @@ import pytest
             "model.moe.normalise",
             "weights of model.moe.router=topk_softmax add up to 1; use true",
         ),
-        (
-            ("model.moe.experts=4", "model.mlp_bias=true"),
-            "model.mlp_bias",
-            "experts have no biases; use false",
-        ),
         (("model.moe.experts=-1",), "model.moe.experts", "-1"),
         (("model.moe.router=top2",), "model.moe.router", "softmax, topk_softmax"),
         (

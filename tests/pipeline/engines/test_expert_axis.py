@@ -34,7 +34,11 @@ LAYOUTS = {
 }
 # With the other mesh axes, and with what else could get in the way.
 MIXED = {
-    "lockstep_1f1b tensor": ("lockstep_1f1b", "all_to_all", {"mesh.ici.tensor": 2}),
+    "lockstep_1f1b tensor": (
+        "lockstep_1f1b",
+        "all_to_all",
+        {"mesh.ici.tensor": 2, "model.mlp_bias": True},
+    ),
     "circular fsdp": ("circular", "ring", {"mesh.ici.fsdp": 2}),
     "mpmd once": ("mpmd", "ring", {"mesh.ici.fsdp": 2, "pipeline.fsdp_gather": "once"}),
     "sequential context": (
