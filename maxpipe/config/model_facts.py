@@ -33,8 +33,15 @@ class Kernel:
     summary: str = ""
 
 
+@dataclass(frozen=True)
 class AttentionKernel(Kernel):
-    """`model.attention`: a class with `unfit`, `build` and `build_for_parts`."""
+    """`model.attention`: a class with `unfit`, `build` and `build_for_parts`.
+
+    Attributes:
+      separates_documents: whether tokens see those of their own segment only.
+    """
+
+    separates_documents: bool = True
 
 
 class GroupedKernel(Kernel):
@@ -46,6 +53,13 @@ class GroupedKernel(Kernel):
 
 _KERNELS = "maxpipe.model.kernels."
 KERNELS: dict[str, AttentionKernel] = {
+    "cudnn": AttentionKernel(
+        _KERNELS + "cudnn:Cudnn",
+        ("gpu",),
+        preferred_on=("gpu",),
+        summary="cuDNN's flash attention, without packed documents",
+        separates_documents=False,
+    ),
     "dot_product": AttentionKernel(
         _KERNELS + "dot_product:DotProduct",
         ("cpu", "gpu", "tpu"),
@@ -156,4 +170,17 @@ MODEL_PLACES: dict[str, ModelPlace] = {
     "directory": ModelPlace("maxpipe.storage.model_folders:LocalFolder", "a directory"),
     "store": ModelPlace("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
     "hub": ModelPlace("maxpipe.storage.hub:HubFolder", "org/name or org/name@REVISION"),
+}
+
+
+class WeightFormat(Variant):
+    """Weights that `init_from` names, a class built with the resolved configuration.
+
+    It is a `maxpipe.training.initial_weights.InitialWeights`.
+    """
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    "hf": WeightFormat("maxpipe.hf.importer:HfWeights", summary="safetensors of Hugging Face"),
+    "maxtext": WeightFormat("maxpipe.migration.weights:MaxTextWeights", summary="a MaxText step"),
 }

@@ -7,13 +7,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from maxpipe.checkpoint.arrays import Box as Region
+from maxpipe.checkpoint.arrays import box_of
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import read_shape
@@ -28,7 +29,6 @@ from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 KEY = "init_from"
-Region: TypeAlias = tuple[tuple[int, int], ...]  # (first, end) of each dimension
 
 
 class HfWeights:
@@ -90,7 +90,7 @@ class HfWeights:
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)
-        regions = {device: region_of(index, like.shape) for device, index in places.items()}
+        regions = {device: box_of(index, like.shape) for device, index in places.items()}
         rule = self._rules[path]
         if not rule.is_layer:
             parts = self._read_tensor(rule, 0, {*regions.values()}, like.dtype)
@@ -181,13 +181,6 @@ class HfWeights:
                     target[axis] = slice(low - region[axis][0], high - region[axis][0])
                     copy_view(values[tuple(source)], part[tuple(target)])
         return parts
-
-
-def region_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
-    """Return what a device has of an array, from JAX's index."""
-    assert index is not None
-    bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
-    return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def shape_of(region: Region) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from maxpipe.hf.safetensors import INDEX, read_folder, read_header
 from maxpipe.hf.tensors import tensor_rules
 from maxpipe.model.program import ModelProgram
 from maxpipe.storage.model_folders import LocalFile, LocalFolder
-from maxpipe.training.launch import with_progress
+from maxpipe.training.initial_weights import with_progress
 
 
 @pytest.fixture
