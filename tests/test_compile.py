@@ -379,6 +379,29 @@ class TestTpu:
         assert done.returncode == 2
         assert "libtpu has no topology v5p:3x3x3" in done.stderr
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dispatch", ["ring", "all_to_all"])
+    def test_compile_of_shared_experts_sends_tokens_along_their_axis(self, tmp_path, dispatch):
+        report, text = report_of(
+            tmp_path,
+            BASE,
+            "compile.topology=v5p:2x2x1",
+            *NARROW,
+            "model.num_layers=4",
+            "model.moe.experts=8",
+            "model.moe.mlp_dim=256",
+            f"model.moe.dispatch={dispatch}",
+            "mesh.ici.fsdp=1",
+            "mesh.ici.expert=2",
+            "data.global_batch_size=16",
+            environment=QUICK,
+        )
+        assert "model.moe.kernel=megablox" in text
+        kinds = {c["kind"] for c in report["collectives"] if c["axes"] == "expert"}
+        tokens = {"ring": {"all-gather", "reduce-scatter"}, "all_to_all": {"all-to-all"}}
+        # Gradients of weights without experts are summed over the axis.
+        assert kinds == tokens[dispatch] | {"all-reduce"}
+
     @pytest.mark.slow  # the CPU's figures are in tests/pipeline/engines/circular
     @pytest.mark.parametrize(("microbatches", "sets"), [(8, 2), (4, 3)])
     def test_compile_with_per_repeat_gathers_holds_two_weight_sets_or_three_without_slack(

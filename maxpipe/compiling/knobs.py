@@ -131,6 +131,7 @@ def _changes(c: Config) -> Iterator[Updates]:
         ("fsdp", "stage"),
         ("tensor", "fsdp"),
         ("stage", "data"),
+        ("expert", "data"),
     ):
         if getattr(ici, less) % 2 == 0:
             sizes = {

@@ -17,6 +17,7 @@ from maxpipe.config.engine_facts import ENGINES as ENGINES
 from maxpipe.config.engine_facts import Engine as Engine
 from maxpipe.config.engine_facts import Refusal as Refusal
 from maxpipe.config.model_facts import BLOCKS as BLOCKS
+from maxpipe.config.model_facts import DISPATCHES as DISPATCHES
 from maxpipe.config.model_facts import GROUPED_KERNELS as GROUPED_KERNELS
 from maxpipe.config.model_facts import KERNELS as KERNELS
 from maxpipe.config.model_facts import MODEL_PLACES as MODEL_PLACES
@@ -25,6 +26,7 @@ from maxpipe.config.model_facts import ROUTERS as ROUTERS
 from maxpipe.config.model_facts import WEIGHT_FORMATS as WEIGHT_FORMATS
 from maxpipe.config.model_facts import AttentionKernel as AttentionKernel
 from maxpipe.config.model_facts import Block as Block
+from maxpipe.config.model_facts import Dispatch as Dispatch
 from maxpipe.config.model_facts import GroupedKernel as GroupedKernel
 from maxpipe.config.model_facts import ModelPlace as ModelPlace
 from maxpipe.config.model_facts import ModelType as ModelType

@@ -30,6 +30,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 # A checkpoint has a data position for each sequence of a batch.
 FIXED = ("data.global_batch_size",)
+# How layers are spread over devices, which the state does not depend on.
+_OF_A_LAYOUT = ("model.moe.dispatch",)
 # May also change with checkpoint.convert_dtype.
 DTYPES = ("model.dtype", "model.param_dtype")
 # What these name is compared by content where the checkpoint has a fingerprint of it.
@@ -102,6 +104,8 @@ def is_allowed(config: Config, key: str) -> bool:
 
 def group_of(key: str) -> str:
     """Return the group of `GROUPS` that a key belongs to, "" if there is none."""
+    if key in _OF_A_LAYOUT:
+        return ""
     groups = (
         name for name, keys in GROUPS.items() if any(f"{key}.".startswith(f"{k}.") for k in keys)
     )

@@ -91,6 +91,22 @@ GROUPED_KERNELS: dict[str, GroupedKernel] = {
 }
 
 
+class Dispatch(Variant):
+    """How tokens reach experts of other devices, `model.moe.dispatch`.
+
+    It is a function from the experts of one device to those of all.
+    """
+
+
+DISPATCHES: dict[str, Dispatch] = {
+    "all_to_all": Dispatch(
+        _EXPERTS + "exchange:all_to_all",
+        summary="a token goes to the devices that have its experts",
+    ),
+    "ring": Dispatch(_EXPERTS + "exchange:ring", summary="every device gets the tokens of all"),
+}
+
+
 @dataclass(frozen=True)
 class Router(Variant):
     """A function that chooses experts by logits, `model.moe.router`.

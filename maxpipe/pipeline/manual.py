@@ -16,9 +16,10 @@ from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
 from maxpipe.sharding.context_parallel import CONTEXT_AXIS
-from maxpipe.sharding.rules import only
+from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.rules import axes_of, only, without
 
-ROW_AXES = ("data", "fsdp")
+ROW_AXES = ("data", "fsdp", EXPERT_AXIS)
 BATCH_AXES = (*ROW_AXES, CONTEXT_AXIS)  # axes along which each device has its own tokens
 # Axes over which the scheduled engine's program is manual; the partitioner has the others.
 MANUAL_AXES = ("stage", *BATCH_AXES)
@@ -43,11 +44,13 @@ class Gather:
       param_dtype: dtype in which it is stored.
       dtype: dtype in which it is gathered and used.
       manual: mesh axes over which the program is manual.
+      in_use: mesh axes that split the parameter in use, too; it is not gathered over them.
       in_steps: whether `gathered` scatters the gradient from neighbour to neighbour.
 
     Attributes:
       spec: as given.
       axes: the manual axes that split it.
+      gathered_axes: those over which it is gathered.
     """
 
     def __init__(
@@ -57,15 +60,17 @@ class Gather:
         dtype: DTypeLike,
         manual: Collection[str] = MANUAL_AXES,
         *,
+        in_use: Collection[str] = (),
         in_steps: bool = False,
     ):
         self._dtype = dtype
         self.spec = spec
         self._dims: list[tuple[int, tuple[str, ...]]] = []
-        for dim, entry in enumerate(only(spec, manual)):
+        self.axes = axes_of(only(spec, manual))
+        for dim, entry in enumerate(without(only(spec, manual), in_use)):
             if entry is not None:
                 self._dims.append((dim, entry if isinstance(entry, tuple) else (entry,)))
-        self.axes = {axis for _, axes in self._dims for axis in axes}
+        self.gathered_axes = {axis for _, axes in self._dims for axis in axes}
         self._differentiable = jax.custom_vjp(lambda shard: self.gather(shard))
         self._differentiable.defvjp(
             lambda shard: (self.gather(shard), None),

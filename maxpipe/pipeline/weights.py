@@ -3,13 +3,26 @@
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.model.parameters import Params, ParamSpec, Tree, map_specs
-from maxpipe.sharding.rules import AxisRules, without
+from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.rules import AxisRules, axes_of, without
 
-# Mesh axes that split a parameter only to save memory: it is gathered over them for use.
-STORAGE_AXES = ("fsdp", "stage", "context")
+# Mesh axes that split a parameter only to save memory: it is gathered over them for use. Expert is
+# one of them for parameters without a dimension of experts.
+STORAGE_AXES = ("fsdp", "stage", "context", EXPERT_AXIS)
+
+
+def axes_in_use(rules: AxisRules, spec: ParamSpec) -> set[str]:
+    """Return the storage axes over which a parameter is not gathered: those of its experts."""
+    return axes_of(rules.spec(("expert",))) if "expert" in spec.axes else set()
+
+
+def spec_in_use(rules: AxisRules, spec: ParamSpec) -> PartitionSpec:
+    """Return the PartitionSpec of a parameter that is gathered over the storage axes."""
+    gathered = set(STORAGE_AXES) - axes_in_use(rules, spec)
+    return without(rules.spec(spec.axes, spec.shape), gathered)
 
 
 class Weights:
@@ -83,5 +96,5 @@ class Weights:
         # XLA's partitioner gathers where the layout asks for less splitting than the operand has.
         # Over manual axes there is nothing left to gather.
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        target = without(self._rules.spec(spec.axes, spec.shape), (*STORAGE_AXES, *manual))
+        target = without(spec_in_use(self._rules, spec), manual)
         return self._rules.lay_out(p, target, spec.axes)

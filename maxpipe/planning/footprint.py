@@ -16,9 +16,10 @@ from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
 from maxpipe.model.parameters import ParamSpec
 from maxpipe.pipeline.chunk import remat_policy
-from maxpipe.pipeline.weights import STORAGE_AXES
+from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
+from maxpipe.sharding.expert_parallel import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -162,10 +163,14 @@ def handed_over_width(config: Config) -> float:
 def working_width(config: Config) -> float:
     """Return the width of all tensors of a layer and their gradients.
 
-    Keys and values are those of whole sequences.
+    Keys and values are those of whole sequences, and tokens at experts those of all devices that
+    share these.
     """
     layer = layer_of(config)
     others = (config.mesh.size("context") - 1) * layer.key_value_width
+    if (devices := config.mesh.size(EXPERT_AXIS)) > 1:
+        # Tokens of all devices, and what the experts of this one add to them.
+        others += 2 * devices * config.model.embed_dim
     return 2 * (layer.result_width + others + layer.elementwise_width)
 
 
@@ -178,11 +183,12 @@ def _layer(model: ModelConfig, sequence_length: int, rules: Rules, sizes: Sizes)
     axis_rules = _axis_rules(rules, sizes)
 
     def dimension_shards(spec: ParamSpec) -> list[int]:
-        computing = without(axis_rules.spec(spec.axes, spec.shape), STORAGE_AXES)
+        computing = spec_in_use(axis_rules, spec)
         entries = [*computing, *[None] * (len(spec.shape) - len(computing))]
         return [_shards(PartitionSpec(entry), sizes) for entry in entries]
 
-    return read_layer(trace_model(model, sequence_length), dimension_shards)
+    trace = trace_model(model, sequence_length, dict(sizes)[EXPERT_AXIS])
+    return read_layer(trace, dimension_shards)
 
 
 @cache
@@ -193,11 +199,12 @@ def _device_parameters(
     specs: list[ParamSpec] = jax.tree.leaves(
         model_program(model).specs[part], is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
     )
-    return sum(
-        math.prod(spec.shape)
-        / _shards(without(axis_rules.spec(spec.axes, spec.shape), whole_over), sizes)
-        for spec in specs
-    )
+
+    def shards(spec: ParamSpec) -> int:
+        gathered = set(whole_over) - axes_in_use(axis_rules, spec)
+        return _shards(without(axis_rules.spec(spec.axes, spec.shape), gathered), sizes)
+
+    return sum(math.prod(spec.shape) / shards(spec) for spec in specs)
 
 
 def _axis_rules(rules: Rules, sizes: Sizes) -> AxisRules:

@@ -6,11 +6,13 @@ products, convolutions and kernels count; element-wise operations are noise.
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from maxpipe.model.experts.exchange import SPARSE_CALL
 from maxpipe.pipeline.jaxprs import inner_jaxprs, open_jaxpr, shaped
 
 BranchRuns = Callable[[float], float]
@@ -54,6 +56,9 @@ def equation_flops(eqn: JaxprEqn, runs: float = 1.0, branch_runs: BranchRuns = e
         times = branch_runs(runs)
         return max(_count(open_jaxpr(branch), times, branch_runs) for branch in params["branches"])
     devices = 1
+    if used := re.fullmatch(rf"{SPARSE_CALL}(\d+)_of_(\d+)", str(params.get("name", ""))):
+        # Its conditionals skip the others.
+        runs, branch_runs = runs * int(used[1]) / int(used[2]), every_time
     if name == "scan":
         runs *= params["length"]
     elif name == "shard_map":

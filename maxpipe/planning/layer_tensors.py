@@ -378,8 +378,8 @@ class _Walk:
     def _flops(self, eqn: JaxprEqn) -> float:
         """Return the FLOPs of an equation's products for the sequence."""
         if eqn.primitive.name == GROUPED:
-            rows, weights = (shaped(atom).shape for atom in eqn.invars)
-            return 2.0 * rows[0] * weights[1] * weights[2]
+            weights = shaped(eqn.invars[1]).shape
+            return 2.0 * eqn.params["assignments"] * weights[1] * weights[2]
         if eqn.primitive.name != ATTENTION:
             return equation_flops(eqn)
         q, k, v = (shaped(atom).shape for atom in eqn.invars[:3])

@@ -3,11 +3,13 @@
 Nothing is computed and no parameter is made. Attention is traced as one equation, whatever kernel
 runs: model FLOPs and memory are those of a kernel that skips what is masked and never holds the
 matrix of probabilities. A product of rows with the weights of their experts is one equation, too,
-without rows that fill up blocks. Where windows differ by layer the traced layer has their average.
+without rows that fill up blocks; where devices share experts there are rows for every choice of all
+their tokens, of which the products skip what is empty. Where windows differ by layer the traced
+layer has their average.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -75,32 +77,44 @@ GROUPED = "planned_grouped_product"  # stands for a product of rows with their e
 
 _grouped_p = Primitive(GROUPED)
 _grouped_p.def_abstract_eval(
-    lambda rows, weights: rows.update(shape=(rows.shape[0], weights.shape[-1]))
+    lambda rows, weights, *, assignments: rows.update(shape=(rows.shape[0], weights.shape[-1]))
 )
 
 
-@jax.custom_vjp
-def _grouped(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    product: jax.Array = _grouped_p.bind(rows, weights)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _grouped(rows: jax.Array, weights: jax.Array, assignments: int) -> jax.Array:
+    product: jax.Array = _grouped_p.bind(rows, weights, assignments=assignments)
     return product
 
 
+def _save_factors(
+    rows: jax.Array, weights: jax.Array, assignments: int
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _grouped(rows, weights, assignments), (rows, weights)
+
+
 def _zero_products(
-    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    assignments: int, saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     rows, weights = saved
     used = jnp.sum(cotangent)
     return rows * used, weights * used
 
 
-_grouped.defvjp(lambda rows, weights: (_grouped(rows, weights), (rows, weights)), _zero_products)
+_grouped.defvjp(_save_factors, _zero_products)
 
 
-def _planned_experts(model: ModelConfig) -> ExpertsFn:
+def _planned_experts(model: ModelConfig, devices: int) -> ExpertsFn:
+    per_token = model.moe.per_token
+
+    def layout(num_assignments: int, num_experts: int) -> Layout:
+        tokens = num_assignments // per_token
+        return Layout(devices * tokens * min(per_token, num_experts // devices), 1)
+
     def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
-        return _grouped(rows, weights)
+        return _grouped(rows, weights, places.rows.size)
 
-    return experts_with(lambda count, experts: Layout(count, 1), multiply, gating(model))
+    return experts_with(layout, multiply, gating(model))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,20 +137,25 @@ class ModelTrace:
     visible_share: float
 
 
-def model_program(model: ModelConfig) -> ModelProgram:
-    """Return the program of a resolved model around `planned_attention`."""
+def model_program(model: ModelConfig, expert_devices: int = 1) -> ModelProgram:
+    """Return the program of a resolved model around `planned_attention`.
+
+    Args:
+      model: resolved.
+      expert_devices: devices that share its experts.
+    """
     assert model.head_dim > 0, "head_dim is not resolved"
-    return _program(model, BLOCKS[model.block])
+    return _program(model, BLOCKS[model.block], expert_devices)
 
 
-def trace_model(model: ModelConfig, sequence_length: int) -> ModelTrace:
-    """Trace a resolved model; the trace is made once for each model and length."""
-    return _trace(model_program(model), sequence_length)
+def trace_model(model: ModelConfig, sequence_length: int, expert_devices: int = 1) -> ModelTrace:
+    """Trace a resolved model; made once for each model, length and number of devices."""
+    return _trace(model_program(model, expert_devices), sequence_length)
 
 
 @cache
-def _program(model: ModelConfig, block: Block) -> ModelProgram:
-    return ModelProgram(model, planned_attention, _planned_experts(model))
+def _program(model: ModelConfig, block: Block, expert_devices: int) -> ModelProgram:
+    return ModelProgram(model, planned_attention, _planned_experts(model, expert_devices))
 
 
 @cache

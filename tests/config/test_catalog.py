@@ -101,6 +101,10 @@ def is_router(value):
     return inspect.isfunction(value) and parameters_of(value)[:2] == ["logits", "config"]
 
 
+def is_dispatch(value):
+    return inspect.isfunction(value) and parameters_of(value) == ["experts"]
+
+
 def is_block(value):
     return inspect.isclass(value) and value.__name__.endswith("Block")
 
@@ -119,6 +123,7 @@ FAMILIES = {
     "KERNELS": ("maxpipe.model.kernels", is_kernel),
     "GROUPED_KERNELS": ("maxpipe.model.experts", is_grouped_kernel),
     "ROUTERS": ("maxpipe.model.experts.router", is_router),
+    "DISPATCHES": ("maxpipe.model.experts.exchange", is_dispatch),
     "BLOCKS": ("maxpipe.model", is_block),
     "TOKENIZERS": ("maxpipe.data.tokenizers", is_tokenizer),
 }

@@ -156,7 +156,8 @@ class EngineUnderTest:
 
     def _place(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         rows = len(batch["tokens"])
-        divides = rows % np.prod([self.batch_sharding.mesh.shape[a] for a in ("data", "fsdp")]) == 0
+        axes = ("data", "fsdp", "expert")
+        divides = rows % np.prod([self.batch_sharding.mesh.shape[a] for a in axes]) == 0
         target = self.batch_sharding if divides else None
         return {name: jax.device_put(jnp.asarray(x), target) for name, x in batch.items()}
 

@@ -100,3 +100,20 @@ def test_weights_gathered_once_are_whole_over_fsdp():
     assert once.gradients - norms == 2 * (apart.gradients - norms)
     assert once.parameters > apart.parameters
     assert once.optimizer == apart.optimizer
+
+
+def test_experts_over_devices_are_priced_with_rows_for_every_choice():
+    moe = {"experts": 8, "per_token": 2, "mlp_dim": 64}
+    values = {"mesh.ici.stage": 1, "pipeline.engine": "sequential"}
+    values |= {f"model.moe.{key}": value for key, value in moe.items()}
+
+    def priced(axis):
+        return estimate(resolve(replace(Config(), **values | {f"mesh.ici.{axis}": 4}), 4))
+
+    whole, shared = priced("data"), priced("expert")
+    model = replace(Config(), **values).model
+    of_experts = model.num_layers * 8 * 3 * model.embed_dim * 64
+    assert whole.parameters - shared.parameters == 4.0 * of_experts * 3 / 4
+    assert whole.gradients - shared.gradients == 4.0 * of_experts * 3 / 4
+    # Four devices' tokens, of which all may choose the two experts of one.
+    assert shared.activations > 1.5 * whole.activations

@@ -130,6 +130,35 @@ def test_train_resumed_in_other_layout_has_same_losses(
         assert after[step][0] == pytest.approx(expected[step][0], rel=1e-5), step
 
 
+@pytest.mark.slow
+def test_train_resumed_with_experts_on_other_devices_has_same_losses(tmp_path):
+    words = write_config(
+        tmp_path, steps=8, mesh="{simulated_devices: 8, ici: {stage: 2, fsdp: 1, expert: 4}}"
+    )
+    runs = output_dir(words)
+    words += [f"model.moe.{word}" for word in ("experts=4", "mlp_dim=32", "balance_loss=0.01")]
+    train([*words, "run_name=whole"])
+    train([*words, "run_name=stopped", "stop_after=4"])
+    two = ["mesh.ici.expert=2", "mesh.ici.data=2", "model.moe.dispatch=all_to_all"]
+    for name, layout in (
+        (
+            "sequential",
+            [
+                "pipeline.engine=sequential",
+                "mesh.ici.stage=1",
+                "mesh.ici.expert=1",
+                "mesh.ici.fsdp=8",
+            ],
+        ),
+        ("mpmd", ["pipeline.schedule=1f1b", "pipeline.num_repeats=1", *two]),
+    ):
+        root = copy_of(runs / "stopped", name)
+        train([*words, f"run_name={name}", *layout])
+        after, expected = losses(root), losses(runs / "whole")
+        for step in range(5, 9):
+            assert after[step][:2] == pytest.approx(expected[step][:2], rel=1e-5), (name, step)
+
+
 def test_checkpoint_holds_everything_a_run_needs(stopped):
     names = saved(stopped, STOP)
     assert any("mu" in name for name in names)

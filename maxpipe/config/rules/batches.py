@@ -1,17 +1,26 @@
 """Derive the number of microbatches; check that batches divide over microbatches and devices."""
 
+import math
+
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.rule import Updates, distance, divisors, multiples_around, rule
 from maxpipe.config.rules.stages import STAGE_AXES, num_stages
 from maxpipe.config.sections import Config
 
-SHARD_AXES = ("mesh.ici.data", "mesh.dcn.data", "mesh.ici.fsdp", "mesh.dcn.fsdp")
+_ROW_AXES = ("data", "fsdp", "expert")
+SHARD_AXES = tuple(f"mesh.{level}.{axis}" for axis in _ROW_AXES for level in ("ici", "dcn"))
 
 
 def data_shards(c: Config) -> int:
-    """Return into how many parts the rows of a batch are split: data x fsdp over all slices."""
-    return c.mesh.size("data") * c.mesh.size("fsdp")
+    """Return into how many parts the rows of a batch are split, over all slices."""
+    return math.prod(c.mesh.size(axis) for axis in _ROW_AXES)
+
+
+def _shard_factors(c: Config) -> tuple[str, str]:
+    """Return names and sizes of the axes of `data_shards`, expert only if there are several."""
+    axes = [axis for axis in _ROW_AXES if axis != "expert" or c.mesh.size(axis) > 1]
+    return " x ".join(axes), " x ".join(str(c.mesh.size(axis)) for axis in axes)
 
 
 def least_microbatches(c: Config) -> int:
@@ -56,9 +65,10 @@ def check_train_batch(c: Config) -> None:
     """Check that microbatches and devices divide the training batch."""
     batch, count, shards = c.data.global_batch_size, c.pipeline.num_microbatches, data_shards(c)
     if batch % (count * shards):
-        factors = f"{count} x {c.mesh.size('data')} x {c.mesh.size('fsdp')} = {count * shards}"
+        axes, sizes = _shard_factors(c)
+        factors = f"{count} x {sizes} = {count * shards}"
         message = (
-            f"{batch} is not divisible by num_microbatches x data x fsdp = {factors}; "
+            f"{batch} is not divisible by num_microbatches x {axes} = {factors}; "
             f"nearest legal: {multiples_around(batch, count * shards)}"
             f"{_propose_counts(c, batch, shards)}"
         )
@@ -77,9 +87,9 @@ def check_eval_batch(c: Config) -> None:
     """Check that the devices divide the batch of evaluations, which has no microbatches."""
     batch, shards = c.eval.global_batch_size, data_shards(c)
     if c.eval.every and batch != c.data.global_batch_size and batch % shards:
-        factors = f"{c.mesh.size('data')} x {c.mesh.size('fsdp')} = {shards}"
+        axes, sizes = _shard_factors(c)
         message = (
-            f"{batch} is not divisible by data x fsdp = {factors}; "
+            f"{batch} is not divisible by {axes} = {sizes} = {shards}; "
             f"nearest legal: {multiples_around(batch, shards)}"
         )
         raise ConfigError(Problem("eval.global_batch_size", message))

@@ -9,6 +9,7 @@ from maxpipe.config.sections.model import LAYER_KINDS
 from maxpipe.config.values import nearest
 
 _CONTEXT_AXES = ("mesh.ici.context", "mesh.dcn.context")
+_EXPERT_AXES = ("mesh.ici.expert", "mesh.dcn.expert")
 _AXIS_RULES = "sharding.logical_axis_rules"
 
 
@@ -215,20 +216,35 @@ def _axes_problems(axes: list[str]) -> list[str]:
     return problems
 
 
-@rule()
+@rule(*_EXPERT_AXES, "model.moe.experts", _AXIS_RULES)
 def check_expert_axis(c: Config) -> None:
-    """Refuse expert parallelism, which no engine has yet."""
-    problems = [
-        Problem(
-            f"mesh.{level}.expert",
-            "must be 1: experts are not split over devices of their own yet; fsdp splits their "
-            "weights, and tensor their width",
+    """Check that the expert axis splits experts evenly, and rows of batches too."""
+    size, num_experts = c.mesh.size("expert"), c.model.moe.experts
+    if size == 1:
+        return
+    key = "mesh.ici.expert" if c.mesh.ici.expert > 1 else "mesh.dcn.expert"
+    if not num_experts:
+        message = (
+            f"{size} devices have no experts to share; use 1 and mesh.ici.fsdp={size}, or set "
+            "model.moe.experts"
         )
-        for level, axes in (("ici", c.mesh.ici), ("dcn", c.mesh.dcn))
-        if axes.expert != 1
-    ]
+        raise ConfigError(Problem(key, message))
+    if num_experts % size:
+        legal = " or ".join(str(n) for n in divisors(num_experts) if n > 1)
+        message = f"{size} devices do not divide model.moe.experts={num_experts}; use {legal}"
+        raise ConfigError(Problem(key, message))
+    axes_of = dict(c.sharding.logical_axis_rules)
+    problems = []
+    if axes_of.get("expert") != ["expert"]:
+        problems.append(f"{key} splits experts over the axis; use [expert, [expert]]")
+    rows = axes_of.get("activation_batch", [])
+    if "expert" not in rows:
+        problems.append(
+            f"{key} splits rows of batches over the axis, but activation_batch lies over {rows}; "
+            f"use [activation_batch, [{', '.join([*rows, 'expert'])}]]"
+        )
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*(Problem(_AXIS_RULES, message) for message in problems))
 
 
 @rule(*_CONTEXT_AXES, "data.sequence_length")

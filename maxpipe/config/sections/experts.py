@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from maxpipe.config.catalog import GROUPED_KERNELS, ROUTERS
+from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS, ROUTERS
 from maxpipe.config.sections.fields import option
 
 
@@ -63,6 +63,12 @@ class MoEConfig:
         0.0,
         "weight of the penalty on the squared logarithm of the router's softmax denominator",
         minimum=0,
+    )
+    dispatch: str = option(
+        "auto",
+        "how tokens reach experts of other devices along mesh axis expert; auto = ring",
+        variants=DISPATCHES,
+        also=("auto",),
     )
     kernel: str = option(
         "auto",

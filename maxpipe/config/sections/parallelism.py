@@ -9,7 +9,7 @@ from maxpipe.config.sections.fields import option
 MESH_AXES = ("data", "stage", "fsdp", "context", "tensor", "expert")
 
 DEFAULT_RULES: list[object] = [
-    ["activation_batch", ["data", "fsdp"]],
+    ["activation_batch", ["data", "fsdp", "expert"]],
     ["activation_length", ["context"]],
     ["activation_stage", ["stage"]],
     ["stage", ["stage"]],
@@ -51,7 +51,9 @@ class AxesConfig:
     tensor: int = option(
         1, "devices over which heads and MLP width are split", minimum=1, derived=True
     )
-    expert: int = option(1, "devices over which experts are split", minimum=1, derived=True)
+    expert: int = option(
+        1, "devices over which experts and batches are split", minimum=1, derived=True
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Arrange tokens as rows in the order of their experts, and add rows up to tokens again.
 
-Each assignment of a token to an expert is a row, so nothing is dropped, however uneven the choice.
+Each assignment of a token to an expert is a row, so nothing is dropped, however uneven the choice;
+assignments to experts of other devices have no row here, and add nothing to their tokens.
 Rows of an expert are neighbours; where a kernel asks for it, they begin at a multiple of a number,
 and the rows in between are zero. Both directions are gathers, and so are their gradients.
 
@@ -22,17 +23,19 @@ class Layout(NamedTuple):
     Attributes:
       num_rows: P, enough for every choice.
       alignment: the first row of each expert is a multiple of it.
+      is_sparse: whether most rows may be without an assignment, as other devices have experts too.
     """
 
     num_rows: int
     alignment: int
+    is_sparse: bool = False
 
 
 class Places(NamedTuple):
     """Where each assignment's row is.
 
     Attributes:
-      rows: int32 [N, k], row of each assignment.
+      rows: int32 [N, k], row of each assignment; P or more for those without a row.
       assignments: int32 [P], assignment in each row, counted over [N, k]; A in rows without one.
       sizes: int32 [E], rows of each expert.
     """
@@ -46,7 +49,7 @@ def arrange(experts: jax.Array, num_experts: int, layout: Layout) -> Places:
     """Give each assignment a row: by expert, then by token.
 
     Args:
-      experts: int32 [N, k], experts of each token.
+      experts: int32 [N, k], experts of each token; E for those of other devices.
       num_experts: E.
       layout: of a kernel, for this number of assignments.
     """
@@ -58,8 +61,9 @@ def arrange(experts: jax.Array, num_experts: int, layout: Layout) -> Places:
     sorted_experts = flat[order]
     rank = jnp.arange(count, dtype=jnp.int32) - before[sorted_experts]  # within the expert
     row = first_rows(sizes, layout.alignment)[sorted_experts] + rank  # [A]
+    row = jnp.where(sorted_experts < num_experts, row, layout.num_rows)
     rows = jnp.zeros(count, jnp.int32).at[order].set(row)
-    assignments = jnp.full(layout.num_rows, count, jnp.int32).at[row].set(order)
+    assignments = jnp.full(layout.num_rows, count, jnp.int32).at[row].set(order, mode="drop")
     return Places(rows.reshape(experts.shape), assignments, sizes)
 
 
@@ -77,7 +81,8 @@ def spread(x: jax.Array, places: Places) -> jax.Array:
 
 
 def _spread_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:
-    summed = jnp.sum(gradient[places.rows].astype(jnp.float32), axis=1)  # [N, k, D] -> [N, D]
+    rows = jnp.take(gradient, places.rows, axis=0, mode="fill", fill_value=0)  # [N, k, D]
+    summed = jnp.sum(rows.astype(jnp.float32), axis=1)  # [N, k, D] -> [N, D]
     return summed.astype(gradient.dtype), _no_gradient(places)
 
 
@@ -86,8 +91,8 @@ spread.defvjp(lambda x, places: (spread(x, places), places), _spread_backward)
 
 @jax.custom_vjp
 def collect(rows: jax.Array, places: Places) -> jax.Array:
-    """Return the row of each assignment, [P, D] -> [N, k, D]; inverts `spread`."""
-    return rows[places.rows]
+    """Return the row of each assignment, [P, D] -> [N, k, D], or zeros; inverts `spread`."""
+    return jnp.take(rows, places.rows, axis=0, mode="fill", fill_value=0)
 
 
 def _collect_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, Places]:

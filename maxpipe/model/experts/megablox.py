@@ -26,10 +26,11 @@ class Megablox:
         return ""
 
     @staticmethod
-    def layout(num_assignments: int, num_experts: int) -> Layout:
+    def layout(num_assignments: int, num_experts: int, most: int | None = None) -> Layout:
         """Return as many rows as fill whole tiles; groups may begin anywhere."""
-        tile = _row_tile(num_assignments)
-        return Layout(-(-num_assignments // tile) * tile, 1)
+        most = num_assignments if most is None else most
+        tile = _row_tile(most)
+        return Layout(-(-most // tile) * tile, 1, most > num_assignments)
 
     @staticmethod
     def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
@@ -37,8 +38,9 @@ class Megablox:
         # The module registers kernels when it is imported, which only TPUs need.
         from jax.experimental.pallas.ops.tpu.megablox import gmm
 
-        # The kernel leaves rows of no group undefined. Zero rows at the end join the last group.
-        padding = layout.num_rows - places.rows.size
+        # The kernel skips rows of no group, and leaves them undefined. Zero rows at the end join
+        # the last group; if there are many they are skipped, since nothing reads their results.
+        padding = 0 if layout.is_sparse else layout.num_rows - places.rows.size
         sizes = places.sizes.at[-1].add(padding)
         product: jax.Array = gmm(rows, weights, sizes, rows.dtype, tiling=_tiles)
         return product

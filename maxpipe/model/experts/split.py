@@ -1,7 +1,8 @@
 """Choose the kernel of experts, and run it on arrays that are split over several devices.
 
-Each device computes with the tokens that it has. Over mesh axis `tensor` it has a share of every
-expert's width, and the shares of the results are summed.
+Each device computes with the tokens that it has, and over mesh axis `expert` with those that need
+its experts (`exchange`). Over mesh axis `tensor` it has a share of every expert's width, and the
+shares of the results are summed.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxpipe.config.catalog import GROUPED_KERNELS
+from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.dispatch import Layout, Places
+from maxpipe.model.experts.exchange import choose_dispatch, layout_for, sparse
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
 from maxpipe.model.layers import gating
+from maxpipe.sharding.expert_parallel import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of
 
 EVERYWHERE = "blocks"  # the kernel that runs on every backend, with every size
@@ -28,7 +31,7 @@ class Kernel(Protocol):
 
     def unfit(self, config: ModelConfig) -> str: ...
 
-    def layout(self, num_assignments: int, num_experts: int) -> Layout: ...
+    def layout(self, num_assignments: int, num_experts: int, most: int | None = None) -> Layout: ...
 
     def multiply(
         self, rows: jax.Array, weights: jax.Array, places: Places, layout: Layout
@@ -65,8 +68,14 @@ def build_experts(
     if not config.moe.experts:
         return None
     name = choose_kernel(config, platform, note)
-    kernel = _kernel(name)
-    experts = experts_with(kernel.layout, kernel.multiply, gating(config))
+    kernel, devices = _kernel(name), rules.mesh.shape[EXPERT_AXIS]
+    if devices == 1:
+        experts = experts_with(kernel.layout, kernel.multiply, gating(config))
+    else:
+        layout = layout_for(kernel.layout, devices, config.moe.per_token)
+        multiply = sparse(kernel.multiply, devices, config.moe.per_token)
+        dispatch = implementation(DISPATCHES[choose_dispatch(config.moe, devices, note)])
+        experts = dispatch(experts_with(layout, multiply, gating(config)))
     return per_device(experts, rules, always=name != EVERYWHERE)
 
 
@@ -92,7 +101,9 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
         if not always and all(rules.mesh.shape[axis] == 1 for axis in automatic):
             return experts(x, choice, combine, weights)
         tokens = rules.automatic_spec(("activation_batch", "activation_length", None), x.shape)
-        width = rules.automatic_spec((None, None, "expert_mlp"), weights.gate.shape)[2]
+        # [E, D, F]; what is left of fsdp is gathered.
+        axes = ("expert", None, "expert_mlp")
+        experts_of, _, width = rules.automatic_spec(axes, weights.gate.shape)
         # Devices that share a width have operands and results of their own, in a new first
         # dimension: their sums are left to the partitioner, as those of any product.
         copies = jax.tree.map(
@@ -124,14 +135,14 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
             in_specs=(
                 copied,
                 (
-                    PartitionSpec(None, None, width),
-                    PartitionSpec(None, None, width),
-                    PartitionSpec(None, width, None),
+                    PartitionSpec(experts_of, None, width),
+                    PartitionSpec(experts_of, None, width),
+                    PartitionSpec(experts_of, width, None),
                 ),
                 (
-                    PartitionSpec(None, width),
-                    PartitionSpec(None, width),
-                    PartitionSpec(width, None, None),
+                    PartitionSpec(experts_of, width),
+                    PartitionSpec(experts_of, width),
+                    PartitionSpec(width, experts_of, None),
                 ),
             ),
             out_specs=copied,

@@ -27,6 +27,10 @@ from maxpipe.planning.footprint import (
 )
 from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.search.space import Axes
+from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+
+# Weights are gathered over these axes for the computation; experts stay where they are.
+_WHOLE_IN_USE = frozenset(STORAGE_AXES) - {EXPERT_AXIS}
 
 
 class Parameters(NamedTuple):
@@ -34,6 +38,7 @@ class Parameters(NamedTuple):
 
     Attributes:
       at_rest: all of them.
+      whole_over_experts: those that each device along mesh axis `expert` has.
       gathered: all of them, whole over fsdp.
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       outer_at_rest, outer_gathered: those of embedding and head, likewise.
@@ -41,6 +46,7 @@ class Parameters(NamedTuple):
     """
 
     at_rest: float
+    whole_over_experts: float
     gathered: float
     layer_at_rest: float
     layer_gathered: float
@@ -133,8 +139,10 @@ class Facts:
                 device_parameters(config, part, whole_over=STORAGE_AXES)
                 for part in ("layers", "embed", "head")
             )
+            at_rest = total_parameters(config)
             self._parameters[key] = Parameters(
-                total_parameters(config),
+                at_rest,
+                self._whole_over_experts(key, at_rest),
                 total_parameters(config, ("fsdp",)),
                 device_parameters(config, "layers"),
                 layer,
@@ -143,6 +151,15 @@ class Facts:
                 head,
             )
         return self._parameters[key]
+
+    def _whole_over_experts(self, axes: Axes, at_rest: float) -> float:
+        at = MESH_AXES.index(EXPERT_AXIS)
+        size = axes[at]
+        if size == 1:
+            return at_rest
+        # On one device there are `size` times as many experts, and as many other parameters.
+        unshared = self.parameters((*axes[:at], 1, *axes[at + 1 :])).at_rest
+        return (size * at_rest - unshared) / (size - 1)
 
     def layer(self, axes: Axes) -> LayerCosts:
         """Return what a layer costs on a device of a mesh."""
@@ -190,7 +207,7 @@ class Facts:
     def _computing(self, axes: Axes) -> Axes:
         """Return the sizes of the axes that split a layer while it computes; 1 for the others."""
         return tuple(
-            n if name in self._splitting and name not in STORAGE_AXES else 1
+            n if name in self._splitting and name not in _WHOLE_IN_USE else 1
             for name, n in zip(MESH_AXES, axes, strict=True)
         )
 

@@ -19,6 +19,7 @@ from maxpipe.planning.search.seconds import (
 )
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.stores import Number
+from maxpipe.sharding.expert_parallel import EXPERT_AXIS
 
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
@@ -102,17 +103,22 @@ def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
     gradient_size = 4.0 if sizes.engine.lockstep or not sizes.engine.one_program else sizes.itemsize
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
     tensor, context, data = (grid.size(axis) for axis in ("tensor", "context", "data"))
+    experts = grid.size(EXPERT_AXIS)
     # Two sums of activations over tensor in a forward, each as a scatter and a gather.
     summed = 2 * 2 * activations * (tensor - 1) / tensor * cost("tensor")
     keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * (context - 1) * cost("context")
+    # Every device gets the tokens of all, and the sums over devices go back, float32.
+    sums = sizes.tokens * 4.0 * sizes.config.model.embed_dim
+    exchanged = (activations + sums) * (experts - 1) * cost(EXPERT_AXIS)
     outer = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
     return Waits(
         gather=sizes.itemsize * moved * cost("fsdp"),
         scatter=gradient_size * moved * cost("fsdp"),
-        forward=summed + keys,
-        backward=summed * (1 + sizes.recomputed) + keys * (2 + sizes.recomputed),
+        forward=summed + keys + exchanged,
+        backward=(summed + exchanged) * (1 + sizes.recomputed) + keys * (2 + sizes.recomputed),
         permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
-        reduction=2 * 4.0 * parameters.at_rest * (data - 1) / data * cost("data"),
+        reduction=2 * 4.0 * parameters.at_rest * (data - 1) / data * cost("data")
+        + 2 * 4.0 * parameters.whole_over_experts * (experts - 1) / experts * cost(EXPERT_AXIS),
         outer=(sizes.itemsize + gradient_size) * outer * _joint(cost("fsdp"), cost("stage")),
     )
 

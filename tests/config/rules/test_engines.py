@@ -216,10 +216,6 @@ def test_eval_batch_indivisible_is_refused():
     assert "nearest legal: 4 or 8" in refusal(**CIRCULAR | values)["eval.global_batch_size"]
 
 
-def test_expert_axis_is_refused():
-    assert "must be 1" in refusal(**CIRCULAR | {"mesh.ici.expert": 2})["mesh.ici.expert"]
-
-
 @pytest.mark.parametrize(
     ("microbatches", "delayed", "expected"), [(2, False, True), (4, False, False), (4, True, True)]
 )

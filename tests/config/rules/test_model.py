@@ -18,7 +18,31 @@ import pytest
         ),
         (("model.head_dim=15",), "model.head_dim", "must be even"),
         (("model.embed_dim=4",), "model.head_dim", "must be even"),
-        (("mesh.ici.expert=2",), "mesh.ici.expert", "must be 1: experts are not split over"),
+        (
+            ("mesh.ici.expert=2",),
+            "mesh.ici.expert",
+            "2 devices have no experts to share; use 1 and mesh.ici.fsdp=2, or set "
+            "model.moe.experts",
+        ),
+        (
+            ("mesh.ici.expert=4", "model.moe.experts=6"),
+            "mesh.ici.expert",
+            "4 devices do not divide model.moe.experts=6; use 2 or 3 or 6",
+        ),
+        (
+            (
+                "mesh.ici.expert=2",
+                "model.moe.experts=4",
+                "sharding.logical_axis_rules=[[activation_batch, [data, fsdp]]]",
+            ),
+            "sharding.logical_axis_rules",
+            "use [activation_batch, [data, fsdp, expert]]",
+        ),
+        (
+            ("mesh.ici.expert=2", "model.moe.experts=4", "data.global_batch_size=9"),
+            "data.global_batch_size",
+            "9 is not divisible by num_microbatches x data x fsdp x expert = 2 x 1 x 2 x 2 = 8",
+        ),
         (
             ("mesh.ici.context=2", "mesh.dcn.context=3", "data.sequence_length=100"),
             "data.sequence_length",
@@ -32,7 +56,7 @@ import pytest
             "sharding.logical_axis_rules",
             "activation_length lies over ['context', 'tensor']; use [activation_length, [context]]",
         ),
-        (("mesh.dcn.expert=2",), "mesh.dcn.expert", "must be 1"),
+        (("mesh.dcn.expert=2",), "mesh.dcn.expert", "have no experts to share"),
         (
             ("model.moe.experts=4", "model.moe.per_token=5"),
             "model.moe.per_token",

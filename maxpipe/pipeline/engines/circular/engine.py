@@ -34,7 +34,7 @@ from maxpipe.pipeline.engines.circular.outside import OutsideLayers
 from maxpipe.pipeline.engines.circular.repeat_gather import run_iterations
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import BATCH_AXES, ROW_AXES, Gather
-from maxpipe.pipeline.weights import Weights
+from maxpipe.pipeline.weights import Weights, axes_in_use
 from maxpipe.sharding.rules import AXIS_RULES_KEY, only, without
 
 # Logical axes of the conveyor [S, K, B, T, D] and of one slot of it [S, B, T, D].
@@ -243,7 +243,8 @@ class CircularEngine(SpmdEngine):
         # Weights stay split over the stages: each gathers its own layers.
         at_rest = self._rules.spec(spec.axes, spec.shape)
         dtype = spec.compute_dtype(self._program.config.dtype)
-        return Gather(without(at_rest, ("stage",)), spec.dtype, dtype)
+        in_use = axes_in_use(self._rules, spec)
+        return Gather(without(at_rest, ("stage",)), spec.dtype, dtype, in_use=in_use)
 
     def _batch_specs(self, side: SideInputs) -> BatchSpecs:
         def batch_part(

@@ -90,7 +90,7 @@ class DeviceParts:
         def gather(shards: Arrays) -> Arrays:
             return [g.gather(x) for g, x in zip(gathers, shards, strict=True)]
 
-        whole = [PartitionSpec()] * len(gathers)
+        whole = [only(self._inputs[v], self._axes) for v in inputs]
         run = self._manual(gather, mesh, ([only(g.spec, self._axes) for g in gathers],), whole)
         run.__name__ = name
         return jax.jit(run, out_shardings=[NamedSharding(mesh, self._inputs[v]) for v in inputs])

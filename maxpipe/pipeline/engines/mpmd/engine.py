@@ -24,6 +24,7 @@ from maxpipe.pipeline.engines.mpmd.runner import Observer, Sums
 from maxpipe.pipeline.engines.mpmd.staged import Arguments, ArraysByPath, StagedProgram, by_path
 from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import forward_only
+from maxpipe.pipeline.weights import axes_in_use
 
 StageParams = tuple[Params, ...]  # for each stage, the parameters that it owns
 ChunkArrays = tuple[jax.Array, ...]  # one layer parameter: for each chunk [its layers, ...]
@@ -94,12 +95,16 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                 specs_of |= jax.tree_util.tree_leaves_with_path(tree)
             gathers = {
                 path: Gather(
-                    self._specs[path], p.dtype, specs_of[path].compute_dtype(dtype), manual
+                    self._specs[path],
+                    p.dtype,
+                    specs_of[path].compute_dtype(dtype),
+                    manual,
+                    in_use=axes_in_use(inputs.rules, specs_of[path]),
                 )
                 for path, p in by_path({"params": self._all_params}).items()
             }
             # Copies of weights that no axis splits would only take memory.
-            is_split = any(gather.axes for gather in gathers.values())
+            is_split = any(gather.gathered_axes for gather in gathers.values())
             is_once = inputs.config.fsdp_gather == "once" and is_split
             self._rows = RowParallel(manual, gathers, is_once)
         # 2. The programs. Evaluations are traced for each shape of a batch, when it comes.

@@ -22,7 +22,7 @@ from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, metrics_of, sum_of
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.manual import Gather, GatherTree, gather_tree
-from maxpipe.pipeline.weights import Weights
+from maxpipe.pipeline.weights import Weights, axes_in_use
 
 TreeT = TypeVar("TreeT")
 StageTree: TypeAlias = dict[str, TreeT | dict[int, TreeT]]
@@ -186,7 +186,7 @@ class MarkedModel:
     def _gather(self, manual: Collection[str], spec: ParamSpec) -> Gather:
         pspec = self._rules.spec(spec.axes, spec.shape)
         dtype = spec.compute_dtype(self._program.config.dtype)
-        return Gather(pspec, spec.dtype, dtype, manual)
+        return Gather(pspec, spec.dtype, dtype, manual, in_use=axes_in_use(self._rules, spec))
 
     def _head(self, params: Params, x: jax.Array, micro: Batch) -> tuple[jax.Array, jax.Array]:
         return self._program.head_loss(self._outer(params), x, micro["targets"], micro["weights"])

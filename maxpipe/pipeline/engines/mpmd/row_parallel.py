@@ -2,9 +2,9 @@
 
 XLA's partitioner would sum the weight gradients of every unit over the devices, since each unit is
 a program whose results have to be whole. Here the units are manual over the mesh axes along which
-devices have rows or tokens of their own (data, fsdp, context); the partitioner has the other axes.
-Each device adds its own gradients up over all microbatches, and one program for each chunk sums
-them over the devices at the end.
+devices have rows or tokens of their own (data, fsdp, expert, context); the partitioner has the
+other axes. Each device adds its own gradients up over all microbatches, and one program for each
+chunk sums them over the devices at the end.
 
 An array that differs between devices has a leading dimension for them: a residual [4, 8] of a
 device is part of an array [n, 4, 8] on a stage of n devices, and so is a sum of gradients.
@@ -46,7 +46,8 @@ class RowParallel:
 
     def unit_spec(self, path: KeyPath, spec: PartitionSpec) -> PartitionSpec:
         """Return the layout in which units take an input that lies in `spec` at rest."""
-        return without(spec, self.axes) if self.once and path in self.gathers else spec
+        gathers = self.once and path in self.gathers
+        return without(spec, self.gathers[path].gathered_axes) if gathers else spec
 
     def unit_part(
         self,
@@ -139,7 +140,8 @@ def check_gather(gather: str, axes: Sequence[str], rules: AxisRules) -> None:
     if gather == "once" and rules.mesh.shape["fsdp"] > 1 and "fsdp" not in axes:
         message = (
             "once needs rules that lay rows over mesh axis fsdp, and not the layers of a stage; "
-            "use per_iteration, or give [activation_batch, [data, fsdp]] and [layers_per_stage, []]"
+            "use per_iteration, or give [activation_batch, [data, fsdp, expert]] and "
+            "[layers_per_stage, []]"
         )
         raise ConfigError(Problem("pipeline.fsdp_gather", message))
 
@@ -168,7 +170,7 @@ class Total(NamedTuple):
         """Return the sum over devices of one device's sum, scattered into `spec`."""
         if not self.axes:
             return x
-        scattered = self.gather.axes if self.gather else ()
+        scattered = self.gather.gathered_axes if self.gather else ()
         x = self.gather.scatter(x[0]) if self.gather else x[0]
         return psum(x, [axis for axis in self.axes if axis not in scattered])
 
@@ -185,8 +187,13 @@ def total_of(
       mesh: of a stage.
     """
     several = tuple(axis for axis in rows.axes if mesh.shape[axis] > 1)
-    if gather is None or rows.once:
-        return Total(several, without(spec, rows.axes), spec, gather)
+    if gather is None:
+        return Total(several, without(spec, rows.axes), spec, None)
+    if rows.once:
+        # Over axes that split the parameter in use each device has the sum of its own part.
+        in_use = gather.axes - gather.gathered_axes
+        axes = tuple(axis for axis in several if axis not in in_use)
+        return Total(axes, without(spec, gather.gathered_axes), spec, gather)
     # Each unit has scattered it over the axes that split the parameter.
     return Total(tuple(axis for axis in several if axis not in gather.axes), spec, spec, None)
 

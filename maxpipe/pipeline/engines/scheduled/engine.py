@@ -13,8 +13,8 @@ express that order, so here the backward is written out. From a table to gradien
     sharding        how parameters and batch lie over the mesh, and the rules that this allows
     engine          this module: builds these parts, and sums gradients over devices after the loop
 
-Buffers are as large as the table's own peak. The program is manual over stage, data, fsdp and
-context; the partitioner has the other axes.
+Buffers are as large as the table's own peak. The program is manual over stage, data, fsdp, expert
+and context; the partitioner has the other axes.
 
 Letters: S stages, V repeats, L layers per chunk, M microbatches, B sequences of a microbatch on one
 data shard, T tokens of each on one device, D embed.
@@ -72,6 +72,7 @@ from maxpipe.pipeline.manual import (
 from maxpipe.pipeline.outside import for_use, spec_for_use, with_outside
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.split_vjp import SplitBackwardVjp, SplitVjp
+from maxpipe.pipeline.weights import axes_in_use
 
 Outputs = TypeVar("Outputs")
 Tree = TypeVar("Tree")
@@ -190,8 +191,10 @@ class ScheduledEngine(SpmdEngine):
     def _gather(self, spec: ParamSpec, at_rest: PartitionSpec | None = None) -> Gather:
         rules, dtype = self._inputs.rules, spec.compute_dtype(self._program.config.dtype)
         at_rest = at_rest or rules.spec(spec.axes, spec.shape)
+        in_use = axes_in_use(rules, spec)
         # A transfer between neighbours waits for all devices, also for those that skip a slot.
-        return Gather(at_rest, spec.dtype, dtype, in_steps=not self._settings.skip_idle)
+        in_steps = not self._settings.skip_idle
+        return Gather(at_rest, spec.dtype, dtype, in_use=in_use, in_steps=in_steps)
 
     @property
     def _head_parts(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Lay out the arrays of the scheduled engine's program, and check the rules that this follows from.
 
-The program's collectives are written for one layout: rows of a batch over data and fsdp, layers
-over stage, columns of the embedding table over any of them. Every other dimension is free.
+The program's collectives are written for one layout: rows of a batch over data, fsdp and expert,
+layers over stage, columns of the embedding table over any of them. Every other dimension is free.
 """
 
 from collections.abc import Iterable

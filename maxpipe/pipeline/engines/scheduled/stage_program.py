@@ -1,7 +1,7 @@
 """Run one stage: loops over ticks, each with F slot, head, B slot, W slot and transfers.
 
-It runs inside a `shard_map` that is manual over stage, data, fsdp and context; arrays are one
-device's parts. What each tick reads and writes comes from the plan (`plan.LockstepPlan`), whose
+It runs inside a `shard_map` that is manual over stage, data, fsdp, expert and context; arrays are
+one device's parts. What each tick reads and writes comes from the plan (`plan.LockstepPlan`), whose
 columns differ between stages, so that one program serves them all.
 
 An example, lockstep 1F1B with S=2 stages, M=3 microbatches, V=1 repeat, as `plan.plan_text` prints

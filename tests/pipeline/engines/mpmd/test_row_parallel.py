@@ -22,8 +22,8 @@ from maxpipe.pipeline.manual import Gather
 from maxpipe.sharding.rules import AxisRules
 
 ROWS = 48
-AXES = ("data", "fsdp", "context")
-MESH = jax.sharding.AbstractMesh((2, 2, 1, 2), ("data", "fsdp", "context", "tensor"))
+AXES = ("data", "fsdp", "expert", "context")
+MESH = jax.sharding.AbstractMesh((2, 2, 2, 1, 2), ("data", "fsdp", "expert", "context", "tensor"))
 
 
 def config_of(**values):
@@ -146,7 +146,7 @@ def test_every_gradient_is_summed_once_a_step_and_units_sum_nothing(gather):
 
 
 RULES = {
-    "activation_batch": ["data", "fsdp"],
+    "activation_batch": ["data", "fsdp", "expert"],
     "activation_length": ["context"],
     "layers_per_stage": [],
 }
@@ -157,7 +157,7 @@ RULES = {
     [
         ({}, AXES),
         ({"activation_batch": ["data"]}, ("data", "context")),
-        ({"layers_per_stage": ["fsdp"]}, ("data", "context")),
+        ({"layers_per_stage": ["fsdp"]}, ("data", "expert", "context")),
         ({"activation_batch": ["tensor"]}, ()),
     ],
     ids=str,
@@ -176,18 +176,21 @@ def test_units_are_manual_over_axes_of_rows_and_tokens_alone(changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("once", "split", "axes", "running"),
+    ("once", "spec", "axes", "running"),
     [
-        (False, True, ("data",), P("fsdp", "tensor")),
-        (False, False, ("data", "fsdp"), P(None, "tensor")),
-        (True, True, ("data", "fsdp"), P(None, "tensor")),
+        (False, P("fsdp", "tensor"), ("data", "expert"), P("fsdp", "tensor")),
+        (False, P(None, "tensor"), ("data", "fsdp", "expert"), P(None, "tensor")),
+        (True, P("fsdp", "tensor"), ("data", "fsdp", "expert"), P(None, "tensor")),
+        # Experts are split in use, too, so there is nothing to sum over their axis.
+        (False, P("expert", "fsdp"), ("data",), P("expert", "fsdp")),
+        (True, P("expert", "fsdp"), ("data", "fsdp"), P("expert", None)),
     ],
 )
 def test_sums_of_gradients_are_kept_scattered_unless_weights_are_gathered_once(
-    once, split, axes, running
+    once, spec, axes, running
 ):
-    spec = P("fsdp" if split else None, "tensor")
-    gather = Gather(spec, "float32", "float32")
+    in_use = {"expert"} if "expert" in spec else set()
+    gather = Gather(spec, "float32", "float32", in_use=in_use)
     total = total_of(spec, gather, RowParallel(AXES, {}, once), MESH)
     assert (total.axes, total.running, total.spec) == (axes, running, spec)
     assert total.stacked == P(axes, *running)

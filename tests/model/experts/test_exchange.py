@@ -1,0 +1,127 @@
+"""Experts that devices share compute what those of one device do, whatever tokens choose."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.model.experts.blocks import Blocks
+from maxpipe.model.experts.dispatch import arrange
+from maxpipe.model.experts.exchange import all_to_all, choose_dispatch, layout_for, ring, sparse
+from maxpipe.model.experts.mixture import ExpertWeights, experts_with
+from maxpipe.planning.jaxpr_flops import program_flops
+
+DEVICES, EXPERTS, PER_TOKEN, EMBED, WIDTH = 4, 8, 3, 4, 6
+ROWS = P("expert")
+
+
+def gate_up(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(jax.devices()[:DEVICES], ("expert",))
+
+
+def operands(choice):
+    """Return (x [4, 6, D], choice [4, 6, k], weights of its experts, weights of experts)."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(0.5 * rng.standard_normal(shape), jnp.float32)
+
+    x, combine = draw(4, 6, EMBED), draw(4, 6, PER_TOKEN)
+    shape = (EXPERTS, EMBED, WIDTH)
+    matrices = draw(*shape), draw(*shape), draw(EXPERTS, WIDTH, EMBED)
+    biases = (draw(EXPERTS, width) for width in (WIDTH, WIDTH, EMBED))
+    weights = ExpertWeights(*matrices, *biases)
+    return x, choice(rng), combine, weights
+
+
+def any_experts(rng):
+    chosen = [rng.permutation(EXPERTS)[:PER_TOKEN] for _ in range(24)]
+    return jnp.asarray(np.array(chosen, np.int32).reshape(4, 6, PER_TOKEN))
+
+
+def the_same_experts(rng):
+    """All tokens choose experts of device 0, the first of them and no other of its own first."""
+    return jnp.broadcast_to(jnp.array([0, 1, 2], jnp.int32), (4, 6, PER_TOKEN))
+
+
+@pytest.mark.parametrize("choice", [any_experts, the_same_experts])
+def test_shared_experts_drop_nothing_and_have_the_gradients_of_one_device(mesh, choice):
+    x, chosen, combine, weights = operands(choice)
+
+    def value_and_gradients(experts):
+        def loss(x, combine, weights):
+            return jnp.sum(jnp.sin(experts(x, chosen, combine, weights)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, combine, weights)
+
+    expected = value_and_gradients(experts_with(Blocks.layout, Blocks.multiply, gate_up))
+    layout = layout_for(Blocks.layout, DEVICES, PER_TOKEN)
+    for dispatch in (ring, all_to_all):
+        shared = dispatch(experts_with(layout, Blocks.multiply, gate_up))
+        split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+        actual = value_and_gradients(split)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
+
+
+def test_blocks_without_rows_of_this_device_are_not_multiplied():
+    layout = Blocks.layout(16, 2, 64)
+    assert layout.is_sparse
+    assert not Blocks.layout(16, 2).is_sparse
+    # Two of 64 assignments are to experts of this device, whose number others have.
+    places = arrange(jnp.array([[0, 1], *[[2, 2]] * 31], jnp.int32), 2, layout)
+    np.testing.assert_array_equal(places.sizes, [1, 1])
+    assert int(jnp.sum(places.assignments < 64)) == 2
+    rows = jnp.ones((layout.num_rows, EMBED)).at[2 * layout.alignment :].set(jnp.nan)
+    weights = jnp.ones((2, EMBED, WIDTH))
+    product = Blocks.multiply(rows, weights, places, layout)
+    np.testing.assert_array_equal(product[: 2 * layout.alignment], EMBED)
+    np.testing.assert_array_equal(product[2 * layout.alignment :], 0)
+
+    # Nor where stages are mapped, in which conditionals would compute both branches.
+    def over_stages(rows, places, weights):
+        return Blocks.multiply(rows, weights, places, layout)
+
+    stacked = jax.tree.map(lambda a: a[None], (rows, places, weights))
+    text = str(jax.make_jaxpr(jax.vmap(over_stages))(*stacked))
+    assert "cond[" in text
+    assert jnp.array_equal(jax.vmap(over_stages)(*stacked)[0], product)
+
+
+def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones(mesh):
+    tokens, width = 512, 64
+    layout = layout_for(Blocks.layout, DEVICES, PER_TOKEN)
+    multiply = sparse(Blocks.multiply, DEVICES, PER_TOKEN)
+    shared = ring(experts_with(layout, multiply, gate_up))
+    split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    shape = (EXPERTS, width, width)
+    weights = ExpertWeights(*(jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(3)))
+    x, combine = (jax.ShapeDtypeStruct((4, tokens, n), jnp.float32) for n in (width, PER_TOKEN))
+    chosen = jax.ShapeDtypeStruct(combine.shape, jnp.int32)
+
+    def loss(x, combine, weights, chosen):
+        return jnp.sum(split(x, chosen, combine, weights))
+
+    gradient = jax.grad(loss, argnums=(0, 1, 2))
+    flops = program_flops(jax.make_jaxpr(gradient)(x, combine, weights, chosen))
+    active = 3 * 4 * tokens * PER_TOKEN * 2 * 3 * width * width
+    assert active <= flops <= 1.3 * active
+
+
+def test_auto_takes_the_ring_and_says_why():
+    said = []
+    assert choose_dispatch(MoEConfig(experts=8), 4, said.append) == "ring"
+    assert said[0].startswith("model.moe.dispatch=ring: over 4 devices it moves no more")
+    assert choose_dispatch(MoEConfig(experts=8, dispatch="all_to_all"), 4, said.append) == (
+        "all_to_all"
+    )
+    assert len(said) == 1

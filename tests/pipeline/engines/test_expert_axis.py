@@ -1,0 +1,113 @@
+"""Experts on devices of their own: losses and gradients of one device, on every engine."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.mpmd_under_test import MpmdUnderTest
+
+ROWS = 16
+EXPERTS = {
+    "model.moe.experts": 8,
+    "model.moe.per_token": 2,
+    "model.moe.mlp_dim": 16,
+    "model.moe.balance_loss": 0.3,
+    "model.moe.z_loss": 0.1,
+}
+STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 2}
+LAYOUTS = {
+    "sequential": {"pipeline.engine": "sequential"},
+    "lockstep_1f1b": {
+        **STAGES,
+        "pipeline.schedule": "lockstep_1f1b",
+        "pipeline.num_repeats": 2,
+    },
+    "zb_v": {
+        **STAGES,
+        "pipeline.schedule": "zb_v",
+        "pipeline.num_repeats": 2,
+        "pipeline.remat_policy": "minimal",
+    },
+    "circular": {**STAGES, "pipeline.schedule": "circular", "pipeline.num_repeats": 2},
+    "mpmd": {**STAGES, "pipeline.schedule": "1f1b"},
+}
+# With the other mesh axes, and with what else could get in the way.
+MIXED = {
+    "lockstep_1f1b tensor": (
+        "lockstep_1f1b",
+        "all_to_all",
+        {"mesh.ici.tensor": 2, "model.mlp_bias": True},
+    ),
+    "circular fsdp": ("circular", "ring", {"mesh.ici.fsdp": 2}),
+    "mpmd once": ("mpmd", "ring", {"mesh.ici.fsdp": 2, "pipeline.fsdp_gather": "once"}),
+    "sequential context": (
+        "sequential",
+        "all_to_all",
+        {"mesh.ici.context": 2, "mesh.ici.data": 2},
+    ),
+    # The rest of the weights lies over expert, too, and the whole weights are gathered.
+    "lockstep_1f1b embed": (
+        "lockstep_1f1b",
+        "ring",
+        {
+            "sharding.logical_axis_rules": [
+                ["embed", ["fsdp", "expert"]] if name == "embed" else [name, axes]
+                for name, axes in tiny().sharding.logical_axis_rules
+            ],
+            "pipeline.parallel_layers": 2,
+            "pipeline.num_repeats": 1,
+        },
+    ),
+    "circular once": (
+        "circular",
+        "all_to_all",
+        {"pipeline.fsdp_gather": "once", "mesh.ici.fsdp": 2, "model.moe.shared_experts": 1},
+    ),
+    "lockstep_1f1b once": (
+        "lockstep_1f1b",
+        "ring",
+        {"pipeline.fsdp_gather": "once", "mesh.ici.fsdp": 2, "pipeline.skip_idle": "false"},
+    ),
+    "zb_v context": ("zb_v", "all_to_all", {"mesh.ici.context": 2}),
+}
+# The others differ from one of these in less.
+DEFAULT = ("lockstep_1f1b tensor", "circular fsdp", "mpmd once")
+MARKED = [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.slow]) for n in MIXED]
+
+
+def assert_equals_one_device(layout, dispatch, devices, values):
+    config = tiny(
+        **EXPERTS
+        | {"model.moe.dispatch": dispatch, "mesh.ici.expert": devices}
+        | LAYOUTS[layout]
+        | values
+    )
+    subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
+    model = replace(config.model, moe=replace(config.model.moe, dispatch="auto"))
+    expected = reference(model, ROWS)
+    assert set(expected.auxiliary) == {"balance_loss", "z_loss"}
+    assert_same(subject(config).train(make_batch(ROWS)), expected)
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_losses_and_gradients_equal_those_of_one_device(name):
+    layout, dispatch, values = MIXED[name]
+    assert_equals_one_device(layout, dispatch, 2, values)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("layout", "dispatch", "devices"), product(LAYOUTS, ("ring", "all_to_all"), (2, 4))
+)
+def test_every_engine_and_dispatch_equals_one_device(layout, dispatch, devices):
+    assert_equals_one_device(layout, dispatch, devices, {})
+
+
+@pytest.mark.slow
+def test_evaluation_of_rows_that_the_axis_does_not_divide_equals_one_device():
+    values = EXPERTS | LAYOUTS["lockstep_1f1b"]
+    batch = make_batch(6)
+    actual = EngineUnderTest(tiny(**values | {"mesh.ici.expert": 4})).evaluate(batch)
+    expected = EngineUnderTest(tiny(**EXPERTS | LAYOUTS["sequential"])).evaluate(batch)
+    assert actual == pytest.approx(expected, rel=1e-5)
