@@ -14,6 +14,7 @@ EXPERTS = {
     "model.moe.mlp_dim": 16,
     "model.moe.balance_loss": 0.3,
     "model.moe.z_loss": 0.1,
+    "model.moe.bias_rate": 0.5,
 }
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 2}
 LAYOUTS = {

@@ -28,6 +28,7 @@ BIASES = {
     "model.mlp_up_offset": 1.0,
     "model.moe.logit_bias": True,
     "model.moe.router": "topk_softmax",
+    "model.moe.bias_rate": 0.0,
 }
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
 CASES = {
