@@ -24,10 +24,12 @@ from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.weights import Weights
-from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
+from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions, OverLatents
 from maxpipe.sharding.rules import AxisRules
 
-KeysValues = tuple[jax.Array, jax.Array]  # [B,W,K,C] of one layer, [N,B,W,K,C] of all
+# Keys and values [B,W,K,C] of one layer, [N,B,W,K,C] of all; with latent attention only keys, whose
+# first channels are the values.
+KeysValues = tuple[jax.Array, ...]
 
 
 class CachedAttention(Protocol):
@@ -126,7 +128,7 @@ class Decoder:
             padding = ((0, 0), (0, self._window - length), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
             segments = jnp.ones_like(tokens)
             context = dot_product_attention(q, k, v, segments, options)
-            return context, (jnp.pad(k, padding), jnp.pad(v, padding))
+            return context, tuple(jnp.pad(x, padding) for x in self._cached(k, v))
 
         return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_prompt, None)
 
@@ -157,15 +159,22 @@ class Decoder:
             options: AttentionOptions,
         ) -> tuple[jax.Array, KeysValues]:
             assert cache is not None
-            keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)  # [B,W,K,C]
-            values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
+            updated = tuple(
+                jax.lax.dynamic_update_slice_in_dim(before, x, slot, axis=1)  # [B,W,K,C]
+                for before, x in zip(cache, self._cached(k, v), strict=True)
+            )
+            keys, values = updated[0], updated[-1][..., : v.shape[3]]
             mask = in_use
             if options.window is not None:  # compare it with how long ago each slot was written
                 mask = in_use & ((slot - slots) % self._window < options.window)
             context = attend(q, keys, values, mask, sinks=options.sinks, soft_cap=options.soft_cap)
-            return context, (keys, values)
+            return context, updated
 
         return self._run(params, token[:, None], position, attend_to_cache, cache)
+
+    def _cached(self, k: jax.Array, v: jax.Array) -> KeysValues:
+        """Return what the cache holds of keys and values."""
+        return (k,) if self._config.is_latent else (k, v)
 
     def _run(
         self,
@@ -201,7 +210,7 @@ class Decoder:
                 caches.append(after)
                 return context
 
-            program = ModelProgram(self._config, attention)
+            program = ModelProgram(self._config, OverLatents(attention))
             x, _ = program.block(weights, x, side._replace(layer_index=index), None)
             (after,) = caches
             return x, after

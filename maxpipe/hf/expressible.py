@@ -17,6 +17,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "beta_slow": ("yarn",),
     "truncate": ("yarn",),
     "attention_factor": ("yarn", "longrope"),
+    "mscale_all_dim": ("yarn",),
     "short_factor": ("longrope",),
     "long_factor": ("longrope",),
 }

@@ -20,6 +20,7 @@ from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import Params, ParamSpec, declare, map_specs, split_module
+from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 
 UNNAMED = "auxiliary_loss"  # of a block that returns a number, not losses by name
 
@@ -49,6 +50,16 @@ class Head(nnx.Module):
     def normalise(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the final norm, [..., D] -> [..., D]."""
         return self.norm(x_BTD)
+
+
+def _shape_of_context(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    options: AttentionOptions = PLAIN,
+) -> jax.Array:
+    return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
 
 
 class ModelProgram:
@@ -93,7 +104,7 @@ class ModelProgram:
     @cached_property
     def auxiliary_names(self) -> tuple[str, ...]:
         """Return the names of the auxiliary losses of `block`, which is traced for them."""
-        apply, _ = split_module(lambda: self._make_block(lambda q, *args, **options: q))
+        apply, _ = split_module(lambda: self._make_block(_shape_of_context))
 
         def side_inputs() -> SideInputs:
             ids = jnp.zeros((1, 1), jnp.int32)

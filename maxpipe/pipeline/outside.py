@@ -17,7 +17,7 @@ from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.layout import LAYER_AXES, StageLayout
 from maxpipe.sharding.rules import AxisRules
 
-_AXES_FOR_USE = {"embed": "outer_embed", "expert_embed": "outer_embed"}
+_AXES_FOR_USE = dict.fromkeys(("embed", "expert_embed", "latent"), "outer_embed")
 
 
 def spec_for_use(rules: AxisRules, spec: ParamSpec) -> PartitionSpec:

@@ -10,8 +10,8 @@ from maxpipe.config.sections import OptimizerConfig
 from maxpipe.model.parameters import Params, map_specs
 from maxpipe.training.spikes import SpikeFilter
 
-# Matrices that touch the residual stream decay; norms and biases do not.
-DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "router"}
+# Matrices that touch the residual stream or a latent decay; norms and biases do not.
+DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "latent", "router"}
 
 
 class Optimizer:

@@ -53,6 +53,31 @@ import pytest
             "model.mlp_bias",
             "experts have no biases; use false",
         ),
+        (
+            ("model.mla.kv_lora_rank=64",),
+            "model.mla.kv_lora_rank",
+            "64 has no effect with model.attention_kind=gqa; set model.attention_kind=mla",
+        ),
+        (
+            ("model.attention_kind=mla", "model.num_kv_heads=2"),
+            "model.num_kv_heads",
+            "every query head has a key of its own; use 4",
+        ),
+        (
+            ("model.attention_kind=mla", "model.head_dim=64"),
+            "model.head_dim",
+            "64 is not model.mla.qk_nope_head_dim + qk_rope_head_dim = 192",
+        ),
+        (
+            ("model.attention_kind=mla", "model.attention_sinks=true"),
+            "model.attention_sinks",
+            "True is no option of model.attention_kind=mla",
+        ),
+        (
+            ("model.attention_kind=mla", "model.mla.qk_rope_head_dim=3"),
+            "model.mla.qk_rope_head_dim",
+            "must be even",
+        ),
         (("model.moe.experts=-1",), "model.moe.experts", "-1"),
         (("model.moe.router=top2",), "model.moe.router", "softmax, topk_softmax"),
         (
