@@ -112,13 +112,13 @@ def _unused_options(before: Config, resolved: Config) -> list[str]:
 
 def _outside(c: Config) -> list[str]:
     """Return a line for layers outside the pipeline, if there are any."""
-    outside = c.model.num_layers - c.pipeline.parallel_layers
+    outside = c.model.stacked_layers - c.pipeline.parallel_layers
     if not ENGINES[c.pipeline.engine].has_stages or not outside:
         return []
     line = (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
-        f"{outside} of {c.model.num_layers} layers run {c.pipeline.outside_layers} the pipeline, "
-        "with the stages as data parallelism"
+        f"{outside} of {c.model.stacked_layers} layers run {c.pipeline.outside_layers} the "
+        "pipeline, with the stages as data parallelism"
     )
     rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
     if ENGINES[c.pipeline.engine].lockstep and rows % num_stages(c):

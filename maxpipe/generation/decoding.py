@@ -10,7 +10,7 @@ C channels of a head, D model width, V vocabulary.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,16 @@ from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions, OverLatents
 from maxpipe.sharding.rules import AxisRules
 
-# Keys and values [B,W,K,C] of one layer, [N,B,W,K,C] of all; with latent attention only keys, whose
+# Keys and values [B,W,K,C] of one layer, [N,B,W,K,C] of N; with latent attention only keys, whose
 # first channels are the values.
 KeysValues = tuple[jax.Array, ...]
+
+
+class Cache(NamedTuple):
+    """What is kept of earlier tokens: for each first dense layer, and for all others stacked."""
+
+    first: list[KeysValues]
+    stacked: KeysValues
 
 
 class CachedAttention(Protocol):
@@ -105,7 +112,7 @@ class Decoder:
         self._window = window
         self._program = ModelProgram(config)
 
-    def prefill(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def prefill(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         """Read a prompt.
 
         Args:
@@ -133,8 +140,8 @@ class Decoder:
         return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_prompt, None)
 
     def step(
-        self, params: Params, token: jax.Array, position: jax.Array, cache: KeysValues
-    ) -> tuple[jax.Array, KeysValues]:
+        self, params: Params, token: jax.Array, position: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
         """Read one more token.
 
         Args:
@@ -182,8 +189,8 @@ class Decoder:
         tokens: jax.Array,
         start: jax.Array,
         cached_attention: CachedAttention,
-        cache: KeysValues | None,
-    ) -> tuple[jax.Array, KeysValues]:
+        cache: Cache | None,
+    ) -> tuple[jax.Array, Cache]:
         """Read tokens [B,T] from position `start` on; return (logits after the last one, cache)."""
         rows, length = tokens.shape
         positions = start + jnp.arange(length, dtype=jnp.int32)  # [T]
@@ -194,7 +201,10 @@ class Decoder:
         )
 
         def layer(
-            x: jax.Array, inputs: tuple[Params, KeysValues | None, jax.Array]
+            x: jax.Array,
+            inputs: tuple[Params, KeysValues | None, jax.Array],
+            *,
+            is_first: bool = False,
         ) -> tuple[jax.Array, KeysValues]:
             weights, before, index = inputs
             caches: list[KeysValues] = []
@@ -211,14 +221,25 @@ class Decoder:
                 return context
 
             program = ModelProgram(self._config, OverLatents(attention))
-            x, _ = program.block(weights, x, side._replace(layer_index=index), None)
+            numbered = side._replace(layer_index=index)
+            if is_first:
+                x = program.first_block(weights, x, numbered, None)
+            else:
+                x, _ = program.block(weights, x, numbered, None)
             (after,) = caches
             return x, after
 
         x = self._program.embed(params, tokens)  # [B,T,D]
-        index = jnp.arange(self._config.num_layers, dtype=jnp.int32)
-        x, caches = jax.lax.scan(layer, x, (params["layers"], cache, index))
-        return self._program.logits(params, x[:, -1]), caches
+        first_caches: list[KeysValues] = []
+        for i in range(self._config.first_dense_layers):
+            weights = params["embed"]["first"][str(i)]
+            inputs = weights, None if cache is None else cache.first[i], jnp.int32(i)
+            x, after = layer(x, inputs, is_first=True)
+            first_caches.append(after)
+        index = jnp.arange(self._config.first_dense_layers, self._config.num_layers)
+        before = None if cache is None else cache.stacked
+        x, stacked = jax.lax.scan(layer, x, (params["layers"], before, index))
+        return self._program.logits(params, x[:, -1]), Cache(first_caches, stacked)
 
 
 def load_parameters(step_directory: Path, config: Config) -> Params:
@@ -233,7 +254,7 @@ def load_parameters(step_directory: Path, config: Config) -> Params:
     mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()).reshape(shape), MESH_AXES)
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     program = ModelProgram(config.model)
-    weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.num_layers,))
+    weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.stacked_layers,))
     return jax.jit(program.cast)(read_parameters(step_directory, weights.abstract()))
 
 
@@ -260,13 +281,13 @@ def generate(
     key = jax.random.key(seed)
 
     @jax.jit
-    def first(params: Params, tokens: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def first(params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         logits, cache = decoder.prefill(params, tokens)
         return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
 
     def following(
-        params: Params, token: jax.Array, position: jax.Array, cache: KeysValues
-    ) -> tuple[jax.Array, KeysValues]:
+        params: Params, token: jax.Array, position: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
         logits, cache = decoder.step(params, token, position, cache)
         return sampling(logits, jax.random.fold_in(key, position + 1)), cache
 

@@ -31,6 +31,7 @@ class Rule:
       letters: of each dimension of one layer's parameter, without that of experts.
       rows: first row of the parameter, and rows of the whole tensor; None if it has no others.
       experts: the size of the parameter's first dimension, if each expert has a tensor; else 0.
+      first_layer: index in the file of the first layer of a parameter of layers.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Rule:
     letters: tuple[str, ...]
     rows: tuple[int, int] | None = None
     experts: int = 0
+    first_layer: int = 0
 
     @property
     def is_layer(self) -> bool:
@@ -60,6 +62,7 @@ class Rule:
 
     def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield each tensor of a layer's parameter: its name, and its index there, () for all."""
+        layer += self.first_layer
         if not self.experts:
             yield self.template.format(layer=layer), ()
         for expert in range(self.experts):
@@ -120,7 +123,11 @@ def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
 
 
 def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) -> Rule:
-    norms = NORMS[program.config.norm_placement]
+    norms, prefix = NORMS[program.config.norm_placement], LAYER
+    original = path
+    if is_first := path[:2] == ("embed", "first"):
+        # The first dense layers are no stack: each has rules of its own.
+        prefix, path = LAYER.format(layer=path[2]), ("layers", *path[3:])
     if path in NAMES:
         name, pattern = NAMES[path]
     elif path in EXPERTS[family.expert_names]:
@@ -138,13 +145,15 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
     sizes = dict(zip(letters, spec.shape[1:] if experts else spec.shape, strict=True))
     if "v" in sizes:
         sizes["v"] = program.config.num_token_ids
+    is_layer = path[0] == "layers" and not is_first
     return Rule(
-        path,
-        f"{LAYER}{name}" if path[0] == "layers" else name,
+        original,
+        f"{prefix}{name}" if path[0] == "layers" else name,
         tuple(sizes.items()),
         tuple(_dimensions(left)),
         letters,
         experts=experts,
+        first_layer=program.config.first_dense_layers if is_layer else 0,
     )
 
 

@@ -1,9 +1,12 @@
 """Provide the model to engines, as pure functions over plain pytrees.
 
 Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer's tree with leading
-layer dimensions that the engine chooses. Shapes: B batch, T sequence, D embed, V vocabulary.
+layer dimensions that the engine chooses. The first dense layers of a model of experts belong to
+`embed`, {"embedding": ..., "first": {"0": ..., "1": ...}}. Shapes: B batch, T sequence, D embed, V
+vocabulary.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 import jax
@@ -19,7 +22,14 @@ from maxpipe.model.experts.mixture import ExpertsFn
 from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
-from maxpipe.model.parameters import Params, ParamSpec, declare, map_specs, split_module
+from maxpipe.model.parameters import (
+    Params,
+    ParamSpec,
+    declare,
+    map_specs,
+    outer_axes,
+    split_module,
+)
 from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 
 UNNAMED = "auxiliary_loss"  # of a block that returns a number, not losses by name
@@ -93,6 +103,10 @@ class ModelProgram:
         self._apply_block, layers = split_module(lambda: self._make_block(attention))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
+        if config.first_dense_layers:
+            self._apply_first, first = split_module(lambda: block(config.dense, attention))
+            first = map_specs(lambda spec: replace(spec, axes=outer_axes(spec)), first)
+            embed["first"] = {str(i): first for i in range(config.first_dense_layers)}
         self._output = OutputLoss.of(config)
         self.specs = {"embed": embed, "layers": layers, "head": head}
 
@@ -122,7 +136,7 @@ class ModelProgram:
         """Return the number of parameters of all layers, embedding and head."""
         outer = {"embed": self.specs["embed"], "head": self.specs["head"]}
         layer = parameters.count(self.specs["layers"])
-        return parameters.count(outer) + self.config.num_layers * layer
+        return parameters.count(outer) + self.config.stacked_layers * layer
 
     def cast(self, params: Params) -> Params:
         """Cast floating leaves to the dtype in which they are used.
@@ -159,6 +173,16 @@ class ModelProgram:
         """Apply one layer: x [B, T, D] -> (activations, auxiliary losses by name)."""
         y, auxiliary = self._apply_block(layer, x_BTD, side, key)
         return y, auxiliary if isinstance(auxiliary, dict) else {UNNAMED: auxiliary}
+
+    @jax.named_scope("layer")
+    def first_block(
+        self, layer: Params, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
+    ) -> jax.Array:
+        """Apply one of the first dense layers, which have no auxiliary losses: [B, T, D]."""
+        y, auxiliary = self._apply_first(layer, x_BTD, side, key)
+        assert not auxiliary, "dense layers have no auxiliary losses"
+        y_BTD: jax.Array = y
+        return y_BTD
 
     @jax.named_scope("head")
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -126,13 +126,13 @@ def traffic(config: Config, memory: Memory) -> float:
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
-    layers = config.model.num_layers / config.mesh.size("stage")
+    layers = config.model.stacked_layers / config.mesh.size("stage")
     return weights + update + _PASSES * size * tokens * layers * width
 
 
 def _parameters(config: Config, whole_over: Collection[str] = ()) -> float:
     """Return the parameters on one device, gathered over some mesh axes."""
-    layers = config.model.num_layers / config.mesh.size("stage")
+    layers = config.model.stacked_layers / config.mesh.size("stage")
     return (
         layers * device_parameters(config, "layers", whole_over=whole_over)
         + device_parameters(config, "embed", whole_over=whole_over)

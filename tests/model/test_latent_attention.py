@@ -8,8 +8,8 @@ from helpers.engines import tiny
 
 from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.kernels.splash import Splash
-from maxpipe.model.layer_facts import layer_table
 from maxpipe.model.latent_attention import NORM_EPS, LatentAttention
+from maxpipe.model.layer_facts import layer_table
 from maxpipe.model.parameters import init_params, split_module
 from maxpipe.sharding.attention_contract import OverLatents
 

@@ -23,8 +23,8 @@ def check_grouped_heads(c: Config) -> Updates:
     if c.model.is_latent:
         if is_set(c, key) and c.model.num_kv_heads != heads:
             message = (
-                f"{c.model.num_kv_heads} is not possible with model.attention_kind=mla, where every "
-                f"query head has a key of its own; use {heads}"
+                f"{c.model.num_kv_heads} is not possible with model.attention_kind=mla, where "
+                f"every query head has a key of its own; use {heads}"
             )
             raise ConfigError(Problem(key, message))
         return {key: heads}
@@ -197,6 +197,18 @@ def check_layer_pattern(c: Config) -> None:
         raise ConfigError(*problems)
 
 
+@rule("model.num_layers", "model.first_dense_layers", "model.moe")
+def check_first_dense_layers(c: Config) -> None:
+    """Check that dense layers differ from others, and that there are others."""
+    first, key = c.model.first_dense_layers, "model.first_dense_layers"
+    if first and not c.model.moe.experts:
+        message = f"{first} has no effect without experts; set model.moe.experts"
+        raise ConfigError(Problem(key, message))
+    if first >= c.model.num_layers:
+        message = f"{first} must be less than model.num_layers={c.model.num_layers}"
+        raise ConfigError(Problem(key, message))
+
+
 @rule("model.moe", "model.mlp_bias")
 def check_experts(c: Config) -> None:
     """Check that a token has experts to choose from, and that no key of them is idle."""
@@ -301,6 +313,7 @@ MODEL_RULES = (
     check_rope_fraction,
     derive_rope_scaling,
     check_layer_pattern,
+    check_first_dense_layers,
     check_experts,
     check_logical_axis_rules,
     check_expert_axis,

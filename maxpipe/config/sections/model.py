@@ -1,6 +1,6 @@
 """What is trained: the shape of the model and the options of its decoder block, `model.*`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
 from maxpipe.config.sections.experts import MoEConfig
@@ -94,6 +94,12 @@ class ModelConfig:
     )
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "number of decoder layers", minimum=1, maximum=2**14)
+    first_dense_layers: int = option(
+        0,
+        "how many of them, the first ones, have an MLP of mlp_dim in a model of experts; they run "
+        "outside the pipeline",
+        minimum=0,
+    )
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
     num_query_heads: int = option(4, "number of query heads", minimum=1, maximum=2**20)
     num_kv_heads: int = option(
@@ -227,6 +233,16 @@ class ModelConfig:
     def expert_dim(self) -> int:
         """Return the hidden width of an expert."""
         return self.moe.mlp_dim or self.mlp_dim
+
+    @property
+    def stacked_layers(self) -> int:
+        """Return the number of layers with the same parameters, which the pipeline has."""
+        return self.num_layers - self.first_dense_layers
+
+    @property
+    def dense(self) -> "ModelConfig":
+        """Return the model that has the first dense layers everywhere."""
+        return replace(self, moe=MoEConfig(), first_dense_layers=0)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
