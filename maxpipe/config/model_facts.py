@@ -77,14 +77,25 @@ GROUPED_KERNELS: dict[str, GroupedKernel] = {
 }
 
 
+@dataclass(frozen=True)
 class Router(Variant):
-    """A function that chooses experts by logits, `model.moe.router`."""
+    """A function that chooses experts by logits, `model.moe.router`.
+
+    Attributes:
+      takes_bias: whether it takes a selection bias, and keeps to groups.
+    """
+
+    takes_bias: bool = False
 
 
 ROUTERS: dict[str, Router] = {
-    "sigmoid": Router(_EXPERTS + "router:sigmoid", summary="the sigmoid of each logit"),
+    "sigmoid": Router(
+        _EXPERTS + "router:sigmoid", takes_bias=True, summary="the sigmoid of each logit"
+    ),
     "softmax": Router(
-        _EXPERTS + "router:softmax", summary="the softmax over all experts, then the choice"
+        _EXPERTS + "router:softmax",
+        takes_bias=True,
+        summary="the softmax over all experts, then the choice",
     ),
     "topk_softmax": Router(
         _EXPERTS + "router:topk_softmax", summary="the choice, then the softmax over it"

@@ -1,5 +1,6 @@
 """Check the model, and how its arrays and sequences are split."""
 
+from maxpipe.config.catalog import ROUTERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.rule import Updates, divisors, multiples_around, rule
@@ -223,6 +224,8 @@ def check_experts(c: Config) -> None:
     elif moe.per_token > moe.experts:
         message = f"{moe.per_token} is more than {key}.experts={moe.experts}; choose at most these"
         problems.append(Problem(f"{key}.per_token", message))
+    else:
+        problems = _choice_problems(c)
     if moe.experts and moe.router == "topk_softmax" and not moe.normalise:
         message = f"has no effect, since weights of {key}.router=topk_softmax add up to 1; use true"
         problems.append(Problem(f"{key}.normalise", message))
@@ -231,6 +234,32 @@ def check_experts(c: Config) -> None:
         problems.append(Problem("model.mlp_bias", message))
     if problems:
         raise ConfigError(*problems)
+
+
+def _choice_problems(c: Config) -> list[Problem]:
+    """Return what is wrong with the groups of experts and with the selection bias."""
+    moe, key = c.model.moe, "model.moe"
+    if not ROUTERS[moe.router].takes_bias:
+        able = " or ".join(name for name, router in ROUTERS.items() if router.takes_bias)
+        return [
+            Problem(name, f"{key}.router={moe.router} does not take it; use router {able}")
+            for name in (f"{key}.{n}" for n in ("groups", "selection_bias", "bias_rate"))
+            if get(c, name) != get(Config(), name)
+        ]
+    size, rest = divmod(moe.experts, moe.groups)
+    if rest:
+        message = f"{moe.groups} does not divide {key}.experts={moe.experts}; use a divisor"
+        return [Problem(f"{key}.groups", message)]
+    if moe.groups_per_token > moe.groups:
+        message = f"{moe.groups_per_token} is more than {key}.groups={moe.groups}; use at most that"
+        return [Problem(f"{key}.groups_per_token", message)]
+    if moe.per_token > moe.groups_per_token * size:
+        message = (
+            f"{moe.groups_per_token} of {moe.groups} groups have {moe.groups_per_token * size} "
+            f"experts, fewer than {key}.per_token={moe.per_token}; use more groups per token"
+        )
+        return [Problem(f"{key}.groups_per_token", message)]
+    return []
 
 
 @rule(_AXIS_RULES)

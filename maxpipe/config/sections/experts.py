@@ -33,6 +33,23 @@ class MoEConfig:
         True, "divide the weights of a token's experts by their sum; topk_softmax always does"
     )
     scale: float = option(1.0, "factor of the weights of a token's experts", above=0)
+    groups: int = option(
+        1, "number of equal groups of experts; a token chooses within its best groups", minimum=1
+    )
+    groups_per_token: int = option(
+        1, "number of groups from which a token chooses its experts", minimum=1
+    )
+    selection_bias: bool = option(
+        False,
+        "add a bias of each expert to the scores, for the choice only; a bias_rate above 0 "
+        "implies it",
+    )
+    bias_rate: float = option(
+        0.0,
+        "what a step adds to the selection bias of experts with less than the mean load, and takes "
+        "from those with more (Wang et al., arXiv:2408.15664); 0 leaves the bias as it is",
+        minimum=0,
+    )
     balance_loss: float = option(
         0.0,
         "weight of the loss that balances the experts' load within each sequence "
@@ -50,3 +67,8 @@ class MoEConfig:
         variants=GROUPED_KERNELS,
         also=("auto",),
     )
+
+    @property
+    def has_bias(self) -> bool:
+        """Return whether each layer has a selection bias as a parameter."""
+        return self.selection_bias or self.bias_rate > 0

@@ -28,6 +28,7 @@ DEFAULT_RULES: list[object] = [
     ["expert_embed", ["fsdp"]],
     ["expert_mlp", ["tensor"]],
     ["router", []],
+    ["expert_bias", []],
 ]
 
 

@@ -95,6 +95,9 @@ class MixtureOfExperts(nnx.Module):
         self.router = declare(
             (D, E), ("router", "router"), jnp.float32, stddev=std, keeps_dtype=True
         )
+        self.has_bias = moe.has_bias
+        if self.has_bias:
+            self.bias = declare((E,), ("expert_bias",), jnp.float32, keeps_dtype=True)
         axes = ("expert", "expert_embed", "expert_mlp")
         self.gate = declare((E, D, F), axes, dtype, stddev=std)
         self.up = declare((E, D, F), axes, dtype, stddev=std)
@@ -114,7 +117,7 @@ class MixtureOfExperts(nnx.Module):
         logits = jnp.matmul(
             x_BTD.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
         )
-        choice = route(logits, self.config)
+        choice = route(logits, self.config, self.bias[...] if self.has_bias else None)
         experts = checkpoint_name(choice.experts, EXPERT_CHOICE)  # [B, T, k]
         # 2. Compute.
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])

@@ -35,34 +35,50 @@ class Choice(NamedTuple):
     probabilities: jax.Array
 
 
-# (logits float32 [..., E], options) -> choice, before normalisation and scale
-RouterFn = Callable[[jax.Array, MoEConfig], Choice]
+# (logits float32 [..., E], options) -> choice, before normalisation and scale. Routers of which
+# the catalogue says that they take a selection bias are called with that too, float32 [E] or None.
+RouterFn = Callable[..., Choice]
 
 
-def route(logits: jax.Array, moe: MoEConfig) -> Choice:
-    """Choose experts for logits [..., E], float32; weights are normalised and scaled."""
+def route(logits: jax.Array, moe: MoEConfig, bias: jax.Array | None = None) -> Choice:
+    """Choose experts for tokens; weights are normalised and scaled.
+
+    Args:
+      logits: float32 [..., E].
+      moe: `model.moe.*`.
+      bias: float32 [E], added to scores for the choice alone; None without one.
+    """
     router: RouterFn = implementation(ROUTERS[moe.router])
-    choice = router(logits, moe)
+    choice = router(logits, moe, bias) if ROUTERS[moe.router].takes_bias else router(logits, moe)
     weights = choice.weights
     if moe.normalise and moe.router != "topk_softmax":
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return choice._replace(weights=weights if moe.scale == 1 else weights * moe.scale)
 
 
-def softmax(logits: jax.Array, config: MoEConfig) -> Choice:
-    """Choose by the softmax over all experts, as Mixtral, Qwen3 and OLMoE do."""
-    return _chosen(jax.nn.softmax(logits, axis=-1), config.per_token)
+def softmax(logits: jax.Array, config: MoEConfig, bias: jax.Array | None = None) -> Choice:
+    """Choose by the softmax over all experts, as Mixtral, Qwen3 and OLMoE do.
+
+    The score of a group is that of its best expert, as in DeepSeek-V2 (arXiv:2405.04434).
+    """
+    scores = jax.nn.softmax(logits, axis=-1)
+    return _chosen(scores, config.per_token, _selection(scores, config, bias, best=1))
 
 
 def topk_softmax(logits: jax.Array, config: MoEConfig) -> Choice:
     """Choose by logits; weights are the softmax over the chosen ones."""
-    experts, best, _ = _chosen(logits, config.per_token)
+    experts, best, _ = _chosen(logits, config.per_token, logits)
     return Choice(experts, jax.nn.softmax(best, axis=-1), jax.nn.softmax(logits, axis=-1))
 
 
-def sigmoid(logits: jax.Array, config: MoEConfig) -> Choice:
-    """Choose by the sigmoid of each logit (DeepSeek-V3, arXiv:2412.19437)."""
-    experts, weights, scores = _chosen(jax.nn.sigmoid(logits), config.per_token)
+def sigmoid(logits: jax.Array, config: MoEConfig, bias: jax.Array | None = None) -> Choice:
+    """Choose by the sigmoid of each logit (DeepSeek-V3, arXiv:2412.19437).
+
+    The score of a group is the sum of those of its two best experts.
+    """
+    scores = jax.nn.sigmoid(logits)
+    selection = _selection(scores, config, bias, best=2)
+    experts, weights, _ = _chosen(scores, config.per_token, selection)
     return Choice(experts, weights, scores / jnp.sum(scores, axis=-1, keepdims=True))
 
 
@@ -101,7 +117,25 @@ def losses(logits: jax.Array, choice: Choice, config: MoEConfig) -> dict[str, ja
     return values
 
 
-def _chosen(scores: jax.Array, count: int) -> Choice:
-    """Choose the highest of scores [..., E]; the weights are these scores."""
-    _, experts = lax.top_k(lax.stop_gradient(scores), count)
+def _selection(
+    scores: jax.Array, config: MoEConfig, bias: jax.Array | None, *, best: int
+) -> jax.Array:
+    """Return what a choice goes by: scores [..., E] plus bias, -inf outside of the best groups.
+
+    The score of a group is the sum over its `best` experts.
+    """
+    if bias is not None:
+        scores = scores + bias
+    if config.groups == 1:
+        return scores
+    grouped = scores.reshape(*scores.shape[:-1], config.groups, -1)  # [..., G, E / G]
+    best_scores, _ = lax.top_k(grouped, min(best, grouped.shape[-1]))
+    _, groups = lax.top_k(jnp.sum(best_scores, axis=-1), config.groups_per_token)
+    is_chosen = jnp.any(jax.nn.one_hot(groups, config.groups, dtype=bool), axis=-2)  # [..., G]
+    return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _chosen(scores: jax.Array, count: int, selection: jax.Array) -> Choice:
+    """Choose experts with the highest `selection`; weights are their scores, both [..., E]."""
+    _, experts = lax.top_k(lax.stop_gradient(selection), count)
     return Choice(experts, jnp.take_along_axis(scores, experts, axis=-1), scores)
