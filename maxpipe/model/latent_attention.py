@@ -45,7 +45,7 @@ class LatentAttention(nnx.Module):
         self.has_query_latent = Q > 0
         if self.has_query_latent:
             self.query_down = declare((D, Q), ("embed", "head_dim"), dtype, stddev=std)
-            self.query_norm = RMSNorm(Q, eps=NORM_EPS, dtype=dtype)
+            self.query_latent_norm = RMSNorm(Q, eps=NORM_EPS, dtype=dtype)
             self.query_up = declare(
                 (Q, H, mla.head_dim), ("latent", *heads), dtype, stddev=1 / math.sqrt(Q)
             )
@@ -55,7 +55,7 @@ class LatentAttention(nnx.Module):
         self.key_value_down = declare(
             (D, mla.cached_width), ("embed", "head_dim"), dtype, stddev=std
         )
-        self.key_value_norm = RMSNorm(L, eps=NORM_EPS, dtype=dtype)
+        self.key_value_latent_norm = RMSNorm(L, eps=NORM_EPS, dtype=dtype)
         # Channels of the key, then those of the value
         self.key_value_up = declare(
             (L, H, N + mla.v_head_dim), ("latent", *heads), dtype, stddev=1 / math.sqrt(L)
@@ -85,7 +85,7 @@ class LatentAttention(nnx.Module):
         """Return the parts of queries that are not rotated [B,T,H,N] and that are [B,T,H,R]."""
         if self.has_query_latent:
             down = checkpoint_name(project(x_BTD, self.query_down[...]), "query_proj")
-            q = project(self.query_norm(down), self.query_up[...])
+            q = project(self.query_latent_norm(down), self.query_up[...])
         else:
             q = project(x_BTD, self.query[...])
         q = checkpoint_name(q, "query_proj")  # [B, T, H, C]
@@ -99,7 +99,7 @@ class LatentAttention(nnx.Module):
         """Return normalised latents [B,T,L] and the rotated key of all heads [B,T,1,R]."""
         down = checkpoint_name(project(x_BTD, self.key_value_down[...]), "key_proj")
         latent, rope = jnp.split(down, [self.widths.kv_lora_rank], axis=-1)
-        return self.key_value_norm(latent), self._rotate(rope[:, :, None], positions, facts)
+        return self.key_value_latent_norm(latent), self._rotate(rope[:, :, None], positions, facts)
 
     def _rotate(self, x: jax.Array, positions: jax.Array, facts: LayerFacts) -> jax.Array:
         if not self.table.is_rotated:

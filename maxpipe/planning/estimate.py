@@ -8,7 +8,7 @@ Letters: S stages, V repeats, M microbatches, D embed.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.rules.batches import data_shards
@@ -145,10 +145,13 @@ def _activations(config: Config) -> float:
     model, pipeline = config.model, config.pipeline
     layout, per_layer = build_layout(config), residual_width(config)
     layers, outside = layout.layers_per_stage, layout.num_outside * (model.embed_dim + per_layer)
+    if model.first_dense_layers:
+        dense = replace(config, model=model.dense)
+        outside += model.first_dense_layers * (model.embed_dim + residual_width(dense))
     chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer
     engine = ENGINES[pipeline.engine]
     if not engine.has_stages:
-        stored = layers * (model.embed_dim + per_layer)
+        stored = layers * (model.embed_dim + per_layer) + outside
     elif engine.lockstep:
         plan = lockstep_plan(build_table(config))
         slots = plan.sizes.activations + plan.sizes.gradients + 2

@@ -60,10 +60,10 @@ def by_hand(params, x, frequencies, scale):
     if "query" in p:
         q = np.einsum("btd,dhc->bthc", x, p["query"])
     else:
-        down = norm(x @ p["query_down"], p["query_norm"]["scale"])
+        down = norm(x @ p["query_down"], p["query_latent_norm"]["scale"])
         q = np.einsum("btq,qhc->bthc", down, p["query_up"])
     down = x @ p["key_value_down"]
-    latent = norm(down[..., :L], p["key_value_norm"]["scale"])
+    latent = norm(down[..., :L], p["key_value_latent_norm"]["scale"])
     up = np.einsum("btl,lhc->bthc", latent, p["key_value_up"])
     y = np.zeros_like(x)
     for b, t, h in np.ndindex(B, T, H):

@@ -172,8 +172,8 @@ def _attend_rows(
         heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
         return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)
 
-    filled = (_filled_up(x) for x in (q / math.sqrt(q.shape[3]), k, v))
-    context = jax.vmap(attend_row)(*filled, segment_ids)
+    scaled = _filled_up(q / math.sqrt(q.shape[3]))
+    context = jax.vmap(attend_row)(scaled, _filled_up(k), _filled_up(v), segment_ids)
     return context if context.shape[3] == v.shape[3] else context[..., : v.shape[3]]
 
 

@@ -77,6 +77,8 @@ import pytest
             ("model.attention_kind=mla", "model.mla.qk_rope_head_dim=3"),
             "model.mla.qk_rope_head_dim",
             "must be even",
+        ),
+        (
             ("model.moe.experts=8", "model.moe.groups=3"),
             "model.moe.groups",
             "3 does not divide model.moe.experts=8",

@@ -1,11 +1,15 @@
 """The first dense layers of a model of experts, next to its other layers, on every engine."""
 
-import dataclasses
+from types import SimpleNamespace
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
+
+from maxpipe.config.catalog import RematPolicy
+from maxpipe.model.layers import SideInputs
+from maxpipe.pipeline.chunk import apply_first_layers, layer_function
 
 ROWS = 16
 MODEL = {
@@ -60,9 +64,16 @@ def test_losses_and_gradients_equal_those_of_one_device(name):
     assert_same(subject(config).train(make_batch(ROWS)), expected)
 
 
-def test_windows_lie_in_layers_by_their_place_in_the_whole_model():
-    """A pattern that starts with the stack, instead of the first layers, gives another loss."""
-    model = tiny(**MODEL).model
-    shifted = dataclasses.replace(model, layer_pattern=["local", "global", "global"])
-    losses = [reference(m, ROWS).loss for m in (model, shifted)]
-    assert np.abs(np.subtract(*losses)) > 1e-3
+def test_layers_know_their_number_in_the_whole_model():
+    def block(layer, x, side, key):
+        return 10 * x + side.layer_index, {}
+
+    config = tiny(**MODEL).model
+    program = SimpleNamespace(config=config, needs_key=False, block=block)
+    program.first_block = lambda *args: block(*args)[0]
+    side, first = SideInputs(None, None, None), {"0": {}, "1": {}}
+    x = apply_first_layers(program, first, lambda p: p, RematPolicy(), jnp.int32(9), side, None)
+    apply = layer_function(program, lambda p: p, padded=False)
+    for i in range(config.stacked_layers):
+        x, _ = apply({}, jnp.int32(i), x, side, None)
+    assert x == 9_012_345

@@ -121,6 +121,7 @@ class ScheduledEngine(SpmdEngine):
         self._gather_once = inputs.config.fsdp_gather == "once"
         specs = with_first(inputs.program.specs)
         self._gathers = map_specs(self._gather, specs) | {"outside": {}}
+        self._gather_first = map_specs(self._gather, specs["first"].get("0", {}))
         self._outside: ShardedLayers | None = None
         self._before: ShardedLayers | None = None
         if specs["first"] or inputs.layout.outside_first:
@@ -288,7 +289,7 @@ class ScheduledEngine(SpmdEngine):
         """Apply the layers before the pipeline to x [rows, T, D]: "first" ones, then "outside"."""
 
         def prepare(layer: Params) -> Params:
-            return layer if self._gather_once else gather_tree(self._gathers["first"]["0"], layer)
+            return layer if self._gather_once else gather_tree(self._gather_first, layer)
 
         policy = remat_policy(self._inputs.config)
         x = apply_first_layers(self._program, weights["first"], prepare, policy, x, *inputs)
@@ -425,7 +426,8 @@ class ScheduledEngine(SpmdEngine):
         assert outer is not None
         assert before is not None
         # Parts that all stages compute with; layers outside the pipeline are before or after it.
-        shared: dict[str, Params] = {"first": {}, "outside": {}} | before | outer
+        shared: dict[str, Params] = {"first": {}, "outside": {}}
+        shared |= before | outer
         if self._gather_once:
             outside_rows = self._layout.shape[0] - self._layout.num_repeats
             layers = jax.tree.map(
