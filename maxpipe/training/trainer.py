@@ -146,8 +146,8 @@ class SpmdTrainer(Trainer[TrainState]):
             load_step(self.abstract_state(), batch_sharding) if load_step else self.jitted_step
         )
         self._forward = jax.jit(engine.evaluate, in_shardings=(self._param_shardings, batch))
-        self._to_canonical = _JitByOutput(engine.to_canonical)
-        self._from_canonical = _JitByOutput(engine.from_canonical)
+        self._to_canonical = _JitBySharding(self._join)
+        self._from_canonical = _JitBySharding(self._split)
 
     def init(self, key: jax.Array) -> TrainState:
         return jax.jit(self._new_state, out_shardings=self._shardings)(key)
@@ -162,7 +162,7 @@ class SpmdTrainer(Trainer[TrainState]):
         ) -> jax.Array:
             leaf.delete()
             value = read(names_of(path), on_disk)
-            return self._from_canonical(value, sharding) if is_layer else value
+            return self._from_canonical(value, on_disk.sharding, sharding) if is_layer else value
 
         params = jax.tree_util.tree_map_with_path(
             replace_leaf,
@@ -182,15 +182,27 @@ class SpmdTrainer(Trainer[TrainState]):
     def to_canonical(self, state: TrainState) -> TrainState:
         # Each leaf is moved to the host before the next is converted.
         def convert(leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> HostArray:
-            return to_host(self._to_canonical(leaf, target.sharding) if is_layer else leaf)
+            on_disk = target.sharding
+            return to_host(self._to_canonical(leaf, on_disk, on_disk) if is_layer else leaf)
 
         return jax.tree.map(convert, state, self._is_layer(state), self.abstract_canonical())
 
     def from_canonical(self, state: TrainState) -> TrainState:
-        def convert(leaf: jax.Array, is_layer: bool, target: jax.ShapeDtypeStruct) -> jax.Array:
-            return self._from_canonical(leaf, target.sharding) if is_layer else leaf
+        def convert(
+            leaf: jax.Array,
+            is_layer: bool,
+            on_disk: jax.ShapeDtypeStruct,
+            live: jax.ShapeDtypeStruct,
+        ) -> jax.Array:
+            return self._from_canonical(leaf, on_disk.sharding, live.sharding) if is_layer else leaf
 
-        return jax.tree.map(convert, state, self._is_layer(state), self.abstract_state())
+        return jax.tree.map(
+            convert,
+            state,
+            self._is_layer(state),
+            self.abstract_canonical(),
+            self.abstract_state(),
+        )
 
     def abstract_state(self) -> TrainState:
         """Return shapes, dtypes and shardings of the live state."""
@@ -210,6 +222,23 @@ class SpmdTrainer(Trainer[TrainState]):
         is_layer = self._is_layer(self._abstract)
         return jax.tree.map(convert, self._abstract, self._shardings, is_layer)
 
+    # XLA replicates an array that it must reshape and spread over `stage` at once. Both functions
+    # reshape while `stage` splits the dimension that it splits on disk.
+
+    def _join(self, leaf: jax.Array, on_disk: NamedSharding) -> jax.Array:
+        """Return the layers of a live leaf in model order."""
+        leaf = jax.lax.with_sharding_constraint(leaf, self._layers_together(on_disk))
+        return self._engine.to_canonical(leaf)
+
+    def _split(self, leaf: jax.Array, on_disk: NamedSharding) -> jax.Array:
+        """Return layers in model order as the live leaf has them; inverts `_join`."""
+        leaf = self._engine.from_canonical(leaf)
+        return jax.lax.with_sharding_constraint(leaf, self._layers_together(on_disk))
+
+    def _layers_together(self, on_disk: NamedSharding) -> NamedSharding:
+        layer_axes = (None,) * len(self._engine.layer_axes)
+        return NamedSharding(on_disk.mesh, PartitionSpec(*layer_axes, *on_disk.spec[1:]))
+
     def _is_layer(self, state: TrainState) -> TrainState:
         """Return a tree like `state` of bools: whether a leaf has leading layer dimensions."""
         return map_by_parameter(pick_value, state, layer_flags(self._param_shardings), False)
@@ -220,14 +249,16 @@ class SpmdTrainer(Trainer[TrainState]):
         return new_state(params, self._optimizer.init(params), key, history)
 
 
-class _JitByOutput:
-    """Jit a function of one array once per sharding of its result."""
+class _JitBySharding:
+    """Jit a function of an array and its sharding on disk, once per sharding."""
 
-    def __init__(self, f: Callable[[jax.Array], jax.Array]):
+    def __init__(self, f: Callable[[jax.Array, NamedSharding], jax.Array]):
         self._f = f
-        self._jitted: dict[jax.sharding.Sharding | None, jax.stages.Wrapped] = {}
+        self._jitted: dict[tuple[NamedSharding, NamedSharding], jax.stages.Wrapped] = {}
 
-    def __call__(self, x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
-        if sharding not in self._jitted:
-            self._jitted[sharding] = jax.jit(self._f, out_shardings=sharding)
-        return self._jitted[sharding](x)
+    def __call__(self, x: jax.Array, on_disk: NamedSharding, result: NamedSharding) -> jax.Array:
+        if (on_disk, result) not in self._jitted:
+            self._jitted[on_disk, result] = jax.jit(
+                lambda x: self._f(x, on_disk), out_shardings=result
+            )
+        return self._jitted[on_disk, result](x)
