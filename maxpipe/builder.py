@@ -116,7 +116,7 @@ def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
         specs,
         engine,
         inputs.rules,
-        Optimizer(config.optimizer, specs),
+        Optimizer(config.optimizer, specs, config.model.moe.bias_rate),
         load_step=partial(StoredStep, config, mesh) if config.compile.load else None,
         adds_batch_digest=config.telemetry.batch_digest,
     )
@@ -135,7 +135,7 @@ def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
         inputs.program.specs,
         build_engine(config, inputs),
         AxisRules(config.sharding.logical_axis_rules, mesh),
-        partial(Optimizer, config.optimizer),
+        partial(Optimizer, config.optimizer, bias_rate=config.model.moe.bias_rate),
         adds_batch_digest=config.telemetry.batch_digest,
     )
 

@@ -19,8 +19,11 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.parameters import declare
 
 # Losses of a layer besides that of tokens, by name: float32 scalars, each a sum over sequences of a
-# function of one sequence, with its weight in the total loss.
+# function of one sequence, with its weight in the total loss. Next to them lies `EXPERT_LOAD`.
 AuxiliaryLosses: TypeAlias = dict[str, jax.Array]
+# No loss, but the number of assignments of tokens to each expert, float32: [E] of a layer; of
+# several [N, E], a row for each layer of the model. It is added up like losses; no gradient.
+EXPERT_LOAD = "expert_load"
 
 
 class SideInputs(NamedTuple):

@@ -20,7 +20,7 @@ from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn
 from maxpipe.model.kernels.dot_product import dot_product_attention
-from maxpipe.model.layers import AuxiliaryLosses, RMSNorm, SideInputs
+from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import (
     Params,
@@ -115,9 +115,14 @@ class ModelProgram:
         """Return whether `block` draws random numbers."""
         return self.config.dropout > 0
 
-    @cached_property
+    @property
     def auxiliary_names(self) -> tuple[str, ...]:
-        """Return the names of the auxiliary losses of `block`, which is traced for them."""
+        """Return the names of the auxiliary losses of `block`."""
+        return tuple(self._auxiliary_shapes)
+
+    @cached_property
+    def _auxiliary_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each sum over layers of what `block` returns, which is traced."""
         apply, _ = split_module(lambda: self._make_block(_shape_of_context))
 
         def side_inputs() -> SideInputs:
@@ -130,7 +135,12 @@ class ModelProgram:
         x = jax.ShapeDtypeStruct((1, 1, self.config.embed_dim), jnp.dtype(self.config.dtype))
         layer, side = map_specs(shape, self.specs["layers"]), jax.eval_shape(side_inputs)
         _, auxiliary = jax.eval_shape(apply, layer, x, side, None)
-        return tuple(auxiliary) if isinstance(auxiliary, dict) else (UNNAMED,)
+        if not isinstance(auxiliary, dict):
+            return {UNNAMED: ()}
+        shapes = {name: value.shape for name, value in auxiliary.items()}
+        if EXPERT_LOAD in shapes:
+            shapes[EXPERT_LOAD] = (self.config.stacked_layers, *shapes[EXPERT_LOAD])
+        return shapes
 
     def parameter_count(self) -> int:
         """Return the number of parameters of all layers, embedding and head."""
@@ -155,7 +165,7 @@ class ModelProgram:
 
     def no_auxiliary(self) -> AuxiliaryLosses:
         """Return auxiliary losses of 0, to which those of layers are added."""
-        return {name: jnp.zeros((), jnp.float32) for name in self.auxiliary_names}
+        return {name: jnp.zeros(s, jnp.float32) for name, s in self._auxiliary_shapes.items()}
 
     @jax.named_scope("embedding")
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from maxpipe.config.catalog import (
     RematPolicy,
 )
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.model.layers import AuxiliaryLosses, SideInputs
+from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
@@ -79,6 +79,10 @@ def layer_function(
         number = index + config.first_dense_layers if config.first_dense_layers else index
         layer_key = _layer_key(program, key, number)
         y, aux = program.block(prepare(layer), x, side._replace(layer_index=number), layer_key)
+        if EXPERT_LOAD in aux:
+            # Padding, whose index is stacked_layers, has no row.
+            row = jax.nn.one_hot(index, config.stacked_layers, dtype=jnp.float32)  # [N]
+            aux = aux | {EXPERT_LOAD: row[:, None] * aux[EXPERT_LOAD]}
         if not padded:
             return y, aux
         is_layer = index < config.stacked_layers
@@ -167,6 +171,16 @@ def apply_layers(
         x, aux = layer_fn(layer, index[i], x, side, key)
         of_layers.append(aux)
     return x, jax.tree.map(lambda *values: sum(values[1:], values[0]), *of_layers)
+
+
+def sum_where(is_counted: jax.Array, aux: AuxiliaryLosses) -> AuxiliaryLosses:
+    """Sum auxiliary losses [R, ...] over those of R parts that count, bool [R]."""
+
+    def total(a: jax.Array) -> jax.Array:
+        mask = jnp.expand_dims(is_counted, range(1, a.ndim))
+        return jnp.sum(jnp.where(mask, a, 0), axis=0)
+
+    return jax.tree.map(total, aux)
 
 
 def remat_policy(config: PipelineConfig) -> RematPolicy:

@@ -1,9 +1,10 @@
 """The run on the console: a progress bar on a terminal, plain lines otherwise."""
 
+import math
 import os
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TextIO
@@ -25,6 +26,8 @@ class Progress:
       learning_rate: learning rate of the step.
       step_seconds: wall-clock seconds of the step.
       auxiliary: other losses of the step by name.
+      expert_loads: of each layer, the largest load of an expert divided by the mean; NaN for a
+        layer without experts. Empty for a model without experts.
     """
 
     step: int
@@ -32,6 +35,7 @@ class Progress:
     learning_rate: float
     step_seconds: float
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    expert_loads: Sequence[float] = ()
 
 
 class Console:
@@ -122,6 +126,7 @@ class Console:
             f"step {progress.step:>{len(str(self._total))}}/{self._total}",
             f"loss {progress.loss:.4f}",
             *(f"{name} {value:.3g}" for name, value in progress.auxiliary.items()),
+            *_worst_load(progress.expert_loads),
             f"lr {progress.learning_rate:.2e}",
             f"{format_step_time(seconds)}/step",
             f"{format_count(self._tokens / seconds)} tokens/s",
@@ -129,6 +134,15 @@ class Console:
         if self._peak_seconds is not None:
             parts.append(f"MFU {100 * self._peak_seconds / seconds:.1f} %")
         return "  ".join([*parts, f"left {left}"])
+
+
+def _worst_load(loads: Sequence[float]) -> list[str]:
+    """Return a phrase for the layer whose load is the least even, if there is one."""
+    numbers = [(load, layer) for layer, load in enumerate(loads) if not math.isnan(load)]
+    if not numbers:
+        return []
+    load, layer = max(numbers)
+    return [f"max load {load:.2f}x (layer {layer})"]
 
 
 def _has_size(stream: TextIO) -> bool:

@@ -10,7 +10,7 @@ from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
-from maxpipe.telemetry.writers import MetricsFile, TensorBoard
+from maxpipe.telemetry.writers import MetricsFile, TensorBoard, Value
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 
@@ -27,8 +27,8 @@ class Recorder:
         of tokens are known; rows `step, changed, before, now` for keys that a resumed start
         has changed; at the end of each process `step, goodput` and its parts
         (`maxpipe.telemetry.profiling`). Numbers that are not finite, and `mfu` if the peak is
-        unknown, are null.
-      tensorboard/: the same values as scalars.
+        unknown, are null. Figures of layers are lists in model order.
+      tensorboard/: the same values as scalars, those of layers in a group of their own.
 
     Args:
       config: the run's resolved configuration.
@@ -92,7 +92,7 @@ class Recorder:
         grad_norm: float,
         learning_rate: float,
         step_seconds: float,
-        **extra: float,
+        **extra: float | list[float],
     ) -> None:
         """Record a finished step.
 
@@ -100,12 +100,13 @@ class Recorder:
           step: number of the step, counted from 1.
           loss, grad_norm, learning_rate: Python floats, to which a float32 converts exactly.
           step_seconds: wall-clock seconds of this step.
-          **extra: more values of the step, written under their own names. Losses, whose names end
-            in `_loss`, are on the console as well.
+          **extra: more values of the step, written under their own names; a list has a number for
+            each layer. Losses, whose names end in `_loss`, are on the console as well, and so is
+            the largest `expert_load_max`.
         """
         if not self._is_main:
             return
-        row: dict[str, float | int | None] = {
+        row: dict[str, Value] = {
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
@@ -119,13 +120,24 @@ class Recorder:
         )
         row.update(extra)
         self._metrics.use(lambda file: file.write(row))
-        auxiliary = {name: value for name, value in extra.items() if name.endswith("_loss")}
-        self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary))
+        scalars = {name: value for name, value in extra.items() if not isinstance(value, list)}
+        layers = {name: value for name, value in extra.items() if isinstance(value, list)}
+        auxiliary = {name: value for name, value in scalars.items() if name.endswith("_loss")}
+        loads = layers.get("expert_load_max", ())
+        self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary, loads))
         if self._tensorboard is not None and self._is_logged(step):
             # A card of zeros for the skipped steps that most runs do not have would only distract.
             hidden = {"step"} if row.get("skipped") else {"step", "skipped"}
-            scalars = {f"train/{key}": row[key] for key in row if key not in hidden}
-            self._tensorboard.use(lambda events: events.write(step, scalars))
+            hidden |= layers.keys()
+            points = {f"train/{key}": row[key] for key in row if key not in hidden}
+            for name, values in layers.items():
+                digits = len(str(len(values) - 1))  # so that cards are in the order of layers
+                points |= {
+                    f"{name}/layer_{i:0{digits}}": x
+                    for i, x in enumerate(values)
+                    if not math.isnan(x)
+                }
+            self._tensorboard.use(lambda events: events.write(step, points))
 
     def changes(self, step: int, changes: Iterable[Change]) -> None:
         """Record what this start has changed since `step`, from which it resumes."""

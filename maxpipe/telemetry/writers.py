@@ -17,7 +17,8 @@ from maxpipe.storage.local_files import write_atomically
 
 FLUSH_SECONDS = 30  # how far a reader of TensorBoard events may lag
 
-Row = Mapping[str, float | int | None]
+Value = float | int | None | list[float]  # a list has a number for each layer
+Row = Mapping[str, Value]
 CHANGED = "changed"  # in rows about changed keys
 
 
@@ -69,7 +70,9 @@ class MetricsFile:
         self._file.close()
 
 
-def _finite_or_none(value: float | int | None) -> float | int | None:
+def _finite_or_none(value: Value) -> object:
+    if isinstance(value, list):
+        return [_finite_or_none(number) for number in value]
     return value if value is None or math.isfinite(value) else None
 
 

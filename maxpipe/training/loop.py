@@ -279,7 +279,8 @@ class StepLog:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+        # Scalars, and figures of each layer as lists.
+        values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
         self._progress(f"step {step}")
         self.last_step = step

@@ -17,10 +17,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.devices.host_memory import to_host
+from maxpipe.model.layers import EXPERT_LOAD
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
 from maxpipe.sharding.rules import AxisRules
+from maxpipe.training.expert_load import load_figures, with_excess
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.spikes import History
 from maxpipe.training.state import (
@@ -119,9 +121,14 @@ class MpmdTrainer(Trainer[MpmdState]):
         ]
         self._step_key = jax.jit(step_key)
         self._squared_norm = jax.jit(partial(optax.tree.norm, squared=True))
+        self._load_figures = jax.jit(load_figures)
         self._judge = jax.jit(partial(judge_step, self._optimizer))
         self._update = [
-            jax.jit(partial(_update, optimizer), out_shardings=shardings, donate_argnums=0)
+            jax.jit(
+                partial(_update, optimizer, self._place_load),
+                out_shardings=shardings,
+                donate_argnums=0,
+            )
             for optimizer, shardings in zip(self._optimizers, self._shardings, strict=True)
         ]
 
@@ -156,13 +163,16 @@ class MpmdTrainer(Trainer[MpmdState]):
         verdict = self._judge(
             metrics["loss"], norm, state.stages[end].step, state.skips, state.history
         )
+        load = metrics.pop(EXPERT_LOAD, None)
+        if load is not None:
+            metrics |= self._load_figures(load)
         # 3. The update, on each stage.
         stages = []
         for stage, update in enumerate(self._update):
-            norm, accept = jax.device_put(
-                (verdict.metrics["grad_norm"], verdict.accept), self._replicated[stage]
+            facts = jax.device_put(
+                (verdict.metrics["grad_norm"], verdict.accept, load), self._replicated[stage]
             )
-            stages.append(update(state.stages[stage], gradients[stage], norm, accept))
+            stages.append(update(state.stages[stage], gradients[stage], *facts))
         after = MpmdState(tuple(stages), verdict.skips, verdict.history)
         return after, metrics | verdict.metrics
 
@@ -258,6 +268,21 @@ class MpmdTrainer(Trainer[MpmdState]):
         is_layer = map_by_parameter(pick_value, abstract, layer_flags(params), False)
         return jax.tree.map(convert, abstract, shardings, is_layer)
 
+    def _place_load(self, gradients: Params, load: jax.Array | None) -> Params:
+        """Return a stage's gradients with the load of experts for those of selection biases.
+
+        Args:
+          gradients: of what a stage owns.
+          load: float32 [N, E]; None without experts.
+        """
+        if load is None:
+            return gradients
+        chunks = {
+            chunk: with_excess(self._specs["layers"], layers, self.engine.layers_of(chunk, load))
+            for chunk, layers in gradients["chunks"].items()
+        }
+        return gradients | {"chunks": chunks}
+
     def _state(
         self, stages: Sequence[StageState], skips: jax.Array, history: History | None
     ) -> MpmdState:
@@ -276,8 +301,15 @@ class MpmdTrainer(Trainer[MpmdState]):
 
 
 def _update(
-    optimizer: Optimizer, stage: StageState, gradients: Params, norm: jax.Array, accept: jax.Array
+    optimizer: Optimizer,
+    place_load: Callable[[Params, jax.Array | None], Params],
+    stage: StageState,
+    gradients: Params,
+    norm: jax.Array,
+    accept: jax.Array,
+    load: jax.Array | None,
 ) -> StageState:
+    gradients = place_load(gradients, load)
     params, opt_state = optimizer.update(
         stage.params, gradients, stage.opt_state, stage.step, norm, accept
     )

@@ -7,7 +7,8 @@ import optax
 from maxpipe.config.catalog import LR_SCHEDULES, OPTIMIZERS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import OptimizerConfig
-from maxpipe.model.parameters import Params, map_specs
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.training.expert_load import balanced, is_bias, without_biases
 from maxpipe.training.spikes import SpikeFilter
 
 # Matrices that touch the residual stream or a latent decay; norms and biases do not.
@@ -19,20 +20,26 @@ class Optimizer:
 
     Args:
       config: `optimizer.*`, resolved.
-      specs: tree of `ParamSpec`s, those of layers for one layer; logical axes say which decay.
+      specs: tree of `ParamSpec`s, those of layers for one layer; logical axes say which decay, and
+        which are selection biases of experts.
+      bias_rate: `model.moe.bias_rate`.
 
     Attributes:
       spike_filter: decides which steps are spikes.
     """
 
-    def __init__(self, config: OptimizerConfig, specs: Params):
+    def __init__(self, config: OptimizerConfig, specs: Params, bias_rate: float = 0.0):
         self._config = config
+        self._specs = specs
+        self._bias_rate = bias_rate
         self.spike_filter = SpikeFilter(config)
-        self._transform = implementation(OPTIMIZERS[config.name])(config, specs)
+        optimizer = implementation(OPTIMIZERS[config.name])
+        self._transform = optimizer(config, without_biases(specs, specs))
         self._decays = map_specs(lambda spec: bool(DECAYING_AXES & set(spec.axes)), specs)
 
     def init(self, params: Params) -> optax.OptState:
         """Return the optimizer's state before the first step; statistics are float32."""
+        params = without_biases(self._specs, params)
         return self._transform.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
 
     def learning_rate(self, step: jax.Array) -> jax.Array:
@@ -51,7 +58,8 @@ class Optimizer:
         """Apply one update.
 
         Args:
-          params, gradients, state: of the same tree, which may be part of a model.
+          params, gradients, state: of the same tree, which may be part of a model. Gradients of
+            selection biases are what `expert_load.with_excess` puts there.
           step: int32 scalar, finished steps.
           norm: float32 scalar, norm of the gradients of all of the model.
           accept: bool scalar; False leaves parameters and state as they are, bit for bit.
@@ -84,16 +92,22 @@ class Optimizer:
         clip: jax.Array | float = 1.0
         if config.grad_clip_norm:
             clip = jnp.minimum(1.0, config.grad_clip_norm / (norm + 1e-6))
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, gradients)
-        directions, state = self._transform.update(gradients, state, params)
+        clipped, others = (without_biases(self._specs, tree) for tree in (gradients, params))
+        clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * clip, clipped)
+        directions, state = self._transform.update(clipped, state, others)
         rate = self.learning_rate(step)
 
-        def apply(p: jax.Array, direction: jax.Array, decays: bool) -> jax.Array:
+        def apply(
+            spec: ParamSpec, p: jax.Array, g: jax.Array, direction: jax.Array, decays: bool
+        ) -> jax.Array:
+            if is_bias(spec):
+                return balanced(p, g, self._bias_rate)
             p32 = p.astype(jnp.float32)
             decay = config.weight_decay if decays else 0.0
             return (p32 - rate * (direction + decay * p32)).astype(p.dtype)
 
-        return jax.tree.map(apply, params, directions, self._decays), state
+        trees = params, gradients, directions, self._decays
+        return map_specs(apply, self._specs, *trees), state
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:

@@ -6,8 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxpipe.model.layers import EXPERT_LOAD
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.base import Batch, Metrics
+from maxpipe.training.expert_load import load_figures
 from maxpipe.training.optimizer import Optimizer, global_norm
 from maxpipe.training.spikes import History
 from maxpipe.training.state import TrainState
@@ -15,6 +17,7 @@ from maxpipe.training.state import TrainState
 
 def train_step(
     loss_and_gradients: Callable[[Params, Batch, jax.Array], tuple[Metrics, Params]],
+    place_load: Callable[[Params, jax.Array], Params],
     optimizer: Optimizer,
     state: TrainState,
     batch: Batch,
@@ -25,16 +28,21 @@ def train_step(
 
     Args:
       loss_and_gradients: of an `Engine`.
+      place_load: puts the load of experts [N, E] in the places of gradients of selection biases.
       optimizer: the update rule.
       state: before the step.
       batch: the global batch.
 
     Returns:
-      (state after the step, the engine's metrics and those of `judge_step`).
+      (state after the step, the engine's metrics and those of `judge_step`; figures of each layer's
+      load take the place of the load).
     """
     metrics, gradients = loss_and_gradients(state.params, batch, state.step_key())
     norm = global_norm(gradients)
     verdict = judge_step(optimizer, metrics["loss"], norm, state.step, state.skips, state.history)
+    if (load := metrics.pop(EXPERT_LOAD, None)) is not None:
+        gradients = place_load(gradients, load)
+        metrics |= load_figures(load)
     with jax.named_scope("optimizer"):
         params, opt_state = optimizer.update(
             state.params, gradients, state.opt_state, state.step, norm, verdict.accept

@@ -53,12 +53,12 @@ class Stored:
 
     Attributes:
       origin: what the executable was compiled from.
-      metrics: names of the step's metrics, sorted.
+      metrics: shapes of the step's metrics by name, sorted.
       executable: the runtime's bytes.
     """
 
     origin: Origin
-    metrics: list[str]
+    metrics: dict[str, list[int]]
     executable: bytes
 
 
@@ -73,7 +73,7 @@ def write(file: str, compiled: jax.stages.Compiled, config: Config, mesh: Mesh) 
     payload = executable.serialize()
     header = {
         "origin": origin(config, mesh),
-        "metrics": sorted(compiled.out_info[1]),
+        "metrics": {name: list(m.shape) for name, m in sorted(compiled.out_info[1].items())},
         "sha256": hashlib.sha256(payload).hexdigest(),
     }
     pieces = [MAGIC, json.dumps(header).encode(), b"\n", payload]
@@ -156,8 +156,10 @@ class StoredStep:
         self._state_shardings = [leaf.sharding for leaf in jax.tree.leaves(state)]
         self._batch_sharding = batch_sharding
         replicated = NamedSharding(mesh, PartitionSpec())
-        scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=replicated)
-        metrics = dict.fromkeys(stored.metrics, scalar)
+        metrics = {
+            name: jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=replicated)
+            for name, shape in stored.metrics.items()
+        }
         self._results, self._tree = jax.tree.flatten((state, metrics))
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

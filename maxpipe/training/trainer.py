@@ -21,6 +21,7 @@ from maxpipe.pipeline.engines.base import Batch, Metrics, SpmdEngine
 from maxpipe.pipeline.weights import Weights
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.batches import batch_digest
+from maxpipe.training.expert_load import with_excess
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.state import (
     HostArray,
@@ -136,7 +137,7 @@ class SpmdTrainer(Trainer[TrainState]):
         batch_sharding = NamedSharding(rules.mesh, self.batch_spec)
         batch = dict.fromkeys(microbatches.ARRAYS, batch_sharding)
         self.jitted_step = jax.jit(
-            partial(train_step, engine.loss_and_gradients, optimizer),
+            partial(train_step, engine.loss_and_gradients, self._place_load, optimizer),
             in_shardings=(self._shardings, batch),
             out_shardings=(self._shardings, self._replicated),
             donate_argnums=0,
@@ -221,6 +222,11 @@ class SpmdTrainer(Trainer[TrainState]):
 
         is_layer = self._is_layer(self._abstract)
         return jax.tree.map(convert, self._abstract, self._shardings, is_layer)
+
+    def _place_load(self, gradients: Params, load: jax.Array) -> Params:
+        """Return live gradients with the load of experts [N, E] for those of selection biases."""
+        rows = self._engine.from_canonical(load)
+        return gradients | {"layers": with_excess(self._specs["layers"], gradients["layers"], rows)}
 
     # XLA replicates an array that it must reshape and spread over `stage` at once. Both functions
     # reshape while `stage` splits the dimension that it splits on disk.

@@ -46,6 +46,15 @@ def printed_steps(stream):
     return [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
 
 
+def test_console_shows_the_layer_whose_load_is_least_even():
+    stream = io.StringIO()
+    console = run(stream, 0)
+    loads = [float("nan"), 1.25, 3.456, 2.0]
+    console.step(Progress(1, 2.5, 3e-4, 0.5, {"balance_loss": 0.5}, loads))
+    console.close()
+    assert "  balance_loss 0.5  max load 3.46x (layer 2)  lr " in stream.getvalue()
+
+
 def test_console_log_every_10_prints_first_tenth_and_last():
     stream = io.StringIO()
     run(stream, 25, total_steps=25).close()

@@ -24,7 +24,8 @@ def _enough_threads(monkeypatch):
 
 @pytest.fixture(scope="module")
 def config():
-    return tiny()
+    # With experts, whose figures are arrays among the metrics.
+    return tiny(**{"model.moe.experts": 4, "model.moe.bias_rate": 1e-3})
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,7 @@ def test_loaded_step_gives_the_results_of_the_compiled_step(config, mesh, file):
         results.append((state, metrics))
     (state, metrics), (loaded_state, loaded_metrics) = results
     assert "batch_digest" in loaded_metrics
+    assert loaded_metrics["expert_load_max"].shape == (config.model.num_layers,)
     assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert jax.tree.map(lambda a: a.sharding, state) == jax.tree.map(

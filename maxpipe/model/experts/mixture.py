@@ -20,7 +20,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.dispatch import Layout, Places, arrange, collect, spread
 from maxpipe.model.experts.router import losses, route
-from maxpipe.model.layers import ACTIVATIONS, GatedMLP
+from maxpipe.model.layers import ACTIVATIONS, EXPERT_LOAD, GatedMLP
 from maxpipe.model.parameters import declare
 
 LayoutFn = Callable[[int, int], Layout]
@@ -111,7 +111,7 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the experts to each token, [B, T, D] -> ([B, T, D], losses by name).
 
-        The losses are those of `router.losses`.
+        The losses are those of `router.losses`; next to them is `EXPERT_LOAD`, float32 [E].
         """
         # 1. Choose, in float32. A product of so few columns costs little in full precision.
         logits = jnp.matmul(
@@ -124,4 +124,6 @@ class MixtureOfExperts(nnx.Module):
         y = self.experts(x_BTD, experts, choice.weights, weights)
         if self.has_shared:
             y = y + self.shared(x_BTD)
-        return y, losses(logits, choice._replace(experts=experts), self.config)
+        chosen = jax.nn.one_hot(experts, self.config.experts, dtype=jnp.float32)  # [B, T, k, E]
+        load = {EXPERT_LOAD: jnp.sum(chosen, axis=(0, 1, 2))}
+        return y, losses(logits, choice._replace(experts=experts), self.config) | load

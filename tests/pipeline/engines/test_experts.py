@@ -1,7 +1,14 @@
 """A mixture of experts has the same losses and gradients on every engine and layout."""
 
 import pytest
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.engines import (
+    SEQUENCE_LENGTH,
+    EngineUnderTest,
+    assert_same,
+    make_batch,
+    reference,
+    tiny,
+)
 from helpers.mpmd_under_test import MpmdUnderTest
 
 ROWS = 16
@@ -11,6 +18,7 @@ EXPERTS = {
     "model.moe.mlp_dim": 16,
     "model.moe.balance_loss": 0.3,
     "model.moe.z_loss": 0.1,
+    "model.moe.bias_rate": 0.5,
 }
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
 CASES = {
@@ -74,4 +82,6 @@ def test_losses_and_gradients_equal_those_of_one_device(name):
     subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
     expected = reference(config.model, ROWS)
     assert set(expected.auxiliary) == {"balance_loss", "z_loss"}
+    assignments = ROWS * SEQUENCE_LENGTH * config.model.moe.per_token
+    assert expected.load.sum(axis=1).tolist() == [assignments] * config.model.num_layers
     assert_same(subject(config).train(make_batch(ROWS)), expected)

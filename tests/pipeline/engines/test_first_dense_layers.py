@@ -50,7 +50,13 @@ CASES = {
         "pipeline.remat_policy": "minimal",
         "mesh.ici.context": 2,
     },
-    "1f1b": {**STAGES, "pipeline.schedule": "1f1b", "mesh.ici.tensor": 2},
+    "1f1b": {
+        **STAGES,
+        "pipeline.schedule": "1f1b",
+        "mesh.ici.tensor": 2,
+        "model.moe.router": "sigmoid",
+        "model.moe.selection_bias": True,
+    },
 }
 
 

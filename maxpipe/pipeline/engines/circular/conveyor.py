@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.model.layers import AuxiliaryLosses
+from maxpipe.pipeline.chunk import sum_where
 
 Constrain = Callable[[jax.Array], jax.Array]
 Iteration: TypeAlias = jax.Array | int  # t; an array inside a loop
@@ -147,7 +148,7 @@ class Conveyor:
         Args:
           state: before the iteration.
           y: the stages' outputs, [S, B, T, D].
-          aux: their auxiliary losses, [S] each.
+          aux: their auxiliary losses, [S, ...] each.
           t: the iteration.
         """
         if self.bubble_fill is not None:
@@ -161,7 +162,7 @@ class Conveyor:
         shift = self.constrain(jnp.roll(leaving, 1, axis=0))
         # 3. Idle stages have no loss.
         is_active = self.units(t)[0]
-        total = jax.tree.map(lambda s, a: s + jnp.sum(jnp.where(is_active, a, 0)), state.aux, aux)
+        total = jax.tree.map(jnp.add, state.aux, sum_where(is_active, aux))
         return State(io, shift, None if state.pending is None else y, total)
 
     def outputs(self, state: State) -> jax.Array:

@@ -4,6 +4,8 @@ That is data parallelism over the mesh axis `stage`. These layers' parameters ar
 axis as well, like those of embedding and head. Letters: see `maxpipe.pipeline`.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -114,4 +116,4 @@ class OutsideLayers:
             return None, over_stages(weights, index, *xs, key)  # [S, B, T, D], [S] each
 
         _, (y, of_slots) = jax.lax.scan(slot, None, (x, side))
-        return y, jax.tree.map(jnp.sum, of_slots)
+        return y, jax.tree.map(partial(jnp.sum, axis=(0, 1)), of_slots)

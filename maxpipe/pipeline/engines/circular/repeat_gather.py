@@ -148,7 +148,7 @@ def _run_forward(
     out_specs = (specs.io, PER_DEVICE, PER_DEVICE)
     forward = _manual(iterations, device_forward, in_specs, out_specs)
     io, aux, residuals = forward(layers, io, side, key_data)
-    return io, jax.tree.map(jnp.sum, aux), residuals
+    return io, jax.tree.map(partial(jnp.sum, axis=0), aux), residuals
 
 
 def _run_backward(

@@ -20,7 +20,7 @@ from maxpipe.pipeline.engines.base import Batch, Engine, EngineInputs, Metrics
 from maxpipe.pipeline.engines.mpmd.model import MarkedModel
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, check_gather, manual_axes
-from maxpipe.pipeline.engines.mpmd.runner import Observer
+from maxpipe.pipeline.engines.mpmd.runner import Observer, Sums
 from maxpipe.pipeline.engines.mpmd.staged import Arguments, ArraysByPath, StagedProgram, by_path
 from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import forward_only
@@ -136,10 +136,9 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         ]
         arguments = self._arguments(params, self.training)
         sums = self.training.run(arguments, batch, keys, self.observer)
-        of_loss = sums[self.loss_stage]
-        metrics = {name: of_loss.pop(output) for output, name in enumerate(self._losses)}
-        # 2. Bring gradients of parameters that several stages read to the owner. They follow the
-        # losses.
+        metrics = {name: self._total(sums, output) for output, name in enumerate(self._losses)}
+        # 2. Bring gradients of parameters that several stages read to the owner, and zeros of those
+        # without a gradient, which the stage of the loss has. They follow the losses.
         first = len(metrics)
         for stage, stage_sums in enumerate(sums):
             for output in list(stage_sums):
@@ -147,7 +146,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                 owner = self._owner[path]
                 if owner != stage:
                     part = self._on_stage(stage_sums.pop(output), owner)
-                    sums[owner][output] = self._add(sums[owner][output], part)
+                    own = sums[owner].get(output)
+                    sums[owner][output] = part if own is None else self._add(own, part)
         # 3. Arrange the gradients like the parameters.
         output_of = {path: first + i for i, path in enumerate(self._paths)}
         gradients = tuple(
@@ -188,6 +188,18 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             lines = [f"  sums {outputs[output]} over devices\n" for output in reduced]
             texts[UnitName("reduce", chunk)] = f"reduce{chunk}\n{''.join(lines)}"
         return texts
+
+    def _total(self, sums: Sums, output: int) -> jax.Array:
+        """Take an output out of all stages' sums and add up, on the stage of the loss."""
+        parts = [
+            self._on_stage(of_stage.pop(output), self.loss_stage)
+            for of_stage in sums
+            if output in of_stage
+        ]
+        total = parts[0]
+        for part in parts[1:]:
+            total = self._add(total, part)
+        return total
 
     def _training_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:
         def loss_and_gradients(arguments: Arguments) -> tuple[list[jax.Array], Params]:

@@ -185,7 +185,8 @@ class ShardedHead:
             return loss, aux
 
         sums, vjp = jax.vjp(losses, outer, x)
-        outer_gradient, x_gradient = vjp((scales[0], dict.fromkeys(sums[1], scales[1])))
+        daux = jax.tree.map(lambda a: jnp.full_like(a, scales[1]), sums[1])
+        outer_gradient, x_gradient = vjp((scales[0], daux))
         # [P, D] -> [B*T, D] -> [B, T, D], or [R, T, D] -> [B, T, D]
         num = y.shape[0] if self._layers else y.shape[0] * y.shape[1]
         return sums, joined_shares(x_gradient, num).reshape(y.shape), outer_gradient

@@ -16,6 +16,7 @@ from jax import lax
 
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
+from maxpipe.pipeline.chunk import sum_where
 from maxpipe.pipeline.manual import joined_shares, own_share, share_from
 
 
@@ -71,7 +72,7 @@ class ShardedLayers:
 
         y, aux = jax.vmap(row)(x, side)
         is_row = lax.axis_index("stage") * share + jnp.arange(share) < num_rows
-        return y, jax.tree.map(lambda a: jnp.sum(jnp.where(is_row, a, 0)), aux)
+        return y, sum_where(is_row, aux)
 
     def forward(
         self, weights: Params, x: jax.Array, inputs: LayerInputs
@@ -108,6 +109,6 @@ class ShardedLayers:
           (gradient for x [B, T, D] on every stage, gradients for `weights` of this share).
         """
         (_, aux), vjp = jax.vjp(lambda w, x: self(w, x, inputs), weights, own_share(x))
-        daux = dict.fromkeys(aux, aux_scale)
+        daux = jax.tree.map(lambda a: jnp.full_like(a, aux_scale), aux)
         weight_gradients, dx = vjp((share_from(dy, source=0), daux))
         return joined_shares(dx, x.shape[0]), weight_gradients

@@ -338,7 +338,7 @@ class StageProgram:
             dy = jnp.where(tick.B.from_head, head_gradient, dy)
         # Auxiliary losses have a cotangent of their own, their weight in the total loss.
         weights, inputs = self.chunk_operands(tick.B.chunk, tick.B.microbatch, carry.gathered.B)
-        daux = dict.fromkeys(carry.aux, self.aux_scale)
+        daux = jax.tree.map(lambda a: jnp.full_like(a, self.aux_scale), carry.aux)
         operands = residuals, weights, inputs, (dy, daux)
         if isinstance(vjp, SplitBackwardVjp):
             # I: weight gradients are left to the W slot.

@@ -1,0 +1,81 @@
+"""Balance experts by their load without a loss, and measure how even the load is.
+
+A layer with a selection bias changes it by the load of its experts, not by a gradient (Wang et al.
+2024, arXiv:2408.15664). The engines count the load over the global batch; what it exceeds the mean
+by takes the place of the bias's gradient. Biases have no moments and no weight decay, and count
+neither in the gradient norm nor in clipping.
+
+Letters: N layers in model order, E experts.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxpipe.model.parameters import Params, ParamSpec, map_specs
+
+BIAS_AXES = ("expert_bias",)  # logical axes by which a selection bias is known
+
+# Names of the figures of `load_figures`.
+LOAD_MAX, LOAD_ENTROPY, IDLE_EXPERTS = "expert_load_max", "expert_load_entropy", "idle_experts"
+
+
+def is_bias(spec: ParamSpec) -> bool:
+    """Return whether a parameter is a selection bias of experts."""
+    return spec.axes == BIAS_AXES
+
+
+def without_biases(specs: Params, tree: Params) -> Params:
+    """Return a tree like the specs with nothing in the places of selection biases."""
+    return map_specs(lambda spec, node: optax.MaskedNode() if is_bias(spec) else node, specs, tree)
+
+
+def with_excess(specs: Params, gradients: Params, load: jax.Array) -> Params:
+    """Put the load above the mean in the places of the gradients of selection biases.
+
+    Args:
+      specs: of one layer.
+      gradients: of layers, leaves [..., *shape of the spec].
+      load: float32 [..., E], assignments of tokens to each expert of these layers.
+    """
+    excess = load - jnp.mean(load, axis=-1, keepdims=True)
+    return map_specs(lambda spec, g: excess if is_bias(spec) else g, specs, gradients)
+
+
+def balanced(bias: jax.Array, excess: jax.Array, rate: float) -> jax.Array:
+    """Return the bias after a step: less by `rate` where the load is high, more where it is low.
+
+    The mean over a layer's experts stays as it is.
+
+    Args:
+      bias, excess: float32 [..., E].
+      rate: `model.moe.bias_rate`.
+    """
+    direction = jnp.sign(excess)
+    return bias - rate * (direction - jnp.mean(direction, axis=-1, keepdims=True))
+
+
+def load_figures(load: jax.Array) -> dict[str, jax.Array]:
+    """Return how even the load of each layer is.
+
+    Args:
+      load: float32 [N, E], assignments of tokens to each expert.
+
+    Returns:
+      Float32 [N] by name, NaN for a layer without experts:
+        LOAD_MAX: the largest load divided by the mean; 1 if all are equal.
+        LOAD_ENTROPY: entropy of the experts' shares divided by its maximum, the logarithm of E.
+        IDLE_EXPERTS: number of experts that no token has chosen.
+    """
+    num_experts = load.shape[-1]
+    total = jnp.sum(load, axis=-1)  # [N]
+    share = load / total[:, None]
+    entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1)), axis=-1)
+    idle = jnp.sum(load == 0, axis=-1, dtype=jnp.float32)
+    return {
+        LOAD_MAX: num_experts * jnp.max(share, axis=-1),
+        LOAD_ENTROPY: entropy / max(math.log(num_experts), 1e-6),
+        IDLE_EXPERTS: jnp.where(total > 0, idle, jnp.nan),
+    }

@@ -1,0 +1,163 @@
+"""Selection biases move by the load of experts, equally on every engine; figures of the load."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engines import make_batch, make_mesh, tiny
+
+from maxpipe.builder import build_trainer
+from maxpipe.config.catalog import OPTIMIZERS
+from maxpipe.config.sections import OptimizerConfig
+from maxpipe.model.parameters import ParamSpec
+from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.expert_load import balanced, load_figures, with_excess
+from maxpipe.training.optimizer import Optimizer
+
+ROWS, RATE = 16, 0.125  # a power of 2: sums of updates are exact
+EXPERTS = {
+    "model.moe.experts": 6,
+    "model.moe.mlp_dim": 16,
+    "model.moe.router": "sigmoid",
+    "model.moe.groups": 3,
+    "model.moe.groups_per_token": 2,
+    "model.moe.balance_loss": 0.1,
+    "model.moe.bias_rate": RATE,
+    "data.global_batch_size": ROWS,
+    "optimizer.learning_rate": 1e-3,
+}
+STAGES = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbatches": 4}
+ENGINES = {
+    # Five chunks' worth of layers in four: a chunk has padding.
+    "circular": {
+        **STAGES,
+        "pipeline.schedule": "circular",
+        "pipeline.layers_per_stage": [1, 2, 1, 1],
+        "model.num_layers": 5,
+        "mesh.ici.fsdp": 2,
+    },
+    "lockstep_1f1b": {
+        **STAGES,
+        "pipeline.schedule": "lockstep_1f1b",
+        "pipeline.parallel_layers": 4,
+        "pipeline.outside_layers": "before",
+        "model.num_layers": 5,
+        "mesh.ici.context": 2,
+    },
+    "zb_v": {
+        **STAGES,
+        "pipeline.schedule": "zb_v",
+        "pipeline.remat_policy": "minimal",
+        "pipeline.layers_per_stage": [1, 2, 1, 1],
+        "model.num_layers": 5,
+        "mesh.ici.data": 2,
+    },
+}
+SEQUENTIAL = {
+    "pipeline.engine": "sequential",
+    "pipeline.num_microbatches": 2,
+    "mesh.ici.tensor": 2,
+    "model.num_layers": 5,
+}
+
+
+def make_trainer(**values):
+    config = tiny(**EXPERTS | values)
+    mesh = make_mesh(config)
+    trainer = build_trainer(config, mesh)
+    return trainer, BatchPlacer(mesh, trainer.batch_spec, ROWS)
+
+
+def run(trainer, place, state, steps):
+    metrics = []
+    for seed in steps:
+        state, step_metrics = trainer.step(state, place(make_batch(ROWS, seed=seed)))
+        metrics.append(jax.device_get(step_metrics))
+    return trainer.to_canonical(state), metrics
+
+
+@pytest.fixture(scope="module")
+def sequential():
+    """Return the state on disk after one step and after three, and the metrics of the steps."""
+    trainer, place = make_trainer(**SEQUENTIAL)
+    first, before = run(trainer, place, trainer.init(jax.random.key(0)), [0])
+    live = trainer.from_canonical(placed(trainer, first))
+    last, after = run(trainer, place, live, [1, 2])
+    return first, last, before + after
+
+
+def placed(trainer, canonical):
+    shapes = trainer.abstract_canonical()
+    return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), canonical, shapes)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_biases_and_figures_after_three_steps_are_those_of_one_device(sequential, name):
+    first, last, expected_metrics = sequential
+    trainer, place = make_trainer(**ENGINES[name])
+    # Two of the steps continue from the checkpoint of another engine.
+    _, metrics = run(trainer, place, trainer.init(jax.random.key(0)), [0])
+    actual, more = run(trainer, place, trainer.from_canonical(placed(trainer, first)), [1, 2])
+    bias = last.params["layers"]["moe"]["bias"]
+    assert len(np.unique(bias)) > 4
+    assert bias.dtype == np.float32
+    np.testing.assert_array_equal(actual.params["layers"]["moe"]["bias"], bias)
+    for ours, theirs in zip(metrics + more, expected_metrics, strict=True):
+        for key in ("expert_load_max", "expert_load_entropy", "idle_experts"):
+            assert theirs[key].shape == (5,)
+            np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-6)
+        np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-5)
+
+
+def test_bias_falls_where_the_load_is_high_and_keeps_its_mean():
+    bias = jnp.asarray([[0.5, -0.5, 0.0, 0.0]])
+    excess = jnp.asarray([[3.0, -1.0, -1.0, -1.0]])
+    after = balanced(bias, excess, 0.1)
+    np.testing.assert_allclose(after - bias, [[-0.15, 0.05, 0.05, 0.05]], atol=1e-7)
+    np.testing.assert_array_equal(balanced(bias, jnp.zeros_like(bias), 0.1), bias)
+
+
+def test_figures_of_an_even_an_uneven_and_a_dense_layer():
+    figures = load_figures(jnp.asarray([[4.0, 4, 4, 4], [8, 8, 0, 0], [0, 0, 0, 0]]))
+    np.testing.assert_allclose(figures["expert_load_max"], [1, 2, np.nan])
+    np.testing.assert_allclose(figures["expert_load_entropy"], [1, 0.5, np.nan], rtol=1e-6)
+    np.testing.assert_array_equal(figures["idle_experts"], [0, 2, np.nan])
+
+
+SPECS = {
+    "kernel": ParamSpec((4, 3), jnp.dtype("float32"), ("embed", "mlp"), 1.0),
+    "bias": ParamSpec((3,), jnp.dtype("float32"), ("expert_bias",), 0.0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bias_has_no_moments_and_its_load_changes_no_other_parameter(name):
+    config = OptimizerConfig(
+        name=name, learning_rate=0.1, warmup_steps=0, decay_steps=10, grad_clip_norm=0.5
+    )
+    params = {"kernel": jnp.ones((2, 4, 3)), "bias": jnp.full((2, 3), 7.0)}
+    gradients = {"kernel": jnp.ones((2, 4, 3)), "bias": jnp.zeros((2, 3))}
+    load = jnp.asarray([[5.0, 1, 0], [2, 2, 2]])
+    optimizer = Optimizer(config, SPECS, RATE)
+    state = optimizer.init(params)
+    plain = Optimizer(config, {"kernel": SPECS["kernel"]})
+    plain_state = plain.init({"kernel": params["kernel"]})
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    assert shapes == [leaf.shape for leaf in jax.tree.leaves(plain_state)]
+    facts = jnp.int32(0), jnp.float32(2.0)
+    loaded = with_excess(SPECS, gradients, load)
+    after, _ = optimizer.update(params, loaded, state, *facts, jnp.bool_(True))
+    kernel = {"kernel": gradients["kernel"]}
+    expected, _ = plain.update(
+        {"kernel": params["kernel"]}, kernel, plain_state, *facts, jnp.bool_(True)
+    )
+    np.testing.assert_array_equal(after["kernel"], expected["kernel"])
+    update = RATE * np.asarray([[-4 / 3, 2 / 3, 2 / 3], [0, 0, 0]])
+    np.testing.assert_allclose(after["bias"] - 7, update, atol=1e-6)
+    skipped, _ = optimizer.update(params, loaded, state, *facts, jnp.bool_(False))
+    np.testing.assert_array_equal(skipped["bias"], params["bias"])
+    frozen = Optimizer(dataclasses.replace(config), SPECS)
+    unchanged, _ = frozen.update(params, loaded, state, *facts, jnp.bool_(True))
+    np.testing.assert_array_equal(unchanged["bias"], params["bias"])
