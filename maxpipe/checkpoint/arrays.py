@@ -159,9 +159,9 @@ def _start(
 ) -> dict[Box, "ts.Future"]:
     """Start reading every distinct piece that this process needs; if it needs all, in one piece."""
     if sharding is None or sharding.is_fully_addressable:
-        return {_box((), shape): store.read()}
+        return {box_of((), shape): store.read()}
     pieces = {
-        _box(index, shape): index
+        box_of(index, shape): index
         for index in sharding.addressable_devices_indices_map(shape).values()
     }
     return {box: store[index or ()].read() for box, index in pieces.items()}
@@ -173,18 +173,18 @@ def _finish(
     """Wait for the pieces and place them on this process's devices."""
     values = {box: np.asarray(future.result()) for box, future in pieces.items()}
     if sharding is None:
-        return values[_box((), shape)]
+        return values[box_of((), shape)]
     with jax.enable_x64(True):  # otherwise 64-bit integers lose their upper half
         if sharding.is_fully_addressable:
-            return jax.device_put(values[_box((), shape)], sharding)
+            return jax.device_put(values[box_of((), shape)], sharding)
         shards = []
         for device, index in sharding.addressable_devices_indices_map(shape).items():
             target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            shards.append(jax.device_put(values[_box(index, shape)], target))
+            shards.append(jax.device_put(values[box_of(index, shape)], target))
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _box(index: tuple[slice, ...] | None, shape: Shape) -> Box:
+def box_of(index: tuple[slice, ...] | None, shape: Shape) -> Box:
     """Return the part of an array that an index selects; an empty index selects all of it."""
     slices = index or (slice(None),) * len(shape)
     return tuple(piece.indices(size)[:2] for piece, size in zip(slices, shape, strict=True))

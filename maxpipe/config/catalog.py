@@ -22,6 +22,7 @@ from maxpipe.config.model_facts import KERNELS as KERNELS
 from maxpipe.config.model_facts import MODEL_PLACES as MODEL_PLACES
 from maxpipe.config.model_facts import MODEL_TYPES as MODEL_TYPES
 from maxpipe.config.model_facts import ROUTERS as ROUTERS
+from maxpipe.config.model_facts import WEIGHT_FORMATS as WEIGHT_FORMATS
 from maxpipe.config.model_facts import AttentionKernel as AttentionKernel
 from maxpipe.config.model_facts import Block as Block
 from maxpipe.config.model_facts import GroupedKernel as GroupedKernel
@@ -29,6 +30,7 @@ from maxpipe.config.model_facts import ModelPlace as ModelPlace
 from maxpipe.config.model_facts import ModelType as ModelType
 from maxpipe.config.model_facts import Router as Router
 from maxpipe.config.model_facts import Variant
+from maxpipe.config.model_facts import WeightFormat as WeightFormat
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ _OF_A_START = {
     "checkpoint.convert_dtype",
     ACCEPT,
 }
+# Rows of padding are never predicted, so token ids must not become padding.
+_TOKEN_IDS = "model.unpadded_vocab_size"
+_ROWS = "model.vocab_size"
 
 
 class Change(NamedTuple):
@@ -82,6 +85,8 @@ def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
             continue
         now = get(config, key)
         before = _lookup(saved, key, None if option.bounds.derived else option.default)
+        if key == _TOKEN_IDS and before in (None, -1):
+            before = _lookup(saved, _ROWS, None)  # no row was padding
         if before is not None and now != before:
             differing.append(Change(key, before, now))
     return differing

@@ -182,6 +182,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "warmup_steps_fraction": ("optimizer.warmup_steps", "in steps"),
     "learning_rate_final_fraction": ("optimizer.final_fraction", ""),
     "cosine_learning_rate_final_fraction": ("optimizer.final_fraction", ""),
+    "load_parameters_path": ("init_from", "written maxtext:DIR; of full states too"),
     "enable_checkpointing": ("checkpoint.every", "0 = never"),
     "checkpoint_period": ("checkpoint.every", ""),
     "max_num_checkpoints_to_keep": ("checkpoint.keep", ""),

@@ -183,8 +183,8 @@ LIMITS = (
         },
     ),
     Limit(
-        "checkpoints of MaxText are not read; leave it out to start from random parameters",
-        {"load_parameters_path": None, "load_full_state_path": None},
+        "the optimizer's state is not read; load_parameters_path reads the parameters of any step",
+        {"load_full_state_path": None},
     ),
     Limit(
         "LoRA is not trained; leave it out to train all parameters",

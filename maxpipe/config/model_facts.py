@@ -33,8 +33,15 @@ class Kernel:
     summary: str = ""
 
 
+@dataclass(frozen=True)
 class AttentionKernel(Kernel):
-    """`model.attention`: a class with `unfit`, `build` and `build_for_parts`."""
+    """`model.attention`: a class with `unfit`, `build` and `build_for_parts`.
+
+    Attributes:
+      separates_documents: whether tokens see those of their own segment only.
+    """
+
+    separates_documents: bool = True
 
 
 class GroupedKernel(Kernel):
@@ -46,6 +53,13 @@ class GroupedKernel(Kernel):
 
 _KERNELS = "maxpipe.model.kernels."
 KERNELS: dict[str, AttentionKernel] = {
+    "cudnn": AttentionKernel(
+        _KERNELS + "cudnn:Cudnn",
+        ("gpu",),
+        preferred_on=("gpu",),
+        summary="cuDNN's flash attention, without packed documents",
+        separates_documents=False,
+    ),
     "dot_product": AttentionKernel(
         _KERNELS + "dot_product:DotProduct",
         ("cpu", "gpu", "tpu"),
@@ -124,6 +138,7 @@ MODEL_TYPES: dict[str, ModelType] = {
     "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", summary="Gemma 2"),
     "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", summary="the text part of Gemma 3"),
     "glm4_moe": ModelType(_FAMILIES + "deepseek:Glm4Moe", summary="GLM-4.5 and 4.6"),
+    "gpt_oss": ModelType(_FAMILIES + "gpt_oss:GptOss", summary="gpt-oss 20B and 120B"),
     "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
     "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),
     "mistral": ModelType(_FAMILIES + "llama:Mistral", summary="Mistral 7B, Nemo"),
@@ -152,4 +167,17 @@ MODEL_PLACES: dict[str, ModelPlace] = {
     "directory": ModelPlace("maxpipe.storage.model_folders:LocalFolder", "a directory"),
     "store": ModelPlace("maxpipe.storage.model_folders:StoreFolder", "s3:// or gs://"),
     "hub": ModelPlace("maxpipe.storage.hub:HubFolder", "org/name or org/name@REVISION"),
+}
+
+
+class WeightFormat(Variant):
+    """Weights that `init_from` names, a class built with the resolved configuration.
+
+    It is a `maxpipe.training.initial_weights.InitialWeights`.
+    """
+
+
+WEIGHT_FORMATS: dict[str, WeightFormat] = {
+    "hf": WeightFormat("maxpipe.hf.importer:HfWeights", summary="safetensors of Hugging Face"),
+    "maxtext": WeightFormat("maxpipe.migration.weights:MaxTextWeights", summary="a MaxText step"),
 }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 SCHEME = "hf:"  # before a folder, where a key takes other things as well
+MAXTEXT = "maxtext:"  # before the directory of a checkpoint of MaxText, in `init_from`
 TOKENIZER = "tokenizer.json"
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
@@ -70,6 +71,12 @@ class ModelFolder(Protocol):
 def folder_of(value: str) -> str:
     """Return the folder of `hf:FOLDER`; a value without the scheme is one itself."""
     return os.path.expanduser(value.removeprefix(SCHEME))
+
+
+def maxtext_directory(value: str) -> str:
+    """Return the directory of `maxtext:DIR`; "" if a value has another scheme or none."""
+    is_maxtext = value.startswith(MAXTEXT)
+    return os.path.expanduser(value.removeprefix(MAXTEXT)) if is_maxtext else ""
 
 
 def is_url(folder: str) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
 from maxpipe.config.files import COMMAND_LINE, Setting
-from maxpipe.config.model_places import SCHEME
+from maxpipe.config.model_places import MAXTEXT, SCHEME
 from maxpipe.config.values import Raw
 
 # Keys of what a run reads. Directories that it writes stay relative to the working directory.
@@ -63,8 +63,9 @@ def _locate(key: str, raw: Raw, directory: str, remarks: list[str]) -> Raw:
 
 
 def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
-    if path.startswith(SCHEME):
-        return SCHEME + _locate_one(key, path.removeprefix(SCHEME), directory, remarks)
+    for scheme in (SCHEME, MAXTEXT):
+        if path.startswith(scheme):
+            return scheme + _locate_one(key, path.removeprefix(scheme), directory, remarks)
     if not path or os.path.isabs(path) or path.startswith("~") or "://" in path:
         return path
     beside = os.path.normpath(os.path.join(directory, path))

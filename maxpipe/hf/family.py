@@ -39,7 +39,11 @@ _SIZES = {
     "mlp_dim": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
 _KINDS = {"full_attention": "global", "sliding_attention": "local"}
 
 

@@ -7,13 +7,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import partial
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from maxpipe.checkpoint.arrays import Box as Region
+from maxpipe.checkpoint.arrays import box_of
 from maxpipe.config.catalog import MODEL_TYPES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import read_shape
@@ -21,13 +22,13 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import folder_of, open_folder
 from maxpipe.config.sections import Config
 from maxpipe.hf.matching import differences, is_ignored, shape_problems, text_name
+from maxpipe.hf.mxfp4 import joined
 from maxpipe.hf.safetensors import SafetensorsError, copy_view, read_folder
 from maxpipe.hf.tensor_table import Path as ParameterPath
 from maxpipe.hf.tensors import Rule, tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 KEY = "init_from"
-Region: TypeAlias = tuple[tuple[int, int], ...]  # (first, end) of each dimension
 
 
 class HfWeights:
@@ -54,10 +55,8 @@ class HfWeights:
         family = implementation(MODEL_TYPES[shape.model_type])()
         self._rules = {rule.path: rule for rule in tensor_rules(family, self._program)}
         try:
-            stored = {
-                text_name(name): tensor
-                for name, tensor in read_folder(open_folder(directory, KEY)).items()
-            }
+            tensors = read_folder(open_folder(directory, KEY))
+            stored = joined({text_name(name): tensor for name, tensor in tensors.items()})
         except (SafetensorsError, OSError) as error:
             raise ConfigError(Problem(KEY, str(error))) from None
         self._num_layers = config.model.stacked_layers
@@ -93,7 +92,7 @@ class HfWeights:
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)
-        regions = {device: region_of(index, like.shape) for device, index in places.items()}
+        regions = {device: box_of(index, like.shape) for device, index in places.items()}
         rule = self._rules[path]
         if not rule.is_layer:
             parts = self._read_tensor(rule, 0, {*regions.values()}, like.dtype)
@@ -168,12 +167,13 @@ class HfWeights:
         end = min(max(region[axis][1] for region in regions), rule.num_slices)
         start = min(region[axis][0] for region in regions)
         most = max(1, end - start)  # of a file that is mapped into memory
-        if tensor.file.block_size:
-            most = max(1, tensor.file.block_size // (rows * tensor.row_bytes))
+        if tensor.rows_at_once:
+            most = max(1, tensor.rows_at_once // rows)
         for first in range(start, end, most):
             stop = min(first + most, end)
             offset = rule.own_rows.start
-            block = tensor.read_rows(offset + first * rows, offset + stop * rows)
+            ends = (offset + first * rows, offset + stop * rows)
+            block = tensor.read_rows(*ends, rule.own_columns)
             values = rule.from_rows(block)
             for region, part in parts.items():
                 low, high = max(first, region[axis][0]), min(stop, region[axis][1])
@@ -184,13 +184,6 @@ class HfWeights:
                     target[axis] = slice(low - region[axis][0], high - region[axis][0])
                     copy_view(values[tuple(source)], part[tuple(target)])
         return parts
-
-
-def region_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Region:
-    """Return what a device has of an array, from JAX's index."""
-    assert index is not None
-    bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
-    return tuple((start, stop) for start, stop, _ in bounds)
 
 
 def shape_of(region: Region) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from maxpipe.config.errors import Problem
 from maxpipe.config.from_hf import VOCABULARY, Shape
 from maxpipe.config.options import get
 from maxpipe.config.sections import Config
-from maxpipe.hf.safetensors import StoredTensor
+from maxpipe.hf.safetensors import WeightTensor
 
 # Where a multimodal model has its text part, and what else it has
 _TEXT_PARTS = {
@@ -20,7 +20,7 @@ _OTHER_PARTS = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
-_FLOATS = ("F32", "F16", "BF16")
+_FLOATS = ("F32", "F16", "BF16", "MXFP4")
 
 
 def shape_problems(config: Config, shape: Shape, directory: str) -> list[Problem]:
@@ -55,7 +55,7 @@ def is_ignored(name: str, num_layers: int, tied: bool) -> bool:
 
 
 def differences(
-    stored: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]]
+    stored: Mapping[str, WeightTensor], expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
     """Yield a line for every tensor that is missing, unknown, or of another shape or dtype."""
     for name in sorted(expected.keys() - stored.keys()):

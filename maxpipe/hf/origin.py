@@ -10,7 +10,7 @@ from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE
-from maxpipe.config.model_places import TOKENIZER, folder_of, open_folder
+from maxpipe.config.model_places import TOKENIZER, folder_of, maxtext_directory, open_folder
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import Tokenizer, main_file
 
@@ -36,8 +36,8 @@ def read_origin(config: Config) -> dict[str, bytes]:
     Raises:
       ConfigError: an object store or the hub cannot be read.
     """
-    key = "init_from" if config.init_from else "model.from_hf"
-    value = config.init_from or config.model.from_hf
+    weights = "" if maxtext_directory(config.init_from) else config.init_from
+    key, value = ("init_from", weights) if weights else ("model.from_hf", config.model.from_hf)
     contents: dict[str, bytes] = {}
     if value:
         folder = open_folder(value, key)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +22,7 @@ from maxpipe.config.model_places import ModelFile, ModelFolder
 
 INDEX = "model.safetensors.index.json"
 CACHE_LINE = 64  # bytes
+ALL = slice(None)
 _MAX_HEADER = 100 << 20  # the library's own bound
 _FIRST_READ = 1 << 17  # bytes, enough for the header of most files
 _DTYPES: Mapping[str, np.dtype] = {
@@ -40,6 +42,29 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 class SafetensorsError(Exception):
     """A file is not what the format says; the message names it."""
+
+
+class WeightTensor(Protocol):
+    """A tensor of floating-point numbers of a model, however files have it."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the name of its format."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its sizes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return how many bytes it has in files."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Return how many rows to read at a time; 0 = any number."""
+
+    def read_rows(self, first: int, stop: int, columns: slice = ALL) -> np.ndarray:
+        """Return rows [stop - first, ..., columns]: some of its first and last dimension."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +98,26 @@ class StoredTensor:
         """Return the size of a row, which has one index of the first dimension."""
         return math.prod(self.shape[1:]) * _DTYPES[self.dtype].itemsize
 
+    @property
+    def rows_at_once(self) -> int:
+        """Return how many rows to read at a time; 0 = any number, of a mapped file."""
+        size = self.file.block_size
+        return max(1, size // self.row_bytes) if size else 0
+
     def read(self) -> np.ndarray:
         """Return the tensor; of a file on this machine, indexing it reads what is indexed."""
         data = self.file.read(self.offset, self.offset + self.num_bytes)
         return data.view(_DTYPES[self.dtype]).reshape(self.shape)
 
-    def read_rows(self, first: int, stop: int) -> np.ndarray:
-        """Return rows [stop - first, ...] of a tensor of one dimension or more; see `read`."""
+    def read_rows(self, first: int, stop: int, columns: slice = ALL) -> np.ndarray:
+        """Return rows [stop - first, ..., columns] of a tensor of one dimension or more.
+
+        They are views of a mapped file, as in `read`.
+        """
         start = self.offset + first * self.row_bytes
         data = self.file.read(start, start + (stop - first) * self.row_bytes)
-        return data.view(_DTYPES[self.dtype]).reshape(stop - first, *self.shape[1:])
+        rows = data.view(_DTYPES[self.dtype]).reshape(stop - first, *self.shape[1:])
+        return rows[..., columns]
 
 
 def copy_view(source: np.ndarray, target: np.ndarray) -> None:

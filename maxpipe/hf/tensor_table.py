@@ -59,6 +59,25 @@ EXPERTS: dict[str, dict[Path, tuple[str, str]]] = {
         (*_MOE, "up"): ("block_sparse_moe.experts.{expert}.w3.weight", "f d -> d f"),
         (*_MOE, "down"): ("block_sparse_moe.experts.{expert}.w2.weight", "d f -> f d"),
     },
+    # One tensor has all experts, and another one all their biases.
+    "router": {
+        (*_MOE, "router"): ("mlp.router.weight", "e d -> d e"),
+        (*_MOE, "logit_bias"): ("mlp.router.bias", "e -> e"),
+        (*_MOE, "gate"): ("mlp.experts.gate_up_proj", "e d f -> e d f"),
+        (*_MOE, "up"): ("mlp.experts.gate_up_proj", "e d f -> e d f"),
+        (*_MOE, "down"): ("mlp.experts.down_proj", "e f d -> e f d"),
+        (*_MOE, "gate_bias"): ("mlp.experts.gate_up_proj_bias", "e f -> e f"),
+        (*_MOE, "up_bias"): ("mlp.experts.gate_up_proj_bias", "e f -> e f"),
+        (*_MOE, "down_bias"): ("mlp.experts.down_proj_bias", "e d -> e d"),
+    },
+}
+# Tensors whose last dimension has an element of each of these parameters in turns.
+INTERLEAVED: dict[str, tuple[Path, ...]] = {
+    name: ((*_MOE, f"gate{kind}"), (*_MOE, f"up{kind}"))
+    for name, kind in (
+        ("mlp.experts.gate_up_proj", ""),
+        ("mlp.experts.gate_up_proj_bias", "_bias"),
+    )
 }
 # Norms have the names of their places, which differ between the placements.
 NORMS: dict[str, dict[str, str]] = {

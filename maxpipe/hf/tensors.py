@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from maxpipe.hf.family import Family
-from maxpipe.hf.tensor_table import EXPERTS, FUSED, LAYER, NAMES, NORMS, Path
+from maxpipe.hf.tensor_table import EXPERTS, FUSED, INTERLEAVED, LAYER, NAMES, NORMS, Path
 from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.model.program import ModelProgram
 
@@ -30,6 +30,8 @@ class Rule:
       tensor_letters: letters of each dimension of the tensor.
       letters: of each dimension of one layer's parameter, without that of experts.
       rows: first row of the parameter, and rows of the whole tensor; None if it has no others.
+      columns: first index of the parameter in the tensor's last dimension, and the distance of the
+        next; (0, 1) if it has all of them.
       experts: the size of the parameter's first dimension, if each expert has a tensor; else 0.
       first_layer: index in the file of the first layer of a parameter of layers.
     """
@@ -40,6 +42,7 @@ class Rule:
     tensor_letters: tuple[tuple[str, ...], ...]
     letters: tuple[str, ...]
     rows: tuple[int, int] | None = None
+    columns: tuple[int, int] = (0, 1)
     experts: int = 0
     first_layer: int = 0
 
@@ -52,13 +55,23 @@ class Rule:
     def tensor_shape(self) -> tuple[int, ...]:
         """Return the shape of the whole tensor in the file."""
         shape = self._own_shape
-        return shape if self.rows is None else (self.rows[1], *shape[1:])
+        shape = shape if self.rows is None else (self.rows[1], *shape[1:])
+        return (*shape[:-1], shape[-1] * self.columns[1])
 
     @property
     def own_rows(self) -> slice:
         """Return the rows of the tensor that are this parameter."""
         first = 0 if self.rows is None else self.rows[0]
         return slice(first, first + self._own_shape[0])
+
+    @property
+    def own_columns(self) -> slice:
+        """Return the indices of the tensor's last dimension that are this parameter."""
+        return slice(self.columns[0], None, self.columns[1])
+
+    def own_part(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the view of the whole tensor that is this parameter."""
+        return tensor[self.own_rows][..., self.own_columns]
 
     def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield each tensor of a layer's parameter: its name, and its index there, () for all."""
@@ -85,15 +98,19 @@ class Rule:
 
     def to_parameter(self, tensor: np.ndarray) -> np.ndarray:
         """Return what a whole tensor is of one layer's parameter, as a view where possible."""
-        return self.from_rows(tensor[self.own_rows])
+        return self.from_rows(self.own_part(tensor))
 
     def from_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return some slices of one layer's parameter along `row_axis`, from their rows."""
+        """Return some slices of one layer's parameter along `row_axis`.
+
+        Args:
+          rows: of the tensor that these slices are, in the parameter's columns.
+        """
         split = rows.reshape([-1, *(self._size(n) for n in self._tensor_order[1:])])
         return split.transpose([self._tensor_order.index(n) for n in self.letters])
 
     def to_tensor(self, parameter: np.ndarray) -> np.ndarray:
-        """Return this parameter's rows of the tensor, without padding; inverts `to_parameter`."""
+        """Return this parameter's part of the tensor, without padding; inverts `to_parameter`."""
         parameter = parameter[tuple(slice(self._size(n)) for n in self.letters)]
         joined = parameter.transpose([self.letters.index(n) for n in self._tensor_order])
         return joined.reshape(self._own_shape)
@@ -142,6 +159,7 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
     left, _, right = pattern.partition(" -> ")
     letters = tuple(right.split())
     experts = spec.shape[0] if "{expert}" in name else 0
+    turns = INTERLEAVED.get(name, (path,))
     sizes = dict(zip(letters, spec.shape[1:] if experts else spec.shape, strict=True))
     if "v" in sizes:
         sizes["v"] = program.config.num_token_ids
@@ -152,6 +170,7 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
         tuple(sizes.items()),
         tuple(_dimensions(left)),
         letters,
+        columns=(turns.index(path), len(turns)),
         experts=experts,
         first_layer=program.config.first_dense_layers if is_layer else 0,
     )

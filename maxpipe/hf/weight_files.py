@@ -74,7 +74,8 @@ def write_weights(
         for layer in range(len(leaf) if rule.is_layer else 1):
             parameter = leaf[layer] if rule.is_layer else leaf
             for name, index in rule.tensors(layer):
-                places[name][rule.own_rows] = rule.to_tensor(parameter[index]).astype(dtype)
+                part = rule.own_part(places[name])
+                part[...] = rule.to_tensor(parameter[index]).astype(dtype)
     for mapped in data.values():
         mapped.flush()
 

@@ -79,5 +79,7 @@ def _translate_rope(t: Translator) -> None:
             }
             for name, value in scaling.items():
                 t.set(f"model.rope_scaling.{name}", value, "rope_type", "model_name")
+        else:
+            t.set("model.rope_interleaved", True, "rope_use_scale")
     elif kind != "default":
         t.refuse("rope_type", f"{kind} has no counterpart; use default or llama3.1")

@@ -3,6 +3,7 @@
 import os
 import re
 
+from maxpipe.config.model_places import MAXTEXT
 from maxpipe.migration.translator import Translator
 
 MUON_MOMENTUM = 0.95
@@ -73,6 +74,8 @@ def translate_run(t: Translator) -> None:
     elif directory:
         t.set("output_dir", directory, "base_output_directory")
     _translate_checkpoints(t)
+    if path := t.text("load_parameters_path"):
+        t.set("init_from", f"{MAXTEXT}{path}", "load_parameters_path")
     t.copy("log_period")
     profiler, steps = t.text("profiler"), t.integer("steps", -1)
     if profiler == "xplane":

@@ -149,17 +149,32 @@ class RMSNorm(nnx.Module):
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
 }
+GatingFn: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def gating(config: ModelConfig) -> GatingFn:
+    """Return the function of gate and up, [..., F] each, that is projected down."""
+    activation, limit = ACTIVATIONS[config.mlp_activation], config.mlp_limit
+    offset = config.mlp_up_offset
+
+    def apply(gate: jax.Array, up: jax.Array) -> jax.Array:
+        if limit:
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return activation(gate) * (up + offset if offset else up)
+
+    return apply
 
 
 class GatedMLP(nnx.Module):
-    """A gated MLP: down(activation(gate(x)) * up(x))."""
+    """A gated MLP: down(activation(gate(x)) * up(x)), with the options of `gating`."""
 
     def __init__(self, config: ModelConfig):
         D, F, dtype = config.embed_dim, config.mlp_dim, config.param_dtype
         std = 1 / math.sqrt(D)
         out_std = 1 / math.sqrt(F * 2 * config.num_layers)  # see `Attention`
-        self.activation = ACTIVATIONS[config.mlp_activation]
+        self.gating = gating(config)
         self.gate = declare((D, F), ("embed", "mlp"), dtype, stddev=std)
         self.up = declare((D, F), ("embed", "mlp"), dtype, stddev=std)
         self.down = declare((F, D), ("mlp", "embed"), dtype, stddev=out_std)
@@ -173,8 +188,7 @@ class GatedMLP(nnx.Module):
         """Apply the MLP to each token, [B, T, D] -> [B, T, D]."""
         gate = checkpoint_name(self._project(x_BTD, "gate"), "mlp_gate")  # [B, T, F]
         up = checkpoint_name(self._project(x_BTD, "up"), "mlp_up")  # [B, T, F]
-        hidden = self.activation(gate) * up
-        return checkpoint_name(self._project(hidden, "down"), "mlp_down")
+        return checkpoint_name(self._project(self.gating(gate, up), "down"), "mlp_down")
 
     def _project(self, x: jax.Array, name: str) -> jax.Array:
         y = project(x, getattr(self, name)[...])

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from maxpipe.planning.stage_times import UnitTimes, unit_times
 
 LAYERS_KEY = "pipeline.layers_per_stage"
 LIMIT_KEY = "pipeline.memory_limit_gib"
+Sizes: TypeAlias = tuple[int, ...]  # layers of the chunks of a stage
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,11 +123,20 @@ def plan_stages(config: Config, limit: float) -> Prediction:
     memory = StageMemory(config, table)
     head_stage = int(table.stage_of_chunk[-1])
 
-    def time(stage: int, sizes: list[int]) -> float:
-        return times.layer * sum(sizes) + (times.head if stage == head_stage else 0.0)
+    @cache
+    def fits(stage: int, sizes: Sizes) -> bool:
+        return memory.bytes(stage, sizes) <= limit
+
+    def time(stage: int, first: int, sizes: Sizes) -> float:
+        count, head = sum(sizes), times.head if stage == head_stage else 0.0
+        # Several chunks of a stage do not lie one after another: layers count as average ones.
+        layers = times.of_layers(first, count) if len(sizes) == 1 else times.layer * count
+        return layers + head
 
     sizes = _distribute(
-        config, table, lambda s, sizes: time(s, sizes) if memory.bytes(s, sizes) <= limit else inf
+        config,
+        table,
+        lambda s, first, sizes: time(s, first, sizes) if fits(s, sizes) else inf,
     )
     if sizes is None:
         raise _does_not_fit(config, limit)
@@ -171,28 +183,28 @@ def _of_stage(table: Table, sizes: Sequence[int], stage: int) -> list[int]:
 
 
 def _distribute(
-    config: Config, table: Table, cost: Callable[[int, list[int]], float]
+    config: Config, table: Table, cost: Callable[[int, int, Sizes], float]
 ) -> list[int] | None:
     """Distribute all layers by `balance_layers`; return the sizes of chunks, None if none fits.
 
     Args:
       config: resolved.
       table: the schedule.
-      cost: of a stage with chunks of some sizes; infinite if they do not fit.
+      cost: of a stage with chunks of some sizes, infinite if they do not fit; its arguments are the
+        stage, the first layer if it has one chunk, and the sizes.
     """
     total, times = config.pipeline.parallel_layers, unit_times(config)
     head_stage = table.stage_of_chunk[-1]
 
-    def chunks(stage: int, layers: int) -> list[int]:
-        return chunk_sizes(
-            layers, table.num_repeats, times.head / times.layer if stage == head_stage else 0.0
-        )
+    @cache
+    def chunks(stage: int, layers: int) -> Sizes:
+        head = times.head / times.layer if stage == head_stage else 0.0
+        return tuple(chunk_sizes(layers, table.num_repeats, head))
 
-    costs = [
-        [cost(s, chunks(s, n)) if n >= table.num_repeats else inf for n in range(total + 1)]
-        for s in range(table.num_stages)
-    ]
-    layers = balance_layers(costs, total)
+    def cost_of(stage: int, first: int, count: int) -> float:
+        return cost(stage, first, chunks(stage, count)) if count >= table.num_repeats else inf
+
+    layers = balance_layers(cost_of, table.num_stages, total)
     if layers is None:
         return None
     sizes = [0] * table.num_chunks
@@ -218,8 +230,12 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
         f"{LAYERS_KEY}={sizes}: the slowest stage takes {chosen.slowest:.4g} forwards of a layer "
         f"a microbatch{against}"
     )
-    forward = " ".join(map(str, chosen.layers))
-    backward = " ".join(f"{(times.layer - 1) * n:.4g}" for n in chosen.layers)
+    costs = times.costs(chosen.sizes, run.table)
+    stages = run.table.stage_of_chunk
+    forward, backward = (
+        " ".join(f"{time:.4g}" for time in np.bincount(stages, of_chunks))
+        for of_chunks in (costs.forward, costs.backward)
+    )
     memory = " ".join(f"{count / GIB:.3g}" for count in chosen.memory)
     if limit != inf:
         memory += f" of {limit / GIB:.3g}"
@@ -232,7 +248,7 @@ def _reasons(chosen: Prediction, uniform: Prediction | None, limit: float) -> It
 def _does_not_fit(config: Config, limit: float) -> ConfigError:
     table = run_table(config)
     memory = StageMemory(config, table)
-    sizes = _distribute(config, table, memory.bytes)
+    sizes = _distribute(config, table, lambda s, first, sizes: memory.bytes(s, sizes))
     assert sizes is not None, "too few layers for the chunks"
     needed = [memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]
     worst = int(np.argmax(needed))
@@ -264,7 +280,11 @@ def _fits(config: Config, limit: float) -> bool:
         return False  # a CSV file is for one number of microbatches
     memory = StageMemory(config, table)
     return (
-        _distribute(config, table, lambda s, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf)
+        _distribute(
+            config,
+            table,
+            lambda s, first, sizes: 0.0 if memory.bytes(s, sizes) <= limit else inf,
+        )
         is not None
     )
 

@@ -18,7 +18,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.dispatch import Layout, Places
 from maxpipe.model.experts.mixture import ExpertsFn, experts_with
 from maxpipe.model.layer_facts import visible_share
-from maxpipe.model.layers import SideInputs
+from maxpipe.model.layers import SideInputs, gating
 from maxpipe.model.parameters import Params, map_specs
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.chunk import checkpoint
@@ -100,7 +100,7 @@ def _planned_experts(model: ModelConfig) -> ExpertsFn:
     def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
         return _grouped(rows, weights)
 
-    return experts_with(lambda count, experts: Layout(count, 1), multiply, model.mlp_activation)
+    return experts_with(lambda count, experts: Layout(count, 1), multiply, gating(model))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,36 +1,45 @@
 """Distribute layers over stages by dynamic programming.
 
-Layers are alike, so the number of layers on a stage determines its cost.
+What a stage costs depends on which layers it holds: those with a window take less time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
 from math import inf
 
 
-def balance_layers(costs: Sequence[Sequence[float]], total: int) -> list[int] | None:
+def balance_layers(
+    cost: Callable[[int, int, int], float], num_stages: int, total: int
+) -> list[int] | None:
     """Return numbers of layers such that the most costly stage costs least.
 
     Of several such choices it is the one whose stages differ least, and of those the one with more
     layers in front, whose pipeline is full a little earlier.
 
     Args:
-      costs: for each stage, the cost of holding 0, 1, ..., `total` layers; infinite where it
-        cannot.
+      cost: returns what holding some layers costs a stage, infinite where it cannot; its arguments
+        are the stage, the first layer, and the number of layers.
+      num_stages: that hold the layers one after another.
       total: layers to distribute.
 
     Returns:
       Numbers that add up to `total`, or None if every choice has a stage that cannot hold its
       layers.
     """
-    num_stages = len(costs)
+
+    @cache
+    def cost_of(stage: int, left: int, layers: int) -> float:
+        """Return the cost of a stage that holds the first of the `left` layers."""
+        return cost(stage, total - left, layers)
 
     @cache
     def worst(stage: int, left: int) -> float:
         """Return the cost of the most costly stage from `stage` on, if these hold `left` layers."""
         if stage == num_stages - 1:
-            return costs[stage][left]
-        return min(max(costs[stage][n], worst(stage + 1, left - n)) for n in range(left + 1))
+            return cost_of(stage, left, left)
+        return min(
+            max(cost_of(stage, left, n), worst(stage + 1, left - n)) for n in range(left + 1)
+        )
 
     limit = worst(0, total) * (1 + 1e-9)
     if limit == inf:
@@ -44,10 +53,10 @@ def balance_layers(costs: Sequence[Sequence[float]], total: int) -> list[int] | 
         more layers in front.
         """
         if stage == num_stages - 1:
-            return square(costs[stage][left]), (-left,)
+            return square(cost_of(stage, left, left)), (-left,)
         choices = []
         for n in range(left + 1):
-            own = square(costs[stage][n])
+            own = square(cost_of(stage, left, n))
             others, layers = spread(stage + 1, left - n) if own < inf else (inf, ())
             choices.append((own + others, (-n, *layers)))
         return min(choices)

@@ -16,12 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from maxpipe.config.options import update
 from maxpipe.config.sections import Config
+from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.footprint import layer_of
 from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.simulate import Costs
+
+LOCAL = "local"  # kinds of layers in a pattern
+GLOBAL = "global"
 
 
 @dataclass(frozen=True)
@@ -29,45 +34,85 @@ class UnitTimes:
     """Times for one microbatch, in units of the forward of one layer.
 
     Attributes:
-      input_gradient: of a layer, with what it computes again.
+      input_gradient: of a layer on average, with what it computes again.
       weight_gradient: of a layer.
       head: loss and its gradient.
+      extras: of each layer in the pipeline, in model order, what its forward and its input gradient
+        take above the average; empty if layers are alike.
     """
 
     input_gradient: float
     weight_gradient: float
     head: float
+    extras: tuple[tuple[float, float], ...] = ()
 
     @property
     def layer(self) -> float:
-        """Return the time of forward and backward of one layer."""
+        """Return the time of forward and backward of one layer on average."""
         return 1.0 + self.input_gradient + self.weight_gradient
+
+    def of_layers(self, first: int, count: int) -> float:
+        """Return the time of forward and backward of some layers, one after another."""
+        return self.layer * count + sum(map(sum, self.extras[first : first + count]))
 
     def costs(self, sizes: Sequence[int], table: Table) -> Costs:
         """Return the costs of a table whose global chunks have so many layers."""
         layers = np.asarray(sizes, float)
         assert layers.shape == (table.num_chunks,)
+        forward, input_gradient = self._extras_of_chunks(sizes)
+        input_gradient += self.input_gradient * layers
         return Costs(
-            forward=layers.tolist(),
-            backward=((self.input_gradient + self.weight_gradient) * layers).tolist(),
-            input_gradient=(self.input_gradient * layers).tolist(),
+            forward=(layers + forward).tolist(),
+            backward=(input_gradient + self.weight_gradient * layers).tolist(),
+            input_gradient=input_gradient.tolist(),
             weight_gradient=(self.weight_gradient * layers).tolist(),
             head=self.head,
         )
 
+    def _extras_of_chunks(self, sizes: Sequence[int]) -> np.ndarray:
+        """Return the sums of `extras` of each chunk, float [2, chunks]."""
+        if not self.extras:
+            return np.zeros((2, len(sizes)))
+        assert len(self.extras) == sum(sizes)
+        ends = np.cumsum(sizes)
+        sums = np.concatenate([np.zeros((1, 2)), np.cumsum(self.extras, axis=0)])
+        return (sums[ends] - sums[ends - sizes]).T
+
 
 def unit_times(config: Config) -> UnitTimes:
     """Compute the times of a layer and of the head for a resolved configuration."""
-    layer = layer_of(config)
-    forward = layer.weight_flops + layer.activation_flops
-    input_gradient = layer.weight_flops + 2 * layer.activation_flops + _recomputed_flops(config)
+    forward, input_gradient = _flops(config)
     head = trace_model(config.model, config.data.sequence_length).head_flops
     return UnitTimes(
         input_gradient=input_gradient / forward,
-        weight_gradient=layer.weight_flops / forward,
+        weight_gradient=layer_of(config).weight_flops / forward,
         # Its forward, and the gradients for its input and its weight.
         head=3 * head / forward,
+        extras=_extras(config),
     )
+
+
+def _flops(config: Config) -> tuple[float, float]:
+    """Return the FLOPs per token of a layer's forward and of its input gradient, on average."""
+    layer = layer_of(config)
+    input_gradient = layer.weight_flops + 2 * layer.activation_flops + _recomputed_flops(config)
+    return layer.weight_flops + layer.activation_flops, input_gradient
+
+
+def _extras(config: Config) -> tuple[tuple[float, float], ...]:
+    """Return `UnitTimes.extras`: attention of a layer with a window takes less."""
+    pipeline = config.pipeline
+    kinds = [LOCAL if is_local(kind) else GLOBAL for kind in config.model.layer_kinds]
+    if len({*kinds}) == 1:
+        return ()
+    forward, input_gradient = _flops(config)
+    extras = {}
+    for kind in {*kinds}:
+        of_kind = _flops(update(config, {"model.layer_pattern": [kind]}))
+        extras[kind] = (of_kind[0] - forward) / forward, (of_kind[1] - input_gradient) / forward
+    is_after = pipeline.outside_layers == "before"
+    first = len(kinds) - pipeline.parallel_layers if is_after else 0
+    return tuple(extras[kind] for kind in kinds[first : first + pipeline.parallel_layers])
 
 
 def _recomputed_flops(config: Config) -> float:

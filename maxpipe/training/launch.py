@@ -1,6 +1,5 @@
 """From a loaded configuration to a finished run: starts JAX, builds the run, reports, trains."""
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,6 @@ from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import job_of_process, start_jax
 from maxpipe.devices.xla_flags import advice
-from maxpipe.hf.importer import HfWeights
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
@@ -51,14 +49,14 @@ from maxpipe.training.continuity import (
     describe_changes,
     version_changes,
 )
+from maxpipe.training.initial_weights import InitialWeights, open_weights, with_progress
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
-from maxpipe.training.trainer import ReadParameter, StateT, Trainer
+from maxpipe.training.trainer import StateT, Trainer
 
 # Packages whose versions every checkpoint records.
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-SECONDS_OF_PROGRESS = 5.0  # between two lines about weights that are read
 
 
 class BuildTrainer(Protocol):
@@ -218,7 +216,7 @@ def start_run(
             meta = checkpointer.record(resume_step).meta
             check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     # Compared with the model before anything is written.
-    weights = HfWeights(config) if config.init_from and resume_step is None else None
+    weights = open_weights(config) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
     changed: list[Change] = []
     if resume_step is None:
@@ -263,7 +261,9 @@ def start_run(
     )
 
 
-def _initial_state(config: Config, trainer: Trainer[StateT], weights: HfWeights | None) -> StateT:
+def _initial_state(
+    config: Config, trainer: Trainer[StateT], weights: InitialWeights | None
+) -> StateT:
     """Return the state before the first step, with the weights of `init_from` if there are any."""
     state = trainer.init(jax.random.key(config.seed))
     if weights is None:
@@ -271,25 +271,6 @@ def _initial_state(config: Config, trainer: Trainer[StateT], weights: HfWeights 
     for line in weights.describe():
         log(line)
     return trainer.replace_parameters(state, with_progress(weights, log))
-
-
-def with_progress(weights: HfWeights, say: Callable[[str], None]) -> ReadParameter:
-    """Return `weights.read`, which says every few seconds how much of all bytes has been read."""
-    num_elements = 0
-    next_line = time.monotonic() + SECONDS_OF_PROGRESS
-
-    def read(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
-        nonlocal num_elements, next_line
-        value = weights.read(path, like)
-        num_elements += math.prod(like.shape)
-        if time.monotonic() >= next_line:
-            next_line = time.monotonic() + SECONDS_OF_PROGRESS
-            gigabytes = weights.num_bytes / 1e9
-            done = gigabytes * num_elements / weights.num_elements
-            say(f"init_from   {done:.2f} of {gigabytes:.2f} GB are read")
-        return value
-
-    return read
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

@@ -194,6 +194,17 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             },
         },
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {**_YARN, "rope_theta": 150_000.0, "truncate": False},
+        },
+    ),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 2}),
 }
 

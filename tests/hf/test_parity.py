@@ -49,9 +49,10 @@ def test_bfloat16_is_as_exact_as_in_transformers(name):
 
 
 # Windows in all layers, in some, with two rotations, layers without one, scaled residuals, and
-# experts
+# experts, also with biases, windows and sinks
 @pytest.mark.parametrize(
-    "name", ["mistral", "gemma3", "olmo3", "smollm3", "granite", "qwen3_moe", "deepseek_v3"]
+    "name",
+    ["mistral", "gemma3", "olmo3", "smollm3", "granite", "qwen3_moe", "gpt_oss", "deepseek_v3"],
 )
 def test_cached_decoding_writes_what_transformers_wrote(name):
     """The text is 13 times as long as the windows; the cache holds all of it."""
@@ -95,6 +96,8 @@ def test_every_model_type_has_a_case():
         ("gemma3", {"rope_theta_local": 0.0}),
         ("olmoe", {"moe": MoEConfig(experts=8, normalise=True)}),
         ("qwen3_moe", {"moe": MoEConfig(experts=6, per_token=2, mlp_dim=24)}),
+        ("gpt_oss", {"mlp_limit": 0.0}),
+        ("gpt_oss", {"mlp_up_offset": 0.0}),
     ],
 )
 def test_logits_notice_a_single_wrong_option(name, change):

@@ -119,6 +119,8 @@ def test_folder_goes_through_a_checkpoint_and_back_to_transformers(name, tmp_pat
         file_bytes=10_000,
         companions=(),
         origin=before,
+        tokenizer=None,
+        version="",
     )
     loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
         after, output_loading_info=True, attn_implementation="eager"

@@ -91,7 +91,10 @@ def test_run_has_maxtexts_defaults(translated):
         ),
         ("model_name=llama3-8b rope_type=llama3.1", {"model.rope_scaling.factor": 8}),
         ("model_name=llama3.1-8b", {"model.rope_scaling.factor": 8, "run_name": "llama3.1-8b"}),
-        ("model_name=llama3.1-8b rope_use_scale=false", {"model.rope_scaling.factor": 1}),
+        (
+            "model_name=llama3.1-8b rope_use_scale=false",
+            {"model.rope_scaling.factor": 1, "model.rope_interleaved": True},
+        ),
         (
             "global_parameter_scale=16",
             {"model.num_layers": 32, "model.embed_dim": 4096, "model.mlp_dim": 4 * 7168},
@@ -116,6 +119,10 @@ def test_run_has_maxtexts_defaults(translated):
         ("max_num_checkpoints_to_keep=5", {"checkpoint.keep": 5, "checkpoint.keep_every": 0}),
         ("base_output_directory=gs://bucket/runs", {"checkpoint.mirror": "gs://bucket/runs"}),
         ("base_output_directory=/runs run_name=one", {"output_dir": "/runs", "run_name": "one"}),
+        (
+            "load_parameters_path=/x/9",
+            {"init_from": "maxtext:/x/9"},
+        ),
         ("jax_cache_dir=", {"compile.cache_dir": "off"}),
         (
             "profiler=xplane profiler_steps=3 skip_first_n_steps_for_profiler=4",
@@ -154,7 +161,8 @@ def test_words_set_our_keys(translated, words, values):
         ("dataset_type=grain", 8, "tokenizer_path", r"name ends in \.model"),
         ("vocab_size=32", 8, "vocab_size", "at least 259"),
         ("remat_policy=fastest", 8, "remat_policy", "is not among full, "),
-        ("load_parameters_path=gs://a", 8, "load_parameters_path", "must be empty"),
+        ("load_parameters_path=gs://a", 8, "init_from", "copy the step"),
+        ("load_full_state_path=/a", 8, "load_full_state_path", "load_parameters_path reads"),
         ("ici_fsdp_transpose_parallelism=2", 8, "ici_fsdp_transpose_parallelism", "no such axis"),
         ("compile_topology=h100-8", 0, "compile_topology", "v5p-128 as the cloud names it"),
         ("steps=many", 8, "steps", "expected a number, got many"),

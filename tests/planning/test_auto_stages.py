@@ -5,6 +5,7 @@ import re
 from itertools import combinations
 from math import inf
 
+import numpy as np
 import pytest
 from helpers.stage_configs import PRESETS, config_of, preset
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from maxpipe.planning.auto_stages import (
     run_table,
     uniform_sizes,
 )
+from maxpipe.planning.stage_times import unit_times
 
 LARGE_HEAD = {"model.vocab_size": 8192}
 
@@ -201,3 +203,39 @@ def test_a_table_that_cannot_be_built_is_a_config_error(tmp_path):
     config = config_of(2, **{"pipeline.schedule": str(path), "pipeline.engine": "mpmd"})
     with pytest.raises(ConfigError, match="the file is for 1 stages"):
         choose_stages(config, None, print)
+
+
+WINDOWS = {
+    "model.attention_window": 32,
+    "model.layer_pattern": ["global"] * 4 + ["local"] * 4,
+    "model.num_layers": 8,
+    "data.sequence_length": 4096,
+}
+
+
+def test_layers_with_a_window_are_more_on_a_stage():
+    config = config_of(2, **WINDOWS)
+    plan = plan_stages(config, inf)
+    assert (
+        plan.sizes
+        == min((predict(config, [n, 8 - n]) for n in range(1, 8)), key=lambda p: p.slowest).sizes
+    )
+    assert plan.sizes[0] < 4
+    _, (_, prediction) = chosen(config)
+    forward = [float(x) for x in prediction.partition("F ")[2].partition(",")[0].split()]
+    assert sum(forward) == pytest.approx(8, rel=1e-3)  # the average layer takes 1
+    assert forward[0] / plan.sizes[0] > 1.5 * forward[1] / plan.sizes[1]
+
+
+def test_times_of_layers_are_those_of_their_kinds_and_of_their_places():
+    times = unit_times(config_of(2, **WINDOWS))
+    only_local = unit_times(config_of(2, **WINDOWS | {"model.layer_pattern": ["local"]}))
+    local, of_all = times.extras[-1], times.extras[0]
+    assert 1 + local[0] == pytest.approx(times.weight_gradient / only_local.weight_gradient)
+    assert np.add(local, of_all) == pytest.approx(0)
+    assert times.of_layers(2, 4) == pytest.approx(4 * times.layer)
+    inside = {"pipeline.parallel_layers": 4, "pipeline.layers_per_stage": [2, 2]}
+    inside |= {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"}
+    for place, extra in (("after", of_all), ("before", local)):
+        config = config_of(2, **WINDOWS, **inside, **{"pipeline.outside_layers": place})
+        assert unit_times(config).extras == (extra,) * 4

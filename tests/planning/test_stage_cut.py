@@ -29,7 +29,7 @@ def test_no_other_choice_is_better(total, stages, data):
     row = st.lists(cost, min_size=total + 1, max_size=total + 1)
     costs = [data.draw(row) for _ in range(stages)]
     best = min((*spread(costs, layers), [-n for n in layers]) for layers in choices(total, stages))
-    found = balance_layers(costs, total)
+    found = balance_layers(lambda s, first, n: costs[s][n], stages, total)
     if best[0] == inf:
         assert found is None
     else:
@@ -37,17 +37,26 @@ def test_no_other_choice_is_better(total, stages, data):
 
 
 def linear(beside, total):
-    """A layer costs 1, a stage its own beside; none is empty."""
-    return [[inf, *(n + extra for n in range(1, total + 1))] for extra in beside]
+    """Balance layers that cost 1 each; a stage costs its own beside, and none is empty."""
+
+    def cost(stage, first, count):
+        return count + beside[stage] if count else inf
+
+    return balance_layers(cost, len(beside), total)
 
 
 def test_a_head_of_two_layers_takes_two_layers_from_the_last_stage():
-    assert balance_layers(linear([0, 0, 0, 2], 10), 10) == [3, 3, 3, 1]
+    assert linear([0, 0, 0, 2], 10) == [3, 3, 3, 1]
 
 
 def test_where_the_worst_stage_is_given_the_others_are_even():
-    assert balance_layers(linear([0, 0, 0, 4], 8), 8) == [3, 2, 2, 1]
-    assert balance_layers(linear([0, 0, 9], 6), 6) == [3, 2, 1]
+    assert linear([0, 0, 0, 4], 8) == [3, 2, 2, 1]
+    assert linear([0, 0, 9], 6) == [3, 2, 1]
+
+
+def test_layers_that_cost_less_lie_together_on_a_longer_stage():
+    times = [3, 3, 1, 1, 1, 1]
+    assert balance_layers(lambda s, first, n: sum(times[first : first + n]), 2, 6) == [2, 4]
 
 
 @pytest.mark.parametrize(

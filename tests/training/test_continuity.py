@@ -83,6 +83,25 @@ def test_continuity_refuses_a_changed_key_unless_its_group_is_accepted(
     assert [(change.key, change.now) for change in accepted] == [(key, value)]
 
 
+@pytest.mark.parametrize("recorded", ["all", "an earlier version", -1])
+def test_continuity_refuses_fewer_token_ids_than_the_checkpoint_has(config, recorded):
+    """Ids that became padding would never be predicted again; earlier versions had no padding."""
+    meta = json.loads(json.dumps({"config": asdict(config)}))
+    model = meta["config"]["model"]
+    if recorded == "an earlier version":
+        del model["unpadded_vocab_size"]
+    elif recorded == -1:
+        model["unpadded_vocab_size"] = -1
+    directory, fewer = RunDirectory(config), config.model.vocab_size - 1
+    changed = replace(config, **{"model.unpadded_vocab_size": fewer})
+    fingerprint = fingerprint_data(config)
+    with pytest.raises(ConfigError) as caught:
+        check_continuity(changed, fingerprint, meta, directory, "there")
+    assert caught.value.problems[0].key == "model.unpadded_vocab_size"
+    assert f"made with {config.model.vocab_size}; " in caught.value.problems[0].message
+    assert check_continuity(config, fingerprint, meta, directory, "there") == []
+
+
 def test_continuity_never_accepts_another_batch_size(config, check):
     changed = {"data.global_batch_size": 16, "checkpoint.accept_changes": ["data"]}
     with pytest.raises(ConfigError, match=r"data\.global_batch_size: is 16"):

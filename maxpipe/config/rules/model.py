@@ -210,7 +210,7 @@ def check_first_dense_layers(c: Config) -> None:
         raise ConfigError(Problem(key, message))
 
 
-@rule("model.moe", "model.mlp_bias")
+@rule("model.moe")
 def check_experts(c: Config) -> None:
     """Check that a token has experts to choose from, and that no key of them is idle."""
     moe, key = c.model.moe, "model.moe"
@@ -229,9 +229,6 @@ def check_experts(c: Config) -> None:
     if moe.experts and moe.router == "topk_softmax" and not moe.normalise:
         message = f"has no effect, since weights of {key}.router=topk_softmax add up to 1; use true"
         problems.append(Problem(f"{key}.normalise", message))
-    if moe.experts and c.model.mlp_bias:
-        message = f"experts have no biases; use false, or {key}.experts=0"
-        problems.append(Problem("model.mlp_bias", message))
     if problems:
         raise ConfigError(*problems)
 

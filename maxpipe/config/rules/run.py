@@ -9,10 +9,12 @@ from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.model_places import (
+    MAXTEXT,
     SCHEME,
     TOKENIZER,
     folder_of,
     is_url,
+    maxtext_directory,
     tokenizer_folder,
     tokenizer_path,
 )
@@ -45,12 +47,22 @@ def check_run_name(c: Config) -> None:
 @rule("init_from")
 def check_init_from(c: Config) -> None:
     """Check the form of what a run starts from."""
+    if c.init_from.startswith(MAXTEXT):
+        directory = maxtext_directory(c.init_from)
+        if not directory or is_url(directory):
+            message = (
+                f"{c.init_from!r} is not of the form maxtext:DIR, with a directory of this "
+                "machine; copy the step from the object store, or mount it"
+            )
+            raise ConfigError(Problem("init_from", message))
+        return
     folder = folder_of(c.init_from)
     is_named = c.init_from.startswith(SCHEME) and folder and not folder.startswith("//")
     if c.init_from and not is_named and not is_url(folder):
         message = (
             f"{c.init_from!r} is not of the form hf:DIR, with a directory of this machine that "
-            "has config.json and *.safetensors, hf:org/name, a model of the hub, or s3://..."
+            "has config.json and *.safetensors, hf:org/name, a model of the hub, s3://..., or "
+            "maxtext:DIR, a step of MaxText"
         )
         raise ConfigError(Problem("init_from", message))
 

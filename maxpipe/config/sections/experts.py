@@ -29,6 +29,9 @@ class MoEConfig:
     router: str = option(
         "softmax", "how logits of the router become scores of experts", variants=ROUTERS
     )
+    logit_bias: bool = option(
+        False, "add a learned bias to the router's logits, for the choice and for the weights"
+    )
     normalise: bool = option(
         True, "divide the weights of a token's experts by their sum; topk_softmax always does"
     )

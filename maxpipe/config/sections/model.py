@@ -151,10 +151,22 @@ class ModelConfig:
     )
     mlp_activation: str = option(
         "silu",
-        "activation of the MLP's gate; gelu_tanh is GELU in its tanh approximation",
-        choices=("silu", "gelu_tanh"),
+        "activation of the MLP's gate; gelu_tanh is GELU in its tanh approximation, quick_gelu "
+        "x * sigmoid(1.702 x)",
+        choices=("silu", "gelu_tanh", "quick_gelu"),
     )
-    mlp_bias: bool = option(False, "add a bias to the three projections of the MLP")
+    mlp_limit: float = option(
+        0.0,
+        "clamp the outputs of the MLP's two first projections to at most this, and the one that "
+        "is not the gate to at least minus this; 0 = no clamp",
+        minimum=0,
+    )
+    mlp_up_offset: float = option(
+        0.0, "number added to the projection that the MLP's gate is multiplied with"
+    )
+    mlp_bias: bool = option(
+        False, "add a bias to the three projections of the MLP, or of each expert"
+    )
     attention_kind: str = option(
         "gqa",
         "how queries, keys and values are made: gqa by a projection each, with grouped queries; "

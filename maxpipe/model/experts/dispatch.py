@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.dtypes import float0
 
 
@@ -96,6 +97,46 @@ def _collect_backward(places: Places, gradient: jax.Array) -> tuple[jax.Array, P
 
 
 collect.defvjp(lambda rows, places: (collect(rows, places), places), _collect_backward)
+
+
+@jax.custom_vjp
+def add_bias(rows: jax.Array, bias: jax.Array, experts: jax.Array) -> jax.Array:
+    """Add to each row the bias of its expert.
+
+    The gradient of the bias is a product with a mask, which TPUs compute faster than a sum of
+    scattered rows.
+
+    Args:
+      rows: [P, F].
+      bias: [E, F], in the dtype of the rows.
+      experts: int32 [P], of each row; E where there is none.
+    """
+    return rows + jnp.take(bias, experts, axis=0, mode="fill", fill_value=0)
+
+
+def _add_bias_forward(
+    rows: jax.Array, bias: jax.Array, experts: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return add_bias(rows, bias, experts), (bias, experts)
+
+
+def _add_bias_backward(
+    saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    bias, experts = saved
+    count = bias.shape[0]
+    of_rows = jnp.where((experts < count)[:, None], gradient, 0)  # others may be undefined
+    of_bias = lax.dot_general(
+        jax.nn.one_hot(experts, count, dtype=gradient.dtype),  # [P, E]
+        of_rows,
+        (((0,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return gradient, of_bias.astype(bias.dtype), np.zeros(experts.shape, float0)
+
+
+add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def _no_gradient(places: Places) -> Places:

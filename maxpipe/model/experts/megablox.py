@@ -8,8 +8,10 @@ import jax
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.dispatch import Layout, Places
 
-_LANES = 128  # widths that the kernel is tried with are multiples of it
-_ROWS, _WIDTH = 512, 1024  # the largest tile
+_LANES = 128
+_SUBLANES = 8  # widths that the kernel is tried with are multiples of it
+# The largest tile. The last one of a width may be partly full: gpt-oss's 2880 columns have three.
+_ROWS, _WIDTH = 512, 1024
 
 
 class Megablox:
@@ -19,8 +21,8 @@ class Megablox:
     def unfit(config: ModelConfig) -> str:
         """Return why the kernel cannot serve a model, or an empty string."""
         for key, size in (("embed_dim", config.embed_dim), ("moe.mlp_dim", config.expert_dim)):
-            if size % _LANES:
-                return f"model.{key}={size} is not a multiple of {_LANES}"
+            if size % _SUBLANES:
+                return f"model.{key}={size} is not a multiple of {_SUBLANES}"
         return ""
 
     @staticmethod

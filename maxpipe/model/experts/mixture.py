@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from maxpipe.config.catalog import EXPERT_CHOICE
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.blocks import Blocks
-from maxpipe.model.experts.dispatch import Layout, Places, arrange, collect, spread
+from maxpipe.model.experts.dispatch import Layout, Places, add_bias, arrange, collect, spread
 from maxpipe.model.experts.router import losses, route
-from maxpipe.model.layers import ACTIVATIONS, EXPERT_LOAD, GatedMLP
+from maxpipe.model.layers import EXPERT_LOAD, GatedMLP, GatingFn, gating
 from maxpipe.model.parameters import declare
 
 LayoutFn = Callable[[int, int], Layout]
@@ -28,11 +28,17 @@ MultiplyFn = Callable[[jax.Array, jax.Array, Places, Layout], jax.Array]
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of all experts: gate and up [E, D, F], down [E, F, D]."""
+    """Weights of all experts: gate and up [E, D, F], down [E, F, D].
+
+    Their biases are [E, F], [E, F] and [E, D], all three or none.
+    """
 
     gate: jax.Array
     up: jax.Array
     down: jax.Array
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
 
 class ExpertsFn(Protocol):
@@ -52,8 +58,13 @@ class ExpertsFn(Protocol):
         ...
 
 
-def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, activation: str) -> ExpertsFn:
-    """Return the experts around a kernel's two functions, see `maxpipe.model.experts`."""
+def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -> ExpertsFn:
+    """Return the experts around a kernel's two functions, see `maxpipe.model.experts`.
+
+    Args:
+      layout_of, multiply: the kernel's.
+      gate_up: from `maxpipe.model.layers.gating`.
+    """
 
     def run(
         x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
@@ -64,10 +75,19 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, activation: str) -> 
         places = arrange(choice.reshape(-1, per_token), num_experts, layout)
         rows = spread(x.reshape(-1, width), places)
         # 2. Each expert's MLP.
-        gate = checkpoint_name(multiply(rows, weights.gate, places, layout), "mlp_gate")  # [P, F]
-        up = checkpoint_name(multiply(rows, weights.up, places, layout), "mlp_up")
-        hidden = ACTIVATIONS[activation](gate) * up
-        down = checkpoint_name(multiply(hidden, weights.down, places, layout), "mlp_down")  # [P, D]
+
+        def project(rows: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
+            product = multiply(rows, matrix, places, layout)
+            if bias is None:
+                return product
+            of_row = jnp.take(choice, places.assignments, mode="fill", fill_value=num_experts)
+            return add_bias(product, bias, of_row)
+
+        gate = checkpoint_name(project(rows, weights.gate, weights.gate_bias), "mlp_gate")  # [P, F]
+        up = checkpoint_name(project(rows, weights.up, weights.up_bias), "mlp_up")
+        hidden = gate_up(gate, up)
+        down = project(hidden, weights.down, weights.down_bias)  # [P, D]
+        down = checkpoint_name(down, "mlp_down")
         # 3. The weighted sum of a token's rows, in float32: [P, D] -> [N, k, D] -> [B, T, D].
         outputs = collect(down, places).astype(jnp.float32)
         y = jnp.sum(outputs * combine.reshape(-1, per_token, 1), axis=1)
@@ -89,14 +109,12 @@ class MixtureOfExperts(nnx.Module):
         E, D, F = moe.experts, config.embed_dim, config.expert_dim
         std, out_std = 1 / math.sqrt(D), 1 / math.sqrt(F * 2 * config.num_layers)
         self.config = moe
-        self.experts = experts or experts_with(
-            Blocks.layout, Blocks.multiply, config.mlp_activation
-        )
+        self.experts = experts or experts_with(Blocks.layout, Blocks.multiply, gating(config))
         self.router = declare(
             (D, E), ("router", "router"), jnp.float32, stddev=std, keeps_dtype=True
         )
-        self.has_bias = moe.has_bias
-        if self.has_bias:
+        self.has_selection_bias = moe.has_bias
+        if self.has_selection_bias:
             self.bias = declare((E,), ("expert_bias",), jnp.float32, keeps_dtype=True)
         axes = ("expert", "expert_embed", "expert_mlp")
         self.gate = declare((E, D, F), axes, dtype, stddev=std)
@@ -104,9 +122,20 @@ class MixtureOfExperts(nnx.Module):
         self.down = declare(
             (E, F, D), ("expert", "expert_mlp", "expert_embed"), dtype, stddev=out_std
         )
+        self.has_logit_bias = moe.logit_bias
+        if moe.logit_bias:
+            self.logit_bias = declare((E,), ("norm",), jnp.float32, keeps_dtype=True)
+        self.has_bias = config.mlp_bias
+        if config.mlp_bias:
+            self.gate_bias = declare((E, F), ("expert", "expert_mlp"), dtype)
+            self.up_bias = declare((E, F), ("expert", "expert_mlp"), dtype)
+            self.down_bias = declare((E, D), ("expert", "norm"), dtype)
         self.has_shared = moe.shared_experts > 0
         if self.has_shared:
             self.shared = GatedMLP(replace(config, mlp_dim=moe.shared_experts * F))
+
+    def _selection_bias(self) -> jax.Array | None:
+        return self.bias[...] if self.has_selection_bias else None
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the experts to each token, [B, T, D] -> ([B, T, D], losses by name).
@@ -117,10 +146,15 @@ class MixtureOfExperts(nnx.Module):
         logits = jnp.matmul(
             x_BTD.astype(jnp.float32), self.router[...], precision=lax.Precision.HIGHEST
         )
-        choice = route(logits, self.config, self.bias[...] if self.has_bias else None)
+        if self.has_logit_bias:
+            logits = logits + self.logit_bias[...]
+        choice = route(logits, self.config, self._selection_bias())
         experts = checkpoint_name(choice.experts, EXPERT_CHOICE)  # [B, T, k]
         # 2. Compute.
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])
+        if self.has_bias:
+            biases = self.gate_bias[...], self.up_bias[...], self.down_bias[...]
+            weights = ExpertWeights(*weights[:3], *biases)
         y = self.experts(x_BTD, experts, choice.weights, weights)
         if self.has_shared:
             y = y + self.shared(x_BTD)

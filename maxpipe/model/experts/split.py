@@ -17,6 +17,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.dispatch import Layout, Places
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
+from maxpipe.model.layers import gating
 from maxpipe.sharding.rules import AxisRules, axes_of
 
 EVERYWHERE = "blocks"  # the kernel that runs on every backend, with every size
@@ -65,7 +66,7 @@ def build_experts(
         return None
     name = choose_kernel(config, platform, note)
     kernel = _kernel(name)
-    experts = experts_with(kernel.layout, kernel.multiply, config.mlp_activation)
+    experts = experts_with(kernel.layout, kernel.multiply, gating(config))
     return per_device(experts, rules, always=name != EVERYWHERE)
 
 
@@ -98,12 +99,22 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
             lambda a: jnp.broadcast_to(a, (_count(rules, width), *a.shape)), (x, choice, combine)
         )
         copied = PartitionSpec(width, *tokens)
+        down_bias = weights.down_bias
+        if down_bias is not None:
+            # The sum has it once: of those who share a width, all but the first have zeros.
+            zeros = ((0, _count(rules, width) - 1), (0, 0), (0, 0))
+            down_bias = jnp.pad(down_bias[None], zeros)
 
         def of_device(
-            copies: tuple[jax.Array, jax.Array, jax.Array], weights: tuple[jax.Array, ...]
+            copies: tuple[jax.Array, jax.Array, jax.Array],
+            matrices: tuple[jax.Array, jax.Array, jax.Array],
+            biases: tuple[jax.Array | None, jax.Array | None, jax.Array | None],
         ) -> jax.Array:
             x, choice, combine = (a[0] for a in copies)
-            return experts(x, choice, combine, ExpertWeights(*weights))[None]
+            gate_bias, up_bias, down_bias = biases
+            own_bias = None if down_bias is None else down_bias[0]
+            own = ExpertWeights(*matrices, gate_bias, up_bias, own_bias)
+            return experts(x, choice, combine, own)[None]
 
         split = jax.shard_map(
             of_device,
@@ -117,10 +128,17 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
                     PartitionSpec(None, None, width),
                     PartitionSpec(None, width, None),
                 ),
+                (
+                    PartitionSpec(None, width),
+                    PartitionSpec(None, width),
+                    PartitionSpec(width, None, None),
+                ),
             ),
             out_specs=copied,
         )
-        return jnp.sum(split(copies, tuple(weights)), axis=0)
+        biases = (weights.gate_bias, weights.up_bias, down_bias)
+        matrices = (weights.gate, weights.up, weights.down)
+        return jnp.sum(split(copies, matrices, biases), axis=0)
 
     return run
 

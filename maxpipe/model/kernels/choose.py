@@ -44,6 +44,8 @@ def choose_kernel(config: Config, platform: str, note: Callable[[str], None]) ->
     length, num_parts = config.data.sequence_length, config.mesh.size("context")
 
     def unfit(name: str) -> str:
+        if config.data.packing and not KERNELS[name].separates_documents:
+            return "data.packing=true, and it does not separate documents"
         return _kernel(name).unfit(config.model, length, num_parts)
 
     return choose(

@@ -49,11 +49,6 @@ import pytest
             "weights of model.moe.router=topk_softmax add up to 1; use true",
         ),
         (
-            ("model.moe.experts=4", "model.mlp_bias=true"),
-            "model.mlp_bias",
-            "experts have no biases; use false",
-        ),
-        (
             ("model.mla.kv_lora_rank=64",),
             "model.mla.kv_lora_rank",
             "64 has no effect with model.attention_kind=gqa; set model.attention_kind=mla",

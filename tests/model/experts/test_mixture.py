@@ -28,13 +28,18 @@ def model_of(**values):
     sizes = {"embed_dim": EMBED, "num_query_heads": 2, "num_kv_heads": 2}
     experts = {"experts": EXPERTS, "per_token": PER_TOKEN, "mlp_dim": WIDTH} | values
     keys = {f"model.{key}": value for key, value in sizes.items()}
-    keys |= {f"model.moe.{key}": value for key, value in experts.items()}
+    for key, value in experts.items():
+        of_mlp = key.startswith("mlp_") and key != "mlp_dim"
+        keys[f"model.{key}" if of_mlp else f"model.moe.{key}"] = value
     return resolve(replace(Config(), **keys), 1).model
 
 
 def layer_of(model, seed=0):
     apply, specs = split_module(lambda: MixtureOfExperts(model))
     params = init_params(specs, jax.random.key(seed))
+    for i, name in enumerate(name for name in params if name.endswith("_bias")):
+        shape = params[name].shape
+        params[name] += 0.5 * jax.random.normal(jax.random.key(i), shape, params[name].dtype)
     x = jax.random.normal(jax.random.key(seed + 1), (ROWS, LENGTH, model.embed_dim))
     return apply, params, x
 
@@ -42,7 +47,7 @@ def layer_of(model, seed=0):
 def reference(model, params, x):
     """Return what `MixtureOfExperts` computes, by a loop over experts."""
     moe = model.moe
-    logits = jnp.einsum("btd,de->bte", x, params["router"])
+    logits = jnp.einsum("btd,de->bte", x, params["router"]) + params.get("logit_bias", 0)
     to_scores = jax.nn.sigmoid if moe.router == "sigmoid" else jax.nn.softmax
     scores = to_scores(logits)
     order = jnp.argsort(-jax.lax.stop_gradient(scores), axis=-1, stable=True)
@@ -54,9 +59,20 @@ def reference(model, params, x):
         if moe.normalise:
             weights = weights / weights.sum(-1, keepdims=True)
     y = jnp.zeros_like(x)
+
+    def bias(name, e):
+        return params[f"{name}_bias"][e] if model.mlp_bias else 0
+
     for e in range(moe.experts):
-        hidden = jax.nn.silu(x @ params["gate"][e]) * (x @ params["up"][e])
-        y += moe.scale * weights[..., e, None] * (hidden @ params["down"][e])
+        gate, up = (x @ params[name][e] + bias(name, e) for name in ("gate", "up"))
+        if model.mlp_limit:  # gpt-oss
+            gate = jnp.where(gate > 0.5, 0.5, gate)
+            up = jnp.where(abs(up) > 0.5, jnp.sign(up) / 2, up)
+            hidden = (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))
+        else:
+            hidden = jax.nn.silu(gate) * up
+        down = hidden @ params["down"][e] + bias("down", e)
+        y += moe.scale * weights[..., e, None] * down
     if moe.shared_experts:
         shared = params["shared"]
         y += (jax.nn.silu(x @ shared["gate"]) * (x @ shared["up"])) @ shared["down"]
@@ -74,6 +90,14 @@ OPTIONS = [
     {"router": "softmax", "shared_experts": 2},
     {"router": "softmax", "normalise": False, "scale": 1.5},
     {"router": "topk_softmax", "per_token": 3},
+    {
+        "router": "topk_softmax",
+        "logit_bias": True,
+        "mlp_bias": True,
+        "mlp_activation": "quick_gelu",
+        "mlp_limit": 0.5,
+        "mlp_up_offset": 1.0,
+    },
     {"router": "sigmoid", "scale": 2.5, "experts": 16, "per_token": 1},
 ]
 

@@ -9,10 +9,10 @@ from maxpipe.model.experts.split import choose_kernel
 
 @pytest.fixture
 def choose():
-    """choose(platform, kernel, width) -> (name, what was said), for experts of 256."""
+    """choose(platform, kernel, width) -> (name, what was said), for experts of this width."""
 
-    def _choose(platform, kernel="auto", width=128):
-        sizes = {"model.embed_dim": width, "model.moe.experts": 4, "model.moe.mlp_dim": 256}
+    def _choose(platform, kernel="auto", width=2880):
+        sizes = {"model.embed_dim": 2880, "model.moe.experts": 4, "model.moe.mlp_dim": width}
         said = []
         model = tiny(**sizes, **{"model.moe.kernel": kernel}).model
         return choose_kernel(model, platform, said.append), "".join(said)
@@ -28,8 +28,8 @@ def test_auto_takes_the_kernel_of_the_platform_and_says_so(choose, platform, nam
 
 
 def test_auto_falls_back_with_the_reason_where_widths_do_not_fit(choose):
-    reason = "megablox cannot be used, model.embed_dim=64 is not a multiple of 128"
-    assert choose("tpu", width=64) == ("blocks", f"model.moe.kernel=blocks: {reason}")
+    reason = "megablox cannot be used, model.moe.mlp_dim=250 is not a multiple of 8"
+    assert choose("tpu", width=250) == ("blocks", f"model.moe.kernel=blocks: {reason}")
 
 
 def test_configured_kernel_is_taken_silently_or_refused_with_a_remedy(choose):

@@ -1,5 +1,7 @@
 """Which attention kernel is chosen for which platform and sizes, and what is said about it."""
 
+from types import SimpleNamespace
+
 import pytest
 from helpers.engines import make_mesh, tiny
 
@@ -12,8 +14,9 @@ from maxpipe.model.kernels.choose import choose_kernel, choose_rotation
 def choose():
     """choose(platform, length, context, kernel) -> (name, what was said), for heads of 128."""
 
-    def _choose(platform, length=1024, context=1, kernel="auto"):
+    def _choose(platform, length=1024, context=1, kernel="auto", **others):
         sizes = {"model.head_dim": 128, "data.sequence_length": length, "mesh.ici.context": context}
+        sizes |= {"data.packing": False, "model.dtype": "bfloat16", **others}
         said = []
         return choose_kernel(
             tiny(**sizes, **{"model.attention": kernel}), platform, said.append
@@ -23,7 +26,7 @@ def choose():
 
 
 @pytest.mark.parametrize(
-    ("platform", "name"), [("cpu", "dot_product"), ("gpu", "dot_product"), ("tpu", "splash")]
+    ("platform", "name"), [("cpu", "dot_product"), ("gpu", "cudnn"), ("tpu", "splash")]
 )
 def test_choose_kernel_auto_takes_the_platforms_kernel(choose, platform, name):
     assert choose(platform) == (name, f"model.attention={name}: the kernel for {platform}")
@@ -88,3 +91,32 @@ def test_choose_kernel_with_sinks_falls_back_or_is_refused_with_the_remedy():
 def test_choose_kernel_of_another_platform_is_refused(choose):
     with pytest.raises(ConfigError, match="it runs on tpu, not on gpu; use auto or dot_product"):
         choose("gpu", kernel="splash")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("data.packing", True, "does not separate documents"),
+        ("model.dtype", "float32", "computes in bfloat16"),
+        ("model.head_dim", 256, "is not a multiple of 8 up to 128"),
+        ("model.head_dim", 36, "is not a multiple of 8 up to 128"),
+        ("mesh.ici.context", 2, "queries of a whole sequence"),
+        ("model.attention_sinks", True, "it has no sinks"),
+        ("model.attention_soft_cap", 50.0, "it has no soft cap"),
+    ],
+)
+def test_choose_kernel_on_gpus_says_why_cudnn_cannot_serve(choose, key, value, reason):
+    name, said = choose("gpu", **{key: value})
+    assert name == "dot_product"
+    assert said.startswith("model.attention=dot_product: cudnn cannot be used, ")
+    assert reason in said
+    with pytest.raises(ConfigError, match=r"cudnn cannot be used: .*; use auto or dot_product"):
+        choose("gpu", kernel="cudnn", **{key: value})
+
+
+def test_choose_kernel_on_gpus_of_another_maker_leaves_cudnn(choose, monkeypatch):
+    client = SimpleNamespace(platform="gpu", platform_version="rocm 7")
+    monkeypatch.setattr("maxpipe.model.kernels.cudnn.backend.get_backend", lambda: client)
+    assert choose("gpu")[0] == "dot_product"
+    client.platform_version = "cuda 13000"
+    assert choose("gpu")[0] == "cudnn"

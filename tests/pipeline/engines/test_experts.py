@@ -20,6 +20,15 @@ EXPERTS = {
     "model.moe.z_loss": 0.1,
     "model.moe.bias_rate": 0.5,
 }
+# As gpt-oss has them; the limit is within the range of values.
+BIASES = {
+    "model.mlp_bias": True,
+    "model.mlp_activation": "quick_gelu",
+    "model.mlp_limit": 0.5,
+    "model.mlp_up_offset": 1.0,
+    "model.moe.logit_bias": True,
+    "model.moe.router": "topk_softmax",
+}
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
 CASES = {
     "sequential": {
@@ -35,6 +44,7 @@ CASES = {
         "mesh.ici.fsdp": 2,
         "mesh.ici.tensor": 2,
         "model.moe.shared_experts": 1,
+        **BIASES,
     },
     "lockstep_zb": {
         **STAGES,
@@ -60,7 +70,13 @@ CASES = {
         "mesh.ici.fsdp": 2,
         "model.moe.router": "sigmoid",
     },
-    "1f1b": {**STAGES, "pipeline.schedule": "1f1b", "mesh.ici.fsdp": 2, "mesh.ici.tensor": 2},
+    "1f1b": {
+        **STAGES,
+        "pipeline.schedule": "1f1b",
+        "mesh.ici.fsdp": 2,
+        "mesh.ici.tensor": 2,
+        **BIASES,
+    },
     "zb_v": {
         **STAGES,
         "pipeline.schedule": "zb_v",

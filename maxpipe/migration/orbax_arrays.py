@@ -1,0 +1,101 @@
+"""Open the parameters of a checkpoint that MaxText wrote, with TensorStore alone.
+
+Orbax writes a step as `N/items`: `_METADATA` lists the arrays. These are one OCDBT database or,
+with `checkpoint_storage_use_ocdbt=False`, a directory each. The state of the optimizer lies next to
+the parameters and is not opened.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+METADATA = "_METADATA"
+ITEM = "items"  # directory within that of a step
+DATABASE = "manifest.ocdbt"
+FLOATS = ("float32", "bfloat16", "float16")
+_PARAMETERS = "params"
+_CACHE_BYTES = 100_000_000  # for the database's index, in which every array is looked up
+
+
+def find_item(directory: Path) -> Path:
+    """Return the directory of the arrays: the one that is given, or its `items`.
+
+    Raises:
+      ValueError: there are none; the message says which directory to give.
+    """
+    for candidate in (directory, directory / ITEM):
+        if (candidate / METADATA).is_file():
+            return candidate
+    if not directory.is_dir():
+        raise ValueError(f"there is no directory {directory}")
+    steps = sorted((d.parent.parent for d in directory.glob(f"*/{ITEM}/{METADATA}")), key=_number)
+    if steps:
+        raise ValueError(f"{directory} has several steps; give one, as {steps[-1]}")
+    raise ValueError(
+        f"{directory} has no {METADATA} and no {ITEM}/{METADATA}; give the directory of a step "
+        "that MaxText wrote, as checkpoints/1000"
+    )
+
+
+def open_parameters(item: Path) -> dict[str, "ts.TensorStore"]:
+    """Return the parameters by dotted name, as `decoder.layers.mlp.wo.kernel`; nothing is read.
+
+    Args:
+      item: from `find_item`.
+
+    Raises:
+      ValueError, OSError: a file is missing or damaged.
+    """
+    import tensorstore as ts
+
+    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    metadata = json.loads((item / METADATA).read_text(encoding="utf-8"))
+    names = _names(metadata)
+    if not names:
+        raise ValueError(f"{item} has no arrays under {_PARAMETERS!r}")
+    driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+    pending = {
+        name: ts.open(
+            {"driver": driver, "kvstore": _place(item, stored)},
+            open=True,
+            read=True,
+            context=context,
+        )
+        for name, stored in names.items()
+    }
+    return {name: future.result() for name, future in pending.items()}
+
+
+def _names(metadata: Mapping[str, object]) -> dict[str, str]:
+    """Return each parameter's dotted name in the model, and the one that it is stored under."""
+    tree = metadata.get("tree_metadata")
+    if not isinstance(tree, dict):
+        raise ValueError(f"{METADATA} has no tree of arrays")
+    names = {}
+    for leaf in tree.values():
+        keys = [str(key["key"]) for key in leaf["key_metadata"]]
+        if keys[0] != _PARAMETERS or leaf["value_metadata"].get("skip_deserialize"):
+            continue
+        # The tree of parameters is a Flax collection of the same name.
+        first = 2 if keys[1:2] == [_PARAMETERS] else 1
+        names[".".join(keys[first:])] = ".".join(keys)
+    return names
+
+
+def _place(item: Path, name: str) -> dict[str, object]:
+    """Return TensorStore's specification of where an array's files lie."""
+    if (item / DATABASE).is_file():
+        return {"driver": "ocdbt", "base": _files(item), "path": f"{name}/"}
+    return _files(item / name)
+
+
+def _files(directory: Path) -> dict[str, object]:
+    return {"driver": "file", "path": f"{directory.absolute()}/"}
+
+
+def _number(step: Path) -> tuple[bool, int]:
+    return step.name.isdigit(), int(step.name) if step.name.isdigit() else 0

@@ -1,0 +1,144 @@
+"""The arrays of a MaxText checkpoint as parameters of ours: layers scanned or not, parts of each.
+
+With `scan_layers` a parameter of all layers is one array, [D, layers, ...] with
+`param_scan_axis=1`; without it each layer has arrays of its own.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxpipe.checkpoint.arrays import Box
+from maxpipe.migration.orbax_arrays import FLOATS
+from maxpipe.migration.parameter_names import LAYERS, Parameter, Path
+
+if TYPE_CHECKING:
+    import tensorstore as ts
+
+_SCANNED = "decoder.layers."
+_SCAN_AXES = (1, 0)  # of `param_scan_axis`, MaxText's default first
+_UNREADABLE = {
+    ".pipeline_module.": "stages of a pipeline are not read; unpipelined layers are",
+    ".qkv_proj.": "under fused_qkv heads lie as MaxText's tensor parallelism has cut them",
+    ".mlp.wi.": "fused_mlp is not read",
+}
+
+
+class StoredModel:
+    """Arrays that are compared with the parameters of a model.
+
+    Args:
+      arrays: by MaxText's name, from `open_parameters`.
+      parameters: of the model, by path.
+      num_layers: of the model.
+      vocab_size: with padding.
+
+    Attributes:
+      scan_axis: the dimension of the layers, None if each layer has arrays of its own.
+      differences: a line for each array that is missing, unknown, or of another shape or dtype.
+      num_bytes, num_elements: of all arrays.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, "ts.TensorStore"],
+        parameters: Mapping[Path, Parameter],
+        num_layers: int,
+        vocab_size: int,
+    ):
+        self._arrays = arrays
+        self._parameters = parameters
+        self._num_layers = num_layers
+        self._vocab_size = vocab_size
+        is_scanned = any(name.startswith(_SCANNED) for name in arrays)
+        self.scan_axis: int | None = None
+        self.differences = [*self._differences(None)]
+        if is_scanned:
+            by_axis = {axis: [*self._differences(axis)] for axis in _SCAN_AXES}
+            self.scan_axis = min(by_axis, key=lambda axis: len(by_axis[axis]))
+            self.differences = by_axis[self.scan_axis]
+        sizes = {name: math.prod(array.shape) for name, array in arrays.items()}
+        self.num_elements = sum(sizes.values())
+        self.num_bytes = sum(
+            size * arrays[name].dtype.numpy_dtype.itemsize for name, size in sizes.items()
+        )
+
+    def read(self, path: Path, box: Box) -> np.ndarray:
+        """Return a part of a parameter, [layers, ...] if it is of layers, in the arrays' dtype."""
+        parameter = self._parameters[path]
+        if path[0] != LAYERS:
+            return _read(self._arrays[parameter.name], parameter, box)
+        if self.scan_axis is not None:
+            # TensorStore reads in the order of the view, so nothing is transposed here.
+            array = self._arrays[f"{_SCANNED}{parameter.name}"]
+            axis = min(self.scan_axis, array.ndim - 1)
+            order = [axis, *(i for i in range(array.ndim) if i != axis)]
+            return _read(array.transpose(order), parameter, box)
+        (first, stop), inner = box[0], box[1:]
+        names = (_layer_name(parameter, layer) for layer in range(first, stop))
+        return np.stack([_read(self._arrays[name], parameter, inner) for name in names])
+
+    def _differences(self, scan_axis: int | None) -> Iterator[str]:
+        """Yield a line for each array that does not fit, if layers lie in this dimension."""
+        expected = dict(self._expected(scan_axis))
+        for name in sorted(self._arrays.keys() - expected.keys()):
+            reasons = [f": {why}" for part, why in _UNREADABLE.items() if part in f".{name}"]
+            yield f"{name} is not part of the model{''.join(reasons)}"
+        for name in sorted(expected.keys() - self._arrays.keys()):
+            yield f"{name} is missing"
+        for name in sorted(expected.keys() & self._arrays.keys()):
+            shape, array = expected[name], self._arrays[name]
+            if array.shape != shape:
+                yield f"{name} has shape {[*array.shape]}, the model {[*shape]}"
+            elif array.dtype.name not in FLOATS:
+                yield f"{name} is {array.dtype.name}; only {', '.join(FLOATS)} are read"
+
+    def _expected(self, scan_axis: int | None) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every array of the model."""
+        for path, parameter in self._parameters.items():
+            if path[0] != LAYERS:
+                yield parameter.name, self._shape(parameter)
+            elif scan_axis is None:
+                for layer in range(self._num_layers):
+                    yield _layer_name(parameter, layer), parameter.shape
+            else:
+                shape = [*parameter.shape]
+                shape.insert(min(scan_axis, len(shape)), self._num_layers)
+                yield f"{_SCANNED}{parameter.name}", tuple(shape)
+
+    def _shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """Return the shape of a parameter outside layers, with the rows of padding on disk."""
+        axis, array = parameter.vocab_axis, self._arrays.get(parameter.name)
+        if axis is None or array is None or array.ndim != len(parameter.shape):
+            return parameter.shape
+        rows = min(max(array.shape[axis], parameter.shape[axis]), self._vocab_size)
+        return (*parameter.shape[:axis], rows, *parameter.shape[axis + 1 :])
+
+
+def _layer_name(parameter: Parameter, layer: int) -> str:
+    return f"decoder.layers_{layer}.{parameter.name}"
+
+
+def _read(array: "ts.TensorStore", parameter: Parameter, box: Box) -> np.ndarray:
+    """Return a box of an array whose last dimensions are those of a parameter.
+
+    Rows that the array does not have, because the vocabulary is padded, are zero.
+    """
+    values = np.zeros([stop - first for first, stop in box], array.dtype.numpy_dtype)
+    ends = [min(stop, size) for (_, stop), size in zip(box, array.shape, strict=True)]
+    on_disk: list[slice | list[int]] = [
+        slice(first, end) for (first, _), end in zip(box, ends, strict=True)
+    ]
+    if all(first < end for (first, _), end in zip(box, ends, strict=True)):
+        if parameter.splits_pairs:
+            on_disk[-1] = _neighbours(array.shape[-1])[slice(*box[-1])]
+        part = tuple(slice(end - first) for (first, _), end in zip(box, ends, strict=True))
+        values[part] = array[tuple(on_disk)].read().result()
+    return values if parameter.factor == 1 else values * np.float32(parameter.factor)
+
+
+def _neighbours(size: int) -> list[int]:
+    """Return where a channel of halves lies among pairs of neighbours: 0, 2, ..., 1, 3, ..."""
+    return [*range(0, size, 2), *range(1, size, 2)]

@@ -1,0 +1,105 @@
+"""Read the weights of a MaxText checkpoint into parameters, shard by shard.
+
+A process reads what its own shards need, so a model need not fit on any host.
+"""
+
+from pathlib import Path
+
+import jax
+from jax.sharding import Sharding
+
+from maxpipe.checkpoint.arrays import box_of
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.model_places import maxtext_directory
+from maxpipe.config.sections import Config, ModelConfig
+from maxpipe.migration.orbax_arrays import find_item, open_parameters
+from maxpipe.migration.parameter_names import Path as ParameterPath
+from maxpipe.migration.parameter_names import (
+    divides_scores,
+    model_problems,
+    parameters,
+    rotates_neighbours,
+)
+from maxpipe.migration.stored_model import StoredModel
+
+KEY = "init_from"
+
+
+class MaxTextWeights:
+    """The weights of a checkpoint, which have been compared with the model by names and shapes.
+
+    Args:
+      config: resolved; `init_from` names the directory of a step.
+
+    Attributes:
+      num_bytes, num_elements: of all arrays.
+
+    Raises:
+      ConfigError: something is missing, unknown, of another shape, or damaged; with all names.
+    """
+
+    def __init__(self, config: Config):
+        model, directory = config.model, maxtext_directory(config.init_from)
+        if problems := model_problems(model):
+            raise ConfigError(*problems)
+        try:
+            item = find_item(Path(directory))
+            arrays = open_parameters(item)
+        except (ValueError, OSError, KeyError, TypeError) as error:
+            raise ConfigError(Problem(KEY, f"cannot read {directory}: {error}")) from None
+        self._stored = StoredModel(arrays, parameters(model), model.num_layers, model.vocab_size)
+        if self._stored.differences:
+            lines = (f"{item}: {line}" for line in self._stored.differences)
+            raise ConfigError(*(Problem(KEY, line) for line in lines))
+        self.num_elements = self._stored.num_elements
+        self.num_bytes = self._stored.num_bytes
+        size = f"{self.num_bytes / 1e9:.2f} GB in {len(arrays)} arrays"
+        self._lines = [f"{item}: {size}, the optimizer starts at zero", *_changes(model)]
+
+    def describe(self) -> list[str]:
+        """Return lines about what is read and how it is changed."""
+        return [f"{KEY}   {line}" for line in self._lines]
+
+    def read(self, path: ParameterPath, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return a parameter in the layout on disk, [num_layers, ...] if it is of layers.
+
+        Host memory holds one device's shard at a time, and the chunks of the file that it is in.
+
+        Args:
+          path: of the parameter.
+          like: shape, dtype and sharding of the result.
+
+        Raises:
+          ConfigError: a file is damaged.
+        """
+        assert isinstance(like.sharding, Sharding)
+        places = like.sharding.addressable_devices_indices_map(like.shape)
+        boxes = {device: box_of(index, like.shape) for device, index in places.items()}
+        shards: dict[jax.Device, jax.Array] = {}
+        for box in dict.fromkeys(boxes.values()):
+            try:
+                values = self._stored.read(path, box).astype(like.dtype)
+            except (ValueError, OSError) as error:
+                message = f"cannot read {'.'.join(path)}: {error}"
+                raise ConfigError(Problem(KEY, message)) from None
+            owners = [device for device, own_box in boxes.items() if own_box == box]
+            shards |= {device: jax.device_put(values, device) for device in owners}
+            jax.block_until_ready([shards[device] for device in owners])
+        in_order = [shards[device] for device in boxes]
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, in_order)
+
+
+def _changes(m: ModelConfig) -> list[str]:
+    """Return a line for each way in which weights are changed, with its reason."""
+    lines = []
+    if not divides_scores(m):
+        lines.append(
+            "query weights are multiplied by the root of head_dim, by which the blocks llama2 and "
+            "mistral do not divide scores; a model without biases and qk_norm is one of these"
+        )
+    if rotates_neighbours(m) and not m.rope_interleaved:
+        lines.append(
+            "channels of queries and keys are reordered: rope_type=llama3.1 rotates neighbours, "
+            "model.rope_interleaved=false pairs (c, c + half)"
+        )
+    return lines
