@@ -182,7 +182,14 @@ class ModelProgram:
     ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Apply one layer: x [B, T, D] -> (activations, auxiliary losses by name)."""
         y, auxiliary = self._apply_block(layer, x_BTD, side, key)
-        return y, auxiliary if isinstance(auxiliary, dict) else {UNNAMED: auxiliary}
+        if not isinstance(auxiliary, dict):
+            return y, {UNNAMED: auxiliary}
+        if EXPERT_LOAD in auxiliary:
+            # [E] -> [N, E]; a layer of padding, whose index is N, has no row.
+            index = jnp.asarray(side.layer_index) - self.config.first_dense_layers
+            row = jax.nn.one_hot(index, self.config.stacked_layers, dtype=jnp.float32)
+            auxiliary = auxiliary | {EXPERT_LOAD: row[:, None] * auxiliary[EXPERT_LOAD]}
+        return y, auxiliary
 
     @jax.named_scope("layer")
     def first_block(

@@ -26,7 +26,7 @@ from maxpipe.config.catalog import (
     RematPolicy,
 )
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses, SideInputs
+from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 
@@ -79,10 +79,6 @@ def layer_function(
         number = index + config.first_dense_layers if config.first_dense_layers else index
         layer_key = _layer_key(program, key, number)
         y, aux = program.block(prepare(layer), x, side._replace(layer_index=number), layer_key)
-        if EXPERT_LOAD in aux:
-            # Padding, whose index is stacked_layers, has no row.
-            row = jax.nn.one_hot(index, config.stacked_layers, dtype=jnp.float32)  # [N]
-            aux = aux | {EXPERT_LOAD: row[:, None] * aux[EXPERT_LOAD]}
         if not padded:
             return y, aux
         is_layer = index < config.stacked_layers
