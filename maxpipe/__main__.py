@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "plan": "choose mesh, schedule and memory for a model on given chips",
     "compile": "compile the train step ahead of time: memory, collectives, bounds",
     "schedule": "draw, price and compare pipeline schedules",
     "generate": "write text with a trained model",

@@ -5,13 +5,12 @@ be.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxpipe.config import ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.paths import unwritable
 
 
 @exit_on_config_error()
@@ -84,20 +83,10 @@ def _check_files(save: str, reports: dict[str, str | None]) -> None:
     """
     problems = []
     for key, file in {"compile.save": save, **reports}.items():
-        if file and (reason := _obstacle(Path(file), is_replaced=key == "compile.save")):
+        if file and (reason := unwritable(file, is_replaced=key == "compile.save")):
             problems.append(Problem(key, f"cannot write {file}: {reason}"))
     if problems:
         raise ConfigError(*problems)
-
-
-def _obstacle(path: Path, *, is_replaced: bool) -> str:
-    """Return why a file cannot be written; empty if it can."""
-    if not path.parent.is_dir():
-        return f"there is no directory {path.parent}"
-    if path.exists() and not path.is_file() and (is_replaced or path.is_dir()):
-        return "it is no regular file"
-    touched = path.parent if is_replaced or not path.exists() else path
-    return "" if os.access(touched, os.W_OK) else f"no permission to write to {touched}"
 
 
 if __name__ == "__main__":

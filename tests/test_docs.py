@@ -25,7 +25,7 @@ from helpers.documentation import (
 from helpers.training_process import TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import generate, schedule, train
+from maxpipe import generate, plan, schedule, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -43,6 +43,7 @@ MAINS = {
     "maxpipe.train": train.main,
     "maxpipe.generate": generate.main,
     "maxpipe.compile": compile_command.main,
+    "maxpipe.plan": plan.main,
     "maxpipe.schedule": schedule.main,
     "maxpipe.checkpoint": checkpoint.main,
     "maxpipe.data": data.main,

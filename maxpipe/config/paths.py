@@ -8,6 +8,7 @@ import glob
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
@@ -81,3 +82,19 @@ def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
 
 def _exists(path: str) -> bool:
     return os.path.exists(path) or next(glob.iglob(path, recursive=True), None) is not None
+
+
+def unwritable(file: str, *, is_replaced: bool = False) -> str:
+    """Return why a file cannot be written; empty if it can.
+
+    Args:
+      file: its path.
+      is_replaced: whether a new file takes its place, so that it is no device such as /dev/stdout.
+    """
+    path = Path(file)
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if path.exists() and not path.is_file() and (is_replaced or path.is_dir()):
+        return "it is no regular file"
+    touched = path.parent if is_replaced or not path.exists() else path
+    return "" if os.access(touched, os.W_OK) else f"no permission to write to {touched}"

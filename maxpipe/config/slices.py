@@ -22,6 +22,7 @@ class Generation:
       grids: the usual slices below one cube (3 dimensions), or all of them (2 dimensions).
       aliases: other names of it.
       most_chips: the largest slice.
+      host_chips: chips of the largest slice that one host drives alone.
     """
 
     name: str
@@ -30,16 +31,17 @@ class Generation:
     grids: tuple[str, ...]
     aliases: tuple[str, ...]
     most_chips: int
+    host_chips: int
 
 
 _SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 GENERATIONS = (
-    Generation("v4", 2, 2, _SMALL, (), 4096),
-    Generation("v5e", 1, 1, _FLAT, ("v5litepod", "v5lite"), 256),
-    Generation("v5p", 2, 1, _SMALL, (), 6144),
-    Generation("v6e", 1, 1, _FLAT, ("trillium",), 256),
-    Generation("tpu7x", 2, 2, _SMALL, ("v7x", "tpu7", "v7", "ironwood"), 9216),
+    Generation("v4", 2, 2, _SMALL, (), 4096, 4),
+    Generation("v5e", 1, 1, _FLAT, ("v5litepod", "v5lite"), 256, 8),
+    Generation("v5p", 2, 1, _SMALL, (), 6144, 4),
+    Generation("v6e", 1, 1, _FLAT, ("trillium",), 256, 8),
+    Generation("tpu7x", 2, 2, _SMALL, ("v7x", "tpu7", "v7", "ironwood"), 9216, 4),
 )
 _BY_NAME = {name: entry for entry in GENERATIONS for name in (entry.name, *entry.aliases)}
 _NAME = re.compile(r"([a-z]+\d*[a-z]*\d*[a-z]*)([-:])(\d+(?:x\d+){0,2})")
@@ -134,3 +136,50 @@ def num_devices(topology: str) -> int:
     """Return the JAX devices of a canonical topology."""
     generation = _BY_NAME.get(topology.partition(":")[0])
     return num_chips(topology) * (generation.devices_per_chip if generation else 1)
+
+
+def check_grid(topology: str) -> None:
+    """Check that a canonical topology is a grid that its chips are wired in.
+
+    Raises:
+      ValueError: the chip is unknown, or its slices have other dimensions or fewer chips.
+    """
+    name, _, grid = topology.partition(":")
+    if name not in _BY_NAME:
+        known = ", ".join(generation.name for generation in GENERATIONS)
+        raise ValueError(f"there is no chip {name!r} in the table; it has {known}")
+    generation, sizes = _BY_NAME[name], [int(size) for size in grid.split("x")]
+    dimensions = len(generation.grids[0].split("x"))
+    chips = math.prod(sizes)
+    legal = "; usual slices: " + ", ".join(nearest_slices(generation, max(chips, 1)))
+    if len(sizes) != dimensions or min(sizes) < 1:
+        raise ValueError(f"{topology}: grids of {name} have {dimensions} dimensions{legal}")
+    if chips > generation.most_chips:
+        most = generation.most_chips
+        raise ValueError(f"{topology} has {chips} chips; the largest slice has {most}{legal}")
+    if dimensions == 3 and chips > CUBE**3 and any(size % CUBE for size in sizes):
+        raise ValueError(f"{topology}: slices above 64 chips are made of cubes of 4x4x4{legal}")
+
+
+def slices_of(name: str) -> list[str]:
+    """Return all usual slices of a kind of TPU, the smallest first: ["v5e:2x2", ...].
+
+    Raises:
+      ValueError: there is no such kind.
+    """
+    if name.lower() not in _BY_NAME:
+        known = ", ".join(generation.name for generation in GENERATIONS)
+        raise ValueError(f"there is no kind of TPU {name!r}; there are {known}")
+    generation = _BY_NAME[name.lower()]
+    grids = [*generation.grids]
+    if generation.grids != _FLAT:
+        counts = range(CUBE**3, generation.most_chips + 1, CUBE**3)
+        grids += [standard_grid(generation, count) for count in counts]
+    return [f"{generation.name}:{grid}" for grid in grids]
+
+
+def hosts_of(topology: str) -> int:
+    """Return how many hosts, so processes, drive a canonical topology; at least 1."""
+    generation = _BY_NAME.get(topology.partition(":")[0])
+    chips = num_chips(topology)
+    return -(-chips // generation.host_chips) if generation else 1

@@ -6,9 +6,7 @@ the machine would need if it did nothing else.
 Letters: S stages, V repeats, M microbatches, D embed.
 """
 
-import math
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.rules.batches import data_shards
@@ -19,15 +17,25 @@ from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
-    device_parameters,
+    gradient_copies,
     itemsize,
     layer_of,
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
+    recomputed_width,
     residual_width,
     stash_width,
+    total_parameters,
+    weights_in_use,
     working_width,
+)
+from maxpipe.planning.stores import (
+    Widths,
+    circular_store,
+    lockstep_store,
+    sequential_store,
+    stored_columns,
 )
 
 # Passes over weights and activations: forward, recomputation, gradients for inputs and for weights.
@@ -36,17 +44,24 @@ _PASSES = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device. `activations` holds everything that grows with tokens."""
+    """Bytes on one device.
+
+    Attributes:
+      parameters, optimizer, gradients: at rest, and whole where they are gathered for a step.
+      activations: everything that grows with tokens.
+      in_use: weights that a unit gathers for itself, and what it makes of their gradients.
+    """
 
     parameters: float
     optimizer: float
     gradients: float
     activations: float
+    in_use: float = 0.0
 
     @property
     def total(self) -> float:
         """Return the bytes of all parts."""
-        return self.parameters + self.optimizer + self.gradients + self.activations
+        return self.parameters + self.optimizer + self.gradients + self.activations + self.in_use
 
 
 @dataclass(frozen=True)
@@ -74,19 +89,20 @@ class Bounds:
 def estimate(config: Config) -> Memory:
     """Estimate the memory of one device for a resolved configuration on an SPMD engine."""
     pipeline = config.pipeline
-    at_rest = _parameters(config)
+    at_rest = total_parameters(config)
     is_gathered = (
         config.mesh.size("fsdp") > 1
         and pipeline.fsdp_gather != "per_iteration"
         and ENGINES[pipeline.engine].has_stages
     )
-    gathered = _parameters(config, ("fsdp",)) if is_gathered else 0.0
+    gathered = total_parameters(config, ("fsdp",)) if is_gathered else 0.0
     return Memory(
         parameters=itemsize(config.model.param_dtype) * at_rest
         + itemsize(config.model.dtype) * gathered,
         optimizer=optimizer_bytes(config) * at_rest,
-        gradients=4.0 * (gathered or at_rest),
+        gradients=4.0 * (gathered or at_rest) + at_rest * gradient_copies(config),
         activations=_activations(config),
+        in_use=weights_in_use(config, build_layout(config).layers_per_stage),
     )
 
 
@@ -122,7 +138,7 @@ def traffic(config: Config, memory: Memory) -> float:
     """Return the least bytes that a device moves to and from its memory in a step."""
     size, count = itemsize(config.model.dtype), config.pipeline.num_microbatches
     # Every device multiplies with all weights of its stage, once a microbatch.
-    weights = _PASSES * size * _parameters(config, ("fsdp",)) * count
+    weights = _PASSES * size * total_parameters(config, ("fsdp",)) * count
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
@@ -130,48 +146,31 @@ def traffic(config: Config, memory: Memory) -> float:
     return weights + update + _PASSES * size * tokens * layers * width
 
 
-def _parameters(config: Config, whole_over: Collection[str] = ()) -> float:
-    """Return the parameters on one device, gathered over some mesh axes."""
-    layers = config.model.stacked_layers / config.mesh.size("stage")
-    return (
-        layers * device_parameters(config, "layers", whole_over=whole_over)
-        + device_parameters(config, "embed", whole_over=whole_over)
-        + device_parameters(config, "head", whole_over=whole_over)
-    )
-
-
 def _activations(config: Config) -> float:
     """Return the bytes that grow with tokens: what the engine stores, and one layer's work."""
     model, pipeline = config.model, config.pipeline
-    layout, per_layer = build_layout(config), residual_width(config)
-    layers, outside = layout.layers_per_stage, layout.num_outside * (model.embed_dim + per_layer)
-    if model.first_dense_layers:
-        dense = replace(config, model=model.dense)
-        outside += model.first_dense_layers * (model.embed_dim + residual_width(dense))
-    chunk_input, unit = float(model.embed_dim), model.embed_dim + layers * per_layer
-    engine = ENGINES[pipeline.engine]
+    layout, engine, stages = build_layout(config), ENGINES[pipeline.engine], num_stages(config)
+    widths = Widths(
+        model.embed_dim, residual_width(config), stash_width(config), recomputed_width(config)
+    )
+    rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
     if not engine.has_stages:
-        stored = layers * (model.embed_dim + per_layer) + outside
+        stored = sequential_store(model.num_layers)
     elif engine.lockstep:
-        plan = lockstep_plan(build_table(config))
-        slots = plan.sizes.activations + plan.sizes.gradients + 2
-        stored = (plan.sizes.residuals + 1) * unit + slots * chunk_input
-        if plan.splits_backward:
-            stored += (plan.sizes.stash + 1) * layers * stash_width(config)
-        # Layers outside the pipeline: a stage has its rows of one microbatch, within a tick.
-        rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
-        stored += outside * math.ceil(rows / num_stages(config)) / rows
+        sizes = lockstep_plan(build_table(config)).sizes
+        stored = lockstep_store(
+            sizes.residuals, sizes.activations + sizes.gradients, sizes.stash, stages, rows
+        )
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
-        stages, microbatches = num_stages(config), pipeline.num_microbatches
-        iterations = microbatches * pipeline.num_repeats + delay * (stages - 1)
-        # The conveyor of inputs and outputs, and its gradient.
-        stored = iterations * unit + 2 * microbatches / stages * chunk_input
-        # Each stage runs the layers outside the pipeline on its microbatches.
-        stored += outside * microbatches / stages
+        stored = circular_store(stages, pipeline.num_microbatches, pipeline.num_repeats, delay)
+    # The first dense layers count as if they had experts.
+    outside = layout.num_outside + model.first_dense_layers
+    columns = stored_columns(stored, layout.layers_per_stage, outside, widths)
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
-    head_shards = num_stages(config) if engine.lockstep else 1
-    # One layer at a time is recomputed.
-    columns = stored + working_width(config)
-    return tokens * itemsize(model.dtype) * columns + logits_bytes(config, tokens / head_shards)
+    head_shards = stages if engine.lockstep else 1
+    column = tokens * itemsize(model.dtype)
+    # The head has done its work before the backward of a layer begins.
+    working = max(column * working_width(config), logits_bytes(config, tokens / head_shards))
+    return column * float(columns) + working

@@ -35,6 +35,17 @@ def optimizer_bytes(config: Config) -> float:
     return 4.0 * OPTIMIZERS[config.optimizer.name].moments
 
 
+def gradient_copies(config: Config) -> float:
+    """Return the bytes per parameter of gradients of one microbatch that wait to be added.
+
+    An engine without stages computes all of them before it adds them to the sums.
+    """
+    accumulates = config.pipeline.num_microbatches > 1
+    if ENGINES[config.pipeline.engine].has_stages or not accumulates:
+        return 0.0
+    return float(itemsize(config.model.param_dtype))
+
+
 def microbatch_tokens(config: Config) -> float:
     """Return the tokens of a microbatch on one device."""
     rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
@@ -66,6 +77,16 @@ def device_parameters(
     return _device_parameters(config.model, part, _rules(config), mesh, gathered)
 
 
+def total_parameters(config: Config, whole_over: Collection[str] = ()) -> float:
+    """Return the parameters of all parts on one device, gathered over some mesh axes."""
+    layers = config.model.stacked_layers / config.mesh.size("stage")
+    return (
+        layers * device_parameters(config, "layers", whole_over=whole_over)
+        + device_parameters(config, "embed", whole_over=whole_over)
+        + device_parameters(config, "head", whole_over=whole_over)
+    )
+
+
 def layer_of(config: Config) -> Layer:
     """Return the tensors and products of a layer of a resolved configuration."""
     sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
@@ -84,6 +105,34 @@ def residual_width(config: Config) -> float:
         return layer.residual_bytes() / itemsize(config.model.dtype)
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + layer.saved_width(policy.device)
+
+
+def recomputed_width(config: Config) -> float:
+    """Return the width of what a chunk's backward computes again and holds of each other layer.
+
+    That is nothing where it computes one layer after the other.
+    """
+    pipeline = config.pipeline
+    if not pipeline.remat_iterations or not ENGINES[pipeline.engine].has_stages:
+        return 0.0
+    if pipeline.remat_layers:
+        return config.model.embed_dim
+    return max(layer_of(config).result_width - residual_width(config), 0.0)
+
+
+def weights_in_use(config: Config, layers: float) -> float:
+    """Return the bytes of the weights that a unit gathers for itself, and of a layer's gradient.
+
+    Args:
+      config: resolved, on an engine of one program. A chunk that `fsdp_prefetch=auto` gathers ahead
+        is not counted; it is small wherever that is on.
+      layers: of a chunk.
+    """
+    pipeline, has_stages = config.pipeline, ENGINES[config.pipeline.engine].has_stages
+    if config.mesh.size("fsdp") == 1 or (has_stages and pipeline.fsdp_gather != "per_iteration"):
+        return 0.0
+    layer = device_parameters(config, "layers", whole_over=STORAGE_AXES)
+    return layer * (itemsize(config.model.dtype) * (layers if has_stages else 1.0) + 4.0)
 
 
 def stash_width(config: Config) -> float:

@@ -149,6 +149,7 @@ def _trace(program: ModelProgram, tokens: int) -> ModelTrace:
     return ModelTrace(program, tokens, layer, program_flops(head) / tokens, share)
 
 
+@cache
 def trace_residuals(trace: ModelTrace) -> ClosedJaxpr:
     """Trace a layer that saves everything its backward needs; inputs as of `ModelTrace.layer`.
 

@@ -90,6 +90,7 @@ def test_as_json_has_every_number():
         "optimizer_bytes": 2e9,
         "gradients_bytes": 1e9,
         "activations_bytes": 4e9,
+        "in_use_bytes": 0.0,
         "arguments_bytes": 5,
         "temp_bytes": 6,
         "program_bytes": 7,

@@ -10,10 +10,7 @@
 import importlib.metadata
 from dataclasses import dataclass
 
-from maxpipe.devices.chips import Chip
-
-_ATTENTION_EFFICIENCY = 0.5
-_LINK_EFFICIENCY = 0.9
+from maxpipe.devices.chips import ATTENTION_EFFICIENCY, LINK_EFFICIENCY, Chip
 
 # Multiply-accumulates in a cycle of one JAX device: matrix units of 128 x 128, of v6e 256 x 256.
 _PRODUCTS_PER_CYCLE = {
@@ -66,9 +63,9 @@ def constants_of(chip: Chip, devices_per_chip: int = 1) -> Constants | None:
         # A v4 chip of two JAX devices shares its matrix units among them, at the same clock.
         clock=peak / (2 * products),
         peak_flops=peak / devices_per_chip,
-        attention_efficiency=_ATTENTION_EFFICIENCY,
+        attention_efficiency=ATTENTION_EFFICIENCY,
         hbm_bandwidth=chip.hbm_bandwidth / devices_per_chip,
-        link_bandwidth=_LINK_EFFICIENCY * chip.link_bandwidth,
+        link_bandwidth=LINK_EFFICIENCY * chip.link_bandwidth,
         dcn_bandwidth=chip.dcn_bandwidth / devices_per_chip if chip.dcn_bandwidth else None,
     )
 

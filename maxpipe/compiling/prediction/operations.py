@@ -26,7 +26,7 @@ from maxpipe.compiling.collectives import (
 from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, array_bytes
 from maxpipe.compiling.prediction.constants import Constants
 from maxpipe.compiling.topology import PERMUTE, axis_links
-from maxpipe.devices.chips import Chip
+from maxpipe.devices.chips import ATTENTION_BLOCK, Chip
 
 
 class Part(StrEnum):
@@ -70,7 +70,6 @@ _KERNEL = "tpu_custom_call"
 # Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
 # for queries, gradients for keys and values.
 _ATTENTION_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-_BLOCK = 512  # of queries and keys: half of the blocks on the diagonal is computed masked
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
     "after-all", "opt-barrier", "domain", "add-dependency", "recv",
@@ -221,7 +220,7 @@ class Prices:
         # Queries [B, H, T, C] come first, then keys [B, KV, S, C]: each query meets half of the
         # keys under the causal mask, and the masked half of the blocks on the diagonal.
         queries, keys = math.prod(shapes[0]), shapes[1][-2]
-        met = 0.5 * (keys + min(_BLOCK, keys))
+        met = 0.5 * (keys + min(ATTENTION_BLOCK, keys))
         flops = 2.0 * queries * met * _ATTENTION_PRODUCTS[words[0]]
         peak = self._constants.attention_efficiency * self._constants.peak_flops
         return Price(Part.ATTENTION, flops / peak)

@@ -114,7 +114,7 @@ class MixtureOfExperts(nnx.Module):
             (D, E), ("router", "router"), jnp.float32, stddev=std, keeps_dtype=True
         )
         self.has_selection_bias = moe.has_bias
-        if self.has_selection_bias:
+        if moe.has_bias:
             self.bias = declare((E,), ("expert_bias",), jnp.float32, keeps_dtype=True)
         axes = ("expert", "expert_embed", "expert_mlp")
         self.gate = declare((E, D, F), axes, dtype, stddev=std)
@@ -134,9 +134,6 @@ class MixtureOfExperts(nnx.Module):
         if self.has_shared:
             self.shared = GatedMLP(replace(config, mlp_dim=moe.shared_experts * F))
 
-    def _selection_bias(self) -> jax.Array | None:
-        return self.bias[...] if self.has_selection_bias else None
-
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the experts to each token, [B, T, D] -> ([B, T, D], losses by name).
 
@@ -148,7 +145,8 @@ class MixtureOfExperts(nnx.Module):
         )
         if self.has_logit_bias:
             logits = logits + self.logit_bias[...]
-        choice = route(logits, self.config, self._selection_bias())
+        selection_bias = self.bias[...] if self.has_selection_bias else None
+        choice = route(logits, self.config, selection_bias)
         experts = checkpoint_name(choice.experts, EXPERT_CHOICE)  # [B, T, k]
         # 2. Compute.
         weights = ExpertWeights(self.gate[...], self.up[...], self.down[...])

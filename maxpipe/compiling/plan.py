@@ -1,0 +1,102 @@
+"""Run what a command line of `maxpipe.plan` asks for, and print and write the result."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from maxpipe.compiling.proof import is_provable, prove
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.devices.chips import GIB
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.plan import Plan, make_plan
+from maxpipe.planning.search.remedies import promising_slices, remedies, slice_costs
+from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.written import file_text
+from maxpipe.render.plan_page import page_html
+from maxpipe.render.plan_table import (
+    as_json,
+    basis_lines,
+    slice_lines,
+    summary_lines,
+    table_lines,
+)
+
+FITS, NOTHING_FITS = 0, 3
+
+
+def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) -> int:
+    """Plan, prove, print and write.
+
+    Args:
+      request: what is asked for.
+      flags: compile, compare, write, json and html.
+      words: the command line after the command, for the file that is written.
+
+    Returns:
+      The exit code, see `maxpipe.plan`.
+
+    Raises:
+      ConfigError: a file cannot be written.
+    """
+    facts = Facts(request.config)
+    if request.smallest:
+        plan = _smallest(request, facts)
+    else:
+        plan = make_plan(request, facts, compare=flags.compare)
+    print(*summary_lines(plan), sep="\n", flush=True)
+    if flags.compile and is_provable(plan):
+        plan = prove(plan, flags.compile, _print)
+    if plan.winner is None:
+        plan = replace(plan, remedies=remedies(plan.request, facts))
+    print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
+    if plan.winner is None:
+        print(*_nothing_fits(plan), sep="\n")
+    _write("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
+    if flags.html:
+        _write("--html", flags.html, page_html(plan, words))
+    if plan.winner is None:
+        return NOTHING_FITS
+    if flags.write:
+        _write("--write", flags.write, file_text(plan, plan.winner, words))
+        print(f"written     {flags.write}: python -m maxpipe.train {flags.write}")
+    return FITS
+
+
+def _smallest(request: Request, facts: Facts) -> Plan:
+    """Return the plan of the smallest slice that trains the model; print what larger ones cost."""
+    costs = slice_costs(promising_slices(request, facts), facts)
+    if not costs:
+        return make_plan(request.on(request.smallest[-1]), facts)
+    figures = [
+        (cost.plan.request.machine.topology, cost.chips, winner.seconds, cost.chip_seconds)
+        for cost in costs
+        if (winner := cost.plan.winner) is not None
+    ]
+    print(*slice_lines(figures), "", sep="\n", flush=True)
+    return costs[0].plan
+
+
+def _nothing_fits(plan: Plan) -> list[str]:
+    least, limit = plan.found.least, plan.request.limit
+    if least is None:
+        return ["nothing is legal; the lines above say why"]
+    needed = f"the least needs {least.memory / GIB:.3g} GiB a device by closed forms"
+    usable = f" of the {limit / GIB:.3g} that it may use" if limit else ""
+    lines = [f"nothing fits: {needed}{usable}: {least.mesh_text()}, {least.schedule_text()}"]
+    if plan.remedies:
+        return [*lines, "what would fit:", *(f"  {remedy}" for remedy in plan.remedies)]
+    return [*lines, "neither fewer tokens, nor more chips, nor offloading alone would fit"]
+
+
+def _write(flag: str, file: str | None, text: str) -> None:
+    if file:
+        try:
+            Path(file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(Problem(flag, f"cannot write {file}: {error.strerror}")) from None
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)

@@ -1,0 +1,200 @@
+"""Collect what the closed forms need to know of a model, once for each way to split it.
+
+Reading a model takes JAX, which traces one layer on shapes. Nothing after that does: the same facts
+serve every candidate that splits the model alike.
+"""
+
+from functools import cached_property
+from typing import NamedTuple
+
+from maxpipe.config.catalog import ENGINES
+from maxpipe.config.options import update
+from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.pipeline.chunk import remat_policy
+from maxpipe.pipeline.weights import STORAGE_AXES
+from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.planning.footprint import (
+    device_parameters,
+    handed_over_width,
+    itemsize,
+    layer_of,
+    optimizer_bytes,
+    recomputed_width,
+    residual_width,
+    stash_width,
+    total_parameters,
+    working_width,
+)
+from maxpipe.planning.layer_trace import trace_model
+from maxpipe.planning.search.space import Axes
+
+
+class Parameters(NamedTuple):
+    """Parameters on one device, as numbers of values.
+
+    Attributes:
+      at_rest: all of them.
+      gathered: all of them, whole over fsdp.
+      layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
+      outer_at_rest, outer_gathered: those of embedding and head, likewise.
+      embed_gathered, head_gathered: those of each, whole over all storage axes.
+    """
+
+    at_rest: float
+    gathered: float
+    layer_at_rest: float
+    layer_gathered: float
+    outer_at_rest: float
+    embed_gathered: float
+    head_gathered: float
+
+
+class LayerCosts(NamedTuple):
+    """A layer on one device; FLOPs are per token of the device, widths in values per token.
+
+    Attributes:
+      weight_flops, attention_flops: of a forward.
+      results: width of what its products make.
+      elementwise: width of what its norms and sums make.
+      key_values: width of what attention reads besides queries.
+      working: width of all tensors and their gradients.
+    """
+
+    weight_flops: float
+    attention_flops: float
+    results: float
+    elementwise: float
+    key_values: float
+    working: float
+
+
+class Saving(NamedTuple):
+    """What a policy of rematerialisation saves and computes again.
+
+    Attributes:
+      residuals: width that a layer saves besides the input of its chunk.
+      stash: width that an I leaves to its W.
+      handed_over: the same on an engine with a program for each unit.
+      held: width of what a chunk's backward computes again and holds of each other layer.
+      recomputed: share of a layer's forward that its backward computes again.
+    """
+
+    residuals: float
+    stash: float
+    handed_over: float
+    held: float
+    recomputed: float
+
+
+class Facts:
+    """What is known of one model, read when it is first needed.
+
+    Args:
+      config: its model, sequence length, logical axis rules and what candidates do not change.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._parameters: dict[Axes, Parameters] = {}
+        self._layers: dict[Axes, LayerCosts] = {}
+        self._savings: dict[tuple[Axes, str, str], Saving] = {}
+        self._splitting = {
+            axis
+            for name, axes in config.sharding.logical_axis_rules
+            if not str(name).startswith("activation_")
+            for axis in axes
+        }
+
+    @cached_property
+    def model_flops_per_token(self) -> float:
+        """Return the model FLOPs of a token, forward and backward."""
+        return model_flops_per_token(self.config.model, self.config.data.sequence_length)
+
+    @cached_property
+    def head_flops(self) -> float:
+        """Return the FLOPs of a token's logits."""
+        return trace_model(self.config.model, self.config.data.sequence_length).head_flops
+
+    def least_state_bytes(self) -> float:
+        """Return the bytes of parameters, optimizer state and gradients over all devices."""
+        config = self.config
+        each = itemsize(config.model.param_dtype) + optimizer_bytes(config) + 4.0
+        return each * self.parameters((1,) * len(MESH_AXES)).at_rest
+
+    def parameters(self, axes: Axes) -> Parameters:
+        """Return the parameters on a device of a mesh."""
+        key = tuple(
+            n if name in self._splitting or name == "stage" else 1
+            for name, n in zip(MESH_AXES, axes, strict=True)
+        )
+        if key not in self._parameters:
+            config = self._on(key)
+            layer, embed, head = (
+                device_parameters(config, part, whole_over=STORAGE_AXES)
+                for part in ("layers", "embed", "head")
+            )
+            self._parameters[key] = Parameters(
+                total_parameters(config),
+                total_parameters(config, ("fsdp",)),
+                device_parameters(config, "layers"),
+                layer,
+                device_parameters(config, "embed") + device_parameters(config, "head"),
+                embed,
+                head,
+            )
+        return self._parameters[key]
+
+    def layer(self, axes: Axes) -> LayerCosts:
+        """Return what a layer costs on a device of a mesh."""
+        key = self._computing(axes)
+        if key not in self._layers:
+            config = self._on(key)
+            layer, split = layer_of(config), config.mesh.size("tensor")
+            self._layers[key] = LayerCosts(
+                layer.weight_flops / split,
+                layer.activation_flops / split,
+                layer.result_width,
+                layer.elementwise_width,
+                layer.key_value_width,
+                working_width(config),
+            )
+        return self._layers[key]
+
+    def saving(self, axes: Axes, engine: str, policy: str) -> Saving:
+        """Return what a policy saves on a device of a mesh."""
+        key = (self._computing(axes), engine, policy)
+        if key not in self._savings:
+            changes = {"pipeline.engine": engine, "pipeline.remat_policy": policy}
+            config = update(self._on(key[0]), changes)
+            pipeline, layer, chosen = (
+                config.pipeline,
+                layer_of(config),
+                remat_policy(config.pipeline),
+            )
+            recomputed = 0.0
+            if not chosen.everything:
+                passes = 1
+                if ENGINES[engine].has_stages:
+                    passes = pipeline.remat_iterations + pipeline.remat_layers
+                flops = layer.recomputed_flops((*chosen.device, *chosen.host))
+                recomputed = passes * flops / (layer.weight_flops + layer.activation_flops)
+            self._savings[key] = Saving(
+                residual_width(config),
+                stash_width(config),
+                handed_over_width(config),
+                recomputed_width(config),
+                recomputed,
+            )
+        return self._savings[key]
+
+    def _computing(self, axes: Axes) -> Axes:
+        """Return the sizes of the axes that split a layer while it computes; 1 for the others."""
+        return tuple(
+            n if name in self._splitting and name not in STORAGE_AXES else 1
+            for name, n in zip(MESH_AXES, axes, strict=True)
+        )
+
+    def _on(self, axes: Axes) -> Config:
+        """Return the configuration on a mesh of these sizes."""
+        sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
+        return update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})

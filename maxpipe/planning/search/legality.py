@@ -1,0 +1,125 @@
+"""Decide which candidates are legal, before a configuration is built.
+
+What a mesh, or an engine with its options, may be is asked of the configuration's own rules, once
+each. What depends on several numbers at once is decided here, for arrays of candidates.
+
+Letters: S stages, V repeats, M microbatches.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.options import update
+from maxpipe.config.rules.engines import ENGINE_RULES
+from maxpipe.config.rules.model import MODEL_RULES
+from maxpipe.config.rules.rule import apply_rules
+from maxpipe.config.sections import Config
+from maxpipe.config.values import AUTO
+from maxpipe.planning.search.space import Grid
+
+
+class Layout(NamedTuple):
+    """How layers lie on stages x repeats.
+
+    Attributes:
+      chunk: layers of the largest chunk; 0 if there are too few layers.
+      outside: layers outside the pipeline.
+      is_uneven: whether chunks differ, so that `layers_per_stage=auto` decides.
+    """
+
+    chunk: int
+    outside: int
+    is_uneven: bool
+
+    def updates(self, layers: int) -> dict[str, object]:
+        """Return the keys and values of the layout of so many layers."""
+        return {
+            "pipeline.num_layers_per_stage": -1,
+            "pipeline.layers_per_stage": AUTO if self.is_uneven else [],
+            "pipeline.parallel_layers": layers - self.outside if self.outside else -1,
+        }
+
+
+def layout_of(engine: str, layers: int, stages: int, repeats: int) -> Layout:
+    """Return how an engine holds layers that may not divide over the chunks."""
+    facts, chunks = ENGINES[engine], stages * repeats
+    chunk, outside = divmod(layers, chunks)
+    if not facts.has_stages:
+        return Layout(layers, 0, is_uneven=False)
+    if not outside or not chunk or not facts.no_outside_layers:
+        return Layout(chunk, outside, is_uneven=False)
+    return Layout(chunk + 1, 0, is_uneven=True) if facts.auto_stages else Layout(0, 0, False)
+
+
+class Legality:
+    """The rules, applied to parts of candidates.
+
+    Args:
+      config: what all candidates share.
+      processes: that drive the devices.
+    """
+
+    def __init__(self, config: Config, processes: int):
+        self._config, self._processes = config, processes
+        self._options: dict[tuple[str, str, str, str], str] = {}
+
+    def of_mesh(self, grid: Grid) -> str:
+        """Return why the model cannot be split over a mesh; empty if it can."""
+        problems = apply_rules(MODEL_RULES, update(self._config, grid.updates()), ())[1]
+        return f"{problems[0].key}: {_brief(problems[0].message)}" if problems else ""
+
+    def of_engine(self, engine: str) -> str:
+        """Return why an engine cannot drive the devices; empty if it can."""
+        if self._processes > 1 and not ENGINES[engine].several_processes:
+            return f"pipeline.engine={engine}: drives all devices from one process"
+        return ""
+
+    def of_options(self, engine: str, schedule: str, policy: str, gather: str) -> str:
+        """Return why an engine does not take options; empty if it does."""
+        key = (engine, schedule, policy, gather)
+        if key not in self._options:
+            changes = {
+                "pipeline.engine": engine,
+                "pipeline.schedule": schedule,
+                "pipeline.remat_policy": policy,
+                "pipeline.fsdp_gather": gather,
+            }
+            problems = apply_rules(ENGINE_RULES, update(self._config, changes), ())[1]
+            first = next(iter(problems), None)
+            self._options[key] = f"{first.key}: {_brief(first.message)}" if first else ""
+        return self._options[key]
+
+    def of_batch(
+        self, engine: str, grid: Grid, batch: int, microbatches: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return two masks over M: whether M fits the engine, and whether it divides the batch."""
+        stages = grid.size("stage")
+        fits_engine = np.ones(microbatches.shape, bool)
+        if ENGINES[engine].has_stages and ENGINES[engine].whole_rounds:
+            least = stages * (2 if self._config.pipeline.delay_activation_forwarding else 1)
+            fits_engine = (microbatches % stages == 0) & (microbatches >= least)
+        divides = batch % (microbatches * grid.batch_shards) == 0
+        evaluation = self._config.eval
+        if evaluation.every and evaluation.global_batch_size not in (-1, batch):
+            divides &= evaluation.global_batch_size % grid.batch_shards == 0
+        return fits_engine, divides
+
+    def of_layers(
+        self, engine: str, schedule: str, stages: int, repeats: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return three arrays over V: whether it is legal, layers of a chunk, layers outside."""
+        layouts = [
+            layout_of(engine, self._config.model.stacked_layers, stages, int(v)) for v in repeats
+        ]
+        chunk = np.array([layout.chunk for layout in layouts])
+        outside = np.array([layout.outside for layout in layouts])
+        fixed = SCHEDULES[schedule].repeats if ENGINES[engine].has_stages else None
+        legal = (chunk > 0) & ((repeats == fixed) if fixed else True)
+        return legal, chunk, outside
+
+
+def _brief(message: str) -> str:
+    """Return the first clause of a message."""
+    return message.partition(";")[0].partition(": ")[0]

@@ -1,0 +1,127 @@
+"""State what a device and its links can do, as the closed forms reckon with it."""
+
+from typing import NamedTuple
+
+from maxpipe.config.sections import MESH_AXES, Config
+from maxpipe.config.slices import canonical_topology, check_grid, hosts_of, num_chips, num_devices
+from maxpipe.devices.chips import (
+    ATTENTION_EFFICIENCY,
+    CHIPS,
+    LINK_EFFICIENCY,
+    Chip,
+    chip_of,
+)
+from maxpipe.planning.search.links import AxisLinks, axis_links
+from maxpipe.planning.search.space import Axes, Grid
+
+CPU = "cpu"
+# Share of the peak that large products reach by XLA's own estimates: squares of 2048 to 8192 in
+# bfloat16, compiled with libtpu 0.0.42 for one chip.
+_MATRIX_EFFICIENCY = {"v5e": 0.92, "v5p": 0.91, "v6e": 0.72}
+_OTHER_CHIPS = 0.9
+# Simulated devices share a machine whose speed is not known: only ratios of times mean anything.
+_NOMINAL = Chip("cpu", {"bfloat16": 1e10, "float32": 1e10}, 0.0, 1e9, 1e9, 1e9)
+
+
+class Machine(NamedTuple):
+    """The devices of a topology.
+
+    Attributes:
+      topology: "v5p:4x4x8", "cpu:8" or "H100:8".
+      chip: of the devices.
+      grid: chips in each dimension of a slice.
+      devices, slices, hosts: JAX devices over all slices; slices; processes.
+      peak: FLOP/s of a device in the model's dtype.
+      matrix_efficiency: share of the peak that matrix products reach.
+      hbm: bytes/s of a device's memory.
+      capacity: bytes of a device; None if unknown.
+      is_timed: whether the chip's figures are known, so that seconds mean seconds.
+    """
+
+    topology: str
+    chip: Chip
+    grid: tuple[int, ...]
+    devices: int
+    slices: int
+    hosts: int
+    peak: float
+    matrix_efficiency: float
+    hbm: float
+    capacity: float | None
+    is_timed: bool
+
+    @property
+    def is_compilable(self) -> bool:
+        """Return whether a compiler for the devices is at hand, whose estimates can be read."""
+        return self.is_timed and self.chip.torus is not None
+
+    @property
+    def num_chips(self) -> int:
+        """Return the chips of all slices."""
+        count = self.slices
+        for size in self.grid:
+            count *= size
+        return count
+
+    def attention_peak(self) -> float:
+        """Return the FLOP/s of attention kernels."""
+        return ATTENTION_EFFICIENCY * self.peak
+
+    def links(self, grid: Grid) -> dict[str, AxisLinks]:
+        """Return the links of a chip that each axis of a mesh uses within a slice."""
+        return axis_links(dict(zip(MESH_AXES, grid.ici, strict=True)), self.grid, self.chip)
+
+    def collective_cost(self, grid: Grid, links: dict[str, AxisLinks], axis: str) -> float:
+        """Return the seconds that a device needs to send a byte in collectives along an axis."""
+        at = MESH_AXES.index(axis)
+        within = 1 / (links[axis].collectives * LINK_EFFICIENCY * self.chip.link_bandwidth)
+        if grid.dcn[at] == 1:
+            return within
+        # Between slices each device sends its part of what the slice has reduced.
+        return within * (grid.ici[at] > 1) + self._dcn_cost() / grid.ici[at]
+
+    def permute_cost(self, grid: Grid, links: dict[str, AxisLinks]) -> float:
+        """Return the seconds that a device needs to send a byte to the next stage."""
+        if grid.dcn[MESH_AXES.index("stage")] > 1:
+            return self._dcn_cost()
+        return 1 / (links["stage"].permutes * LINK_EFFICIENCY * self.chip.link_bandwidth)
+
+    def _dcn_cost(self) -> float:
+        return 1 / (self.chip.dcn_bandwidth or self.chip.link_bandwidth)
+
+
+def machine_of(topology: str, slices: int, config: Config) -> Machine:
+    """Return the machine that a topology names: a TPU slice, cpu:DEVICES or a GPU and a number.
+
+    Raises:
+      ValueError: there is no such slice or chip; the message has those nearest.
+    """
+    name, _, rest = topology.partition(":")
+    dtype = config.model.dtype
+    if name.lower() == CPU:
+        count = int(rest) if rest.isdecimal() else max(1, config.mesh.simulated_devices)
+        return Machine(
+            f"{CPU}:{count}", _NOMINAL, (count,), count, 1, 1, _NOMINAL.peak_flops[dtype], 1.0,
+            _NOMINAL.hbm_bandwidth, None, False,
+        )  # fmt: skip
+    gpu = next((c for c in CHIPS if c.torus is None and c.name.lower() == name.lower()), None)
+    if gpu is not None:
+        if not rest.isdecimal() or int(rest) < 1:
+            raise ValueError(f"{topology!r}: give the number of GPUs, such as {gpu.name}:8")
+        count = int(rest)
+        return Machine(
+            f"{gpu.name}:{count}", gpu, (count,), count * slices, slices, slices,
+            gpu.peak_flops[dtype], _OTHER_CHIPS, gpu.hbm_bandwidth, gpu.hbm_bytes, True,
+        )  # fmt: skip
+    canonical = canonical_topology(topology)
+    check_grid(canonical)
+    chip = chip_of(canonical)
+    assert chip is not None, canonical
+    per_chip = num_devices(canonical) // num_chips(canonical)
+    sizes: Axes = tuple(int(size) for size in canonical.partition(":")[2].split("x"))
+    return Machine(
+        canonical, chip, sizes, num_devices(canonical) * slices, slices,
+        hosts_of(canonical) * slices, chip.peak_flops[dtype] / per_chip,
+        _MATRIX_EFFICIENCY.get(chip.name, _OTHER_CHIPS), chip.hbm_bandwidth / per_chip,
+        chip.hbm_bytes / per_chip, True,
+    )  # fmt: skip

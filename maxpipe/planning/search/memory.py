@@ -1,0 +1,102 @@
+"""Compute the memory of a block's candidates, by the forms that the estimate of one uses."""
+
+import numpy as np
+
+from maxpipe.planning.footprint import itemsize
+from maxpipe.planning.search.block import along
+from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
+from maxpipe.planning.stores import (
+    Number,
+    Store,
+    Widths,
+    circular_store,
+    lockstep_store,
+    sequential_store,
+    stored_columns,
+)
+
+
+def memory_bytes(sizes: BlockSizes) -> Number:
+    """Return the bytes of a device, an array of the block's dimensions."""
+    return _stage_bytes(sizes) if not sizes.engine.one_program else _program_bytes(sizes)
+
+
+def _program_bytes(sizes: BlockSizes) -> Number:
+    """Return the same as `planning.estimate.estimate`, for many."""
+    config, parameters = sizes.config, sizes.parameters
+    splits = sizes.block.grid.size("fsdp") > 1 and sizes.engine.has_stages
+    whole = splits * (1.0 - sizes.gathers("per_iteration")) * parameters.gathered
+    state = state_per_parameter(config) * parameters.at_rest + sizes.itemsize * whole
+    gradients = 4.0 * np.where(whole > 0, whole, parameters.at_rest)
+    if not sizes.engine.has_stages:  # see `footprint.gradient_copies`
+        waiting = parameters.at_rest * itemsize(config.model.param_dtype)
+        gradients = gradients + waiting * (sizes.microbatches > 1)
+    widths = Widths(config.model.embed_dim, sizes.residuals, sizes.stash, sizes.held)
+    columns = stored_columns(_store(sizes), sizes.layers, sizes.outside, widths)
+    head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
+    column = sizes.tokens * sizes.itemsize
+    working = np.maximum(column * _working(sizes), _logits(sizes, head_tokens))
+    return state + gradients + column * columns + working + _weights_in_use(sizes)
+
+
+def _weights_in_use(sizes: BlockSizes) -> Number:
+    """Return the same as `footprint.weights_in_use`, for many."""
+    if sizes.block.grid.size("fsdp") == 1:
+        return 0.0
+    layer = sizes.parameters.layer_gathered
+    if not sizes.engine.has_stages:
+        return layer * (sizes.itemsize + 4.0)
+    return sizes.gathers("per_iteration") * layer * (sizes.itemsize * sizes.layers + 4.0)
+
+
+def _store(sizes: BlockSizes) -> Store:
+    pipeline = sizes.config.pipeline
+    if not sizes.engine.has_stages:
+        return sequential_store(sizes.config.model.num_layers)
+    if not sizes.engine.lockstep:
+        delay = 2 if pipeline.delay_activation_forwarding else 1
+        return circular_store(sizes.stages, sizes.microbatches, sizes.repeats, delay)
+    residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
+    return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
+
+
+def _working(sizes: BlockSizes) -> float:
+    others = sizes.block.grid.size("context") - 1
+    return sizes.layer.working + 2 * others * sizes.layer.key_values
+
+
+def _logits(sizes: BlockSizes, tokens: Number) -> Number:
+    """Return the bytes of logits and their gradient, see `footprint.logits_bytes`."""
+    tile = np.ceil(tokens / along(sizes.block.tiles, "tiles"))
+    return 8.0 * tile * sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
+
+
+def _stage_bytes(sizes: BlockSizes) -> Number:
+    """Return the bytes of the first stage, which has most in flight, or of the last, if more.
+
+    They follow `planning.stage_memory.StageMemory`, for chunks of equal size.
+    """
+    config, parameters = sizes.config, sizes.parameters
+    embed, layers = config.model.embed_dim, sizes.layers
+    of_stage = layers * sizes.repeats
+    once = sizes.gathers("once") * (sizes.block.grid.size("fsdp") > 1)
+    # The outer parameters of a stage are not split over the stages.
+    outer = sizes.stages * parameters.outer_at_rest / 2
+    at_rest = of_stage * parameters.layer_at_rest + outer
+    whole = of_stage * parameters.layer_gathered + max(
+        parameters.embed_gathered, parameters.head_gathered
+    )
+    state = at_rest * state_per_parameter(config) + np.where(
+        once > 0, whole * (sizes.itemsize + 4.0), at_rest * 4.0
+    )
+    unit = embed + layers * sizes.residuals
+    handed = embed + layers * sizes.handed_over
+    columns = sizes.of_pattern("residuals") * unit + sizes.of_pattern("stash") * handed
+    columns += sizes.of_pattern("arrivals") * embed
+    recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
+    if config.pipeline.remat_layers:
+        recomputed = np.asarray(embed)
+    columns += _working(sizes) + layers * recomputed
+    gathered = (1.0 - once) * layers * parameters.layer_gathered * sizes.itemsize
+    tokens = sizes.tokens * sizes.itemsize
+    return state + tokens * columns + gathered + _logits(sizes, sizes.tokens) / sizes.stages

@@ -1,0 +1,137 @@
+"""Turn a command line of `maxpipe.plan` into what is searched; needs no JAX."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from maxpipe.config.cli import Arguments
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.files import COMMAND_LINE
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import OPTIONS, get, update
+from maxpipe.config.rules.rule import Updates
+from maxpipe.config.sections import Config
+from maxpipe.config.slices import slices_of
+from maxpipe.planning.search.machine import CPU, Machine, machine_of
+from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED, Space
+from maxpipe.planning.search.words import batches_of, share_of, values_of
+
+TOPOLOGY = "--topology"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for.
+
+    Attributes:
+      path: of the user's file.
+      written: the user's configuration.
+      config: what all candidates share.
+      machine: the devices; with `smallest` those of the smallest slice.
+      batches: global batches to try, in sequences.
+      choices: values of searched keys that the user gave.
+      margin: share of a device's memory that stays free.
+      smallest: slices to try, the smallest first; empty where the user names one.
+    """
+
+    path: str
+    written: Config
+    config: Config
+    machine: Machine
+    batches: tuple[int, ...]
+    choices: dict[str, list[object]]
+    margin: float
+    smallest: tuple[str, ...] = ()
+
+    @property
+    def limit(self) -> float | None:
+        """Return the bytes that a device may use; None if its memory is unknown."""
+        capacity = self.machine.capacity
+        return None if capacity is None else (1 - self.margin) * capacity
+
+    def space(self) -> Space:
+        """Return what is searched."""
+        return Space(self.config, self.machine.devices, self.machine.slices, self.choices)
+
+    def on(self, topology: str) -> "Request":
+        """Return the same request for another slice."""
+        machine = machine_of(topology, self.machine.slices, self.config)
+        config = _placed(self.config, machine)
+        return dataclasses.replace(self, machine=machine, config=config)
+
+    def with_batches(self, batches: Sequence[int]) -> "Request":
+        """Return the same request for other global batches."""
+        return dataclasses.replace(self, batches=tuple(batches))
+
+
+def request_of(arguments: Arguments) -> Request:
+    """Return what a parsed command line asks for.
+
+    Raises:
+      ConfigError: a flag is wrong; with all problems.
+    """
+    flags, written = arguments.flags, arguments.loaded.config
+    problems: list[Problem] = []
+    searched = [key for key in SEARCHED if arguments.loaded.sources.get(key) == COMMAND_LINE]
+    kept = {"data.global_batch_size"}
+    problems += [
+        Problem(
+            key, f"is what the plan decides; --fix {key}={get(written, key)} leaves it no choice"
+        )
+        for key in searched
+        if key not in kept
+    ]
+    fixed, fix_problems = values_of("--fix", flags.fix)
+    tried, try_problems = values_of("--try", flags.tried)
+    problems += fix_problems + try_problems
+    for key in tried.keys() - {*SEARCHED}:
+        message = f"--try {key}: the plan searches {', '.join(SEARCHED)}; --fix {key}=VALUE sets it"
+        problems.append(Problem("", message))
+    if flags.smallest and flags.compare:
+        problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
+    choices = {key: values for key, values in (tried | fixed).items() if key in SEARCHED}
+    others: Updates = {key: values[0] for key, values in fixed.items() if key not in SEARCHED}
+    config = update(written, others)
+    try:
+        slices, topology = config.compile.num_slices, flags.topology or _own_topology(config)
+        smallest = tuple(slices_of(topology)) if flags.smallest else ()
+        machine = machine_of(smallest[0] if smallest else topology, slices, config)
+    except ValueError as error:
+        problems.append(Problem(TOPOLOGY, str(error)))
+    try:
+        margin = share_of(flags.memory_margin)
+        batches = batches_of(config, flags, choices)
+    except ValueError as error:
+        problems.append(Problem("", str(error)))
+    if problems:
+        raise ConfigError(*problems)
+    shared = shared_config(config, machine)
+    return Request(arguments.path, written, shared, machine, batches, choices, margin, smallest)
+
+
+def _own_topology(config: Config) -> str:
+    topology = config.compile.topology
+    if not topology:
+        raise ValueError("name the devices: --topology v5p:4x4x8, cpu:8 or H100:8")
+    return topology
+
+
+def shared_config(config: Config, machine: Machine) -> Config:
+    """Return what all candidates share, with neutral values of what the plan decides."""
+    neutral: Updates = dict.fromkeys(MESH_KEYS, 1)
+    neutral |= {key: OPTIONS[key].default for key in DERIVED}
+    neutral |= {"pipeline.outside_layers": "after", "pipeline.engine": "auto"}
+    neutral |= {"compile.save": "", "compile.load": ""}
+    config = update(config, neutral)
+    return _placed(dataclasses.replace(config, model=derive_known(config).model), machine)
+
+
+def _placed(config: Config, machine: Machine) -> Config:
+    """Return the configuration for a machine."""
+    topology, simulated = machine.topology, 0
+    if topology.startswith(CPU):
+        topology, simulated = CPU, machine.devices
+    elif not machine.is_compilable:
+        topology = ""  # a GPU: maxpipe.compile has no compiler for it
+    places: Updates = {"compile.topology": topology, "compile.num_slices": machine.slices}
+    return update(config, places | {"mesh.simulated_devices": simulated})

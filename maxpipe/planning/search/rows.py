@@ -1,0 +1,93 @@
+"""Hold the rows of a plan: candidates, what the compiler says of them, and why they lose."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from maxpipe.config.sections import Config
+from maxpipe.planning.search.candidate import Candidate
+from maxpipe.planning.search.request import Request
+
+
+class Proof(NamedTuple):
+    """What the compiler says of a candidate.
+
+    Attributes:
+      memory: bytes of a device; None if it gave up without a figure.
+      seconds: predicted step of the compiled program; None if unknown.
+      fits: whether it fits the device.
+      failure: why there is no result; "" if there is one.
+      compiled_in: seconds of compiling.
+    """
+
+    memory: float | None
+    seconds: float | None
+    fits: bool
+    failure: str
+    compiled_in: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate in the table.
+
+    Attributes:
+      candidate: with its closed forms.
+      config: of the candidate, checked.
+      reason: why it is not chosen; "" for the winner.
+      name: "your configuration", or "".
+      proof: from the compiler; None if it was not compiled.
+    """
+
+    candidate: Candidate
+    config: Config
+    reason: str = ""
+    name: str = ""
+    proof: Proof | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return the predicted step, the compiler's if there is one."""
+        proved = self.proof.seconds if self.proof else None
+        return float(self.candidate.seconds.step) if proved is None else proved
+
+    @property
+    def memory(self) -> float:
+        """Return the bytes of a device, the compiler's if it said them."""
+        proved = self.proof.memory if self.proof else None
+        return self.candidate.memory if proved is None else proved
+
+    @property
+    def per_sequence(self) -> float:
+        """Return the seconds of one sequence, which rows are ranked by."""
+        return self.seconds / self.candidate.batch
+
+
+def with_reasons(rows: Sequence[Row], request: Request) -> list[Row]:
+    """Rank rows, and say of each what it loses to the first; those that do not fit come last."""
+    ranked = sorted(rows, key=lambda row: (not fits(row, request), row.per_sequence))
+    if not ranked:
+        return []
+    best = ranked[0]
+    return [replace(best, reason=""), *(replace(r, reason=loss_of(r, best)) for r in ranked[1:])]
+
+
+def fits(row: Row, request: Request) -> bool:
+    if row.proof is not None:
+        return row.proof.fits
+    return request.limit is None or row.candidate.memory <= request.limit
+
+
+def loss_of(row: Row, best: Row) -> str:
+    """Return in words what a row loses to the best."""
+    if row.proof is not None and row.proof.failure:
+        return row.proof.failure
+    if row.proof is not None and not row.proof.fits:
+        return "does not fit, says the compiler"
+    slower = row.per_sequence / best.per_sequence - 1
+    per_sequence = [
+        [float(part) / r.candidate.batch for part in r.candidate.seconds] for r in (row, best)
+    ]
+    losses = [a - b for a, b in zip(*per_sequence, strict=True)]
+    part = ("computation", "communication", "bubble")[losses.index(max(losses))]
+    return f"{slower:+.1%}: {part}" if slower >= 5e-4 else "as fast"

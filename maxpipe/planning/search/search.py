@@ -1,0 +1,177 @@
+"""Search the whole product of meshes, schedules and options for the fastest that fit."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.planning.search.block import DIMENSIONS, Block, along, block_of
+from maxpipe.planning.search.candidate import Candidate, candidate_of
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.legality import Legality
+from maxpipe.planning.search.machine import Machine
+from maxpipe.planning.search.memory import memory_bytes
+from maxpipe.planning.search.seconds import Seconds
+from maxpipe.planning.search.sizes import BlockSizes
+from maxpipe.planning.search.space import Grid, Space
+from maxpipe.planning.search.timing import step_seconds
+
+KEPT_OF_BLOCK = 12  # of the fastest that fit
+KEPT_MISFITS = 1
+
+
+class Priced(NamedTuple):
+    """A block with the memory and the time of its candidates, as flat arrays."""
+
+    block: Block
+    legal: np.ndarray
+    memory: np.ndarray
+    seconds: Seconds
+
+
+@dataclass
+class Found:
+    """What a search found.
+
+    Attributes:
+      fitting: candidates within the memory, the fastest first.
+      misfits: faster ones that do not fit, the fastest first.
+      least: the one that needs least memory; None if none is legal.
+      tried: number of candidates.
+      fallen: how many fell for each reason.
+      priced_seconds: how long it took.
+    """
+
+    fitting: list[Candidate] = field(default_factory=list)
+    misfits: list[Candidate] = field(default_factory=list)
+    least: Candidate | None = None
+    tried: int = 0
+    fallen: Counter[str] = field(default_factory=Counter)
+    priced_seconds: float = 0.0
+
+
+def search(
+    space: Space, machine: Machine, facts: Facts, batches: list[int], limit: float | None
+) -> Found:
+    """Price every candidate and keep the fastest.
+
+    Args:
+      space: what is tried.
+      machine: the devices.
+      facts: of the model.
+      batches: global batches to try, in sequences.
+      limit: bytes that a device may use; None if unknown.
+    """
+    started = time.perf_counter()
+    found = Found()
+    legality = Legality(space.config, machine.hosts)
+    for block in blocks(space, legality, batches, found):
+        count = math.prod(block.shape)
+        found.tried += count
+        priced = price(block, legality, facts, machine, found.fallen)
+        if priced is not None:
+            _keep(found, priced, facts, limit)
+    found.fitting.sort(key=lambda c: c.order)
+    found.misfits.sort(key=lambda c: c.order)
+    found.priced_seconds = time.perf_counter() - started
+    return found
+
+
+def blocks(space: Space, legality: Legality, batches: list[int], found: Found) -> Iterator[Block]:
+    """Yield the blocks of legal meshes; count the candidates of the others."""
+    reasons: dict[Grid, str] = {}
+    for grid in space.grids():
+        reasons[grid] = legality.of_mesh(grid)
+        for engine, schedule in space.pipelines(grid.size("stage")):
+            for batch in batches:
+                block = block_of(space, legality, grid, engine, schedule, batch)
+                if reason := reasons[grid] or legality.of_engine(engine):
+                    found.tried += math.prod(block.shape)
+                    found.fallen[reason] += math.prod(block.shape)
+                else:
+                    yield block
+
+
+def price(
+    block: Block, legality: Legality, facts: Facts, machine: Machine, fallen: Counter[str]
+) -> Priced | None:
+    """Return the memory and time of a block's candidates; None if none is legal."""
+    legal = legal_mask(block, legality, fallen)
+    if not legal.any():
+        return None
+    block, legal = _narrowed(block, legal)
+    sizes = BlockSizes(block, facts, machine.capacity)
+    try:
+        memory, seconds = memory_bytes(sizes), step_seconds(sizes, machine)
+    except ScheduleError as error:
+        fallen[f"pipeline.schedule: {error}"] += int(legal.sum())
+        return None
+    flat = [np.broadcast_to(values, block.shape).reshape(-1) for values in (memory, *seconds)]
+    return Priced(block, legal.reshape(-1), flat[0], Seconds(*flat[1:]))
+
+
+def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.ndarray:
+    """Return which candidates are legal, bool of the block's shape; count the others."""
+    legal = np.ones(block.shape, bool)
+
+    def drop(keep: np.ndarray, reason: str) -> None:
+        lost = legal & ~np.broadcast_to(keep > 0, legal.shape)
+        if count := int(lost.sum()):
+            fallen[reason] += count
+            legal[lost] = False
+
+    stages = block.grid.size("stage")
+    has_layers, _, _ = legality.of_layers(block.engine, block.schedule, stages, block.repeats)
+    drop(along(has_layers, "repeats"), "model.num_layers: does not divide over the chunks")
+    fits, divides = legality.of_batch(block.engine, block.grid, block.batch, block.microbatches)
+    drop(along(fits, "microbatches"), "pipeline.num_microbatches: not whole rounds of the stages")
+    drop(along(divides, "microbatches"), "data.global_batch_size: does not divide")
+    for p, policy in enumerate(block.policies):
+        for g, gather in enumerate(block.gathers):
+            if reason := legality.of_options(block.engine, block.schedule, policy, gather):
+                keep = np.ones((len(block.policies), len(block.gathers), 1))
+                keep[p, g] = 0
+                drop(keep, reason)
+    return legal
+
+
+def _narrowed(block: Block, legal: np.ndarray) -> tuple[Block, np.ndarray]:
+    """Leave out the numbers of microbatches and repeats of which no candidate is legal."""
+    m = legal.any(axis=tuple(range(1, len(DIMENSIONS))))
+    v = legal.any(axis=(0, *range(2, len(DIMENSIONS))))
+    narrowed = block._replace(
+        microbatches=block.microbatches[m],
+        repeats=block.repeats[v],
+        chunk=block.chunk[v],
+        outside=block.outside[v],
+    )
+    return narrowed, legal[m][:, v]
+
+
+def _keep(found: Found, priced: Priced, facts: Facts, limit: float | None) -> None:
+    """Keep the fastest candidates of a block."""
+    block, legal, memory = priced.block, priced.legal, priced.memory
+    per_sequence = np.asarray(priced.seconds.step) / block.batch
+    fits = legal & (memory <= limit) if limit is not None else legal
+    too_large = legal & ~fits
+    if count := int(too_large.sum()):
+        found.fallen["memory: more than the limit"] += count
+    for mask, kept, most in (
+        (fits, found.fitting, KEPT_OF_BLOCK),
+        (too_large, found.misfits, KEPT_MISFITS),
+    ):
+        at = np.flatnonzero(mask)
+        # Of equally fast ones first the one with fewer tiles, then the one of less memory.
+        tiles = np.broadcast_to(along(block.tiles, "tiles"), block.shape).reshape(-1)
+        order = np.lexsort((memory[at], tiles[at], np.round(per_sequence[at], 9)))[:most]
+        kept += [
+            candidate_of(block, int(i), priced.memory, priced.seconds, facts) for i in at[order]
+        ]
+    least = int(np.argmin(np.where(legal, memory, math.inf)))
+    if found.least is None or memory[least] < found.least.memory:
+        found.least = candidate_of(block, least, memory, priced.seconds, facts)

@@ -1,0 +1,100 @@
+"""Compute sizes and counts of a block's candidates, as arrays of the block's dimensions.
+
+Letters: S stages, V repeats, M microbatches, D embed.
+"""
+
+from functools import cached_property
+
+import numpy as np
+
+from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.sections import Config
+from maxpipe.planning.footprint import itemsize, optimizer_bytes
+from maxpipe.planning.prefetch import KEY as PREFETCH
+from maxpipe.planning.prefetch import LONGEST_RING, MEMORY_SHARE
+from maxpipe.planning.search.block import DIMENSIONS, Block, along
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.patterns import Pattern, pattern
+
+
+class BlockSizes:
+    """Sizes and counts of a block's candidates, as arrays.
+
+    Args:
+      block: the candidates.
+      facts: of the model.
+      capacity: bytes of a device; None if unknown.
+    """
+
+    def __init__(self, block: Block, facts: Facts, capacity: float | None):
+        config, grid = facts.config, block.grid
+        self.block, self.facts, self.config = block, facts, config
+        self.capacity = capacity or 0.0
+        self.engine = ENGINES[block.engine]
+        self.stages = grid.size("stage")
+        self.microbatches = along(block.microbatches, "microbatches")
+        self.repeats = along(block.repeats, "repeats")
+        self.layers = along(np.maximum(block.chunk, 1), "repeats")
+        self.outside = along(block.outside, "repeats")
+        self.rows = np.maximum(block.batch / (self.microbatches * grid.batch_shards), 1.0)
+        self.tokens = self.rows * config.data.sequence_length / grid.size("context")
+        self.itemsize = itemsize(config.model.dtype)
+        self.parameters = facts.parameters(grid.sizes)
+        self.layer = facts.layer(grid.sizes)
+        savings = [facts.saving(grid.sizes, block.engine, policy) for policy in block.policies]
+        self.residuals = along([s.residuals for s in savings], "policy")
+        self.stash = along([s.stash for s in savings], "policy")
+        self.handed_over = along([s.handed_over for s in savings], "policy")
+        self.held = along([s.held for s in savings], "policy")
+        self.recomputed = along([s.recomputed for s in savings], "policy")
+
+    def gathers(self, name: str) -> np.ndarray:
+        """Return 1 where weights are gathered so often, else 0."""
+        return along([float(gather == name) for gather in self.block.gathers], "gather")
+
+    def gathers_ahead(self) -> np.ndarray:
+        """Return 1 where weights are gathered a slot ahead, by the rules of `planning.prefetch`."""
+        pipeline, ring = self.config.pipeline, self.block.grid.size("fsdp")
+        asked = pipeline.fsdp_prefetch
+        if not self.engine.takes(PREFETCH) or ring == 1 or asked == "false":
+            return np.zeros((1,) * len(DIMENSIONS))
+        chunk = 2 * self.layers * self.parameters.layer_gathered * self.itemsize
+        is_small = chunk <= MEMORY_SHARE * self.capacity
+        scans = (self.layers > 1) & pipeline.scan_layers_per_stage
+        ahead = (is_small & (ring <= LONGEST_RING)) | (asked == "true")
+        return (ahead & ~scans) * self.gathers("per_iteration")
+
+    @cached_property
+    def patterns(self) -> list[list[Pattern]]:
+        """Return the schedule's pattern for each M and V."""
+        config, block = self.config, self.block
+        return [
+            [
+                pattern(
+                    block.schedule,
+                    block.engine,
+                    self.stages,
+                    int(m),
+                    int(v),
+                    delay=2 if config.pipeline.delay_activation_forwarding else 1,
+                    slack=int(config.pipeline.overlap_slots),
+                )
+                for v in block.repeats
+            ]
+            for m in block.microbatches
+        ]
+
+    def of_pattern(self, name: str) -> np.ndarray:
+        """Return a number of the patterns, [M, V, 1, 1, 1]."""
+        values = [[getattr(p, name) for p in row] for row in self.patterns]
+        return np.array(values, float)[:, :, None, None, None]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Return whether weight gradients are units of their own."""
+        return self.engine.has_stages and SCHEDULES[self.block.schedule].splits_backward
+
+
+def state_per_parameter(config: Config) -> float:
+    """Return the bytes of a parameter at rest with its optimizer's state."""
+    return itemsize(config.model.param_dtype) + optimizer_bytes(config)

@@ -1,0 +1,176 @@
+"""Say which values of which keys the plan tries: the product that is searched.
+
+Letters: S stages, V repeats, M microbatches.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES
+from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.rules.batches import SHARD_AXES
+from maxpipe.config.rules.rule import divisors
+from maxpipe.config.sections import MESH_AXES, Config
+
+Axes: TypeAlias = tuple[int, ...]  # sizes in the order of MESH_AXES
+
+# Splitting the batch, the parameters or the layers is worth the network between slices; XLA reduces
+# what the other axes split within every layer.
+_ACROSS_SLICES = ("data", "stage", "fsdp")
+_BATCH_AXES = {key.rpartition(".")[2] for key in SHARD_AXES}
+MESH_KEYS = tuple(f"mesh.{level}.{axis}" for level in ("ici", "dcn") for axis in MESH_AXES)
+SEARCHED = (
+    *MESH_KEYS,
+    "pipeline.engine",
+    "pipeline.schedule",
+    "pipeline.num_microbatches",
+    "pipeline.num_repeats",
+    "pipeline.remat_policy",
+    "pipeline.fsdp_gather",
+    "model.logit_tiles",
+    "data.global_batch_size",
+)
+# What follows from the searched keys, and is written with them.
+DERIVED = (
+    "pipeline.num_layers_per_stage",
+    "pipeline.layers_per_stage",
+    "pipeline.parallel_layers",
+)
+
+
+class Grid(NamedTuple):
+    """A mesh: sizes of its axes within a slice and across slices."""
+
+    ici: Axes
+    dcn: Axes
+
+    @property
+    def sizes(self) -> Axes:
+        """Return the sizes over all slices."""
+        return tuple(i * d for i, d in zip(self.ici, self.dcn, strict=True))
+
+    def size(self, axis: str) -> int:
+        """Return the size of an axis over all slices."""
+        return self.sizes[MESH_AXES.index(axis)]
+
+    @property
+    def batch_shards(self) -> int:
+        """Return into how many parts the rows of a batch are split."""
+        count = 1
+        for axis in _BATCH_AXES:
+            count *= self.size(axis)
+        return count
+
+    @property
+    def layer_shards(self) -> int:
+        """Return over how many devices a layer computes the same tokens."""
+        others = {*MESH_AXES} - _BATCH_AXES - {"stage", "context"}
+        count = 1
+        for axis in others:
+            count *= self.size(axis)
+        return count
+
+    def updates(self) -> dict[str, object]:
+        """Return the keys and values of the mesh."""
+        return dict(zip(MESH_KEYS, (*self.ici, *self.dcn), strict=True))
+
+
+@dataclass(frozen=True)
+class Space:
+    """The values that are tried.
+
+    Attributes:
+      config: what all candidates share.
+      devices, slices: JAX devices over all slices, and slices.
+      choices: values of searched keys that the user gave; others are enumerated.
+    """
+
+    config: Config
+    devices: int
+    slices: int
+    choices: Mapping[str, Sequence[object]]
+
+    def grids(self) -> Iterator[Grid]:
+        """Yield every mesh."""
+        within = [*self._factorings("ici", self.devices // self.slices)]
+        across = [*self._factorings("dcn", self.slices)]
+        for dcn, ici in itertools.product(across, within):
+            yield Grid(ici, dcn)
+
+    def _factorings(self, level: str, count: int) -> Iterator[Axes]:
+        def sizes(axis: str, left: int) -> list[int]:
+            chosen = self.choices.get(f"mesh.{level}.{axis}")
+            if chosen is not None:
+                return [n for n in map(int, map(str, chosen)) if left % n == 0]
+            if (level == "dcn" and axis not in _ACROSS_SLICES) or not self._is_useful(axis):
+                return [1]
+            return [n for n in divisors(left) if self._divides(axis, n)]
+
+        def fill(axes: Sequence[str], left: int) -> Iterator[Axes]:
+            if not axes:
+                if left == 1:
+                    yield ()
+                return
+            for n in sizes(axes[0], left):
+                for others in fill(axes[1:], left // n):
+                    yield (n, *others)
+
+        yield from fill(MESH_AXES, count)
+
+    def _is_useful(self, axis: str) -> bool:
+        return axis != "expert" or self.config.model.moe.experts > 0
+
+    def _divides(self, axis: str, size: int) -> bool:
+        """Return whether every device gets an equal part; the rest would be computed twice."""
+        model = self.config.model
+        parts = {"tensor": model.num_kv_heads, "expert": model.moe.experts}
+        return parts.get(axis, size) % size == 0
+
+    def pipelines(self, stages: int) -> list[tuple[str, str]]:
+        """Return (engine, schedule) of every way to run so many stages."""
+        own = self.config.pipeline.schedule
+        if stages == 1:
+            pairs = [(name, own) for name, engine in ENGINES.items() if not engine.has_stages]
+        else:
+            pairs = [(e, name) for name, facts in SCHEDULES.items() for e in facts.engines]
+        engines = self.choices.get("pipeline.engine")
+        schedules = self.choices.get("pipeline.schedule")
+        return [
+            (engine, schedule)
+            for engine, schedule in pairs
+            if (engines is None or engine in engines)
+            and (schedules is None or stages == 1 or schedule in schedules)
+        ]
+
+    def values(self, key: str, engine: str) -> Sequence[object]:
+        """Return the values of a key that no other key decides."""
+        if not ENGINES[engine].takes(key):
+            return [get(self.config, key)]
+        if key in self.choices:
+            return [*self.choices[key]]
+        if key == "pipeline.remat_policy":
+            # Nothing is known of how fast a host's memory is, so that offloading has no price.
+            policies = REMAT_POLICIES.items()
+            return [name for name, p in policies if not (p.by_tensor or p.host)]
+        if key == "model.logit_tiles":
+            return sorted({1, 4, 16, self.config.model.logit_tiles})
+        if key == "pipeline.fsdp_gather":
+            return [*OPTIONS[key].choices]
+        return [get(self.config, key)]
+
+    def microbatches(self, batch: int, grid: Grid) -> list[int]:
+        """Return the numbers of microbatches to try."""
+        if chosen := self.choices.get("pipeline.num_microbatches"):
+            return [int(str(n)) for n in chosen]
+        return divisors(max(1, batch // grid.batch_shards))
+
+    def repeats(self, schedule: str, stages: int) -> list[int]:
+        """Return the numbers of chunks per stage to try."""
+        if stages == 1:
+            return [1]
+        chosen = [int(str(n)) for n in self.choices.get("pipeline.num_repeats", ())]
+        if fixed := SCHEDULES[schedule].repeats:
+            return [fixed] if fixed in (chosen or [fixed]) else []
+        return chosen or divisors(max(1, self.config.model.stacked_layers // stages))

@@ -1,0 +1,174 @@
+"""Compute the time of a block's candidates: units, transfers, and how the schedule runs them.
+
+Letters: F, I, W times of a chunk's forward, input gradient and weight gradient; S stages,
+V repeats, M microbatches.
+"""
+
+import numpy as np
+
+from maxpipe.devices.chips import ATTENTION_BLOCK
+from maxpipe.planning.footprint import itemsize
+from maxpipe.planning.search.machine import Machine
+from maxpipe.planning.search.seconds import (
+    ATTENTION_BACKWARD,
+    Seconds,
+    Units,
+    Waits,
+    exposed,
+    roofline,
+)
+from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
+from maxpipe.planning.stores import Number
+
+
+def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
+    """Return the predicted step of each candidate, arrays of the block's dimensions."""
+    units, waits = _units(sizes, machine), _waits(sizes, machine)
+    products = _products(sizes, machine, units)
+    return Seconds(products, _communication(sizes, units, waits), _bubble(sizes, units, waits))
+
+
+def _units(sizes: BlockSizes, machine: Machine) -> Units:
+    """Return the times of a layer and of the head for one microbatch."""
+    layer, tokens, size = sizes.layer, sizes.tokens, sizes.itemsize
+    peak = machine.peak * machine.matrix_efficiency
+    weights = size * sizes.parameters.layer_gathered
+    results = 2 * size * tokens * layer.results
+    products = roofline(tokens * layer.weight_flops, peak, weights + results, machine.hbm)
+    length = sizes.config.data.sequence_length
+    masked = 1 + min(ATTENTION_BLOCK, length) / length
+    attention = masked * tokens * layer.attention_flops / machine.attention_peak()
+    # What norms make, and every product's result once more: it is rotated, activated or added.
+    between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
+    forward = products + attention + between
+    prepared = _prepared(sizes) / machine.hbm
+    # The backward of several layers holds results of products, and computes the rest once more.
+    again = between * (sizes.layers > 1) * (sizes.held > 0) if sizes.engine.has_stages else 0.0
+    # Sums of gradients are read and written, float32.
+    accumulated = 8.0 * _gradient_parameters(sizes) / machine.hbm
+    head_flops = 3 * tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
+    head = roofline(head_flops, peak, 3 * size * sizes.parameters.head_gathered, machine.hbm)
+    return Units(
+        forward + prepared,
+        products
+        + ATTENTION_BACKWARD * attention
+        + 2 * between
+        + again
+        + sizes.recomputed * forward
+        + prepared,
+        products + accumulated,
+        head,
+    )
+
+
+def _prepared(sizes: BlockSizes) -> Number:
+    """Return the bytes that move while a unit casts and gathers a layer's weights for itself."""
+    each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
+    parameters, stored = sizes.parameters, itemsize(sizes.config.model.param_dtype)
+    cast = (stored + sizes.itemsize) * parameters.layer_at_rest
+    is_gathered = parameters.layer_gathered > parameters.layer_at_rest
+    return each * (cast + is_gathered * sizes.itemsize * parameters.layer_gathered)
+
+
+def _gradient_parameters(sizes: BlockSizes) -> Number:
+    """Return the parameters of a layer whose gradients one unit adds to a sum."""
+    is_whole = sizes.gathers("once") if sizes.engine.has_stages else 0.0
+    parameters = sizes.parameters
+    return is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest
+
+
+def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
+    """Return the seconds of all that is no waiting and no bubble."""
+    count = sizes.microbatches
+    pipelined = sizes.repeats * sizes.layers * units.layer
+    # One program divides the layers outside, and the head, among the stages; else the last stage
+    # has the head.
+    share = sizes.stages if sizes.engine.one_program else 1
+    outside = sizes.outside * units.layer / share
+    state = state_per_parameter(sizes.config) * sizes.parameters.at_rest
+    update = (2 * state + 4.0 * sizes.parameters.at_rest) / machine.hbm
+    return count * (pipelined + outside + units.head / share) + update
+
+
+def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
+    """Return the seconds of transfers."""
+    grid, parameters = sizes.block.grid, sizes.parameters
+    links = machine.links(grid)
+
+    def cost(axis: str) -> float:
+        return machine.collective_cost(grid, links, axis) if grid.size(axis) > 1 else 0.0
+
+    moved = parameters.layer_gathered - parameters.layer_at_rest
+    gradient_size = 4.0 if sizes.engine.lockstep or not sizes.engine.one_program else sizes.itemsize
+    activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
+    tensor, context, data = (grid.size(axis) for axis in ("tensor", "context", "data"))
+    # Two sums of activations over tensor in a forward, each as a scatter and a gather.
+    summed = 2 * 2 * activations * (tensor - 1) / tensor * cost("tensor")
+    keys = sizes.tokens * sizes.itemsize * sizes.layer.key_values * (context - 1) * cost("context")
+    outer = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
+    return Waits(
+        gather=sizes.itemsize * moved * cost("fsdp"),
+        scatter=gradient_size * moved * cost("fsdp"),
+        forward=summed + keys,
+        backward=summed * (1 + sizes.recomputed) + keys * (2 + sizes.recomputed),
+        permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
+        reduction=2 * 4.0 * parameters.at_rest * (data - 1) / data * cost("data"),
+        outer=(sizes.itemsize + gradient_size) * outer * _joint(cost("fsdp"), cost("stage")),
+    )
+
+
+def _joint(*costs: float) -> float:
+    """Return the seconds of a byte in collectives along several axes, which use all their links."""
+    rates = [1 / cost for cost in costs if cost]
+    return 1 / sum(rates) if rates else 0.0
+
+
+def _unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, Number]:
+    """Return the seconds that the F and the backward of a chunk wait for transfers."""
+    layers = sizes.layers if sizes.engine.has_stages else 1.0
+    each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
+    ahead = sizes.gathers_ahead()
+    moved = waits.gather + waits.scatter
+    backward = units.input_gradient + units.weight_gradient
+    # Where weights are gathered in the unit that reads them, the transfers follow its computation.
+    before = ahead * exposed(layers * waits.gather, 0.0, layers * units.forward)
+    before += (1.0 - ahead) * layers * waits.gather
+    after = ahead * exposed(layers * moved, waits.scatter, layers * backward)
+    after += (1.0 - ahead) * layers * moved
+    return layers * waits.forward + each * before, layers * waits.backward + each * after
+
+
+def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
+    """Return the seconds that a step waits for transfers, without those of idle slots."""
+    forward, backward = _unit_waits(sizes, units, waits)
+    chunks = sizes.repeats if sizes.engine.has_stages else sizes.config.model.num_layers
+    per_unit = sizes.microbatches * chunks * (forward + backward)
+    of_stage = chunks * sizes.layers * (waits.gather + waits.scatter)
+    gathered = sizes.gathers("once") * of_stage if sizes.engine.has_stages else 0.0
+    if sizes.engine.has_stages:
+        # A repeat's weights are gathered during the one before.
+        gathered = gathered + sizes.gathers("per_repeat") * of_stage / chunks
+    transfers = sizes.of_pattern("transfers") * waits.permute if sizes.engine.has_stages else 0.0
+    # Embedding and head are gathered for every microbatch, unless once, or by a conveyor of all.
+    is_circular = sizes.engine.has_stages and sizes.engine.one_program and not sizes.engine.lockstep
+    times = 1.0 if is_circular else sizes.microbatches
+    if sizes.engine.has_stages and not is_circular:
+        times = 1.0 + sizes.gathers("per_iteration") * (times - 1.0)
+    return per_unit + gathered + transfers + waits.reduction + times * waits.outer
+
+
+def _bubble(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
+    """Return the seconds of idle slots, which lockstep computes masked, or of idle stages."""
+    if not sizes.engine.has_stages:
+        return np.zeros(1)
+    forward, backward = _unit_waits(sizes, units, waits)
+    f_chunk = sizes.layers * units.forward + forward
+    if not sizes.engine.one_program:
+        idle, recomputed = sizes.of_pattern("idle"), sizes.of_pattern("idle_recomputed")
+        share = np.minimum(sizes.recomputed, 1.0)
+        return f_chunk * (idle + share * (recomputed - idle))
+    return (
+        sizes.of_pattern("idle_forward") * f_chunk
+        + sizes.of_pattern("idle_backward") * (sizes.layers * units.input_gradient + backward)
+        + sizes.of_pattern("idle_weight") * sizes.layers * units.weight_gradient
+    )

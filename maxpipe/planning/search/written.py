@@ -1,0 +1,98 @@
+"""Write a row of the plan as a YAML file that is complete: it runs from any folder."""
+
+import importlib.metadata
+import os
+import shlex
+from collections.abc import Sequence
+
+from maxpipe.config.model_places import SCHEME
+from maxpipe.config.options import OPTIONS, get, is_set, update
+from maxpipe.config.paths import LISTS, MIXTURE, NAMES
+from maxpipe.config.printing import to_yaml
+from maxpipe.config.sections import Config
+from maxpipe.devices.chips import GIB
+from maxpipe.planning.search.plan import OWN, Plan
+from maxpipe.planning.search.rows import Row
+from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED
+
+_PACKAGES = ("maxpipe", "jax", "libtpu")
+
+
+def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
+    """Return the YAML of a row, with its prediction in comments.
+
+    Args:
+      plan: that the row is of.
+      row: what is written.
+      words: the command line after the command.
+    """
+    machine, margin = plan.request.machine, plan.request.margin
+    seconds = row.seconds
+    basis = "the compiled program" if row.proof and row.proof.seconds else "closed forms"
+    prediction = f"{seconds:.4g} s a step, MFU {100 * plan.mfu(row):.1f} %, by {basis}"
+    if not machine.is_timed:
+        prediction = "no seconds, since the speed of this machine is not known"
+    memory = f"{row.memory / GIB:.3g} GiB a device"
+    if machine.capacity:
+        memory += f" of {machine.capacity / GIB:.3g}, of which {margin:.0%} were to stay free"
+    command = shlex.join(["python", "-m", "maxpipe.plan", *words])
+    lines = [
+        command,
+        "",
+        f"predicted: {prediction}",
+        f"memory: {memory}",
+        f"topology: {machine.topology}" + f", {machine.slices} slices" * (machine.slices > 1),
+        f"made with {versions()}",
+    ]
+    if machine.is_compilable:
+        lines.append("before training, python -m maxpipe.compile prints this chip's XLA flags")
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in lines)
+    return comments + "\n" + to_yaml(_located(row.config), _keys(row))
+
+
+def versions() -> str:
+    """Return the versions of what predicts, those that are installed."""
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _keys(row: Row) -> set[str]:
+    """Return the keys that a file needs: those that differ from their defaults, and the plan's."""
+    config = row.config
+    keys = {key for key in OPTIONS if is_set(config, key)}
+    if row.name != OWN:
+        keys |= {*SEARCHED} - {*MESH_KEYS, *DERIVED}
+    if config.model.from_hf:  # whose config.json has the shape
+        keys -= {key for key in keys if key.startswith("model.")}
+        keys |= {"model.from_hf", "model.dtype", "model.param_dtype", "model.logit_tiles"}
+    return keys
+
+
+def _located(config: Config) -> Config:
+    """Return the configuration with absolute paths."""
+    changes: dict[str, object] = {key: _absolute(str(get(config, key))) for key in LISTS}
+    for key, names in NAMES.items():
+        value = str(get(config, key))
+        changes[key] = value if value in names else _absolute(value)
+    changes[MIXTURE] = [
+        {**entry, "path": _absolute(str(entry["path"]))} if "path" in entry else entry
+        for entry in config.data.mixture
+    ]
+    return update(config, changes)
+
+
+def _absolute(path: str) -> str:
+    """Return a path, or several separated by commas, from the root, if something is there."""
+    if path.startswith(SCHEME):
+        return SCHEME + _absolute(path.removeprefix(SCHEME))
+    parts = path.split(",")
+    return ",".join(os.path.abspath(part) if part and _is_local(part) else part for part in parts)
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path and (os.path.exists(path) or "*" in path)

@@ -1,0 +1,94 @@
+"""Compute what an engine keeps from forwards to backwards, of one configuration or of many.
+
+Every number may be an array with an entry for each of many candidates. Widths are values of
+`model.dtype` per token of a microbatch.
+
+Letters: S stages, V repeats, M microbatches, D embed.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+Number: TypeAlias = float | np.ndarray
+
+
+class Widths(NamedTuple):
+    """Widths of one layer.
+
+    Attributes:
+      embed: D, of an activation between layers.
+      residuals: what a layer saves besides the input of its chunk.
+      stash: what a layer's I leaves to its W.
+      recomputed: what the backward of a chunk computes again and holds of each other layer.
+    """
+
+    embed: Number
+    residuals: Number
+    stash: Number
+    recomputed: Number
+
+
+class Store(NamedTuple):
+    """What is kept at the fullest moment.
+
+    Attributes:
+      units: chunks whose residuals are kept; layers where there are no chunks.
+      inputs: activations or gradients that wait for a unit.
+      stashes: chunks between their I and their W.
+      outside: microbatches whose residuals layers outside the pipeline keep.
+      has_chunks: whether a unit is a chunk.
+    """
+
+    units: Number
+    inputs: Number = 0.0
+    stashes: Number = 0.0
+    outside: Number = 0.0
+    has_chunks: bool = True
+
+
+def sequential_store(num_layers: Number) -> Store:
+    """Return what an engine without stages keeps: every layer's residuals."""
+    return Store(num_layers, has_chunks=False)
+
+
+def lockstep_store(
+    residuals: Number, arrivals: Number, stash: Number, stages: Number, rows: Number
+) -> Store:
+    """Return what a lockstep engine keeps.
+
+    Args:
+      residuals: slots of the residual store; each store has a scratch slot more.
+      arrivals: slots of the stores of activations and gradients.
+      stash: slots of the stash, 0 without split backwards.
+      stages: S.
+      rows: of a microbatch on one device.
+    """
+    # Layers outside the pipeline: a stage has its rows of one microbatch, within a tick.
+    share = np.ceil(np.divide(rows, stages)) / rows
+    return Store(residuals + 1, arrivals + 2, stash + np.greater(stash, 0), share)
+
+
+def circular_store(stages: Number, microbatches: Number, repeats: Number, delay: Number) -> Store:
+    """Return what the circular engine keeps: a unit of every iteration, and the conveyor."""
+    iterations = microbatches * repeats + delay * (stages - 1)
+    # The conveyor of inputs and outputs, and its gradient. Each stage runs the layers outside the
+    # pipeline on its microbatches.
+    return Store(iterations, 2 * microbatches / stages, outside=microbatches / stages)
+
+
+def stored_columns(store: Store, layers: Number, outside_layers: Number, widths: Widths) -> Number:
+    """Return the width of everything that grows with tokens but one layer's work and logits.
+
+    Args:
+      store: of the engine.
+      layers: of a chunk.
+      outside_layers: layers outside the pipeline.
+      widths: of a layer.
+    """
+    if not store.has_chunks:
+        layers, outside_layers = 1.0, 0.0
+    stored = store.units * (widths.embed + layers * widths.residuals)
+    stored += store.inputs * widths.embed + store.stashes * layers * widths.stash
+    stored += store.outside * outside_layers * (widths.embed + widths.residuals)
+    return stored + (layers - 1) * widths.recomputed

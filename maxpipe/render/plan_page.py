@@ -1,0 +1,119 @@
+"""Draw a plan: where the best rows' time goes next to their memory, and memory against time."""
+
+import shlex
+from collections.abc import Sequence
+from html import escape
+
+from maxpipe.devices.chips import GIB
+from maxpipe.planning.search.plan import SHOWN, Plan
+from maxpipe.planning.search.rows import Row
+from maxpipe.planning.search.written import versions
+from maxpipe.render.html import document
+from maxpipe.render.plan_scatter import scatter_svg
+from maxpipe.render.plan_table import basis_lines, summary_lines
+
+PARTS = (("computation", "--comp"), ("communication", "--comm"), ("bubble", "--idle"))
+STYLE = """
+:root{--comp:#3f7fd1;--comm:#e0902c;--idle:#b9c0cb;--mem:#6d55c9;--bad:#d0453c}
+@media(prefers-color-scheme:dark){:root{--idle:#5a6472;--mem:#9c8cf0}}
+h2{font-size:15px;margin:26px 0 8px}
+svg{display:block;max-width:1060px;width:100%;height:auto}
+svg text{font-size:12px;fill:var(--ink)}
+svg .quiet{fill:var(--muted)}
+svg .axis{stroke:var(--line)}
+.legend span{display:inline-block;width:11px;height:11px;border-radius:2px;margin:0 6px 0 16px}
+.plot{max-width:760px}
+pre{font-size:12px;color:var(--muted);white-space:pre-wrap}
+"""
+SCRIPT = """
+for (const mark of document.querySelectorAll("[data-text]")) {
+  mark.addEventListener("pointermove", (event) => show(event, mark.dataset.text));
+  mark.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+}
+"""
+_ROW, _LABEL, _TIME, _MEMORY, _GAP = 34, 300, 480, 170, 56
+
+
+def page_html(plan: Plan, words: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+      plan: what is drawn.
+      words: the command line after the command.
+    """
+    rows = [*plan.rows[:SHOWN]] or [*plan.misfits]
+    machine = plan.request.machine
+    title = f"Plan for {machine.topology}"
+    legend = "".join(
+        f'<span style="background:var({colour})"></span>{name}' for name, colour in PARTS
+    )
+    command = shlex.join(["python", "-m", "maxpipe.plan", *words])
+    summary = "\n".join([*summary_lines(plan), *basis_lines(plan)])
+    body = f"""<h1>{escape(title)}</h1>
+<p>{escape(command)}; {escape(versions())}</p>
+<h2>The best of each mesh and schedule: time of a step, and memory of a device</h2>
+<p class="legend">{legend}<span style="background:var(--mem)"></span>memory</p>
+{bars_svg(plan, rows)}
+<h2>Memory against time; the line joins those that nothing beats in both</h2>
+{scatter_svg(plan)}
+<pre>{escape(summary)}</pre>"""
+    return document(title, body, STYLE, SCRIPT)
+
+
+def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
+    """Return stacked bars of the rows, each with its memory next to it."""
+    machine, limit = plan.request.machine, plan.request.limit
+    longest = max((row.per_sequence for row in rows), default=1.0)
+    most = max([row.memory for row in rows] + [machine.capacity or 0.0, 1.0])
+    left = _LABEL + _TIME + _GAP
+    parts = []
+    for number, row in enumerate(rows):
+        y, x = 8 + number * _ROW, float(_LABEL)
+        parts.append(_label(row, y, is_chosen=number == 0 and bool(plan.rows)))
+        # Parts are closed forms; where the compiler knows the whole, they are drawn to its length.
+        scale = _TIME * row.per_sequence / longest / float(row.candidate.seconds.step)
+        for (name, colour), value in zip(PARTS, row.candidate.seconds, strict=True):
+            width = float(value) * scale
+            share = float(value) / float(row.candidate.seconds.step)
+            parts.append(_bar(x, y, width, colour, f"{name}: {share:.1%} of the step"))
+            x += width
+        relative = f"{row.per_sequence / longest:.3g}"
+        seconds = f"{row.seconds:.3g} s" if machine.is_timed else relative
+        parts.append(f'<text class="quiet" x="{x + 5:.1f}" y="{y + 14}">{seconds}</text>')
+        text = f"{row.memory / GIB:.3g} GiB"
+        colour = "--bad" if limit is not None and row.memory > (machine.capacity or 0) else "--mem"
+        parts.append(_bar(left, y, _MEMORY * row.memory / most, colour, text))
+        at = left + _MEMORY * row.memory / most + 5
+        parts.append(f'<text class="quiet" x="{at:.1f}" y="{y + 14}">{text}</text>')
+    height = 8 + len(rows) * _ROW + 22
+    for line, name in ((limit, "usable"), (machine.capacity, "memory")):
+        if line:
+            parts.append(_limit_line(left + _MEMORY * line / most, height, name))
+    return f'<svg viewBox="0 0 {left + _MEMORY + 80} {height}">{"".join(parts)}</svg>'
+
+
+def _label(row: Row, y: float, *, is_chosen: bool) -> str:
+    candidate = row.candidate
+    weight = ' font-weight="700"' if is_chosen else ""
+    sizes = f"M={candidate.microbatches}" + f" V={candidate.repeats}" * candidate.has_stages
+    return (
+        f'<text x="0" y="{y + 9}"{weight}>{escape(candidate.mesh_text())}</text>'
+        f'<text class="quiet" x="0" y="{y + 22}">{escape(candidate.schedule_text())} {sizes} '
+        f"{escape(candidate.policy)}</text>"
+    )
+
+
+def _bar(x: float, y: float, width: float, colour: str, text: str) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y}" width="{max(width, 0):.1f}" height="20" '
+        f'fill="var({colour})" data-text="{escape(text)}"/>'
+    )
+
+
+def _limit_line(x: float, height: float, name: str) -> str:
+    dashes = ' stroke-dasharray="4 3"' if name == "usable" else ""
+    return (
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{height - 18}" stroke="var(--bad)"{dashes}/>'
+        f'<text class="quiet" x="{x:.1f}" y="{height - (4 if dashes else 16)}" '
+        f'text-anchor="{"end" if dashes else "start"}">{name}</text>'
+    )

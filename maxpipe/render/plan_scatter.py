@@ -1,0 +1,102 @@
+"""Draw memory against time of a plan's candidates, and the front that nothing beats in both."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from maxpipe.devices.chips import GIB
+from maxpipe.planning.search.candidate import Candidate
+from maxpipe.planning.search.plan import Plan
+
+
+class Point(NamedTuple):
+    """A candidate in the picture of memory against time."""
+
+    seconds: float
+    memory: float
+    text: str
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Return the points that no other beats in both time and memory, the fastest first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.memory)):
+        if not best or point.memory < best[-1].memory:
+            best.append(point)
+    return best
+
+
+def scatter_svg(plan: Plan) -> str:
+    """Return the picture of memory against time of all candidates that were kept."""
+    found = plan.found
+    points = [_point(c) for c in [*found.fitting, *found.misfits]]
+    if not points:
+        return ""
+    edge = front(points)
+    # What is far slower than the slowest of the front would squeeze the rest together.
+    latest = max(1.3 * edge[-1].seconds, 1.5 * edge[0].seconds)
+    points = [p for p in points if p.seconds <= latest]
+    capacity = plan.request.machine.capacity
+    most = max(max(p.memory for p in edge), capacity or 0.0) * 1.25
+    if capacity:
+        most = min(most, 3 * capacity)
+    points = [p for p in points if p.memory <= most]
+    first = min(p.seconds for p in points)
+    width, height, margin = 700.0, 320.0, 56.0
+
+    def place(point: Point) -> tuple[float, float]:
+        across = (point.seconds - first) / max(latest - first, 1e-12)
+        return margin + across * (width - margin), height - point.memory / most * height + 10
+
+    marks = []
+    for point in points:
+        x, y = place(point)
+        colour = "--comp" if point in edge else "--idle"
+        marks.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="var({colour})" '
+            f'data-text="{escape(point.text)}"/>'
+        )
+    line = " ".join("{:.1f},{:.1f}".format(*place(p)) for p in edge if p in points)
+    marks.insert(0, f'<polyline points="{line}" fill="none" stroke="var(--comp)"/>')
+    if limit := plan.request.limit:
+        y = height - limit / most * height + 10
+        marks.append(
+            f'<line x1="{margin}" x2="{width}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--bad)" '
+            f'stroke-dasharray="4 3"/><text class="quiet" x="{margin + 4}" y="{y - 4:.1f}">usable '
+            f"{limit / GIB:.3g} GiB</text>"
+        )
+    axes = _axes((width, height, margin), most / GIB, latest / first)
+    box = f"0 0 {width + 20} {height + 50}"
+    return f'<svg class="plot" viewBox="{box}">{axes}{"".join(marks)}</svg>'
+
+
+def _axes(frame: tuple[float, float, float], most: float, longest: float) -> str:
+    width, height, margin = frame
+    bottom = height + 10
+    ticks = "".join(
+        f'<text class="quiet" x="{margin - 8}" y="{bottom - i / 4 * height + 4:.1f}" '
+        f'text-anchor="end">{most * i / 4:.3g}</text>'
+        for i in range(5)
+    )
+    ticks += "".join(
+        f'<text class="quiet" x="{margin + i / 4 * (width - margin):.1f}" y="{bottom + 16}" '
+        f'text-anchor="middle">{1 + (longest - 1) * i / 4:.2f}</text>'
+        for i in range(5)
+    )
+    return (
+        f'<line class="axis" x1="{margin}" x2="{width}" y1="{bottom}" y2="{bottom}"/>'
+        f'<line class="axis" x1="{margin}" x2="{margin}" y1="10" y2="{bottom}"/>{ticks}'
+        f'<text class="quiet" x="{width}" y="{bottom + 34}" text-anchor="end">time of a sequence, '
+        "1 = the fastest, by closed forms</text>"
+        f'<text class="quiet" x="0" y="{bottom + 34}">GiB a device</text>'
+    )
+
+
+def _point(candidate: Candidate) -> Point:
+    seconds = float(candidate.seconds.step)
+    text = (
+        f"{candidate.mesh_text()}\n{candidate.schedule_text()} M={candidate.microbatches} "
+        f"V={candidate.repeats} {candidate.policy} {candidate.gather}\n"
+        f"{candidate.memory / GIB:.3g} GiB, {seconds:.3g} s"
+    )
+    return Point(seconds / candidate.batch, candidate.memory, text)

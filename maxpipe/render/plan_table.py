@@ -1,0 +1,159 @@
+"""Show a plan as lines of text, and as JSON."""
+
+from collections.abc import Sequence
+
+from maxpipe.devices.chips import GIB
+from maxpipe.planning.search.plan import SHOWN, Plan
+from maxpipe.planning.search.rows import Row
+from maxpipe.planning.search.written import versions
+
+HEADER = (
+    "mesh", "schedule", "M", "V", "remat", "gather", "GiB", "seconds", "= comp", "+ comm",
+    "+ bubble", "MFU", "why not chosen",
+)  # fmt: skip
+_LEFT = {0, 1, 4, 5, len(HEADER) - 1}
+_REASONS_SHOWN = 8
+
+
+def table_lines(plan: Plan) -> list[str]:
+    """Return the table, the chosen row first."""
+    own = [plan.own] if isinstance(plan.own, Row) else []
+    rows = [*plan.rows[:SHOWN], *plan.misfits, *own]
+    if not rows:
+        return []
+    cells = [list(HEADER), *(_cells(plan, row, number == 0) for number, row in enumerate(rows))]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
+    lines = [
+        "  ".join(
+            text.ljust(width) if i in _LEFT else text.rjust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+    if isinstance(plan.own, str) and plan.own:
+        lines.append(plan.own)
+    return lines
+
+
+def _cells(plan: Plan, row: Row, is_first: bool) -> list[str]:
+    candidate, machine = row.candidate, plan.request.machine
+    memory = f"{row.memory / GIB:.1f}"
+    if machine.capacity:
+        memory += f" of {machine.capacity / GIB:.0f}"
+    unit = 1.0 if machine.is_timed else _fastest(plan)
+    parts = [f"{float(part) / unit:.3g}" for part in candidate.seconds]
+    reason = row.reason or ("chosen" if is_first and plan.rows else "")
+    if row.name:
+        reason = f"{row.name}{'; ' if row.reason else ''}{row.reason}"
+    return [
+        candidate.mesh_text() + _batch_text(plan, row),
+        candidate.schedule_text(),
+        str(candidate.microbatches),
+        str(candidate.repeats) if candidate.has_stages else "",
+        candidate.policy,
+        candidate.gather if candidate.has_stages else "",
+        memory,
+        f"{row.seconds / unit:.4g}",
+        *parts,
+        f"{100 * plan.mfu(row):.1f} %" if machine.is_timed else "",
+        reason,
+    ]
+
+
+def _batch_text(plan: Plan, row: Row) -> str:
+    return f" batch={row.candidate.batch}" if len(plan.request.batches) > 1 else ""
+
+
+def _fastest(plan: Plan) -> float:
+    rows = [*plan.rows, *plan.misfits]
+    return min(row.seconds for row in rows) if rows else 1.0
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """Return what was searched and why candidates fell."""
+    request, found = plan.request, plan.found
+    machine = request.machine
+    margin = ""
+    if machine.capacity:
+        margin = f", of whose {machine.capacity / GIB:.3g} GiB {request.margin:.0%} stay free"
+    sequences = ", ".join(map(str, request.batches))
+    length = request.config.data.sequence_length
+    lines = [
+        f"devices     {machine.devices} x {machine.chip.name}{margin}",
+        f"batch       {sequences} sequences of {length} tokens a step",
+        f"searched    {found.tried} candidates in {found.priced_seconds:.1f} s; of those",
+    ]
+    common = found.fallen.most_common()
+    for reason, count in common[:_REASONS_SHOWN]:
+        lines.append(f"            {count:>9} fell: {reason}")
+    if rest := sum(count for _, count in common[_REASONS_SHOWN:]):
+        lines.append(f"            {rest:>9} fell for other reasons")
+    return lines
+
+
+def basis_lines(plan: Plan) -> list[str]:
+    """Return what the figures rest on."""
+    machine = plan.request.machine
+    if not machine.is_timed:
+        return [
+            "closed forms alone, and no seconds: simulated devices share a machine of unknown "
+            "speed. Times are multiples of the fastest row's."
+        ]
+    if not machine.is_compilable:
+        return ["closed forms alone: no compiler's estimates are at hand for GPUs"]
+    if any(row.proof for row in plan.rows):
+        return [
+            "seconds and GiB of compiled rows are the compiler's; their parts, and all other rows, "
+            "are closed forms"
+        ]
+    return ["closed forms alone: --compile 3 would prove the best by compiling them"]
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    """Return plain data: sizes in bytes, times in seconds, null for what is unknown."""
+    request = plan.request
+    machine = request.machine
+    winner = plan.winner
+    timed = winner if machine.is_timed else None
+    return {
+        "topology": machine.topology,
+        "devices": machine.devices,
+        "slices": machine.slices,
+        "capacity_bytes": machine.capacity,
+        "memory_margin": request.margin,
+        "versions": versions(),
+        "tried": plan.found.tried,
+        "search_seconds": plan.found.priced_seconds,
+        "fallen": dict(plan.found.fallen.most_common()),
+        "predicted_step_seconds": timed.seconds if timed else None,
+        "rows": [_row_json(plan, row) for row in plan.rows],
+        "misfits": [_row_json(plan, row) for row in plan.misfits],
+        "own": _row_json(plan, plan.own) if isinstance(plan.own, Row) else plan.own or None,
+        "remedies": list(plan.remedies),
+    }
+
+
+def _row_json(plan: Plan, row: Row) -> dict[str, object]:
+    candidate, is_timed = row.candidate, plan.request.machine.is_timed
+    products, communication, bubble = (float(part) for part in candidate.seconds)
+    parts = {"products": products, "communication": communication, "bubble": bubble}
+    return {
+        "keys": candidate.updates(),
+        "memory_bytes": row.memory,
+        "closed_form_memory_bytes": candidate.memory,
+        "predicted_step_seconds": row.seconds if is_timed else None,
+        "closed_form_seconds": float(candidate.seconds.step) if is_timed else None,
+        "closed_form_parts": parts if is_timed else None,
+        "relative_time": row.per_sequence / plan.rows[0].per_sequence if plan.rows else None,
+        "mfu": plan.mfu(row) if is_timed else None,
+        "reason": row.reason,
+        "proof": row.proof._asdict() if row.proof else None,
+    }
+
+
+def slice_lines(costs: Sequence[tuple[str, int, float, float]]) -> list[str]:
+    """Return a line for each slice: (topology, chips, seconds of a step, chip-seconds)."""
+    lines = [f"{'slice':<14}{'chips':>6}{'s a step':>11}{'chip-seconds for 10^9 tokens':>31}"]
+    for topology, chips, seconds, chip_seconds in costs:
+        lines.append(f"{topology:<14}{chips:>6}{seconds:>11.4g}{chip_seconds:>31.4g}")
+    return lines

@@ -1,0 +1,165 @@
+"""The closed forms of many candidates are those of one; patterns are those of whole tables."""
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, replace, resolve
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.devices.chips import chip_of
+from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.planning.estimate import estimate
+from maxpipe.planning.search.block import block_of
+from maxpipe.planning.search.candidate import candidate_of
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.legality import Legality
+from maxpipe.planning.search.links import axis_links
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.memory import memory_bytes
+from maxpipe.planning.search.patterns import pattern
+from maxpipe.planning.search.search import Found, price, search
+from maxpipe.planning.search.seconds import Seconds
+from maxpipe.planning.search.sizes import BlockSizes
+from maxpipe.planning.search.space import Space
+from maxpipe.planning.simulate import Costs, simulate
+
+SIZES = {
+    "model.num_layers": 8,
+    "model.embed_dim": 64,
+    "model.num_query_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 128,
+    "data.sequence_length": 64,
+    "data.global_batch_size": 32,
+    "eval.every": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def config():
+    config = replace(Config(), **SIZES)
+    return update(config, {"model.head_dim": derive_known(config).model.head_dim})
+
+
+@pytest.fixture(scope="module")
+def facts(config):
+    return Facts(config)
+
+
+@pytest.fixture(scope="module")
+def priced(config, facts):
+    """Return every priced block of eight devices."""
+    machine, found = machine_of("v6e:2x4", 1, config), Found()
+    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    blocks = [
+        block_of(space, legality, grid, engine, schedule, 32)
+        for grid in space.grids()
+        if not legality.of_mesh(grid)
+        for engine, schedule in space.pipelines(grid.size("stage"))
+        if engine != "mpmd"
+    ]
+    return [p for b in blocks if (p := price(b, legality, facts, machine, found.fallen))]
+
+
+def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
+    draw = np.random.default_rng(3)
+    for number in draw.choice(len(priced), 25, replace=False):
+        each = priced[number]
+        legal = np.flatnonzero(each.legal)
+        index = int(draw.choice(legal))
+        candidate = candidate_of(each.block, index, each.memory, each.seconds, facts)
+        resolved = resolve(candidate.config(config), 8, 1)
+        expected = estimate(resolved).total
+        assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
+
+
+def test_every_engine_of_one_program_is_priced(priced):
+    assert {each.block.engine for each in priced} == {"sequential", "circular", "scheduled"}
+
+
+def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
+    """What differs is the bubble and the communication, and at most rounding of work by shares."""
+    times = {
+        each.block.schedule: float(each.seconds.products[each.legal].min())
+        for each in priced
+        if each.block.grid.size("tensor") == each.block.grid.size("context") == 1
+        and each.block.engine == "scheduled"
+    }
+    assert max(times.values()) < 1.2 * min(times.values())
+
+
+def test_more_stages_have_a_longer_bubble(priced):
+    def bubble(stages):
+        return min(
+            float((each.seconds.bubble / each.seconds.step)[each.legal].min())
+            for each in priced
+            if each.block.schedule == "lockstep_1f1b" and each.block.grid.size("stage") == stages
+        )
+
+    assert bubble(2) < bubble(4) < bubble(8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "engine", "repeats"),
+    [
+        ("lockstep_1f1b", "scheduled", 2),
+        ("lockstep_zb", "scheduled", 2),
+        ("1f1b", "mpmd", 1),
+        ("interleaved_1f1b", "mpmd", 2),
+        ("zb_v", "mpmd", 2),
+        ("gpipe", "mpmd", 1),
+    ],
+)
+def test_pattern_of_many_microbatches_is_that_of_the_whole_table(schedule, engine, repeats):
+    many, stages = 20, 4
+    extrapolated = pattern(schedule, engine, stages, many, repeats)
+    table = load_schedule(schedule, stages, many, repeats)
+    if engine == "mpmd":
+        run = simulate(table, Costs())
+        assert extrapolated.idle == pytest.approx(run.makespan - run.work.max())
+        assert extrapolated.residuals + extrapolated.stash == run.peak_in_flight[0]
+    else:
+        run = simulate(
+            table, Costs(forward=1.0, backward=0.0, input_gradient=0.0, weight_gradient=0.0)
+        )
+        assert extrapolated.idle_forward == run.makespan - many * repeats
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grid", "topology", "expected"),
+    [
+        # A whole dimension that is a ring has two links, an open line one.
+        ({"stage": 8, "fsdp": 16}, (4, 4, 8), "v5p:4x4x8", {"stage": 2, "fsdp": 4}),
+        ({"data": 4, "fsdp": 4}, (4, 4), "v5e:4x4", {"data": 1, "fsdp": 1}),
+        ({"stage": 2, "fsdp": 8}, (4, 4), "v5e:4x4", {"fsdp": 2}),
+    ],
+)
+def test_links_of_an_axis_are_those_of_its_dimensions(sizes, grid, topology, expected):
+    links = axis_links(sizes, grid, chip_of(topology))
+    assert {axis: links[axis].collectives for axis in expected} == expected
+
+
+def test_every_candidate_is_kept_priced_or_counted_as_fallen(config, facts):
+    choices = {"pipeline.schedule": ["lockstep_1f1b", "circular", "1f1b"]}
+    space, machine = Space(config, 8, 1, choices), machine_of("v5p:2x2x2", 1, config)
+    everything = search(space, machine, facts, [32], None)
+    nothing = search(space, machine, facts, [32], 0.0)
+    fell = "memory: more than the limit"
+    assert fell not in everything.fallen
+    assert not nothing.fitting
+    assert nothing.tried == everything.tried == nothing.fallen.total()
+    assert nothing.fallen[fell] == everything.tried - everything.fallen.total()
+    orders = [candidate.order for candidate in everything.fitting]
+    assert orders == sorted(orders)
+    assert any("drives all devices from one process" in reason for reason in nothing.fallen)
+
+
+def test_sizes_vary_along_their_own_dimension(config, facts):
+    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
+    block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
+    memory = memory_bytes(BlockSizes(block, facts, None))
+    assert np.broadcast_to(memory, block.shape).shape == block.shape
+    # More microbatches need less memory at a time.
+    assert (np.diff(np.broadcast_to(memory, block.shape), axis=0) <= 0).mean() > 0.9
+    assert isinstance(Seconds(1.0, 2.0, 3.0).step, float)

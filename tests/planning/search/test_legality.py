@@ -1,0 +1,93 @@
+"""The filters of the search agree with the configuration's own checks."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from maxpipe.config import Config, ConfigError, replace, resolve
+from maxpipe.config.load import derive_known
+from maxpipe.config.options import update
+from maxpipe.planning.search.block import block_of
+from maxpipe.planning.search.candidate import candidate_of
+from maxpipe.planning.search.facts import Facts
+from maxpipe.planning.search.legality import Legality, layout_of
+from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.search import Found, legal_mask
+from maxpipe.planning.search.seconds import Seconds
+from maxpipe.planning.search.space import Space
+
+SEED = 19
+SIZES = {
+    "model.num_layers": 12,
+    "model.embed_dim": 64,
+    "model.num_query_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.mlp_dim": 128,
+    "data.sequence_length": 48,
+    "data.global_batch_size": 48,
+    "eval.every": 0,
+}
+# Values that are often illegal, next to those that the search tries by itself.
+CHOICES = {
+    "pipeline.num_microbatches": [1, 2, 3, 4, 5, 6, 8, 12, 16],
+    "pipeline.num_repeats": [1, 2, 3, 4, 5],
+    "pipeline.remat_policy": ["full", "minimal", "none", "minimal_offloaded", "save_qkv_proj"],
+}
+
+
+def candidates(config, devices, seed):
+    """Yield (candidate, whether the filter finds it legal), drawn at random from the product."""
+    machine = machine_of(f"cpu:{devices}", 1, config)
+    space = Space(config, machine.devices, 1, CHOICES)
+    legality, facts, draw = Legality(config, machine.hosts), Facts(config), random.Random(seed)
+    blocks = [
+        (grid, engine, schedule)
+        for grid in space.grids()
+        for engine, schedule in space.pipelines(grid.size("stage"))
+    ]
+    masks = {}
+    while True:
+        grid, engine, schedule = key = draw.choice(blocks)
+        if key not in masks:
+            block = block_of(space, legality, grid, engine, schedule, 48)
+            mask = legal_mask(block, legality, Found().fallen)
+            masks[key] = block, mask & (not legality.of_mesh(grid))
+        block, mask = masks[key]
+        index = draw.randrange(mask.size)
+        nothing = np.zeros(mask.size)
+        yield candidate_of(block, index, nothing, Seconds(*[nothing] * 3), facts), mask.flat[index]
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides"), [(700, {}), (300, {"pipeline.delay_activation_forwarding": True})]
+)
+def test_random_candidates_pass_the_filter_exactly_if_they_pass_the_checks(count, overrides):
+    config = replace(Config(), **SIZES, **overrides)
+    config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
+    outcomes = []
+    for candidate, is_legal in itertools.islice(candidates(config, 12, SEED), count):
+        try:
+            resolve(candidate.config(config), 12, 1)
+            passes, why = True, ""
+        except ConfigError as error:
+            passes, why = False, str(error)
+        assert passes == is_legal, f"seed {SEED}: {candidate.updates()}: {why}"
+        outcomes.append(passes)
+    assert 20 < sum(outcomes) < count - 20  # both kinds are drawn
+
+
+def test_layers_that_do_not_divide_run_outside_or_uneven_by_engine():
+    assert layout_of("scheduled", 126, 8, 3).updates(126)["pipeline.parallel_layers"] == 120
+    assert layout_of("mpmd", 126, 8, 1).is_uneven
+    assert layout_of("mpmd", 126, 8, 16).chunk == 0
+    assert layout_of("scheduled", 4, 8, 1).chunk == 0
+
+
+def test_meshes_that_split_no_sequence_evenly_are_refused():
+    config = replace(Config(), **(SIZES | {"data.sequence_length": 6}))
+    space = Space(config, 4, 1, {})
+    legality = Legality(config, 1)
+    refused = {grid.size("context") for grid in space.grids() if legality.of_mesh(grid)}
+    assert refused == {2, 4}

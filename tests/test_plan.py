@@ -1,0 +1,121 @@
+"""The command: what it prints and writes, exit codes, and errors of model, topology and flags."""
+
+import json
+
+import pytest
+
+from maxpipe import plan
+from maxpipe.config import load, resolve
+from maxpipe.config.cli import CONFIG_ERROR
+
+FEW = ["--fix", "pipeline.remat_policy=full", "--try", "pipeline.schedule=lockstep_1f1b,circular"]
+SMALL = ["base", "--topology", "cpu:4", *FEW]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Plan once, in another directory; return the directory and what was printed."""
+    directory = tmp_path_factory.mktemp("plan")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        (directory / "corpus.txt").write_text("words")
+        text = ["data.source=text", "data.path=corpus.txt"]
+        files = ["--write", "best.yml", "--json", "best.json", "--html", "best.html"]
+        assert plan.main([*SMALL, "--compare", "--tokens-per-step", "4Ki", *text, *files]) == 0
+    return directory
+
+
+@pytest.fixture(scope="module")
+def report(written):
+    return json.loads((written / "best.json").read_text())
+
+
+def test_written_file_is_complete_and_resolves_for_the_topology(written, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = load(str(written / "best.yml"))
+    config = resolve(loaded, 4)
+    assert config.data.global_batch_size == 4096 // 128
+    assert f"path: {written / 'corpus.txt'}\n" in (written / "best.yml").read_text()
+    assert config.compile.topology == "cpu"
+    assert config.mesh.simulated_devices == 4
+    assert config.model == resolve(load("base"), 4).model
+    assert not any(".yml" in source for source in loaded.sources.values() if "best" not in source)
+
+
+def test_written_file_opens_with_its_command_prediction_and_versions(written):
+    lines = (written / "best.yml").read_text().splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    assert comments[0].startswith("# python -m maxpipe.plan base --topology cpu:4")
+    text = "\n".join(comments)
+    assert "speed of this machine is not known" in text
+    assert "maxpipe" in text
+    assert "base:" not in lines
+
+
+def test_json_has_the_rows_in_order_and_no_seconds_of_an_unknown_machine(report):
+    times = [row["relative_time"] for row in report["rows"]]
+    assert times == sorted(times)
+    assert times[0] == 1
+    assert report["predicted_step_seconds"] is None
+    assert report["rows"][0]["reason"] == ""
+    assert all(row["reason"] for row in report["rows"][1:])
+    assert report["tried"] > sum(report["fallen"].values()) > 0
+
+
+def test_values_that_are_fixed_or_tried_are_the_only_ones(report):
+    keys = [row["keys"] for row in report["rows"]]
+    assert {key["pipeline.remat_policy"] for key in keys} == {"full"}
+    staged = [key for key in keys if key["pipeline.engine"] != "sequential"]
+    assert {key["pipeline.schedule"] for key in staged} == {"lockstep_1f1b", "circular"}
+
+
+def test_own_configuration_is_a_row(report):
+    assert report["own"]["keys"]["mesh.ici.stage"] == 2
+    assert report["own"]["relative_time"] >= 1
+
+
+def test_page_has_a_bar_for_each_part_and_loads_nothing(written, report):
+    page = (written / "best.html").read_text()
+    assert page.count("<svg") == 2
+    shown = min(len(report["rows"]), 10)
+    assert page.count('height="20"') == 4 * shown  # three parts of the time, and the memory
+    assert "http" not in page
+
+
+def test_nothing_fits_says_what_would(capsys):
+    command = ["llama3-405b", "--topology", "v5p:2x2x1", "--no-compile"]
+    assert plan.main([*command, "--fix", "pipeline.schedule=lockstep_1f1b"]) == 3
+    printed = capsys.readouterr().out
+    assert "nothing fits: the least needs" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["base", "--topology", "v5q:2x2"], "there is no chip 'v5q'"),
+        (["base", "--topology", "v5p:2x2"], "grids of v5p have 3 dimensions"),
+        (["base", "--topology", "v5p:4x4x5"], "cubes of 4x4x4"),
+        (["base", "--topology", "H100:x"], "give the number of GPUs"),
+        (["bse", "--topology", "cpu:4"], "did you mean base"),
+        (["base"], "name the devices"),
+        ([*SMALL, "--memory-margin", "2"], "--memory-margin: expected a share"),
+        ([*SMALL, "--tokens-per-step", "100"], "give a multiple of data.sequence_length=128"),
+        ([*SMALL, "--max-global-batch", "2"], "is less than the 16 sequences"),
+        ([*SMALL, "--fix", "pipeline.num_repeat=1"], "unknown key"),
+        ([*SMALL, "--try", "optimizer.name=adamw,lion"], "the plan searches mesh.ici.data"),
+        ([*SMALL, "pipeline.num_repeats=2"], "is what the plan decides"),
+        ([*SMALL, "--write", "nowhere/best.yml"], "there is no directory nowhere"),
+        (["base", "--topology", "v7", "--smallest"], None),
+        (["base", "--topology", "v9", "--smallest"], "there is no kind of TPU 'v9'"),
+        ([*SMALL, "--compile", "-1"], "must be at least 0"),
+    ],
+)
+def test_mistakes_are_errors_before_anything_is_searched(words, message, capsys, monkeypatch):
+    monkeypatch.setattr("maxpipe.compiling.plan.launch", lambda *a: 0)
+    if message is None:
+        assert plan.main(words) == 0
+        return
+    with pytest.raises(SystemExit) as end:
+        plan.main(words)
+    assert end.value.code == CONFIG_ERROR
+    assert message in capsys.readouterr().err
