@@ -16,6 +16,7 @@ PARAMETERS = {
     "llama3-405b": 405_853_388_800,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "deepseek-v3": 671_026_419_200,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
@@ -62,6 +63,7 @@ def test_preset_has_the_published_parameter_count(name):
 
 # Parameters that a token uses, as the names of the models say them in thousands of millions
 ACTIVE = {
+    "deepseek-v3": 37_552_297_472,
     "mixtral-8x7b": 12_879_925_248,
     "qwen3-30b-a3b": 3_353_032_704,
     "gpt-oss-20b": 4_187_440_704,

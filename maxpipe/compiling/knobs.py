@@ -87,7 +87,7 @@ def gains(
 def _layer_times(config: Config) -> float:
     """Return the time of a microbatch on all stages, in units of the forward of a layer."""
     times = unit_times(config)
-    return config.model.num_layers * times.layer + times.head
+    return config.model.stacked_layers * times.layer + times.head
 
 
 def knobs(written: Config, resolved: Config, num_devices: int, num_slices: int) -> list[Knob]:

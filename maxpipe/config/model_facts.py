@@ -150,8 +150,10 @@ class ModelType(Variant):
 
 _FAMILIES = "maxpipe.hf.families."
 MODEL_TYPES: dict[str, ModelType] = {
+    "deepseek_v3": ModelType(_FAMILIES + "deepseek:DeepseekV3", summary="DeepSeek-V3 and R1"),
     "gemma2": ModelType(_FAMILIES + "gemma:Gemma2", summary="Gemma 2"),
     "gemma3_text": ModelType(_FAMILIES + "gemma:Gemma3", summary="the text part of Gemma 3"),
+    "glm4_moe": ModelType(_FAMILIES + "deepseek:Glm4Moe", summary="GLM-4.5 and 4.6"),
     "gpt_oss": ModelType(_FAMILIES + "gpt_oss:GptOss", summary="gpt-oss 20B and 120B"),
     "granite": ModelType(_FAMILIES + "llama:Granite", summary="Granite 3, dense"),
     "llama": ModelType(_FAMILIES + "llama:Llama", summary="Llama 2 to 3.3, SmolLM2, Yi"),

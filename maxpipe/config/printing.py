@@ -111,14 +111,19 @@ def _unused_options(before: Config, resolved: Config) -> list[str]:
 
 
 def _outside(c: Config) -> list[str]:
-    """Return a line for layers outside the pipeline, if there are any."""
-    outside = c.model.num_layers - c.pipeline.parallel_layers
-    if not ENGINES[c.pipeline.engine].has_stages or not outside:
+    """Return a line for each kind of layers outside the pipeline that there is."""
+    outside = c.model.stacked_layers - c.pipeline.parallel_layers
+    if not ENGINES[c.pipeline.engine].has_stages:
         return []
+    lines = []
+    if first := c.model.first_dense_layers:
+        lines = [f"model.first_dense_layers={first}: they run with the embedding"]
+    if not outside:
+        return lines
     line = (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
-        f"{outside} of {c.model.num_layers} layers run {c.pipeline.outside_layers} the pipeline, "
-        "with the stages as data parallelism"
+        f"{outside} of {c.model.stacked_layers} layers run {c.pipeline.outside_layers} the "
+        "pipeline, with the stages as data parallelism"
     )
     rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
     if ENGINES[c.pipeline.engine].lockstep and rows % num_stages(c):
@@ -126,13 +131,15 @@ def _outside(c: Config) -> list[str]:
             f"; a microbatch has {rows} row{'s' * (rows > 1)} on a device, which "
             f"{num_stages(c)} stages do not divide, so some compute padding"
         )
-    return [line]
+    return [*lines, line]
 
 
 def _reason(c: Config, key: str) -> str:
     """Return why a derived key has its value; empty if that needs no words."""
     if key.startswith("mesh."):
         return "the devices that the other axes leave"
+    if key == "model.head_dim" and c.model.is_latent:
+        return "model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim"
     if not key.startswith("pipeline."):
         return _REASONS.get(key, "")
     stages = num_stages(c)

@@ -10,7 +10,7 @@ C channels of a head, D model width, V vocabulary.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,19 @@ from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.weights import Weights
-from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
+from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions, OverLatents
 from maxpipe.sharding.rules import AxisRules
 
-KeysValues = tuple[jax.Array, jax.Array]  # [B,W,K,C] of one layer, [N,B,W,K,C] of all
+# Keys and values [B,W,K,C] of one layer, [N,B,W,K,C] of N; with latent attention only keys, whose
+# first channels are the values.
+KeysValues = tuple[jax.Array, ...]
+
+
+class Cache(NamedTuple):
+    """What is kept of earlier tokens: for each first dense layer, and for all others stacked."""
+
+    first: list[KeysValues]
+    stacked: KeysValues
 
 
 class CachedAttention(Protocol):
@@ -103,7 +112,7 @@ class Decoder:
         self._window = window
         self._program = ModelProgram(config)
 
-    def prefill(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def prefill(self, params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         """Read a prompt.
 
         Args:
@@ -126,13 +135,13 @@ class Decoder:
             padding = ((0, 0), (0, self._window - length), (0, 0), (0, 0))  # [B,P,K,C] -> [B,W,K,C]
             segments = jnp.ones_like(tokens)
             context = dot_product_attention(q, k, v, segments, options)
-            return context, (jnp.pad(k, padding), jnp.pad(v, padding))
+            return context, tuple(jnp.pad(x, padding) for x in self._cached(k, v))
 
         return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_prompt, None)
 
     def step(
-        self, params: Params, token: jax.Array, position: jax.Array, cache: KeysValues
-    ) -> tuple[jax.Array, KeysValues]:
+        self, params: Params, token: jax.Array, position: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
         """Read one more token.
 
         Args:
@@ -157,15 +166,22 @@ class Decoder:
             options: AttentionOptions,
         ) -> tuple[jax.Array, KeysValues]:
             assert cache is not None
-            keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k, slot, axis=1)  # [B,W,K,C]
-            values = jax.lax.dynamic_update_slice_in_dim(cache[1], v, slot, axis=1)
+            updated = tuple(
+                jax.lax.dynamic_update_slice_in_dim(before, x, slot, axis=1)  # [B,W,K,C]
+                for before, x in zip(cache, self._cached(k, v), strict=True)
+            )
+            keys, values = updated[0], updated[-1][..., : v.shape[3]]
             mask = in_use
             if options.window is not None:  # compare it with how long ago each slot was written
                 mask = in_use & ((slot - slots) % self._window < options.window)
             context = attend(q, keys, values, mask, sinks=options.sinks, soft_cap=options.soft_cap)
-            return context, (keys, values)
+            return context, updated
 
         return self._run(params, token[:, None], position, attend_to_cache, cache)
+
+    def _cached(self, k: jax.Array, v: jax.Array) -> KeysValues:
+        """Return what the cache holds of keys and values."""
+        return (k,) if self._config.is_latent else (k, v)
 
     def _run(
         self,
@@ -173,8 +189,8 @@ class Decoder:
         tokens: jax.Array,
         start: jax.Array,
         cached_attention: CachedAttention,
-        cache: KeysValues | None,
-    ) -> tuple[jax.Array, KeysValues]:
+        cache: Cache | None,
+    ) -> tuple[jax.Array, Cache]:
         """Read tokens [B,T] from position `start` on; return (logits after the last one, cache)."""
         rows, length = tokens.shape
         positions = start + jnp.arange(length, dtype=jnp.int32)  # [T]
@@ -185,7 +201,10 @@ class Decoder:
         )
 
         def layer(
-            x: jax.Array, inputs: tuple[Params, KeysValues | None, jax.Array]
+            x: jax.Array,
+            inputs: tuple[Params, KeysValues | None, jax.Array],
+            *,
+            is_first: bool = False,
         ) -> tuple[jax.Array, KeysValues]:
             weights, before, index = inputs
             caches: list[KeysValues] = []
@@ -201,15 +220,26 @@ class Decoder:
                 caches.append(after)
                 return context
 
-            program = ModelProgram(self._config, attention)
-            x, _ = program.block(weights, x, side._replace(layer_index=index), None)
+            program = ModelProgram(self._config, OverLatents(attention))
+            numbered = side._replace(layer_index=index)
+            if is_first:
+                x = program.first_block(weights, x, numbered, None)
+            else:
+                x, _ = program.block(weights, x, numbered, None)
             (after,) = caches
             return x, after
 
         x = self._program.embed(params, tokens)  # [B,T,D]
-        index = jnp.arange(self._config.num_layers, dtype=jnp.int32)
-        x, caches = jax.lax.scan(layer, x, (params["layers"], cache, index))
-        return self._program.logits(params, x[:, -1]), caches
+        first_caches: list[KeysValues] = []
+        for i in range(self._config.first_dense_layers):
+            weights = params["embed"]["first"][str(i)]
+            inputs = weights, None if cache is None else cache.first[i], jnp.int32(i)
+            x, after = layer(x, inputs, is_first=True)
+            first_caches.append(after)
+        index = jnp.arange(self._config.first_dense_layers, self._config.num_layers)
+        before = None if cache is None else cache.stacked
+        x, stacked = jax.lax.scan(layer, x, (params["layers"], before, index))
+        return self._program.logits(params, x[:, -1]), Cache(first_caches, stacked)
 
 
 def load_parameters(step_directory: Path, config: Config) -> Params:
@@ -224,7 +254,7 @@ def load_parameters(step_directory: Path, config: Config) -> Params:
     mesh = jax.sharding.Mesh(np.asarray(jax.local_devices()).reshape(shape), MESH_AXES)
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     program = ModelProgram(config.model)
-    weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.num_layers,))
+    weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.stacked_layers,))
     return jax.jit(program.cast)(read_parameters(step_directory, weights.abstract()))
 
 
@@ -251,13 +281,13 @@ def generate(
     key = jax.random.key(seed)
 
     @jax.jit
-    def first(params: Params, tokens: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def first(params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
         logits, cache = decoder.prefill(params, tokens)
         return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
 
     def following(
-        params: Params, token: jax.Array, position: jax.Array, cache: KeysValues
-    ) -> tuple[jax.Array, KeysValues]:
+        params: Params, token: jax.Array, position: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
         logits, cache = decoder.step(params, token, position, cache)
         return sampling(logits, jax.random.fold_in(key, position + 1)), cache
 

@@ -76,7 +76,7 @@ def export(
     program = ModelProgram(config.model)
     rules = tensor_rules(family, program)
     kind = jnp.dtype(dtype)
-    files = plan_files(rules, config.model.num_layers, kind.itemsize, file_bytes)
+    files = plan_files(rules, config.model.stacked_layers, kind.itemsize, file_bytes)
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:

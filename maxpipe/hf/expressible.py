@@ -17,6 +17,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "beta_slow": ("yarn",),
     "truncate": ("yarn",),
     "attention_factor": ("yarn", "longrope"),
+    "mscale_all_dim": ("yarn",),
     "short_factor": ("longrope",),
     "long_factor": ("longrope",),
 }
@@ -39,8 +40,10 @@ def check_expressed(m: ModelConfig, meaning: Mapping[str, object], model_type: s
             actual = getattr(actual, name)
         if key.startswith("rope_scaling.") and not _reads(m, key):
             continue
-        if key == "mlp_dim" and m.moe.experts:
+        if key == "mlp_dim" and m.moe.experts and not m.first_dense_layers:
             continue  # no layer has a dense MLP
+        if key == "moe.selection_bias":
+            actual = m.moe.has_bias
         if key == "moe.mlp_dim":
             actual, value = m.expert_dim, value or meaning["mlp_dim"]
         if key == "layer_pattern":

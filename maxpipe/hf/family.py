@@ -19,6 +19,7 @@ _NOT_SHAPE = (
     "z_loss",
     "logit_tiles",
     "moe.balance_loss",
+    "moe.bias_rate",
     "moe.z_loss",
     "moe.kernel",
     "attention",

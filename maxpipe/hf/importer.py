@@ -59,10 +59,12 @@ class HfWeights:
             stored = joined({text_name(name): tensor for name, tensor in tensors.items()})
         except (SafetensorsError, OSError) as error:
             raise ConfigError(Problem(KEY, str(error))) from None
-        self._num_layers = config.model.num_layers
+        self._num_layers = config.model.stacked_layers
         expected = tensor_names(list(self._rules.values()), self._num_layers)
         tied = config.model.tie_embeddings
-        self.ignored = sorted(name for name in stored if is_ignored(name, self._num_layers, tied))
+        self.ignored = sorted(
+            name for name in stored if is_ignored(name, config.model.num_layers, tied)
+        )
         self._tensors = {name: stored[name] for name in stored.keys() - {*self.ignored}}
         if found := [*differences(self._tensors, expected)]:
             raise ConfigError(*(Problem(KEY, f"{directory}: {line}") for line in found))
@@ -80,7 +82,7 @@ class HfWeights:
         return lines
 
     def read(self, path: ParameterPath, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return a parameter in the layout on disk, [num_layers, ...] if it is of layers.
+        """Return a parameter in the layout on disk, [stacked_layers, ...] if it is of layers.
 
         Each tensor is read once, whatever number of devices has parts of it.
 
@@ -141,7 +143,8 @@ class HfWeights:
     ) -> dict[Region, np.ndarray]:
         """Return regions of one layer's parameter; what lies between them may be read, too."""
         if not rule.experts:
-            return self._read_matrix(rule.template.format(layer=layer), rule, regions, dtype)
+            ((name, _),) = rule.tensors(layer)
+            return self._read_matrix(name, rule, regions, dtype)
         parts = {region: np.empty(shape_of(region), dtype) for region in regions}
         for name, (expert,) in rule.tensors(layer):
             of_expert = {r for r in regions if r[0][0] <= expert < r[0][1]}

@@ -2,7 +2,7 @@
 
 A pattern has the dimensions of the tensor, left, and of one layer's parameter, right. Dimensions in
 brackets are one dimension of the tensor. Letters: v vocabulary, d embed, h heads, c head_dim, f
-hidden width of the MLP, e experts.
+hidden width of the MLP, l width of a latent, e experts.
 """
 
 from typing import TypeAlias
@@ -27,6 +27,12 @@ NAMES: dict[Path, tuple[str, str]] = {
     (*_ATTENTION, "value_bias"): ("self_attn.v_proj.bias", "(h c) -> h c"),
     (*_ATTENTION, "out_bias"): ("self_attn.o_proj.bias", "d -> d"),
     (*_ATTENTION, "sinks"): ("self_attn.sinks", "h -> h"),
+    (*_ATTENTION, "query_down"): ("self_attn.q_a_proj.weight", "l d -> d l"),
+    (*_ATTENTION, "query_latent_norm", "scale"): ("self_attn.q_a_layernorm.weight", "l -> l"),
+    (*_ATTENTION, "query_up"): ("self_attn.q_b_proj.weight", "(h c) l -> l h c"),
+    (*_ATTENTION, "key_value_down"): ("self_attn.kv_a_proj_with_mqa.weight", "l d -> d l"),
+    (*_ATTENTION, "key_value_latent_norm", "scale"): ("self_attn.kv_a_layernorm.weight", "l -> l"),
+    (*_ATTENTION, "key_value_up"): ("self_attn.kv_b_proj.weight", "(h c) l -> l h c"),
     (*_MLP, "gate"): ("mlp.gate_proj.weight", "f d -> d f"),
     (*_MLP, "up"): ("mlp.up_proj.weight", "f d -> d f"),
     (*_MLP, "down"): ("mlp.down_proj.weight", "d f -> f d"),
@@ -39,6 +45,10 @@ _MOE = ("layers", "moe")
 EXPERTS: dict[str, dict[Path, tuple[str, str]]] = {
     "mlp": {
         (*_MOE, "router"): ("mlp.gate.weight", "e d -> d e"),
+        (*_MOE, "bias"): ("mlp.gate.e_score_correction_bias", "e -> e"),
+        (*_MOE, "shared", "gate"): ("mlp.shared_experts.gate_proj.weight", "f d -> d f"),
+        (*_MOE, "shared", "up"): ("mlp.shared_experts.up_proj.weight", "f d -> d f"),
+        (*_MOE, "shared", "down"): ("mlp.shared_experts.down_proj.weight", "d f -> f d"),
         (*_MOE, "gate"): ("mlp.experts.{expert}.gate_proj.weight", "f d -> d f"),
         (*_MOE, "up"): ("mlp.experts.{expert}.up_proj.weight", "f d -> d f"),
         (*_MOE, "down"): ("mlp.experts.{expert}.down_proj.weight", "d f -> f d"),

@@ -33,6 +33,7 @@ class Rule:
       columns: first index of the parameter in the tensor's last dimension, and the distance of the
         next; (0, 1) if it has all of them.
       experts: the size of the parameter's first dimension, if each expert has a tensor; else 0.
+      first_layer: index in the file of the first layer of a parameter of layers.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Rule:
     rows: tuple[int, int] | None = None
     columns: tuple[int, int] = (0, 1)
     experts: int = 0
+    first_layer: int = 0
 
     @property
     def is_layer(self) -> bool:
@@ -73,6 +75,7 @@ class Rule:
 
     def tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield each tensor of a layer's parameter: its name, and its index there, () for all."""
+        layer += self.first_layer
         if not self.experts:
             yield self.template.format(layer=layer), ()
         for expert in range(self.experts):
@@ -137,7 +140,11 @@ def tensor_rules(family: Family, program: ModelProgram) -> list[Rule]:
 
 
 def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) -> Rule:
-    norms = NORMS[program.config.norm_placement]
+    norms, prefix = NORMS[program.config.norm_placement], LAYER
+    original = path
+    if is_first := path[:2] == ("embed", "first"):
+        # The first dense layers are no stack: each has rules of its own.
+        prefix, path = LAYER.format(layer=path[2]), ("layers", *path[3:])
     if path in NAMES:
         name, pattern = NAMES[path]
     elif path in EXPERTS[family.expert_names]:
@@ -156,14 +163,16 @@ def _rule(path: Path, spec: ParamSpec, program: ModelProgram, family: Family) ->
     sizes = dict(zip(letters, spec.shape[1:] if experts else spec.shape, strict=True))
     if "v" in sizes:
         sizes["v"] = program.config.num_token_ids
+    is_layer = path[0] == "layers" and not is_first
     return Rule(
-        path,
-        f"{LAYER}{name}" if path[0] == "layers" else name,
+        original,
+        f"{prefix}{name}" if path[0] == "layers" else name,
         tuple(sizes.items()),
         tuple(_dimensions(left)),
         letters,
         columns=(turns.index(path), len(turns)),
         experts=experts,
+        first_layer=program.config.first_dense_layers if is_layer else 0,
     )
 
 

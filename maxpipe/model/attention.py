@@ -17,6 +17,7 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.layer_facts import ALL_TOKENS, LayerTable, layer_table
 from maxpipe.model.layers import RMSNorm, project
 from maxpipe.model.parameters import declare
+from maxpipe.model.rope import score_factor
 from maxpipe.sharding.attention_contract import AttentionFn, AttentionOptions
 
 
@@ -44,8 +45,7 @@ class Attention(nnx.Module):
         self.interleaved = config.rope_interleaved
         self.rotates_by_product = config.rotation == "product"
         self.soft_cap = config.attention_soft_cap
-        # Kernels divide scores by the root of C.
-        self.query_scale = config.query_scale * math.sqrt(C) if config.query_scale else 1.0
+        self.query_scale = query_factor(config)
         dtype, std = config.param_dtype, 1 / math.sqrt(D)
         self.query = declare((D, H, C), ("embed", "heads", "head_dim"), dtype, stddev=std)
         self.key = declare((D, K, C), ("embed", "kv_heads", "head_dim"), dtype, stddev=std)
@@ -120,6 +120,12 @@ class Attention(nnx.Module):
         if self.has_output_bias:
             y = y + self.out_bias[...]
         return checkpoint_name(y, "out_proj")
+
+
+def query_factor(config: ModelConfig) -> float:
+    """Return the factor of queries with which kernels, that divide by a root, scale scores."""
+    scale = config.query_scale * math.sqrt(config.head_dim) if config.query_scale else 1.0
+    return scale * score_factor(config.rope_scaling)
 
 
 def look_up(table: LayerTable, layer_index: jax.Array | None) -> LayerFacts:

@@ -8,6 +8,7 @@ from flax import nnx
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.attention import Attention, AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn, MixtureOfExperts
+from maxpipe.model.latent_attention import LatentAttention
 from maxpipe.model.layers import AuxiliaryLosses, GatedMLP, RMSNorm, SideInputs, dropout
 
 # Numbers of the sublayers, folded into the layer's key: each draws dropout masks of its own.
@@ -38,7 +39,8 @@ class LlamaBlock(nnx.Module):
         )
         if self.placement != "post":
             self.attention_norm = norm()
-        self.attention = Attention(config, attention)
+        attention_sublayer = LatentAttention if config.is_latent else Attention
+        self.attention = attention_sublayer(config, attention)
         if self.placement != "pre":
             self.attention_post_norm = norm()
         if self.placement != "post":

@@ -133,6 +133,14 @@ def init_layers(specs: Params, key: jax.Array, layer_index: jax.Array) -> Params
     return jax.tree_util.tree_map_with_path(init, specs, is_leaf=_is_spec)
 
 
+_OUTER_AXES = dict.fromkeys(("embed", "expert_embed", "latent"), "outer_embed")
+
+
+def outer_axes(spec: ParamSpec) -> tuple[str, ...]:
+    """Return the logical axes of a layer's parameter that is split as embedding and head are."""
+    return tuple(_OUTER_AXES.get(axis, axis) for axis in spec.axes)
+
+
 def count(specs: Params) -> int:
     """Return the number of parameters in a tree of specs."""
     return sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs, is_leaf=_is_spec))

@@ -1,9 +1,12 @@
 """Provide the model to engines, as pure functions over plain pytrees.
 
 Parameters are {"embed": ..., "layers": ..., "head": ...}; `layers` is one layer's tree with leading
-layer dimensions that the engine chooses. Shapes: B batch, T sequence, D embed, V vocabulary.
+layer dimensions that the engine chooses. The first dense layers of a model of experts belong to
+`embed`, {"embedding": ..., "first": {"0": ..., "1": ...}}. Shapes: B batch, T sequence, D embed, V
+vocabulary.
 """
 
+from dataclasses import replace
 from functools import cached_property
 
 import jax
@@ -19,7 +22,15 @@ from maxpipe.model.experts.mixture import ExpertsFn
 from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
-from maxpipe.model.parameters import Params, ParamSpec, declare, map_specs, split_module
+from maxpipe.model.parameters import (
+    Params,
+    ParamSpec,
+    declare,
+    map_specs,
+    outer_axes,
+    split_module,
+)
+from maxpipe.sharding.attention_contract import PLAIN, AttentionOptions
 
 UNNAMED = "auxiliary_loss"  # of a block that returns a number, not losses by name
 
@@ -49,6 +60,16 @@ class Head(nnx.Module):
     def normalise(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the final norm, [..., D] -> [..., D]."""
         return self.norm(x_BTD)
+
+
+def _shape_of_context(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    options: AttentionOptions = PLAIN,
+) -> jax.Array:
+    return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
 
 
 class ModelProgram:
@@ -82,6 +103,10 @@ class ModelProgram:
         self._apply_block, layers = split_module(lambda: self._make_block(attention))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
+        if config.first_dense_layers:
+            self._apply_first, first = split_module(lambda: block(config.dense, attention))
+            first = map_specs(lambda spec: replace(spec, axes=outer_axes(spec)), first)
+            embed["first"] = {str(i): first for i in range(config.first_dense_layers)}
         self._output = OutputLoss.of(config)
         self.specs = {"embed": embed, "layers": layers, "head": head}
 
@@ -98,7 +123,7 @@ class ModelProgram:
     @cached_property
     def _auxiliary_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each sum over layers of what `block` returns, which is traced."""
-        apply, _ = split_module(lambda: self._make_block(lambda q, *args, **options: q))
+        apply, _ = split_module(lambda: self._make_block(_shape_of_context))
 
         def side_inputs() -> SideInputs:
             ids = jnp.zeros((1, 1), jnp.int32)
@@ -114,14 +139,14 @@ class ModelProgram:
             return {UNNAMED: ()}
         shapes = {name: value.shape for name, value in auxiliary.items()}
         if EXPERT_LOAD in shapes:
-            shapes[EXPERT_LOAD] = (self.config.num_layers, *shapes[EXPERT_LOAD])
+            shapes[EXPERT_LOAD] = (self.config.stacked_layers, *shapes[EXPERT_LOAD])
         return shapes
 
     def parameter_count(self) -> int:
         """Return the number of parameters of all layers, embedding and head."""
         outer = {"embed": self.specs["embed"], "head": self.specs["head"]}
         layer = parameters.count(self.specs["layers"])
-        return parameters.count(outer) + self.config.num_layers * layer
+        return parameters.count(outer) + self.config.stacked_layers * layer
 
     def cast(self, params: Params) -> Params:
         """Cast floating leaves to the dtype in which they are used.
@@ -161,9 +186,20 @@ class ModelProgram:
             return y, {UNNAMED: auxiliary}
         if EXPERT_LOAD in auxiliary:
             # [E] -> [N, E]; a layer of padding, whose index is N, has no row.
-            row = jax.nn.one_hot(side.layer_index, self.config.num_layers, dtype=jnp.float32)
+            index = jnp.asarray(side.layer_index) - self.config.first_dense_layers
+            row = jax.nn.one_hot(index, self.config.stacked_layers, dtype=jnp.float32)
             auxiliary = auxiliary | {EXPERT_LOAD: row[:, None] * auxiliary[EXPERT_LOAD]}
         return y, auxiliary
+
+    @jax.named_scope("layer")
+    def first_block(
+        self, layer: Params, x_BTD: jax.Array, side: SideInputs, key: jax.Array | None
+    ) -> jax.Array:
+        """Apply one of the first dense layers, which have no auxiliary losses: [B, T, D]."""
+        y, auxiliary = self._apply_first(layer, x_BTD, side, key)
+        assert not auxiliary, "dense layers have no auxiliary losses"
+        y_BTD: jax.Array = y
+        return y_BTD
 
     @jax.named_scope("head")
     def logits(self, params: Params, x_BTD: jax.Array) -> jax.Array:

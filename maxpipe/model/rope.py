@@ -38,6 +38,16 @@ def rotary_factor(scaling: RopeScalingConfig) -> float:
     return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position))
 
 
+def score_factor(scaling: RopeScalingConfig) -> float:
+    """Return the factor of scores of attention, which DeepSeek's yarn has besides that of rotation.
+
+    It stands in for a factor of all channels, those that are not rotated included.
+    """
+    if scaling.type != "yarn" or scaling.factor == 1:
+        return 1.0
+    return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+
+
 def _linear(freq: np.ndarray, dim: int, theta: float, scaling: RopeScalingConfig) -> np.ndarray:
     return freq / scaling.factor
 

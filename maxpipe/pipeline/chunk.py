@@ -67,23 +67,60 @@ def layer_function(
       program: the model.
       prepare: makes one layer's parameters ready for use: casts them to the compute dtype and
         gathers them over the storage axes.
-      padded: whether some layers are padding (index = num_layers), which must return the
+      padded: whether some layers are padding (index = stacked_layers), which must return the
         activations unchanged.
     """
+    config = program.config
 
     def apply(
         layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
     ) -> tuple[jax.Array, AuxiliaryLosses]:
-        layer_key = (
-            jax.random.fold_in(key, index) if program.needs_key and key is not None else None
-        )
-        y, aux = program.block(prepare(layer), x, side._replace(layer_index=index), layer_key)
+        # Indices are of the layers with the same parameters, which come after the first ones.
+        number = index + config.first_dense_layers if config.first_dense_layers else index
+        layer_key = _layer_key(program, key, number)
+        y, aux = program.block(prepare(layer), x, side._replace(layer_index=number), layer_key)
         if not padded:
             return y, aux
-        is_layer = index < program.config.num_layers
+        is_layer = index < config.stacked_layers
         return jnp.where(is_layer, y, x), jax.tree.map(lambda a: jnp.where(is_layer, a, 0), aux)
 
     return apply
+
+
+def apply_first_layers(
+    program: ModelProgram,
+    layers: Params,
+    prepare: Callable[[Params], Params],
+    policy: RematPolicy,
+    x: jax.Array,
+    side: SideInputs,
+    key: jax.Array | None,
+) -> jax.Array:
+    """Apply the first dense layers, if the model has any.
+
+    Args:
+      program: the model.
+      layers: {"0": ..., "1": ...}, empty without such layers.
+      prepare: as of `layer_function`.
+      policy: what a layer saves besides its input.
+      x: activations [B, T, D].
+      side: side inputs of the microbatch.
+      key: key of the step or None.
+    """
+
+    def apply(
+        layer: Params, index: jax.Array, x: jax.Array, side: SideInputs, key: jax.Array | None
+    ) -> jax.Array:
+        numbered = side._replace(layer_index=index)
+        return program.first_block(prepare(layer), x, numbered, _layer_key(program, key, index))
+
+    for i in range(len(layers)):
+        x = checkpoint(apply, policy)(layers[str(i)], jnp.int32(i), x, side, key)
+    return x
+
+
+def _layer_key(program: ModelProgram, key: jax.Array | None, number: jax.Array) -> jax.Array | None:
+    return jax.random.fold_in(key, number) if program.needs_key and key is not None else None
 
 
 def apply_layers(

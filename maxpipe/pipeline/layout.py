@@ -58,7 +58,7 @@ class StageLayout:
 
     @property
     def num_layers(self) -> int:
-        """Return N, layers of the model."""
+        """Return N, layers of the model with the same parameters."""
         return sum(self.chunk_sizes) + self.num_outside
 
     @property
@@ -141,13 +141,13 @@ def build_layout(config: Config) -> StageLayout:
     pipeline, stages = config.pipeline, num_stages(config)
     engine = ENGINES[pipeline.engine]
     if not engine.has_stages:
-        return StageLayout.even(1, 1, config.model.num_layers)
+        return StageLayout.even(1, 1, config.model.stacked_layers)
     even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
     return StageLayout(
         stages,
         pipeline.num_repeats,
         tuple(pipeline.layers_per_stage or even),
-        num_outside=config.model.num_layers - pipeline.parallel_layers,
+        num_outside=config.model.stacked_layers - pipeline.parallel_layers,
         outside_first=pipeline.outside_layers == "before",
         placement="loop" if engine.one_program else build_table(config).placement,
     )

@@ -13,16 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxpipe.model.parameters import Params, ParamSpec, map_specs
+from maxpipe.model.parameters import Params, ParamSpec, map_specs, outer_axes
 from maxpipe.pipeline.layout import LAYER_AXES, StageLayout
 from maxpipe.sharding.rules import AxisRules
-
-_AXES_FOR_USE = {"embed": "outer_embed", "expert_embed": "outer_embed"}
 
 
 def spec_for_use(rules: AxisRules, spec: ParamSpec) -> PartitionSpec:
     """Return how one layer's parameter lies for use, without a layer dimension."""
-    return rules.spec(_axes_for_use(spec), spec.shape)
+    return rules.spec(outer_axes(spec), spec.shape)
 
 
 def for_use(rules: AxisRules, layout: StageLayout, specs: Params, layers: Params) -> Params:
@@ -36,7 +34,7 @@ def for_use(rules: AxisRules, layout: StageLayout, specs: Params, layers: Params
     """
 
     def split_by_dimensions(spec: ParamSpec, leaf: jax.Array) -> jax.Array:
-        axes = (None, None, None, *_axes_for_use(spec))
+        axes = (None, None, None, *outer_axes(spec))
         rows = rules.constrain(leaf[layout.num_repeats :], axes)  # [E, S, L, ...]
         # [E, S, L, ...] -> [E S L, ...], the first of which are layers and the others padding
         return rows.reshape(-1, *spec.shape)[: layout.num_outside]
@@ -63,7 +61,3 @@ def with_outside(
         return at_rest(leaf.at[repeats:].set(at_rest(rows)))
 
     return map_specs(write_rows, specs, layers, outside)
-
-
-def _axes_for_use(spec: ParamSpec) -> tuple[str, ...]:
-    return tuple(_AXES_FOR_USE.get(axis, axis) for axis in spec.axes)

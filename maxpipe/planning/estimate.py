@@ -142,7 +142,7 @@ def traffic(config: Config, memory: Memory) -> float:
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
-    layers = config.model.num_layers / config.mesh.size("stage")
+    layers = config.model.stacked_layers / config.mesh.size("stage")
     return weights + update + _PASSES * size * tokens * layers * width
 
 
@@ -164,7 +164,9 @@ def _activations(config: Config) -> float:
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         stored = circular_store(stages, pipeline.num_microbatches, pipeline.num_repeats, delay)
-    columns = stored_columns(stored, layout.layers_per_stage, layout.num_outside, widths)
+    # The first dense layers count as if they had experts.
+    outside = layout.num_outside + model.first_dense_layers
+    columns = stored_columns(stored, layout.layers_per_stage, outside, widths)
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1

@@ -42,7 +42,7 @@ def active_parameter_count(model: ModelConfig) -> int:
     layer = model_program(model).specs["layers"]
     specs = jax.tree.leaves(layer, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
     of_experts = sum(math.prod(spec.shape) for spec in specs if "expert" in spec.axes)
-    return parameter_count(model) - model.num_layers * (of_experts // model.moe.experts) * idle
+    return parameter_count(model) - model.stacked_layers * (of_experts // model.moe.experts) * idle
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
@@ -59,7 +59,14 @@ def model_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
       model: resolved: `head_dim` is not -1.
       sequence_length: T, tokens per sequence.
     """
-    trace = trace_model(model, sequence_length)
-    layer = read_layer(trace, lambda spec: (1,) * len(spec.shape))
-    forward = model.num_layers * (layer.weight_flops + layer.activation_flops) + trace.head_flops
+    head = trace_model(model, sequence_length).head_flops
+    forward = model.stacked_layers * _layer_flops(model, sequence_length) + head
+    if model.first_dense_layers:
+        forward += model.first_dense_layers * _layer_flops(model.dense, sequence_length)
     return _PASSES * forward
+
+
+def _layer_flops(model: ModelConfig, sequence_length: int) -> float:
+    """Return the FLOPs per token of a layer's forward."""
+    layer = read_layer(trace_model(model, sequence_length), lambda spec: (1,) * len(spec.shape))
+    return layer.weight_flops + layer.activation_flops

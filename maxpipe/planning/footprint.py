@@ -80,7 +80,7 @@ def device_parameters(
 
 def total_parameters(config: Config, whole_over: Collection[str] = ()) -> float:
     """Return the parameters of all parts on one device, gathered over some mesh axes."""
-    layers = config.model.num_layers / config.mesh.size("stage")
+    layers = config.model.stacked_layers / config.mesh.size("stage")
     return (
         layers * device_parameters(config, "layers", whole_over=whole_over)
         + device_parameters(config, "embed", whole_over=whole_over)

@@ -1,7 +1,7 @@
 """Define what an attention function takes and returns, for the model, its kernels and wrappers.
 
 Letters: B sequences, T tokens of a sequence, P queries of a part, H query heads, K key/value heads,
-C head_dim.
+C channels of a query and key, V of a value, which are as many but with latent attention.
 """
 
 from typing import NamedTuple, Protocol
@@ -37,10 +37,10 @@ class AttentionFn(Protocol):
         segment_ids: jax.Array,
         options: AttentionOptions = PLAIN,
     ) -> jax.Array:
-        """Return [B,T,H,C].
+        """Return [B,T,H,V].
 
         Args:
-          q, k, v: query [B,T,H,C], key and value [B,T,K,C].
+          q, k, v: query [B,T,H,C], key [B,T,K,C], value [B,T,K,V].
           segment_ids: int32 [B,T].
           options: of the layer.
         """
@@ -59,13 +59,33 @@ class PartAttention(Protocol):
         part: jax.Array,
         options: AttentionOptions = PLAIN,
     ) -> jax.Array:
-        """Return [B,P,H,C].
+        """Return [B,P,H,V].
 
         Args:
           q: queries of the part [B,P,H,C].
-          k, v: key and value [B,T,K,C].
+          k, v: key [B,T,K,C], value [B,T,K,V].
           segment_ids: int32 [B,T].
           part: index of the part, int32 scalar.
           options: of the layer; a window counts tokens, not places.
         """
         ...
+
+
+class OverLatents:
+    """Attention that latent attention calls with latents, so that a cache can hold these alone.
+
+    Keys then have one head, and values are their first V channels.
+    """
+
+    def __init__(self, attention: AttentionFn):
+        self._attention = attention
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array,
+        options: AttentionOptions = PLAIN,
+    ) -> jax.Array:
+        return self._attention(q, k, v, segment_ids, options)

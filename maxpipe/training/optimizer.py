@@ -11,8 +11,8 @@ from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.training.expert_load import balanced, is_bias, without_biases
 from maxpipe.training.spikes import SpikeFilter
 
-# Matrices that touch the residual stream decay; norms and biases do not.
-DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "router"}
+# Matrices that touch the residual stream or a latent decay; norms and biases do not.
+DECAYING_AXES = {"embed", "outer_embed", "expert_embed", "latent", "router"}
 
 
 class Optimizer:

@@ -89,11 +89,12 @@ def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation
 def matrix_dimensions(spec: ParamSpec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Return (input dimensions, output dimensions) of a parameter, or None if it is no matrix.
 
-    A matrix leads from the residual stream or back to it: the dimension `embed`, or `expert_embed`,
-    is one side, all other dimensions are the other. Each expert is a matrix of its own.
+    A matrix leads from the residual stream or back to it, or from a latent: the dimension `embed`,
+    `expert_embed` or `latent` is one side, all other dimensions are the other. Each expert is a
+    matrix of its own.
     """
     sides = [i for i, axis in enumerate(spec.axes) if axis != "expert"]
-    ends = [i for i in sides if spec.axes[i] in ("embed", "expert_embed")]
+    ends = [i for i in sides if spec.axes[i] in ("embed", "expert_embed", "latent")]
     if not ends or len(sides) < 2:
         return None
     embed = ends[0]

@@ -203,7 +203,10 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         num_parameters=parameters,
         num_active=active_parameter_count(config.model),
         parameter_bytes=parameters * jnp.dtype(config.model.param_dtype).itemsize,
-        stage_layers=[[i for chunk in layout.stage_layers(s) for i in chunk] for s in stages],
+        stage_layers=[
+            [i + config.model.first_dense_layers for chunk in layout.stage_layers(s) for i in chunk]
+            for s in stages
+        ],
         schedule=f"{config.pipeline.schedule} on the {config.pipeline.engine} engine"
         if pipelined
         else "sequential",

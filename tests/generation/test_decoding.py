@@ -27,6 +27,17 @@ LAYERS_THAT_DIFFER = {
     "model.query_scale": 0.3,
     "model.embed_scale": 2.0,
 }
+LATENT = {
+    "model.attention_kind": "mla",
+    "model.num_kv_heads": 4,
+    "model.mla.q_lora_rank": 12,
+    "model.mla.kv_lora_rank": 8,
+    "model.mla.qk_nope_head_dim": 4,
+    "model.mla.qk_rope_head_dim": 2,
+    "model.mla.v_head_dim": 6,
+    "model.attention_window": 3,
+    "model.layer_pattern": ["local", "global"],
+}
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 8)).astype(np.int32)
 
 
@@ -66,7 +77,7 @@ class Case:
 
 @pytest.mark.parametrize(
     "values",
-    [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS, LAYERS_THAT_DIFFER],
+    [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS, LAYERS_THAT_DIFFER, LATENT],
     ids=str,
 )
 def test_decoder_logits_equal_training_forward(values):
@@ -76,6 +87,12 @@ def test_decoder_logits_equal_training_forward(values):
         np.testing.assert_allclose(
             case.logits(TOKENS, prompt), expected[:, prompt - 1 :], atol=2e-4, rtol=1e-4
         )
+
+
+def test_cache_of_latent_attention_holds_one_latent_and_one_rotated_key_per_token():
+    case = Case(**LATENT)
+    _, cache = case.prefill(case.params, TOKENS[:, :3])
+    assert [x.shape for x in jax.tree.leaves(cache)] == [(4, 2, 8, 1, 8 + 2)]
 
 
 def test_decoder_greedy_tokens_are_argmax_of_training_forward():

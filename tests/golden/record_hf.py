@@ -44,8 +44,10 @@ def model_of(name: str) -> transformers.PreTrainedModel:
 
 def fill(model: transformers.PreTrainedModel, *, is_gemma: bool) -> None:
     """Give a model the weights that the names of its tensors in files stand for."""
-    parameters = dict(model.named_parameters())
     drawn = weights(shapes_of(model), is_gemma=is_gemma)
+    # A selection bias of experts is a buffer.
+    buffers = {name: b for name, b in model.named_buffers() if name in drawn}
+    parameters = dict(model.named_parameters()) | buffers
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(torch.from_numpy(_joined(name, drawn)))

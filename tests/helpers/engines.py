@@ -106,9 +106,9 @@ def canonical_params(program: ModelProgram) -> Params:
     """Draw {"embed", "layers" [num_layers, ...], "head"} as NumPy arrays, seeded by their paths."""
 
     def make(path: tuple[jax.tree_util.DictKey, ...], spec: ParamSpec) -> np.ndarray:
-        leading = (program.config.num_layers,) if path[0].key == "layers" else ()
+        leading = (program.config.stacked_layers,) if path[0].key == "layers" else ()
         # The first norm would magnify the rounding errors of activations near 0.
-        stddev = 1.0 if path[0].key == "embed" else spec.stddev or 0.1
+        stddev = 1.0 if path[-1].key == "embedding" else spec.stddev or 0.1
         rng = np.random.default_rng(zlib.crc32(jax.tree_util.keystr(path).encode()))
         return (rng.standard_normal((*leading, *spec.shape)) * stddev + spec.fill).astype(
             np.float32

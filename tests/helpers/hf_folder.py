@@ -9,6 +9,7 @@ import tokenizers
 
 from helpers.hf_models import recorded, weights
 from maxpipe.config import load, resolve
+from maxpipe.hf.families.deepseek import DeepseekV3
 from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.families.phi import Phi3
@@ -17,7 +18,7 @@ from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
-FAMILIES = {"gemma3": Gemma3, "mixtral": Mixtral, "phi3": Phi3}
+FAMILIES = {"deepseek_v3": DeepseekV3, "gemma3": Gemma3, "mixtral": Mixtral, "phi3": Phi3}
 
 
 def write_weights(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -51,8 +52,9 @@ def write_folder(path: Path, name: str = "gemma3") -> Path:
     write_tokenizer(path)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    model = resolve(load("base", [f"model.from_hf={path}", "mesh.ici.fsdp=2"]), 4).model
-    shapes = tensor_names(tensor_rules(FAMILIES[name](), ModelProgram(model)), model.num_layers)
+    words = [f"model.from_hf={path}", "mesh.ici.fsdp=2", "pipeline.num_repeats=1"]
+    model = resolve(load("base", words), 4).model
+    shapes = tensor_names(tensor_rules(FAMILIES[name](), ModelProgram(model)), model.stacked_layers)
     drawn = weights(shapes, is_gemma=name == "gemma3")
     tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in drawn.items()}
     halves = [*tensors][::2], [*tensors][1::2]

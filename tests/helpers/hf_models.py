@@ -55,6 +55,12 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
     "rope_theta": 500_000.0,
 }
+_BIASED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_nextn_predict_layers": 0,
+}
 _PHI3 = {"num_key_value_heads": 2, "sliding_window": None, "tie_word_embeddings": False}
 
 
@@ -154,6 +160,38 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
             "moe_intermediate_size": 24,
             "head_dim": 16,
             "norm_topk_prob": True,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **_BIASED,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 2,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "routed_scaling_factor": 2.5,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **_BIASED,
+            "head_dim": 16,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
         },
     ),
     "gpt_oss": (

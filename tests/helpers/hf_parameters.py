@@ -8,14 +8,14 @@ import numpy as np
 
 from helpers.hf_models import CASES, LENGTH, NUM_GENERATED, recorded, tokens, weights
 from maxpipe.config import Config, ModelConfig, replace, resolve
-from maxpipe.config.catalog import MODEL_TYPES
+from maxpipe.config.catalog import MODEL_TYPES, RematPolicy
 from maxpipe.config.imports import implementation
 from maxpipe.hf.family import Family
 from maxpipe.hf.tensors import Rule, tensor_rules
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import apply_first_layers, apply_layers, layer_function
 
 
 def family_of(name: str) -> Family:
@@ -37,7 +37,7 @@ def parameters_of(name: str, model: ModelConfig) -> Params:
     tensors = weights(recorded(name)["shapes"], is_gemma=CASES[name][0].startswith("gemma"))
     params: Params = {}
     for rule in tensor_rules(family_of(name), ModelProgram(model)):
-        layers = range(model.num_layers) if rule.is_layer else (0,)
+        layers = range(model.stacked_layers) if rule.is_layer else (0,)
         parts = [parameter_of(rule, tensors, i) for i in layers]
         branch = params
         for key in rule.path[:-1]:
@@ -64,8 +64,9 @@ def last_layer_output(program: ModelProgram, params: Params, text: jax.Array) ->
     positions = jnp.broadcast_to(jnp.arange(length), text.shape)
     side = SideInputs(positions, jnp.ones_like(text), jnp.arange(rows))
     layer = layer_function(program, lambda p: p, padded=False)
-    index = jnp.arange(program.config.num_layers)
-    x = program.embed(params, text)
+    index = jnp.arange(program.config.stacked_layers)
+    x, first = program.embed(params, text), params["embed"].get("first", {})
+    x = apply_first_layers(program, first, lambda p: p, RematPolicy(), x, side, None)
     x, _ = apply_layers(layer, params["layers"], index, x, side, None, scan=True)
     return x
 
@@ -102,7 +103,7 @@ def gradients_of(
         leaf = gradients
         for key in rule.path:
             leaf = leaf[key]
-        for layer in range(model.num_layers if rule.is_layer else 1):
+        for layer in range(model.stacked_layers if rule.is_layer else 1):
             value = np.asarray(leaf[layer] if rule.is_layer else leaf)
             for tensor, index in rule.tensors(layer):
                 tensors[tensor] = rule.to_tensor(value[index])

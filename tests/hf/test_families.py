@@ -1,6 +1,7 @@
 """config.json of each model type: both dialects, defaults, and back again."""
 
 import copy
+import dataclasses
 import subprocess
 import sys
 
@@ -146,6 +147,7 @@ def test_config_json_that_is_written_means_the_same_model_in_either_dialect(name
         ("gemma2", {"model.embed_scale": 1.0}, "gemma2 has no model.embed_scale=1.0"),
         ("olmo2", {"model.norm_placement": "pre"}, "olmo2 has no model.norm_placement=pre"),
         ("llama", {"model.rope_theta_local": 5.0}, "llama has no model.rope_theta_local=5.0"),
+        ("deepseek_v3", {"model.attention_soft_cap": 5.0}, "no model.attention_soft_cap=5.0"),
     ],
 )
 def test_option_without_a_word_in_the_type_is_refused_by_its_name(name, change, message):
@@ -168,6 +170,28 @@ def test_what_no_option_expresses_is_refused(change, message):
     c = {k: v for k, v in (recorded("llama")["config"] | change).items() if v is not None}
     with pytest.raises(ValueError, match=message):
         family("llama").model(c)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is no option of the router"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2 is no option of the router"),
+        ({"attention_bias": True}, "attention_bias true is no option of latent attention"),
+    ],
+)
+def test_what_is_no_option_of_deepseek_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        family("deepseek_v3").model(recorded("deepseek_v3")["config"] | change)
+
+
+def test_bias_that_training_updates_is_exported_as_one():
+    model = resolved("deepseek_v3", recorded("deepseek_v3")["config"])
+    moe = dataclasses.replace(model.moe, selection_bias=False, bias_rate=1e-3)
+    trained = dataclasses.replace(model, moe=moe)
+    assert family("deepseek_v3").config(trained, LENGTH) == family("deepseek_v3").config(
+        model, LENGTH
+    )
 
 
 def test_shortest_pattern_repeats_with_a_rest():

@@ -87,7 +87,10 @@ def test_text_part_of_a_model_with_images_is_read(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma4"}, "has model_type 'gemma4', which is not one of gemma2, gemma3"),
+        (
+            {"model_type": "gemma4"},
+            "has model_type 'gemma4', which is not one of deepseek_v3, gemma2",
+        ),
         ({"hidden_activation": "relu"}, "of a gemma3_text: hidden_activation 'relu' is no option"),
         ({"layer_types": ["linear_attention"] * 7}, "layer_types has linear_attention"),
         ({"layer_types": ["full_attention"]}, "lists 1 layers, but num_hidden_layers is 7"),

@@ -48,6 +48,7 @@ def config_of(folder, *words):
         ("gemma3", ("pipeline.schedule=circular", "pipeline.layers_per_stage=[1,3]")),
         ("phi3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
         ("mixtral", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2")),
+        ("deepseek_v3", ("mesh.ici.fsdp=2", "mesh.ici.tensor=2", "pipeline.num_repeats=1")),
         # Its MLPs are larger than the largest tensor, and put together on the devices.
         (
             "phi3",
@@ -68,7 +69,7 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
         leaf = params
         for key in rule.path:
             leaf = leaf[key]
-        for layer in range(4 if rule.is_layer else 1):
+        for layer in range(config.model.stacked_layers if rule.is_layer else 1):
             value = np.asarray(leaf[layer] if rule.is_layer else leaf)
             for tensor_name, index in rule.tensors(layer):
                 tensor = stored[tensor_name].read()

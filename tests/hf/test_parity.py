@@ -51,7 +51,8 @@ def test_bfloat16_is_as_exact_as_in_transformers(name):
 # Windows in all layers, in some, with two rotations, layers without one, scaled residuals, and
 # experts, also with biases, windows and sinks
 @pytest.mark.parametrize(
-    "name", ["mistral", "gemma3", "olmo3", "smollm3", "granite", "qwen3_moe", "gpt_oss"]
+    "name",
+    ["mistral", "gemma3", "olmo3", "smollm3", "granite", "qwen3_moe", "gpt_oss", "deepseek_v3"],
 )
 def test_cached_decoding_writes_what_transformers_wrote(name):
     """The text is 13 times as long as the windows; the cache holds all of it."""
@@ -78,7 +79,7 @@ def test_cached_decoding_writes_what_transformers_wrote(name):
 @pytest.mark.parametrize("name", CASES)
 def test_rules_name_every_tensor_of_transformers_with_its_shape(name):
     program = ModelProgram(config_of(name).model)
-    names = tensor_names(tensor_rules(family_of(name), program), program.config.num_layers)
+    names = tensor_names(tensor_rules(family_of(name), program), program.config.stacked_layers)
     assert names == {n: tuple(shape) for n, shape in recorded(name)["shapes"].items()}
 
 

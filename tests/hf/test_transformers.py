@@ -57,7 +57,7 @@ def parameters_of(config):
 
     def read(path, spec):
         names = tuple(key.key for key in path)
-        leading = (config.model.num_layers,) if names[0] == "layers" else ()
+        leading = (config.model.stacked_layers,) if names[0] == "layers" else ()
         like = jax.ShapeDtypeStruct((*leading, *spec.shape), spec.dtype, sharding=device)
         return weights.read(names, like)
 

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from maxpipe.config.sections import ModelConfig, MoEConfig
+from maxpipe.config.sections import MLAConfig, ModelConfig, MoEConfig
 from maxpipe.planning.flops import active_parameter_count, model_flops_per_token, parameter_count
 
 TINY = ModelConfig(
@@ -82,3 +82,17 @@ def test_windows_leave_out_the_flops_of_keys_that_no_query_sees():
     )
     pairs = 64 * 64 / 2 - (16 * 16 / 2 + 48 * 16)
     assert saved == pytest.approx(3 * 2 * 2 * 2 * 4 * 6 * pairs / 64)
+
+
+def test_latent_attention_counts_its_products_and_the_widths_of_scores_and_values():
+    mla = MLAConfig(
+        q_lora_rank=3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=7
+    )
+    model = dataclasses.replace(TINY, attention_kind="mla", num_kv_heads=4, mla=mla)
+    query, key_value = 8 * 3 + 3 * 4 * (4 + 2), 8 * (5 + 2) + 5 * 4 * (4 + 7)
+    layer = query + key_value + 4 * 7 * 8 + 3 * 8 * 16
+    norms = 3 * (2 * 8 + 3 + 5) + 8
+    assert parameter_count(model) == 2 * 32 * 8 + 3 * layer + norms
+    scores_and_values = 2 * 4 * (4 + 2 + 7) * (64 / 2)
+    weights = 3 * layer + 32 * 8
+    assert model_flops_per_token(model, 64) == 6 * weights + 3 * 3 * scores_and_values

@@ -13,23 +13,52 @@ _EXPERT_AXES = ("mesh.ici.expert", "mesh.dcn.expert")
 _AXIS_RULES = "sharding.logical_axis_rules"
 
 
-@rule("model.num_query_heads", "model.num_kv_heads")
-def check_grouped_heads(c: Config) -> None:
+@rule(
+    "model.attention_kind",
+    "model.num_query_heads",
+    "model.num_kv_heads",
+    writes=("model.num_kv_heads",),
+)
+def check_grouped_heads(c: Config) -> Updates:
     """Check that every key/value head serves the same number of query heads."""
-    heads = c.model.num_query_heads
+    heads, key = c.model.num_query_heads, "model.num_kv_heads"
+    if c.model.is_latent:
+        if is_set(c, key) and c.model.num_kv_heads != heads:
+            message = (
+                f"{c.model.num_kv_heads} is not possible with model.attention_kind=mla, where "
+                f"every query head has a key of its own; use {heads}"
+            )
+            raise ConfigError(Problem(key, message))
+        return {key: heads}
     if heads % c.model.num_kv_heads:
         legal = ", ".join(str(n) for n in divisors(heads))
         message = (
             f"{c.model.num_kv_heads} does not divide model.num_query_heads={heads}; "
             f"legal are {legal}"
         )
-        raise ConfigError(Problem("model.num_kv_heads", message))
+        raise ConfigError(Problem(key, message))
+    return {}
 
 
-@rule("model.embed_dim", "model.num_query_heads", "model.head_dim", writes=("model.head_dim",))
+@rule(
+    "model.attention_kind",
+    "model.mla",
+    "model.embed_dim",
+    "model.num_query_heads",
+    "model.head_dim",
+    writes=("model.head_dim",),
+)
 def derive_head_dim(c: Config) -> Updates:
-    """Derive the width of a head from the width of the residual stream."""
+    """Derive the width of a head from the width of the residual stream, or of its parts."""
     width, heads, size = c.model.embed_dim, c.model.num_query_heads, c.model.head_dim
+    if c.model.is_latent:
+        if size not in (-1, c.model.mla.head_dim):
+            message = (
+                f"{size} is not model.mla.qk_nope_head_dim + qk_rope_head_dim = "
+                f"{c.model.mla.head_dim}; leave it out"
+            )
+            raise ConfigError(Problem("model.head_dim", message))
+        return {"model.head_dim": c.model.mla.head_dim}
     if size == -1 and width % heads:
         message = (
             f"{width} is not divisible by model.num_query_heads={heads}; "
@@ -54,6 +83,41 @@ def derive_unpadded_vocab_size(c: Config) -> Updates:
         )
         raise ConfigError(Problem("model.vocab_size", message))
     return {"model.unpadded_vocab_size": c.model.num_token_ids}
+
+
+_NOT_LATENT = (
+    "model.attention_bias",
+    "model.attention_output_bias",
+    "model.attention_sinks",
+    "model.qk_norm",
+    "model.rope_fraction",
+)
+
+
+@rule("model.attention_kind", "model.mla", *_NOT_LATENT)
+def check_latent_attention(c: Config) -> None:
+    """Check the widths of latent attention, and that no key of attention is idle."""
+    key, kind = "model.mla", "model.attention_kind"
+    if not c.model.is_latent:
+        problems = [
+            Problem(name, f"{get(c, name)} has no effect with {kind}=gqa; set {kind}=mla")
+            for name in OPTIONS
+            if name.startswith(f"{key}.") and is_set(c, name)
+        ]
+    else:
+        problems = [
+            Problem(name, f"{get(c, name)} is no option of {kind}=mla; leave it out")
+            for name in _NOT_LATENT
+            if is_set(c, name)
+        ]
+        if c.model.mla.qk_rope_head_dim % 2:
+            message = (
+                "must be even, since rotary embeddings rotate pairs; got "
+                f"{c.model.mla.qk_rope_head_dim}"
+            )
+            problems.append(Problem(f"{key}.qk_rope_head_dim", message))
+    if problems:
+        raise ConfigError(*problems)
 
 
 @rule("model.rope_fraction", "model.head_dim")
@@ -133,6 +197,18 @@ def check_layer_pattern(c: Config) -> None:
         problems.append(Problem("model.attention_window", message))
     if problems:
         raise ConfigError(*problems)
+
+
+@rule("model.num_layers", "model.first_dense_layers", "model.moe")
+def check_first_dense_layers(c: Config) -> None:
+    """Check that dense layers differ from others, and that there are others."""
+    first, key = c.model.first_dense_layers, "model.first_dense_layers"
+    if first and not c.model.moe.experts:
+        message = f"{first} has no effect without experts; set model.moe.experts"
+        raise ConfigError(Problem(key, message))
+    if first >= c.model.num_layers:
+        message = f"{first} must be less than model.num_layers={c.model.num_layers}"
+        raise ConfigError(Problem(key, message))
 
 
 @rule("model.moe")
@@ -274,10 +350,12 @@ def check_context_rule(c: Config) -> None:
 MODEL_RULES = (
     check_grouped_heads,
     derive_head_dim,
+    check_latent_attention,
     derive_unpadded_vocab_size,
     check_rope_fraction,
     derive_rope_scaling,
     check_layer_pattern,
+    check_first_dense_layers,
     check_experts,
     check_logical_axis_rules,
     check_expert_axis,

@@ -85,6 +85,7 @@ def derive_engine(c: Config) -> Updates:
 
 @rule(
     "model.num_layers",
+    "model.first_dense_layers",
     "pipeline.engine",
     _PARALLEL_LAYERS,
     "pipeline.outside_layers",
@@ -93,13 +94,12 @@ def derive_engine(c: Config) -> Updates:
 def derive_parallel_layers(c: Config) -> Updates:
     """Derive how many layers the pipeline has; check that the engine can run the others."""
     engine = ENGINES[c.pipeline.engine]
-    total, layers = c.model.num_layers, c.pipeline.parallel_layers
+    total, layers = c.model.stacked_layers, c.pipeline.parallel_layers
     if layers == -1 or not engine.has_stages:
         layers = total
     if layers > total:
         message = (
-            f"{layers} is more than model.num_layers={total}; "
-            f"nearest legal: {total}, or -1 for all layers"
+            f"{layers} is more than {_stacked(c)}; nearest legal: {total}, or -1 for all layers"
         )
         raise ConfigError(Problem(_PARALLEL_LAYERS, message))
     if layers < total and engine.no_outside_layers:
@@ -110,8 +110,7 @@ def derive_parallel_layers(c: Config) -> Updates:
         raise ConfigError(Problem(_PARALLEL_LAYERS, message))
     if layers == total and c.pipeline.outside_layers == "before" and engine.has_stages:
         message = (
-            "before needs layers outside the pipeline; "
-            f"set {_PARALLEL_LAYERS} below model.num_layers={total}"
+            f"before needs layers outside the pipeline; set {_PARALLEL_LAYERS} below {_stacked(c)}"
         )
         raise ConfigError(Problem("pipeline.outside_layers", message))
     return {_PARALLEL_LAYERS: layers}
@@ -131,12 +130,20 @@ def derive_parallel_layers(c: Config) -> Updates:
 def derive_layout(c: Config) -> Updates:
     """Split the pipeline's layers into stages x repeats x layers per stage."""
     if not ENGINES[c.pipeline.engine].has_stages:
-        return _layout(1, c.model.num_layers, [])
+        return _layout(1, c.model.stacked_layers, [])
     if c.pipeline.layers_per_stage == AUTO:
         return _automatic_layers(c)
     if c.pipeline.layers_per_stage:
         return _uneven_layers(c)
     return _even_layers(c)
+
+
+def _stacked(c: Config) -> str:
+    """Return the number of layers that a pipeline can have, and the keys that say so."""
+    name = "model.num_layers"
+    if c.model.first_dense_layers:
+        name = "model.num_layers - model.first_dense_layers"
+    return f"{name}={c.model.stacked_layers}"
 
 
 def _layout(repeats: int, per_stage: int, uneven: list[int]) -> Updates:
@@ -201,7 +208,13 @@ def _uneven_layers(c: Config) -> Updates:
 
 def _automatic_layers(c: Config) -> Updates:
     """Derive the number of chunks; `planning.auto_stages` decides how many layers each gets."""
-    total, stages = c.model.num_layers, num_stages(c)
+    total, stages = c.model.stacked_layers, num_stages(c)
+    if c.model.first_dense_layers:
+        message = (
+            "auto prices layers that are alike, and the first stage also runs "
+            f"model.first_dense_layers={c.model.first_dense_layers}; list the layers of each chunk"
+        )
+        raise ConfigError(Problem("pipeline.layers_per_stage", message))
     if not ENGINES[c.pipeline.engine].auto_stages:
         able = [name for name, engine in ENGINES.items() if engine.auto_stages]
         message = (
@@ -239,7 +252,7 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     if not (c.model.from_hf and _total_key(c) == "model.num_layers"):  # which is given there
         choices.append(f"{_total_key(c)}={multiples_around(total, unit)}")
     has_outside = not ENGINES[c.pipeline.engine].no_outside_layers
-    if has_outside and total == c.model.num_layers and total > unit:
+    if has_outside and total == c.model.stacked_layers and total > unit:
         inside = total // unit * unit
         choices.append(f"{_PARALLEL_LAYERS}={inside} (the others run outside the pipeline)")
     chunks = stages * factors.get("repeats", 1)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import Bounds, option
+from maxpipe.config.sections.latent_attention import MLAConfig
 from maxpipe.config.sections.model import ModelConfig, RopeScalingConfig
 from maxpipe.config.sections.parallelism import (
     MESH_AXES,
@@ -71,6 +72,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvalConfig",
+    "MLAConfig",
     "MeshConfig",
     "MoEConfig",
     "ModelConfig",

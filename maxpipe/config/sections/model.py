@@ -1,10 +1,11 @@
 """What is trained: the shape of the model and the options of its decoder block, `model.*`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from maxpipe.config.catalog import BLOCKS, KERNELS
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.config.sections.fields import hash_of_fields, option
+from maxpipe.config.sections.latent_attention import ATTENTION_KINDS, MLAConfig
 
 DTYPES = ("float32", "bfloat16")
 LAYER_KINDS = ("global", "local", "global_nope", "local_nope")
@@ -60,6 +61,12 @@ class RopeScalingConfig:
         "with type=yarn or longrope, factor of rotated queries and keys; 0 = computed from factor",
         minimum=0,
     )
+    mscale_all_dim: float = option(
+        0.0,
+        "with type=yarn, m of the factor (0.1 m ln(factor) + 1)^2 of scores of attention, as "
+        "DeepSeek's models have it; 0 = none",
+        minimum=0,
+    )
     short_factor: list[float] = option(  # noqa: RUF009
         [],
         "with type=longrope, divisor of each frequency for sequences up to original_max_position",
@@ -87,13 +94,22 @@ class ModelConfig:
     )
     block: str = option("llama", "decoder block", variants=BLOCKS)
     num_layers: int = option(8, "number of decoder layers", minimum=1, maximum=2**14)
+    first_dense_layers: int = option(
+        0,
+        "how many of them, the first ones, have an MLP of mlp_dim in a model of experts; they run "
+        "outside the pipeline",
+        minimum=0,
+    )
     embed_dim: int = option(256, "width of the residual stream", minimum=1)
     num_query_heads: int = option(4, "number of query heads", minimum=1, maximum=2**20)
     num_kv_heads: int = option(
         4, "number of key/value heads; must divide num_query_heads", minimum=1
     )
     head_dim: int = option(
-        -1, "width of a head; -1 = embed_dim / num_query_heads", minimum=1, derived=True
+        -1,
+        "width of a head; -1 = embed_dim / num_query_heads, or that of model.mla",
+        minimum=1,
+        derived=True,
     )
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
     vocab_size: int = option(
@@ -150,6 +166,12 @@ class ModelConfig:
     )
     mlp_bias: bool = option(
         False, "add a bias to the three projections of the MLP, or of each expert"
+    )
+    attention_kind: str = option(
+        "gqa",
+        "how queries, keys and values are made: gqa by a projection each, with grouped queries; "
+        "mla (multi-head latent attention) keys and values by way of a narrow latent, model.mla",
+        choices=ATTENTION_KINDS,
     )
     qk_norm: bool = option(False, "RMS-normalise queries and keys; see qk_norm_scope")
     qk_norm_scope: str = option(
@@ -211,12 +233,28 @@ class ModelConfig:
         choices=("auto", "slices", "product"),
     )
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
+    mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+
+    @property
+    def is_latent(self) -> bool:
+        """Return whether keys and values are made of a latent."""
+        return self.attention_kind == "mla"
 
     @property
     def expert_dim(self) -> int:
         """Return the hidden width of an expert."""
         return self.moe.mlp_dim or self.mlp_dim
+
+    @property
+    def stacked_layers(self) -> int:
+        """Return the number of layers with the same parameters, which the pipeline has."""
+        return self.num_layers - self.first_dense_layers
+
+    @property
+    def dense(self) -> "ModelConfig":
+        """Return the model that has the first dense layers everywhere."""
+        return replace(self, moe=MoEConfig(), first_dense_layers=0)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
@@ -233,4 +271,6 @@ class ModelConfig:
     @property
     def rotated_dim(self) -> int:
         """Return how many channels of a head are rotated; `head_dim` is resolved."""
+        if self.is_latent:
+            return self.mla.qk_rope_head_dim
         return int(self.head_dim * self.rope_fraction)

@@ -21,6 +21,7 @@ DEFAULT_RULES: list[object] = [
     ["heads", ["tensor"]],
     ["kv_heads", ["tensor"]],
     ["head_dim", []],
+    ["latent", ["fsdp"]],
     ["mlp", ["tensor"]],
     ["norm", []],
     ["expert", ["expert"]],

@@ -26,6 +26,8 @@ class Cudnn:
     def unfit(config: ModelConfig, sequence_length: int, num_parts: int) -> str:
         if config.dtype == "float32":
             return "model.dtype=float32, and it computes in bfloat16"
+        if config.is_latent:
+            return "values have other channels than keys (model.attention_kind=mla)"
         if config.head_dim > LARGEST_HEAD or config.head_dim % UNIT:
             limits = f"a multiple of {UNIT} up to {LARGEST_HEAD}"
             return f"model.head_dim={config.head_dim} is not {limits}"

@@ -1,7 +1,7 @@
 """Attend by two matrix products with the full [T, T] matrix between them; runs everywhere.
 
 Shapes: B batch, T sequence, P queries of a part, H query heads, K key/value heads, G = H / K,
-C head_dim.
+C channels of a query and key, V of a value.
 """
 
 import math
@@ -21,12 +21,10 @@ def dot_product_attention(
     segment_ids: jax.Array,
     options: AttentionOptions = PLAIN,
 ) -> jax.Array:
-    """Attend to earlier tokens of the same segment: q [B,T,H,C], k and v [B,T,K,C] -> [B,T,H,C].
-
-    For the options see `AttentionOptions`.
-    """
+    """Attend to earlier tokens of the same segment, see `AttentionFn`."""
     same_segment = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]  # [B, 1, T, T]
-    if options.window is None and options.sinks is None and not options.soft_cap:
+    is_plain = options.window is None and options.sinks is None and not options.soft_cap
+    if is_plain and v.shape[3] == q.shape[3]:
         return jax.nn.dot_product_attention(q, k, v, mask=same_segment, is_causal=True)
     tokens = jnp.arange(q.shape[1])
     mask = same_segment & visible(tokens, tokens, options.window)
@@ -63,14 +61,14 @@ def attend(
     sinks: jax.Array | None = None,
     soft_cap: float = 0.0,
 ) -> jax.Array:
-    """Attend to the keys that a mask names; every query has one at least.
+    """Attend to the keys that a mask names; every query has one at least: [B,P,H,V].
 
     Args:
-      q, k, v: query [B,P,H,C], key and value [B,T,K,C].
+      q, k, v: query [B,P,H,C], key [B,T,K,C], value [B,T,K,V].
       mask: bool, broadcastable to [B,1,P,T].
       sinks, soft_cap: see `AttentionOptions`.
     """
-    if sinks is None and not soft_cap:
+    if sinks is None and not soft_cap and v.shape[3] == q.shape[3]:
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
     num_kv_heads = k.shape[2]
     grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])  # [B, P, K, G, C]
@@ -85,7 +83,8 @@ def attend(
         sink = sinks.astype(jnp.float32).reshape(num_kv_heads, -1, 1, 1)  # [K, G, 1, 1]
         log_z = jnp.logaddexp(log_z, sink)
     weights = jnp.exp(scores - log_z).astype(v.dtype)
-    return jnp.einsum("bkgpt,btkc->bpkgc", weights, v).reshape(q.shape)
+    context = jnp.einsum("bkgpt,btkv->bpkgv", weights, v)
+    return context.reshape(*q.shape[:3], v.shape[3])
 
 
 class DotProduct:

@@ -2,7 +2,8 @@
 
 No [T, T] matrix exists, and blocks that are masked entirely are skipped.
 
-Letters: B sequences, T sequence, P queries of a part, H query heads, K key/value heads, C head_dim.
+Letters: B sequences, T sequence, P queries of a part, H query heads, K key/value heads, C
+channels of a query and key, V of a value.
 """
 
 import math
@@ -44,7 +45,8 @@ class Splash:
         if sequence_length % unit:
             why = f" = {LANES} x 2 x {num_parts} (mesh.*.context)" if num_parts > 1 else ""
             return f"data.sequence_length={sequence_length} is not a multiple of {unit}{why}"
-        if config.head_dim % LANES:
+        # Channels of latent attention, which has 192 and 128 in DeepSeek's models, are filled up.
+        if config.head_dim % LANES and not config.is_latent:
             return f"model.head_dim={config.head_dim} is not a multiple of {LANES}"
         if config.attention_sinks:
             return "it has no sinks (model.attention_sinks)"
@@ -161,7 +163,7 @@ def _attend_rows(
     v: jax.Array,
     segment_ids: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-    """Attend row by row: q [B,P,H,C], k and v [B,T,K,C], segment ids [B,P] and [B,T]."""
+    """Attend row by row: q [B,P,H,C], k [B,T,K,C], v [B,T,K,V], segment ids [B,P] and [B,T]."""
 
     def attend_row(
         q_PHC: jax.Array, k_TKC: jax.Array, v_TKC: jax.Array, segments: tuple[jax.Array, jax.Array]
@@ -170,7 +172,15 @@ def _attend_rows(
         heads_first = (x.swapaxes(0, 1) for x in (q_PHC, k_TKC, v_TKC))
         return kernel(*heads_first, segment_ids=segments).swapaxes(0, 1)
 
-    return jax.vmap(attend_row)(q / math.sqrt(q.shape[3]), k, v, segment_ids)
+    scaled = _filled_up(q / math.sqrt(q.shape[3]))
+    context = jax.vmap(attend_row)(scaled, _filled_up(k), _filled_up(v), segment_ids)
+    return context if context.shape[3] == v.shape[3] else context[..., : v.shape[3]]
+
+
+def _filled_up(x: jax.Array) -> jax.Array:
+    """Return [..., C] with zeros up to a multiple of `LANES`, which change no product."""
+    missing = -x.shape[-1] % LANES
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
 def _part(a: jax.Array, axis: int, part: jax.Array, count: int) -> jax.Array:

@@ -12,7 +12,13 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import apply_layers, checkpoint, layer_function, remat_policy
+from maxpipe.pipeline.chunk import (
+    apply_first_layers,
+    apply_layers,
+    checkpoint,
+    layer_function,
+    remat_policy,
+)
 from maxpipe.pipeline.engines.base import (
     Batch,
     EngineInputs,
@@ -39,7 +45,8 @@ class SequentialEngine(SpmdEngine):
             inputs.rules, inputs.program.specs, self.layer_axes, (self._num_layers,)
         )
         layer_fn = layer_function(inputs.program, self._prepare_layer, padded=False)
-        self._layer_fn = checkpoint(layer_fn, remat_policy(inputs.config))
+        self._policy = remat_policy(inputs.config)
+        self._layer_fn = checkpoint(layer_fn, self._policy)
 
     def _prepare_layer(self, layer: Params) -> Params:
         return self.weights.gather_layer(self._program.cast(layer))
@@ -106,15 +113,10 @@ class SequentialEngine(SpmdEngine):
         )
         axes = ("activation_batch", "activation_length", None)
         x = self._rules.constrain(self._program.embed(outer, batch["tokens"]), axes)
-        x, aux = apply_layers(
-            self._layer_fn,
-            params["layers"],
-            jnp.asarray(self.layer_index()),
-            x,
-            microbatches.side_inputs(batch),
-            key,
-            scan=True,
-        )
+        side, first = microbatches.side_inputs(batch), outer["embed"].get("first", {})
+        x = apply_first_layers(self._program, first, lambda p: p, self._policy, x, side, key)
+        index = jnp.asarray(self.layer_index())
+        x, aux = apply_layers(self._layer_fn, params["layers"], index, x, side, key, scan=True)
         # The head saves its input alone: logits would be the largest tensors of the step.
         head = checkpoint(self._program.head_loss, RematPolicy())
         loss, cross_entropy = head(

@@ -90,7 +90,7 @@ def block_of_configuration(config: Config) -> Block | None:
         for level in (config.mesh.ici, config.mesh.dcn)
     )
     has_stages = ENGINES[pipeline.engine].has_stages
-    layers = config.model.num_layers
+    layers = config.model.stacked_layers
     chunks = config.mesh.size("stage") * pipeline.num_repeats
     inside = pipeline.parallel_layers if has_stages else layers
     return Block(

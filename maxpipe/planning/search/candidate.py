@@ -87,7 +87,7 @@ def candidate_of(
 ) -> Candidate:
     """Return the candidate at a place of a block's flat arrays."""
     m, v, policy, gather, tiles = np.unravel_index(index, block.shape)
-    repeats, layers = int(block.repeats[v]), facts.config.model.num_layers
+    repeats, layers = int(block.repeats[v]), facts.config.model.stacked_layers
     layout = layout_of(block.engine, layers, block.grid.size("stage"), repeats)
     return Candidate(
         block.grid,

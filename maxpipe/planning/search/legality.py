@@ -111,7 +111,7 @@ class Legality:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return three arrays over V: whether it is legal, layers of a chunk, layers outside."""
         layouts = [
-            layout_of(engine, self._config.model.num_layers, stages, int(v)) for v in repeats
+            layout_of(engine, self._config.model.stacked_layers, stages, int(v)) for v in repeats
         ]
         chunk = np.array([layout.chunk for layout in layouts])
         outside = np.array([layout.outside for layout in layouts])

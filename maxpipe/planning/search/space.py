@@ -173,4 +173,4 @@ class Space:
         chosen = [int(str(n)) for n in self.choices.get("pipeline.num_repeats", ())]
         if fixed := SCHEDULES[schedule].repeats:
             return [fixed] if fixed in (chosen or [fixed]) else []
-        return chosen or divisors(max(1, self.config.model.num_layers // stages))
+        return chosen or divisors(max(1, self.config.model.stacked_layers // stages))

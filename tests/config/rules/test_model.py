@@ -73,6 +73,31 @@ import pytest
             "weights of model.moe.router=topk_softmax add up to 1; use true",
         ),
         (
+            ("model.mla.kv_lora_rank=64",),
+            "model.mla.kv_lora_rank",
+            "64 has no effect with model.attention_kind=gqa; set model.attention_kind=mla",
+        ),
+        (
+            ("model.attention_kind=mla", "model.num_kv_heads=2"),
+            "model.num_kv_heads",
+            "every query head has a key of its own; use 4",
+        ),
+        (
+            ("model.attention_kind=mla", "model.head_dim=64"),
+            "model.head_dim",
+            "64 is not model.mla.qk_nope_head_dim + qk_rope_head_dim = 192",
+        ),
+        (
+            ("model.attention_kind=mla", "model.attention_sinks=true"),
+            "model.attention_sinks",
+            "True is no option of model.attention_kind=mla",
+        ),
+        (
+            ("model.attention_kind=mla", "model.mla.qk_rope_head_dim=3"),
+            "model.mla.qk_rope_head_dim",
+            "must be even",
+        ),
+        (
             ("model.moe.experts=8", "model.moe.groups=3"),
             "model.moe.groups",
             "3 does not divide model.moe.experts=8",

@@ -147,6 +147,8 @@ class CircularEngine(SpmdEngine):
         tokens_SKBT = self._constrain_cells(micro["tokens"][conveyor.start])
         io = self._constrain_cells(self._program.embed(outer, tokens_SKBT))  # [S, K, B, T, D]
         # 3. Layers before the pipeline, the pipeline, layers after it.
+        if first := outer["embed"].get("first"):
+            io = self._outside.first(first, io, self._cells(side, conveyor.start), key)
         if self._layout.num_outside and self._layout.outside_first:
             io, outside_aux = self._outside(layers, io, self._cells(side, conveyor.start), key)
         run = self._run if self._gathers_in_iteration else self._run_gathered

@@ -13,7 +13,14 @@ from maxpipe.config.sections import PipelineConfig
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
-from maxpipe.pipeline.chunk import apply_layers, checkpoint, layer_function, remat_policy
+from maxpipe.pipeline.chunk import (
+    Function,
+    apply_first_layers,
+    apply_layers,
+    checkpoint,
+    layer_function,
+    remat_policy,
+)
 from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.outside import for_use
 from maxpipe.pipeline.weights import Weights
@@ -66,6 +73,30 @@ class OutsideLayers:
         x, aux = apply_layers(layer, rows, index, x, side, key, scan=self._scan)
         return jnp.swapaxes(x, 0, 1), aux  # [S, K, B, T, D]
 
+    def first(
+        self, layers: Params, io: jax.Array, side: SideInputs, key: jax.Array | None
+    ) -> jax.Array:
+        """Apply the first dense layers, gathered, to all microbatches; other arguments as above."""
+
+        def apply(
+            layers: Params, x: jax.Array, side: SideInputs, key: jax.Array | None
+        ) -> jax.Array:
+            policy = self._policy
+            return apply_first_layers(self._program, layers, lambda p: p, policy, x, side, key)
+
+        over_stages = self._over_stages(apply, (None, 0, 0, None))
+
+        def slot(_: None, xs: tuple[jax.Array, SideInputs]) -> tuple[None, jax.Array]:
+            return None, over_stages(layers, *xs, key)  # [S, B, T, D]
+
+        # [S, K, B, ...] -> [K, S, B, ...]
+        _, y = jax.lax.scan(slot, None, jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (io, side)))
+        return jnp.swapaxes(y, 0, 1)
+
+    def _over_stages(self, f: Function, in_axes: tuple[int | None, ...]) -> Function:
+        axis = self._rules.spec(("activation_stage",))[0]
+        return jax.vmap(f, in_axes=in_axes, spmd_axis_name=axis)
+
     def _layer(
         self,
         layer: Params,
@@ -77,11 +108,7 @@ class OutsideLayers:
         """Apply one layer to [K, S, B, T, D], its weights gathered once for all K slots."""
         weights = self._weights.gather_layer(self._program.cast(layer))
         apply = checkpoint(layer_function(self._program, lambda p: p, padded=False), self._policy)
-        over_stages = jax.vmap(
-            apply,
-            in_axes=(None, None, 0, 0, None),
-            spmd_axis_name=self._rules.spec(("activation_stage",))[0],
-        )
+        over_stages = self._over_stages(apply, (None, None, 0, 0, None))
 
         def slot(
             carry: None, xs: tuple[jax.Array, SideInputs]

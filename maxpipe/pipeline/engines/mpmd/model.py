@@ -18,7 +18,13 @@ from maxpipe.model import parameters
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import Remat, apply_layers, layer_function
+from maxpipe.pipeline.chunk import (
+    Remat,
+    apply_first_layers,
+    apply_layers,
+    layer_function,
+    remat_policy,
+)
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, metrics_of, sum_of
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
 from maxpipe.pipeline.manual import Gather, GatherTree, gather_tree
@@ -50,6 +56,7 @@ class MarkedModel:
         self._rules = inputs.rules
         self._scan = inputs.config.scan_layers_per_stage
         self._remat = Remat(inputs.config)
+        self._policy = remat_policy(inputs.config)
         self._stage_of_chunk = stage_of_chunk
         # Chunks may differ in their number of layers, and with it in shapes and shardings.
         sizes = inputs.layout.chunk_sizes
@@ -145,12 +152,15 @@ class MarkedModel:
         self, params: Params, micro: Batch, key: jax.Array | None, *, remat: bool
     ) -> tuple[jax.Array, AuxiliaryLosses]:
         """Return (activations [B, T, D] after the last chunk, sums of auxiliary losses)."""
-        x = self._rules.constrain(self._program.embed(self._outer(params), micro["tokens"]), AXES)
+        outer, side = self._outer(params), microbatches.side_inputs(micro)
+        x = self._rules.constrain(self._program.embed(outer, micro["tokens"]), AXES)
+        first = outer["embed"].get("first", {})
+        x = apply_first_layers(self._program, first, lambda p: p, self._policy, x, side, key)
         aux = self._program.no_auxiliary()
         # An evaluation has no backward to save anything for.
         chunk_fn = self._remat.iteration(self._chunk) if remat else self._chunk
         for chunk, index in enumerate(self.layer_index):
-            fixed = jnp.asarray(index), microbatches.side_inputs(micro), key
+            fixed = jnp.asarray(index), side, key
             x, chunk_aux = chunk_fn(x, params["chunks"][chunk], fixed)
             aux = jax.tree.map(jnp.add, aux, chunk_aux)
             # What goes through the mark is all that the next stage receives. Auxiliary losses

@@ -35,6 +35,7 @@ from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.chunk import (
     Remat,
+    apply_first_layers,
     apply_layers,
     checkpoint,
     layer_function,
@@ -51,7 +52,12 @@ from maxpipe.pipeline.engines.scheduled.carry import Carry, Layers, filled
 from maxpipe.pipeline.engines.scheduled.ends import ShardedEmbedding, ShardedHead
 from maxpipe.pipeline.engines.scheduled.outside import LayerInputs, ShardedLayers
 from maxpipe.pipeline.engines.scheduled.plan import LockstepPlan, lockstep_plan
-from maxpipe.pipeline.engines.scheduled.sharding import batch_specs, check_rules, param_specs
+from maxpipe.pipeline.engines.scheduled.sharding import (
+    batch_specs,
+    check_rules,
+    param_specs,
+    with_first,
+)
 from maxpipe.pipeline.engines.scheduled.stage_program import (
     ChunkInputs,
     ChunkOutputs,
@@ -114,8 +120,13 @@ class ScheduledEngine(SpmdEngine):
         )
         self._remat = Remat(inputs.config)
         self._gather_once = inputs.config.fsdp_gather == "once"
-        self._gathers = map_specs(self._gather, inputs.program.specs) | {"outside": {}}
+        specs = with_first(inputs.program.specs)
+        self._gathers = map_specs(self._gather, specs) | {"outside": {}}
+        self._gather_first = map_specs(self._gather, specs["first"].get("0", {}))
         self._outside: ShardedLayers | None = None
+        self._before: ShardedLayers | None = None
+        if specs["first"] or inputs.layout.outside_first:
+            self._before = ShardedLayers(self._layers_before)
         if inputs.layout.num_outside:
             self._outside = ShardedLayers(self._outside_layers)
             self._gathers["outside"] = map_specs(
@@ -146,6 +157,8 @@ class ScheduledEngine(SpmdEngine):
         out_specs = (PartitionSpec(), param_specs(self._inputs))
         run = self._manual(self._train, out_specs, num_replicated=2)
         metrics, gradients = run(batch, self._with_outside(params), scales, key_data)
+        if first := gradients.pop("first"):
+            gradients["embed"] |= {"first": first}
         if outside := gradients.pop("outside"):
             specs, rules = self._program.specs["layers"], self._inputs.rules
             layers = with_outside(rules, self._layout, specs, gradients["layers"], outside)
@@ -163,7 +176,11 @@ class ScheduledEngine(SpmdEngine):
         return {"cross_entropy": run(batch, self._with_outside(params)), "weight": weight}
 
     def _with_outside(self, params: Params) -> Params:
-        """Return `params` with "outside": the layers outside the pipeline as they lie for use."""
+        """Return `params` with "outside": the layers outside the pipeline as they lie for use.
+
+        The first dense layers are a part of their own, "first".
+        """
+        params = with_first(params)
         if self._outside is None:
             return params | {"outside": {}}
         specs, rules = self._program.specs["layers"], self._inputs.rules
@@ -269,6 +286,20 @@ class ScheduledEngine(SpmdEngine):
         index, scan = jnp.asarray(self._layout.outside_index), config.scan_layers_per_stage
         return apply_layers(layer_fn, weights, index, x, *inputs, scan=scan)
 
+    def _layers_before(
+        self, weights: dict[str, Params], x: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, AuxiliaryLosses]:
+        """Apply the layers before the pipeline to x [rows, T, D]: "first" ones, then "outside"."""
+
+        def prepare(layer: Params) -> Params:
+            return layer if self._gather_once else gather_tree(self._gather_first, layer)
+
+        policy = remat_policy(self._inputs.config)
+        x = apply_first_layers(self._program, weights["first"], prepare, policy, x, *inputs)
+        if not self._layout.outside_first:
+            return x, self._program.no_auxiliary()
+        return self._outside_layers(weights["outside"], x, inputs)
+
     # From here on functions run inside the manual program: arrays are this device's parts.
 
     def _train(
@@ -305,14 +336,16 @@ class ScheduledEngine(SpmdEngine):
     ) -> StageProgram:
         # [V + E, 1, L, ...] -> [V + E, L, ...], of which chunks read the first V
         layers = jax.tree.map(lambda p: p[:, 0], params["layers"])
-        outer, outside = self._outer(params), params["outside"]
-        is_before = self._layout.outside_first
-        before, after = (self._outside, None) if is_before else (None, self._outside)
+        outer, before_weights = self._outer(params), {}
+        if self._before:
+            outside = params["outside"] if self._layout.outside_first else {}
+            before_weights = {"first": params["first"], "outside": outside}
+        after = None if self._layout.outside_first else self._outside
         if self._gather_once:
             repeats = self._layout.num_repeats
             layers = self._whole("layers", jax.tree.map(lambda p: p[:repeats], layers))
             outer = {name: self._whole(name, part) for name, part in outer.items()}
-            outside = self._whole("outside", outside) if before else {}
+            before_weights = {n: self._whole(n, part) for n, part in before_weights.items() if part}
         embedding = self._program.specs["embed"]["embedding"]
         # The vocabulary's rows are whole on each device; its columns are spread, see `ends`.
         table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)
@@ -328,8 +361,8 @@ class ScheduledEngine(SpmdEngine):
             layers=layers,
             layer_index=layer_index[:, lax.axis_index("stage")],
             outer=outer,
-            before=before,
-            before_weights=outside if before else {},
+            before=self._before,
+            before_weights=before_weights,
             batch=microbatches.columns(batch, self._num_microbatches),
             key=key,
             gather=self._gather_chunk if self._gathers_ahead else None,
@@ -396,7 +429,8 @@ class ScheduledEngine(SpmdEngine):
         assert outer is not None
         assert before is not None
         # Parts that all stages compute with; layers outside the pipeline are before or after it.
-        shared = {"outside": before} | outer
+        shared: dict[str, Params] = {"first": {}, "outside": {}}
+        shared |= before | outer
         if self._gather_once:
             outside_rows = self._layout.shape[0] - self._layout.num_repeats
             layers = jax.tree.map(
@@ -404,11 +438,11 @@ class ScheduledEngine(SpmdEngine):
                 lambda g: jnp.pad(g, [(0, outside_rows)] + [(0, 0)] * (g.ndim - 1)),
                 self._scattered("layers", layers),
             )
-            shared = {name: self._scattered(name, part) for name, part in shared.items()}
+            shared = {n: self._scattered(n, part) if part else part for n, part in shared.items()}
         # Layers differ between stages.
         layers = sum_replicas(self._gathers["layers"], layers, BATCH_AXES)
         shared = {
-            name: sum_replicas(self._gathers[name], part, MANUAL_AXES)
+            name: sum_replicas(self._gathers[name], part, MANUAL_AXES) if part else part
             for name, part in shared.items()
         }
         embed = sum_replicas(
@@ -422,6 +456,7 @@ class ScheduledEngine(SpmdEngine):
             "head": shared["head"],
             # [V + E, L, ...] -> [V + E, 1, L, ...]
             "layers": jax.tree.map(lambda g: g[:, None], layers),
+            "first": shared["first"],
             "outside": shared["outside"],
         }
 

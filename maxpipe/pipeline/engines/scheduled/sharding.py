@@ -69,6 +69,15 @@ def batch_specs(engine_inputs: EngineInputs) -> dict[str, PartitionSpec]:
     return microbatches.specs(manual_part(spec))
 
 
+def with_first(params: Params) -> Params:
+    """Return {"embed", ...} with its first dense layers as a part of their own, "first".
+
+    A stage looks up its columns of the embedding table only, but applies whole layers.
+    """
+    embed = dict(params["embed"])
+    return params | {"first": embed.pop("first", {}), "embed": embed}
+
+
 def param_specs(engine_inputs: EngineInputs) -> Params:
     """Return the PartitionSpec of every parameter that the program takes.
 
@@ -85,10 +94,11 @@ def param_specs(engine_inputs: EngineInputs) -> Params:
     def outside(spec: ParamSpec) -> PartitionSpec:
         return PartitionSpec(None, *manual_part(spec_for_use(rules, spec)))
 
-    specs = engine_inputs.program.specs
+    specs = with_first(engine_inputs.program.specs)
     has_outside = engine_inputs.layout.num_outside > 0
     return {
         "embed": map_specs(outer, specs["embed"]),
+        "first": map_specs(outer, specs["first"]),
         "head": map_specs(outer, specs["head"]),
         "layers": map_specs(layer, specs["layers"]),
         "outside": map_specs(outside, specs["layers"]) if has_outside else {},

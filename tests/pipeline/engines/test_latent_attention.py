@@ -1,0 +1,58 @@
+"""Latent attention has the same losses and gradients on every engine and layout."""
+
+import pytest
+from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.mpmd_under_test import MpmdUnderTest
+
+ROWS = 16
+LATENT = {
+    "model.attention_kind": "mla",
+    "model.num_kv_heads": 4,
+    "model.mla.q_lora_rank": 12,
+    "model.mla.kv_lora_rank": 8,
+    "model.mla.qk_nope_head_dim": 4,
+    "model.mla.qk_rope_head_dim": 2,
+    "model.mla.v_head_dim": 6,
+    "model.rope_interleaved": True,
+}
+STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
+CASES = {
+    "sequential": {
+        "pipeline.engine": "sequential",
+        "mesh.ici.fsdp": 2,
+        "mesh.ici.tensor": 2,
+        "mesh.ici.context": 2,
+    },
+    "lockstep_1f1b": {
+        **STAGES,
+        "pipeline.schedule": "lockstep_1f1b",
+        "mesh.ici.fsdp": 2,
+        "mesh.ici.tensor": 2,
+        "pipeline.parallel_layers": 2,
+        "pipeline.outside_layers": "before",
+    },
+    "circular": {
+        **STAGES,
+        "pipeline.schedule": "circular",
+        "pipeline.num_repeats": 2,
+        "pipeline.fsdp_gather": "per_repeat",
+        "pipeline.remat_policy": "minimal",
+        "mesh.ici.context": 2,
+        "mesh.ici.fsdp": 2,
+        "model.mla.q_lora_rank": 0,
+    },
+    "zb_v": {
+        **STAGES,
+        "pipeline.schedule": "zb_v",
+        "pipeline.num_repeats": 2,
+        "mesh.ici.context": 2,
+        "mesh.ici.tensor": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_equal_those_of_one_device(name):
+    config = tiny(**LATENT | CASES[name])
+    subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
+    assert_same(subject(config).train(make_batch(ROWS)), reference(config.model, ROWS))
