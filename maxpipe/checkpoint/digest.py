@@ -78,9 +78,13 @@ def summaries(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, Summary
 def _start(array: jax.Array | np.ndarray) -> _Pending:
     if not isinstance(array, jax.Array):
         return _host_summary(array)
-    device_memory = jax.local_devices()[0].default_memory().kind
+    device = jax.local_devices()[0]
+    device_memory = device.default_memory().kind
     if array.sharding.memory_kind in (None, device_memory):
-        return _device_summary(array)
+        pending = _device_summary(array)
+        # One at a time on CPUs: programs that run at once take each other's threads, so that some
+        # devices never join a sum that the others wait in, and XLA ends the process.
+        return jax.block_until_ready(pending) if device.platform == "cpu" else pending
     # One at a time: the devices may not have room for everything that was moved to the host.
     return jax.block_until_ready(_device_summary(move(array, device_memory)))
 

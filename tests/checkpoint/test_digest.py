@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxpipe.checkpoint import digest as digest_module
 from maxpipe.checkpoint.digest import digests, summaries
 
 DTYPES = [
@@ -128,3 +129,22 @@ def test_summaries_number_with_an_infinite_square_is_found():
     found = summaries(arrays)
     assert all(summary.is_finite for summary in found.values())
     assert [name for name in arrays if not found[name].has_finite_squares] == ["large", "device"]
+
+
+def test_summaries_on_cpus_run_one_program_at_a_time(monkeypatch):
+    """Sums over devices of many programs at once starve each other until XLA aborts."""
+    unfinished = []
+    compute = digest_module._device_summary
+
+    def observed(array):
+        assert all(x.is_ready() for x in unfinished)
+        unfinished[:] = jax.tree.leaves(compute(array))
+        return jax.tree.unflatten(jax.tree.structure(pending), unfinished)
+
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    array = jax.device_put(
+        np.ones((4096, 1024), np.float32), NamedSharding(mesh, PartitionSpec("x"))
+    )
+    pending = compute(array)
+    monkeypatch.setattr(digest_module, "_device_summary", observed)
+    assert len(set(digests({str(i): array for i in range(4)}).values())) == 1
