@@ -3,7 +3,7 @@
 - The clock is derived: the data sheet's peak FLOP/s over twice the multiply-accumulates that the
   matrix units finish in a cycle. XLA's estimates count these cycles.
 - Attention kernels carry no estimate. They are taken to run their causal FLOPs at half of the
-  chip's peak.
+  chip's peak. So are other kernels that state their FLOPs, such as the products of experts.
 - Transfers between chips are taken to reach nine tenths of the data sheet's link bandwidth.
 """
 
@@ -29,7 +29,7 @@ class Constants:
       chip: its short name.
       clock: cycles of its cores in a second.
       peak_flops: FLOP/s of one JAX device, bfloat16.
-      attention_efficiency: share of the peak that attention kernels reach.
+      attention_efficiency: share of the peak that attention kernels, and others, reach.
       hbm_bandwidth: bytes/s of one JAX device.
       link_bandwidth: bytes/s one way that a transfer reaches on one link within a slice.
       dcn_bandwidth: bytes/s one way to other slices; None if unknown.

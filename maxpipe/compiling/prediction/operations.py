@@ -1,8 +1,9 @@
 """Price the operations of a scheduled program: computation, copies, transfers between chips.
 
 XLA writes an estimate of cycles next to almost every fusion. What carries none is priced here:
-attention kernels by their FLOPs, transfers by their bytes and links, the rest by the bytes of its
-result through memory. A matrix product or a kernel that cannot be priced is reported, not guessed.
+attention kernels by their FLOPs, other kernels by the FLOPs and bytes that they state, transfers by
+their bytes and links, the rest by the bytes of its result through memory. A matrix product or a
+kernel that cannot be priced is reported, not guessed.
 """
 
 import math
@@ -27,6 +28,7 @@ from maxpipe.compiling.hlo import PRODUCTS, Computation, Instruction, Module, ar
 from maxpipe.compiling.prediction.constants import Constants
 from maxpipe.compiling.topology import PERMUTE, axis_links
 from maxpipe.devices.chips import ATTENTION_BLOCK, Chip
+from maxpipe.model.experts.exchange import SPARSE_CALL
 
 
 class Part(StrEnum):
@@ -65,6 +67,8 @@ _PAIRS = re.compile(r"\bsource_target_pairs=(\{[{}\d,]*\})")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_STATED = re.compile(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"')
+_SPARSE = re.compile(rf"{SPARSE_CALL}(\d+)_of_(\d+)")
 _FLOATS = re.compile(r"^(?:bf16|f16|f32)\[(\d+(?:,\d+){2,})\]")
 _KERNEL = "tpu_custom_call"
 # Matrix products in each of splash attention's kernels, by a word in its name: forward, gradient
@@ -215,8 +219,10 @@ class Prices:
             # One of the compiler's own.
             moved = _moved_bytes(computation, instruction)
             return Price(Part.LOOP_FUSIONS, moved / self._constants.hbm_bandwidth)
-        if not words or len(shapes) < 2:
-            return Price(Part.ATTENTION if words else Part.LOOP_FUSIONS, None)
+        if not words:
+            return self._stated(instruction)
+        if len(shapes) < 2:
+            return Price(Part.ATTENTION, None)
         # Queries [B, H, T, C] come first, then keys [B, KV, S, C]: each query meets half of the
         # keys under the causal mask, and the masked half of the blocks on the diagonal.
         queries, keys = math.prod(shapes[0]), shapes[1][-2]
@@ -224,6 +230,18 @@ class Prices:
         flops = 2.0 * queries * met * _ATTENTION_PRODUCTS[words[0]]
         peak = self._constants.attention_efficiency * self._constants.peak_flops
         return Price(Part.ATTENTION, flops / peak)
+
+    def _stated(self, instruction: Instruction) -> Price:
+        """Return the price of a kernel that states its FLOPs and bytes, as megablox does."""
+        stated = _STATED.search(instruction.attributes)
+        if not stated:
+            return Price(Part.LOOP_FUSIONS, None)
+        flops, moved = float(stated[1]), float(stated[2])
+        if used := _SPARSE.search(instruction.attributes):
+            flops *= int(used[1]) / int(used[2])  # it skips the other rows
+        peak = self._constants.attention_efficiency * self._constants.peak_flops
+        seconds = max(flops / peak, moved / self._constants.hbm_bandwidth)
+        return Price(Part.MATRIX_PRODUCTS, seconds)
 
 
 def _moved_bytes(computation: Computation, instruction: Instruction) -> float:

@@ -140,6 +140,21 @@ def test_prices_of_attention_kernels_come_from_causal_flops():
     assert unknowns(timeline) == ["kernels whose work is unknown: own.1"]
 
 
+@pytest.mark.parametrize(("flops", "used", "seconds"), [(8e9, 1, 16e-3), (8e9, 1 / 4, 4e-3)])
+def test_price_of_a_kernel_comes_from_the_flops_that_it_states_and_uses(flops, used, seconds):
+    stated = (
+        f', metadata={{op_name="jit(sparse_rows_2_of_{round(2 / used)})/jit(gmm)/pallas_call"}}, '
+        'backend_config={"custom_call_config":{"body":"","cost_estimate":'
+        f'{{"flops":"{flops:.0f}","transcendentals":"0","bytes_accessed":"64"}}}}}}'
+    )
+    text = (HLO / "attention.hlo").read_text(encoding="utf-8")
+    call = 'custom-call(%q), custom_call_target="tpu_custom_call"'
+    without, timeline = walked(text), walked(text.replace(call, call + stated))
+    assert unknowns(timeline) == []
+    assert timeline.seconds - without.seconds == pytest.approx(seconds)
+    assert parts_of(timeline)[Part.MATRIX_PRODUCTS] == pytest.approx(seconds)
+
+
 def test_constants_have_the_clocks_that_the_data_sheets_imply():
     clocks = {chip.name: constants_of(chip) for chip in CHIPS if chip.torus}
     assert {name: c and round(c.clock / 1e9, 2) for name, c in clocks.items()} == {
