@@ -80,13 +80,20 @@ def test_page_has_a_bar_for_each_part_and_loads_nothing(written, report):
     shown = min(len(report["rows"]), 10)
     assert page.count('height="20"') == 4 * shown  # three parts of the time, and the memory
     assert "http" not in page
+    for row in report["rows"][:10]:  # multiples of the fastest row's
+        assert f">{row['relative_time']:.3g}</text>" in page
 
 
-def test_nothing_fits_says_what_would(capsys):
+def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(capsys, tmp_path):
     command = ["llama3-405b", "--topology", "v5p:2x2x1", "--no-compile"]
-    assert plan.main([*command, "--fix", "pipeline.schedule=lockstep_1f1b"]) == 3
+    best, page = tmp_path / "best.yml", tmp_path / "page.html"
+    files = ["--write", str(best), "--html", str(page)]
+    assert plan.main([*command, "--fix", "pipeline.schedule=lockstep_1f1b", *files]) == 3
     printed = capsys.readouterr().out
     assert "nothing fits: the least needs" in printed
+    assert f"not written {best}: nothing fits" in printed
+    assert not best.exists()
+    assert "<h1>Plan for v5p:2x2x1</h1>" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +105,15 @@ def test_nothing_fits_says_what_would(capsys):
         (["base", "--topology", "H100:x"], "give the number of GPUs"),
         (["bse", "--topology", "cpu:4"], "did you mean base"),
         (["base"], "name the devices"),
+        (["base", "--topology", "cpu:eight"], "give the number of devices, such as cpu:8"),
+        (["base", "--topology", "cpu:-4"], "give the number of devices, such as cpu:8"),
+        (["base", "--topology", "cpu:0"], "give the number of devices, such as cpu:8"),
+        (["base", "--topology", "v5e:4x5"], "a host holds 2x2 chips; usual slices: v5e-16"),
+        (["base", "--topology", "v6e:1x7"], "a host holds 2x2 chips"),
+        (["base", "--topology", "v5p:3x3x3"], "a host holds 2x2 chips"),
+        (["base", "--topology", "v5e:1x1"], None),
+        ([*SMALL, "--tokens-per-step=-128"], "nearest: 128"),
+        ([*SMALL, "--tokens-per-step", "250"], "nearest: 256"),
         ([*SMALL, "--memory-margin", "2"], "--memory-margin: expected a share"),
         ([*SMALL, "--tokens-per-step", "100"], "give a multiple of data.sequence_length=128"),
         ([*SMALL, "--max-global-batch", "2"], "is less than the 16 sequences"),

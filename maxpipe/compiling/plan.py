@@ -57,6 +57,8 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
     if flags.html:
         _write("--html", flags.html, page_html(plan, words))
     if plan.winner is None:
+        if flags.write:
+            print(f"not written {flags.write}: nothing fits")
         return NOTHING_FITS
     if flags.write:
         _write("--write", flags.write, file_text(plan, plan.winner, words))

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 CUBE = 4  # slices of 3 dimensions from 64 chips on are made of cubes of 4 x 4 x 4
+HOST = 2  # chips of a host in each of the first two dimensions
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def standard_grid(generation: Generation, chips: int) -> str:
     for grid in generation.grids:
         if math.prod(map(int, grid.split("x"))) == chips:
             return grid
-    cubes, rest = divmod(chips, CUBE**3)
-    if rest or not cubes or chips > generation.most_chips or generation.grids == _FLAT:
+    cubes, odd = divmod(chips, CUBE**3)
+    if odd or not cubes or chips > generation.most_chips or generation.grids == _FLAT:
         return ""
     sizes = [
         (a, b, cubes // (a * b))
@@ -142,7 +143,7 @@ def check_grid(topology: str) -> None:
     """Check that a canonical topology is a grid that its chips are wired in.
 
     Raises:
-      ValueError: the chip is unknown, or its slices have other dimensions or fewer chips.
+      ValueError: the chip is unknown, or its slices have other sizes or fewer chips.
     """
     name, _, grid = topology.partition(":")
     if name not in _BY_NAME:
@@ -154,6 +155,8 @@ def check_grid(topology: str) -> None:
     legal = "; usual slices: " + ", ".join(nearest_slices(generation, max(chips, 1)))
     if len(sizes) != dimensions or min(sizes) < 1:
         raise ValueError(f"{topology}: grids of {name} have {dimensions} dimensions{legal}")
+    if chips > 1 and any(size % HOST for size in sizes[:2]):
+        raise ValueError(f"{topology}: a host holds 2x2 chips{legal}")
     if chips > generation.most_chips:
         most = generation.most_chips
         raise ValueError(f"{topology} has {chips} chips; the largest slice has {most}{legal}")

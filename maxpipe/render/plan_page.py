@@ -63,21 +63,21 @@ def page_html(plan: Plan, words: Sequence[str]) -> str:
 def bars_svg(plan: Plan, rows: Sequence[Row]) -> str:
     """Return stacked bars of the rows, each with its memory next to it."""
     machine, limit = plan.request.machine, plan.request.limit
-    longest = max((row.per_sequence for row in rows), default=1.0)
+    times = [row.per_sequence for row in rows] or [1.0]
     most = max([row.memory for row in rows] + [machine.capacity or 0.0, 1.0])
     left = _LABEL + _TIME + _GAP
     parts = []
     for number, row in enumerate(rows):
         y, x = 8 + number * _ROW, float(_LABEL)
         parts.append(_label(row, y, is_chosen=number == 0 and bool(plan.rows)))
-        # Parts are closed forms; where the compiler knows the whole, they are drawn to its length.
-        scale = _TIME * row.per_sequence / longest / float(row.candidate.seconds.step)
+        # Parts are closed forms; where the compiler predicts their sum, its length is drawn.
+        scale = _TIME * row.per_sequence / max(times) / float(row.candidate.seconds.step)
         for (name, colour), value in zip(PARTS, row.candidate.seconds, strict=True):
             width = float(value) * scale
             share = float(value) / float(row.candidate.seconds.step)
             parts.append(_bar(x, y, width, colour, f"{name}: {share:.1%} of the step"))
             x += width
-        relative = f"{row.per_sequence / longest:.3g}"
+        relative = f"{row.per_sequence / min(times):.3g}"
         seconds = f"{row.seconds:.3g} s" if machine.is_timed else relative
         parts.append(f'<text class="quiet" x="{x + 5:.1f}" y="{y + 14}">{seconds}</text>')
         text = f"{row.memory / GIB:.3g} GiB"

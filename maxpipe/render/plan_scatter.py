@@ -27,13 +27,13 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 
 def scatter_svg(plan: Plan) -> str:
-    """Return the picture of memory against time of all candidates that were kept."""
+    """Return the picture of memory against time of all candidates that were ranked."""
     found = plan.found
     points = [_point(c) for c in [*found.fitting, *found.misfits]]
     if not points:
         return ""
     edge = front(points)
-    # What is far slower than the slowest of the front would squeeze the rest together.
+    # What is far slower than the slowest of the front would squeeze the others together.
     latest = max(1.3 * edge[-1].seconds, 1.5 * edge[0].seconds)
     points = [p for p in points if p.seconds <= latest]
     capacity = plan.request.machine.capacity
@@ -41,6 +41,8 @@ def scatter_svg(plan: Plan) -> str:
     if capacity:
         most = min(most, 3 * capacity)
     points = [p for p in points if p.memory <= most]
+    if not points:  # the least is far too large
+        return ""
     first = min(p.seconds for p in points)
     width, height, margin = 700.0, 320.0, 56.0
 

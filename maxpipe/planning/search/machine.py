@@ -96,19 +96,21 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     Raises:
       ValueError: there is no such slice or chip; the message has those nearest.
     """
-    name, _, rest = topology.partition(":")
+    name, _, number = topology.partition(":")
     dtype = config.model.dtype
     if name.lower() == CPU:
-        count = int(rest) if rest.isdecimal() else max(1, config.mesh.simulated_devices)
+        if topology.lower() != CPU and (not number.isdecimal() or int(number) < 1):
+            raise ValueError(f"{topology!r}: give the number of devices, such as cpu:8")
+        count = int(number) if number else max(1, config.mesh.simulated_devices)
         return Machine(
             f"{CPU}:{count}", _NOMINAL, (count,), count, 1, 1, _NOMINAL.peak_flops[dtype], 1.0,
             _NOMINAL.hbm_bandwidth, None, False,
         )  # fmt: skip
     gpu = next((c for c in CHIPS if c.torus is None and c.name.lower() == name.lower()), None)
     if gpu is not None:
-        if not rest.isdecimal() or int(rest) < 1:
+        if not number.isdecimal() or int(number) < 1:
             raise ValueError(f"{topology!r}: give the number of GPUs, such as {gpu.name}:8")
-        count = int(rest)
+        count = int(number)
         return Machine(
             f"{gpu.name}:{count}", gpu, (count,), count * slices, slices, slices,
             gpu.peak_flops[dtype], _OTHER_CHIPS, gpu.hbm_bandwidth, gpu.hbm_bytes, True,

@@ -55,10 +55,11 @@ def batches_of(
     if flags.tokens_per_step:
         tokens = convert(OPTIONS["data.global_batch_size"], Scalar(flags.tokens_per_step))
         first, left = divmod(int(str(tokens)), length)
-        if left or not first:
+        if left or first < 1:
+            nearest = max(round(int(str(tokens)) / length), 1) * length
             raise ValueError(
                 f"{TOKENS} {flags.tokens_per_step}: give a multiple of "
-                f"data.sequence_length={length}; nearest: {max(first, 1) * length}"
+                f"data.sequence_length={length}; nearest: {nearest}"
             )
     most = flags.max_global_batch or first
     if most < first:
