@@ -9,7 +9,8 @@ from maxpipe.config import load, resolve
 from maxpipe.config.cli import CONFIG_ERROR
 
 FEW = ["--fix", "pipeline.remat_policy=full", "--try", "pipeline.schedule=lockstep_1f1b,circular"]
-SMALL = ["base", "--topology", "cpu:4", *FEW]
+FROM = ["base", "--topology", "cpu:4"]
+SMALL = [*FROM, *FEW]
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,14 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
     assert "<h1>Plan for v5p:2x2x1</h1>" in page.read_text()
 
 
+def test_choices_that_leave_nothing_are_an_error(capsys):
+    with pytest.raises(SystemExit) as end:
+        plan.main([*SMALL, "--fix", "mesh.ici.stage=3"])
+    assert end.value.code == CONFIG_ERROR
+    message = "--fix/--try leave no mesh, engine and schedule for 4 devices"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -121,6 +130,31 @@ def test_nothing_fits_says_what_would_and_writes_a_page_but_no_configuration(cap
         ([*SMALL, "--try", "optimizer.name=adamw,lion"], "the plan searches mesh.ici.data"),
         ([*SMALL, "pipeline.num_repeats=2"], "is what the plan decides"),
         ([*SMALL, "--write", "nowhere/best.yml"], "there is no directory nowhere"),
+        *[
+            ([*SMALL, "--fix", f"{key}={value}"], "follows from what the plan decides")
+            for key, value in (
+                ("pipeline.num_layers_per_stage", "2"),
+                ("pipeline.outside_layers", "before"),
+                ("compile.topology", "cpu"),
+                ("compile.save", "step"),
+                ("mesh.simulated_devices", "2"),
+            )
+        ],
+        ([*FROM, "--fix", "pipeline.schedule=lockstep_1f1"], "did you mean lockstep_1f1b?"),
+        ([*FROM, "--fix", "pipeline.schedule=my.csv"], "from a file has no closed form"),
+        ([*FROM, "--fix", "pipeline.engine=auto"], "the plan tries engines by name"),
+        ([*FROM, "--fix", "mesh.ici.fsdp=-1"], "--fix mesh.ici.fsdp: the plan derives nothing"),
+        ([*FROM, "--try", "pipeline.num_repeats=1,-1"], "the plan derives nothing from -1"),
+        ([*FROM, "--fix", "seed=1", "--fix", "seed=2"], "--fix seed: is given twice"),
+        ([*SMALL, "--fix", "pipeline.schedule=circular"], "give one of them"),
+        (
+            [*FROM, "--max-global-batch", "64", "--fix", "data.global_batch_size=32"],
+            "--max-global-batch: data.global_batch_size is given already",
+        ),
+        (
+            [*FROM, "--tokens-per-step", "4Ki", "data.global_batch_size=32"],
+            "leave out --tokens-per-step",
+        ),
         (["base", "--topology", "v7", "--smallest"], None),
         (["base", "--topology", "v9", "--smallest"], "there is no kind of TPU 'v9'"),
         ([*SMALL, "--compile", "-1"], "must be at least 0"),

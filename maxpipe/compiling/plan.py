@@ -4,10 +4,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import install_command
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
@@ -38,17 +40,26 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
       The exit code, see `maxpipe.plan`.
 
     Raises:
-      ConfigError: a file cannot be written.
+      ConfigError: a file cannot be written, the choices are empty, libtpu is needed and not
+        installed, or none of the best could be compiled.
     """
+    if flags.compile and request.machine.is_compilable and find_spec("libtpu") is None:
+        remedy = f"{install_command('tpu')}; --no-compile plans by closed forms"
+        raise ConfigError(Problem("--compile", f"needs libtpu: {remedy}"))
     facts = Facts(request.config)
     if request.smallest:
         plan = _smallest(request, facts)
     else:
         plan = make_plan(request, facts, compare=flags.compare)
+    if not plan.found.tried:
+        devices = plan.request.machine.devices
+        message = f"--fix/--try leave no mesh, engine and schedule for {devices} devices"
+        raise ConfigError(Problem("", message))
     print(*summary_lines(plan), sep="\n", flush=True)
     if flags.compile and is_provable(plan):
         plan = prove(plan, flags.compile, _print)
-    if plan.winner is None:
+    is_compiled = any(row.proof for row in plan.misfits)
+    if plan.winner is None and not is_compiled:
         plan = replace(plan, remedies=remedies(plan.request, facts))
     print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
     if plan.winner is None:
@@ -81,6 +92,12 @@ def _smallest(request: Request, facts: Facts) -> Plan:
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
+    if compiled := sum(row.proof is not None for row in plan.misfits):
+        more = f"--compile {2 * compiled}, or " if plan.uncompiled else ""
+        return [
+            f"none of the {compiled} compiled fits; {plan.uncompiled} others were not compiled: "
+            f"{more}--memory-margin 25%"
+        ]
     least, limit = plan.found.least, plan.request.limit
     if least is None:
         return ["nothing is legal; the lines above say why"]

@@ -1,22 +1,13 @@
 """Prove the best rows of a plan: compile each in a process of its own, and rank them again."""
 
-import json
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-from maxpipe.compiling.step import PROGRESS_SECONDS
+from maxpipe.compiling.compile_process import Note, compile_configuration
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import Plan
-from maxpipe.planning.search.rows import Proof, Row, with_reasons
+from maxpipe.planning.search.rows import Proof, Row, loss_of, with_reasons
 from maxpipe.planning.search.written import file_text
-
-FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile
-Note = Callable[[str], None]
 
 
 def prove(plan: Plan, count: int, note: Note) -> Plan:
@@ -30,30 +21,46 @@ def prove(plan: Plan, count: int, note: Note) -> Plan:
     Returns:
       The plan with the proved rows first, by the compiler's prediction. Rows that were not compiled
       follow, and those that do not fit come last.
+
+    Raises:
+      ConfigError: none of the rows could be compiled.
     """
     rows = [*plan.rows]
     proved: list[Row] = []
     for number, row in enumerate(rows[: 2 * count], 1):
         proved.append(_proved(plan, row, f"{number} of up to {min(2 * count, len(rows))}", note))
-        if sum(_is_proof(row) for row in proved) == count:
+        if sum(_fits(row) for row in proved) == count:
             break
+    good = [row for row in proved if _fits(row)]
+    bad = [row for row in proved if not _fits(row)]
+    failures = [row.proof.failure for row in bad if row.proof and row.proof.failure]
+    if not good and failures and len(failures) == len(bad):
+        raise ConfigError(Problem("--compile", failures[0]))
     own = plan.own
     if isinstance(own, Row):
         own = _proved(plan, own, own.name, note)
-    good = [row for row in proved if _is_proof(row)]
-    bad = [row for row in proved if not _is_proof(row)]
+    uncompiled = rows[len(proved) :]
     if not good:
-        return replace(plan, rows=(), misfits=bad, own=own)
+        return replace(plan, rows=(), misfits=bad, own=own, uncompiled=len(uncompiled))
     ranked = with_reasons(good, plan.request)
+    if isinstance(own, Row) and _fits(own):
+        own = replace(own, reason=loss_of(own, ranked[0]))
     unproved = [
         replace(row, reason=f"not compiled; by closed forms {row.reason or 'the fastest'}")
-        for row in rows[len(proved) :]
+        for row in uncompiled
     ]
-    return replace(plan, rows=[*ranked, *unproved], misfits=[*plan.misfits, *bad], own=own)
+    return replace(
+        plan,
+        rows=[*ranked, *unproved],
+        misfits=[*plan.misfits, *bad],
+        own=own,
+        uncompiled=len(uncompiled),
+    )
 
 
-def _is_proof(row: Row) -> bool:
-    return row.proof is not None and row.proof.fits and row.proof.seconds is not None
+def _fits(row: Row) -> bool:
+    """Return whether the compiler says that a row fits; its time may be unknown."""
+    return row.proof is not None and row.proof.fits
 
 
 def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
@@ -72,56 +79,6 @@ def _proved(plan: Plan, row: Row, title: str, note: Note) -> Row:
         note(f"            {fits}: {seconds}, {proof.memory / GIB:.3g} GiB, {_took(proof)}")
     reason = proof.failure or ("" if proof.fits else _too_much(proof))
     return replace(row, proof=proof, reason=reason)
-
-
-def compile_configuration(yaml_text: str, note: Note) -> Proof:
-    """Run `maxpipe.compile` on a configuration in a process of its own.
-
-    Args:
-      yaml_text: the configuration, complete.
-      note: prints a line every now and then.
-    """
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
-        file, report = Path(directory, "candidate.yml"), Path(directory, "report.json")
-        file.write_text(yaml_text, encoding="utf-8")
-        words = [sys.executable, "-m", "maxpipe.compile", str(file), "--json", str(report)]
-        log = Path(directory, "log")
-        with log.open("wb") as output:
-            code = _wait(subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT), note)
-        took = time.perf_counter() - started
-        if code not in (FITS, DOES_NOT_FIT) or not report.exists():
-            text = log.read_text(encoding="utf-8", errors="replace")
-            return Proof(None, None, False, f"not compiled: {_last_problem(text)}", took)
-        return _read(json.loads(report.read_text(encoding="utf-8")), took)
-
-
-def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
-    """Return the exit code; a process is not left behind when this one is interrupted."""
-    began = time.perf_counter()
-    try:
-        while True:
-            try:
-                return process.wait(PROGRESS_SECONDS)
-            except subprocess.TimeoutExpired:
-                note(f"            for {time.perf_counter() - began:.0f} s")
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait()
-
-
-def _read(report: dict[str, object], took: float) -> Proof:
-    memory, seconds = report["memory"], report["predicted_step_seconds"]
-    assert isinstance(memory, dict)
-    needed = float(memory["needed_bytes"])
-    return Proof(needed, float(str(seconds)) if seconds else None, bool(report["fits"]), "", took)
-
-
-def _last_problem(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    problems = [line for line in lines if line.startswith("config error")]
-    return next(iter([*problems, *reversed(lines)]), "no output")[:200]
 
 
 def _too_much(proof: Proof) -> str:

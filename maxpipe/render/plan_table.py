@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from maxpipe.config.catalog import REMAT_POLICIES
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.plan import SHOWN, Plan
 from maxpipe.planning.search.rows import Row
@@ -92,7 +93,14 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def basis_lines(plan: Plan) -> list[str]:
-    """Return what the figures rest on."""
+    """Return what the figures rest on, and what they leave out."""
+    winner = plan.winner
+    if winner and REMAT_POLICIES[winner.candidate.policy].host:
+        return [*_bases(plan), "transfers to the host's memory are not in these seconds"]
+    return _bases(plan)
+
+
+def _bases(plan: Plan) -> list[str]:
     machine = plan.request.machine
     if not machine.is_timed:
         return [
@@ -101,7 +109,10 @@ def basis_lines(plan: Plan) -> list[str]:
         ]
     if not machine.is_compilable:
         return ["closed forms alone: no compiler's estimates are at hand for GPUs"]
-    if any(row.proof for row in plan.rows):
+    proofs = [row.proof for row in [*plan.rows, *plan.misfits] if row.proof]
+    if proofs and not any(proof.seconds for proof in proofs):
+        return ["no compiler's estimate of time for this chip; memory is the compiler's"]
+    if proofs:
         return [
             "seconds and GiB of compiled rows are the compiler's; their parts, and all other rows, "
             "are closed forms"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxpipe.compiling.proof import compile_configuration
+from maxpipe.compiling.compile_process import compile_configuration
 from maxpipe.config import load
 from maxpipe.config.printing import to_yaml
 from maxpipe.devices.chips import GIB

@@ -1,10 +1,14 @@
 """Finalists are compiled in processes of their own and ranked again."""
 
+import argparse
+
 import pytest
 
 from maxpipe.compiling import proof
-from maxpipe.compiling.proof import compile_configuration, prove
-from maxpipe.config import Config, replace
+from maxpipe.compiling.compile_process import compile_configuration
+from maxpipe.compiling.plan import launch
+from maxpipe.compiling.proof import prove
+from maxpipe.config import Config, ConfigError, replace
 from maxpipe.config.load import derive_known
 from maxpipe.config.options import update
 from maxpipe.planning.search.facts import Facts
@@ -12,6 +16,7 @@ from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.plan import make_plan
 from maxpipe.planning.search.request import Request
 from maxpipe.planning.search.rows import Proof
+from maxpipe.render.plan_table import basis_lines
 
 SIZES = {"model.num_layers": 4, "data.global_batch_size": 16, "eval.every": 0}
 
@@ -22,14 +27,20 @@ def plan():
     config = update(config, {"model.head_dim": derive_known(config).model.head_dim})
     machine = machine_of("v5p:2x2x1", 1, config)
     choices = {"pipeline.schedule": ["lockstep_1f1b"], "pipeline.remat_policy": ["full"]}
-    request = Request("base", config, config, machine, (16,), choices, 0.1)
-    return make_plan(request, Facts(config))
+    own = update(config, {"compile.topology": "v6e:2x2", "mesh.ici.fsdp": 4})
+    request = Request("base", own, config, machine, (16,), choices, 0.1)
+    return make_plan(request, Facts(config), compare=True)
 
 
 def compiled(monkeypatch, answers):
-    """Answer compilations with these proofs, in their order."""
+    """Answer compilations with these proofs, in their order; the last one again and again."""
     left = [*answers]
-    monkeypatch.setattr(proof, "compile_configuration", lambda text, note: left.pop(0))
+
+    def answer(text, note):
+        assert "topology: v5p:2x2x1" in text
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    monkeypatch.setattr(proof, "compile_configuration", answer)
 
 
 def proved(seconds, *, fits=True, failure=""):
@@ -47,14 +58,47 @@ def test_the_compilers_fastest_wins_over_the_closed_forms(plan, monkeypatch):
 
 
 def test_what_the_compiler_finds_too_large_is_replaced_by_the_next(plan, monkeypatch):
-    compiled(monkeypatch, [proved(0.1, fits=False), proved(2.0), proved(None, failure="broken")])
+    compiled(
+        monkeypatch,
+        [proved(0.1, fits=False), proved(2.0), proved(None, fits=False, failure="broken")],
+    )
     ranked = prove(plan, 1, lambda line: None)
     assert ranked.winner.seconds == 2.0
     assert "the compiler needs" in ranked.misfits[-1].reason
 
 
+def test_rows_fit_without_the_compilers_estimate_of_time(plan, monkeypatch):
+    compiled(monkeypatch, [proved(None), proved(None)])
+    ranked = prove(plan, 1, lambda line: None)
+    assert ranked.winner.memory == 1e9
+    assert ranked.winner.seconds == plan.rows[0].seconds
+    assert basis_lines(ranked)[0].startswith("no compiler's estimate of time for this chip")
+
+
+def test_the_own_configuration_is_compiled_for_the_plans_devices_and_compared(plan, monkeypatch):
+    assert plan.own.config.compile.topology == "v5p:2x2x1"
+    compiled(monkeypatch, [proved(2.0), proved(1.0)])
+    assert prove(plan, 1, lambda line: None).own.reason == "50.0% faster"
+
+
+def test_what_cannot_be_compiled_is_an_error_and_not_too_large(plan, monkeypatch):
+    compiled(monkeypatch, [proved(None, fits=False, failure="not compiled: broken")] * 3)
+    with pytest.raises(ConfigError, match="--compile: not compiled: broken"):
+        prove(plan, 1, lambda line: None)
+
+
+def test_libtpu_is_asked_for_before_anything_is_searched(plan, monkeypatch):
+    monkeypatch.setattr("maxpipe.compiling.plan.find_spec", lambda name: None)
+    flags = argparse.Namespace(compile=3)
+    with pytest.raises(ConfigError, match=r"needs libtpu: pip install .*--no-compile"):
+        launch(plan.request, flags, [])
+
+
 def test_nothing_is_chosen_if_nothing_compiled_fits(plan, monkeypatch):
-    compiled(monkeypatch, [proved(0.1, fits=False), proved(None, failure="not compiled: broken")])
+    compiled(
+        monkeypatch,
+        [proved(0.1, fits=False), proved(None, fits=False, failure="not compiled: broken")],
+    )
     ranked = prove(plan, 1, lambda line: None)
     assert ranked.winner is None
     assert [row.reason for row in ranked.misfits][-1] == "not compiled: broken"

@@ -57,6 +57,10 @@ def block_of(
     def words(key: str) -> tuple[str, ...]:
         return tuple(map(str, space.values(key, engine)))
 
+    gathers = words("pipeline.fsdp_gather")
+    if grid.size("fsdp") == 1 and "pipeline.fsdp_gather" not in space.choices:
+        # The closed forms do not count the whole copies that the other modes make here.
+        gathers = tuple(g for g in gathers if g == "per_iteration") or gathers
     tiles = np.array([int(str(n)) for n in space.values("model.logit_tiles", engine)])
     return Block(
         grid,
@@ -66,7 +70,7 @@ def block_of(
         np.array(space.microbatches(batch, grid)),
         repeats,
         words("pipeline.remat_policy"),
-        words("pipeline.fsdp_gather"),
+        gathers,
         tiles,
         chunk,
         outside,

@@ -11,7 +11,7 @@ from maxpipe.planning.search.block import block_of_configuration
 from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
-from maxpipe.planning.search.request import Request
+from maxpipe.planning.search.request import Request, placed
 from maxpipe.planning.search.rows import Row, fits, loss_of, with_reasons
 from maxpipe.planning.search.search import Found, price, search
 
@@ -31,6 +31,8 @@ class Plan:
       rows: the best of each mesh and schedule, the chosen one first; empty if nothing fits.
       misfits: faster ones that do not fit.
       own: the user's own configuration, or why it cannot be priced.
+      remedies: what would fit if nothing does.
+      uncompiled: rows that were left after others were compiled.
     """
 
     request: Request
@@ -40,6 +42,7 @@ class Plan:
     misfits: Sequence[Row] = ()
     own: Row | str = ""
     remedies: Sequence[str] = field(default=())
+    uncompiled: int = 0
 
     @property
     def winner(self) -> Row | None:
@@ -103,10 +106,10 @@ def _distinct(rows: Sequence[Row]) -> list[Row]:
 
 
 def own_row(request: Request) -> Row | str:
-    """Return the user's own configuration as a row; or why it cannot be priced."""
+    """Return the user's own configuration on the plan's devices; or why it cannot be priced."""
     machine = request.machine
     try:
-        config = resolve(request.written, machine.devices, machine.slices)
+        config = resolve(placed(request.written, machine), machine.devices, machine.slices)
     except ConfigError as error:
         return f"{OWN}: {error.problems[0]}"
     candidate = priced_configuration(config, request)

@@ -14,6 +14,7 @@ from maxpipe.planning.search.search import search
 LARGER = 4  # slices above the smallest that are priced
 TRIED_SLICES = 8
 BILLION = 1e9
+POLICY = "pipeline.remat_policy"
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,11 @@ def remedies(request: Request, facts: Facts) -> list[str]:
     larger = next((t for t in _larger_slices(request) if _fits(request.on(t), facts)), None)
     if larger:
         lines.append(f"more chips: --topology {larger}")
-    host: list[object] = [name for name, policy in REMAT_POLICIES.items() if policy.host]
-    offloaded = replace(request, choices={**request.choices, "pipeline.remat_policy": host})
-    if "pipeline.remat_policy" not in request.choices and _fits(offloaded, facts):
+    offloaded = _offloading(request, facts)
+    if offloaded:
         lines.append(
-            f"offloading: --fix pipeline.remat_policy={host[0]}, with the host's memory; how fast "
-            "that is the plan does not know"
+            f"offloading: --fix {POLICY}={offloaded}, with the host's memory; how fast that is the "
+            "plan does not know"
         )
     return lines
 
@@ -74,13 +74,13 @@ def slice_costs(request: Request, facts: Facts) -> list[SliceCost]:
 def promising_slices(request: Request, facts: Facts) -> Request:
     """Return the request without slices whose memory is too small for the state alone."""
     state = facts.least_state_bytes()
-    kept = []
+    promising = []
     for topology in request.smallest:
         machine = request.on(topology).machine
         limit = request.on(topology).limit
         if limit is None or limit * machine.devices >= state:
-            kept.append(topology)
-    return replace(request, smallest=tuple(_doubling(kept)))
+            promising.append(topology)
+    return replace(request, smallest=tuple(_doubling(promising)))
 
 
 def _doubling(topologies: Sequence[str]) -> Iterator[str]:
@@ -110,6 +110,16 @@ def _larger_slices(request: Request) -> Iterator[str]:
     elif kind != CPU:
         count = machine.devices // machine.slices
         yield from (f"{kind}:{count * 2**n}" for n in range(1, TRIED_SLICES))
+
+
+def _offloading(request: Request, facts: Facts) -> str:
+    """Return a policy that offloads with which something fits; "" if there is none."""
+    if POLICY in request.choices:
+        return ""
+    for name in (name for name, policy in REMAT_POLICIES.items() if policy.host):
+        if _fits(replace(request, choices={**request.choices, POLICY: [name]}), facts):
+            return name
+    return ""
 
 
 def _fits(request: Request, facts: Facts) -> bool:

@@ -14,7 +14,14 @@ from maxpipe.config.sections import Config
 from maxpipe.config.slices import slices_of
 from maxpipe.planning.search.machine import CPU, Machine, machine_of
 from maxpipe.planning.search.space import DERIVED, MESH_KEYS, SEARCHED, Space
-from maxpipe.planning.search.words import batches_of, share_of, values_of
+from maxpipe.planning.search.words import (
+    BATCH,
+    TOKENS,
+    batches_of,
+    problems_of,
+    share_of,
+    values_of,
+)
 
 TOPOLOGY = "--topology"
 
@@ -25,7 +32,7 @@ class Request:
 
     Attributes:
       path: of the user's file.
-      written: the user's configuration.
+      written: the user's configuration, with the other keys that --fix sets.
       config: what all candidates share.
       machine: the devices; with `smallest` those of the smallest slice.
       batches: global batches to try, in sequences.
@@ -56,7 +63,7 @@ class Request:
     def on(self, topology: str) -> "Request":
         """Return the same request for another slice."""
         machine = machine_of(topology, self.machine.slices, self.config)
-        config = _placed(self.config, machine)
+        config = placed(self.config, machine)
         return dataclasses.replace(self, machine=machine, config=config)
 
     def with_batches(self, batches: Sequence[int]) -> "Request":
@@ -71,22 +78,20 @@ def request_of(arguments: Arguments) -> Request:
       ConfigError: a flag is wrong; with all problems.
     """
     flags, written = arguments.flags, arguments.loaded.config
-    problems: list[Problem] = []
-    searched = [key for key in SEARCHED if arguments.loaded.sources.get(key) == COMMAND_LINE]
-    kept = {"data.global_batch_size"}
+    sources = arguments.loaded.sources
+    overridden = [key for key in SEARCHED if sources.get(key) == COMMAND_LINE]
+    fixed, fix_problems = values_of("--fix", flags.fix)
+    tried, try_problems = values_of("--try", flags.tried)
+    problems = [*fix_problems, *try_problems, *problems_of(fixed, tried)]
+    if BATCH in overridden and (flags.tokens_per_step or BATCH in {*fixed, *tried}):
+        problems.append(Problem(BATCH, f"is given twice: leave out {TOKENS}, --fix, --try of it"))
     problems += [
         Problem(
             key, f"is what the plan decides; --fix {key}={get(written, key)} leaves it no choice"
         )
-        for key in searched
-        if key not in kept
+        for key in overridden
+        if key != BATCH
     ]
-    fixed, fix_problems = values_of("--fix", flags.fix)
-    tried, try_problems = values_of("--try", flags.tried)
-    problems += fix_problems + try_problems
-    for key in tried.keys() - {*SEARCHED}:
-        message = f"--try {key}: the plan searches {', '.join(SEARCHED)}; --fix {key}=VALUE sets it"
-        problems.append(Problem("", message))
     if flags.smallest and flags.compare:
         problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
     choices = {key: values for key, values in (tried | fixed).items() if key in SEARCHED}
@@ -106,7 +111,7 @@ def request_of(arguments: Arguments) -> Request:
     if problems:
         raise ConfigError(*problems)
     shared = shared_config(config, machine)
-    return Request(arguments.path, written, shared, machine, batches, choices, margin, smallest)
+    return Request(arguments.path, config, shared, machine, batches, choices, margin, smallest)
 
 
 def _own_topology(config: Config) -> str:
@@ -121,17 +126,17 @@ def shared_config(config: Config, machine: Machine) -> Config:
     neutral: Updates = dict.fromkeys(MESH_KEYS, 1)
     neutral |= {key: OPTIONS[key].default for key in DERIVED}
     neutral |= {"pipeline.outside_layers": "after", "pipeline.engine": "auto"}
-    neutral |= {"compile.save": "", "compile.load": ""}
     config = update(config, neutral)
-    return _placed(dataclasses.replace(config, model=derive_known(config).model), machine)
+    return placed(dataclasses.replace(config, model=derive_known(config).model), machine)
 
 
-def _placed(config: Config, machine: Machine) -> Config:
-    """Return the configuration for a machine."""
+def placed(config: Config, machine: Machine) -> Config:
+    """Return the configuration for a machine, without programs compiled for another."""
     topology, simulated = machine.topology, 0
     if topology.startswith(CPU):
         topology, simulated = CPU, machine.devices
     elif not machine.is_compilable:
         topology = ""  # a GPU: maxpipe.compile has no compiler for it
     places: Updates = {"compile.topology": topology, "compile.num_slices": machine.slices}
-    return update(config, places | {"mesh.simulated_devices": simulated})
+    places |= {"compile.save": "", "compile.load": "", "mesh.simulated_devices": simulated}
+    return update(config, places)

@@ -88,6 +88,8 @@ def loss_of(row: Row, best: Row) -> str:
     per_sequence = [
         [float(part) / r.candidate.batch for part in r.candidate.seconds] for r in (row, best)
     ]
+    if slower <= -5e-4:
+        return f"{-slower:.1%} faster"
     losses = [a - b for a, b in zip(*per_sequence, strict=True)]
     part = ("computation", "communication", "bubble")[losses.index(max(losses))]
     return f"{slower:+.1%}: {part}" if slower >= 5e-4 else "as fast"

@@ -35,7 +35,8 @@ class BlockSizes:
         self.microbatches = along(block.microbatches, "microbatches")
         self.repeats = along(block.repeats, "repeats")
         self.layers = along(np.maximum(block.chunk, 1), "repeats")
-        self.outside = along(block.outside, "repeats")
+        # The first dense layers count as if they had experts, as in `planning.estimate`.
+        self.outside = along(block.outside + config.model.first_dense_layers, "repeats")
         self.rows = np.maximum(block.batch / (self.microbatches * grid.batch_shards), 1.0)
         self.tokens = self.rows * config.data.sequence_length / grid.size("context")
         self.itemsize = itemsize(config.model.dtype)

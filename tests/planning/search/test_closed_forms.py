@@ -88,6 +88,25 @@ def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
     assert max(times.values()) < 1.2 * min(times.values())
 
 
+def test_first_dense_layers_take_memory_and_time(config, facts):
+    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
+    block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
+    first = Facts(update(config, {"model.num_layers": 9, "model.first_dense_layers": 1}))
+    without, with_first = (BlockSizes(block, each, None) for each in (facts, first))
+    assert (with_first.outside == without.outside + 1).all()
+
+
+def test_whole_copies_that_are_not_counted_are_not_offered(config):
+    space, legality = Space(config, 8, 1, {}), Legality(config, 1)
+    offered = {
+        grid.size("fsdp") > 1: block_of(space, legality, grid, "circular", "circular", 32).gathers
+        for grid in space.grids()
+        if grid.size("stage") == 2
+    }
+    assert offered == {False: ("per_iteration",), True: ("per_iteration", "per_repeat", "once")}
+
+
 def test_more_stages_have_a_longer_bubble(priced):
     def bubble(stages):
         return min(

@@ -1,0 +1,65 @@
+"""Compile a configuration in a process of its own, and read what the compiler says."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from maxpipe.compiling.step import PROGRESS_SECONDS
+from maxpipe.planning.search.rows import Proof
+
+FITS, DOES_NOT_FIT = 0, 3  # exit codes of maxpipe.compile
+Note = Callable[[str], None]
+
+
+def compile_configuration(yaml_text: str, note: Note) -> Proof:
+    """Run `maxpipe.compile` on a configuration in a process of its own.
+
+    Args:
+      yaml_text: the configuration, complete.
+      note: prints a line every now and then.
+    """
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="maxpipe_plan_") as directory:
+        file, report = Path(directory, "candidate.yml"), Path(directory, "report.json")
+        file.write_text(yaml_text, encoding="utf-8")
+        words = [sys.executable, "-m", "maxpipe.compile", str(file), "--json", str(report)]
+        log = Path(directory, "log")
+        with log.open("wb") as output:
+            code = _wait(subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT), note)
+        took = time.perf_counter() - started
+        if code not in (FITS, DOES_NOT_FIT) or not report.exists():
+            text = log.read_text(encoding="utf-8", errors="replace")
+            return Proof(None, None, False, f"not compiled: {_last_problem(text)}", took)
+        return _read(json.loads(report.read_text(encoding="utf-8")), took)
+
+
+def _wait(process: "subprocess.Popen[bytes]", note: Note) -> int:
+    """Return the exit code; a process is not left behind when this one is interrupted."""
+    began = time.perf_counter()
+    try:
+        while True:
+            try:
+                return process.wait(PROGRESS_SECONDS)
+            except subprocess.TimeoutExpired:
+                note(f"            for {time.perf_counter() - began:.0f} s")
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def _read(report: dict[str, object], took: float) -> Proof:
+    memory, seconds = report["memory"], report["predicted_step_seconds"]
+    assert isinstance(memory, dict)
+    needed = float(memory["needed_bytes"])
+    return Proof(needed, float(str(seconds)) if seconds else None, bool(report["fits"]), "", took)
+
+
+def _last_problem(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    problems = [line for line in lines if line.startswith("config error")]
+    return next(iter([*problems, *reversed(lines)]), "no output")[:200]
