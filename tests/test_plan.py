@@ -1,5 +1,7 @@
 """The command: what it prints and writes, exit codes, and errors of model, topology and flags."""
 
+import contextlib
+import io
 import json
 
 import pytest
@@ -17,12 +19,14 @@ SMALL = [*FROM, *FEW]
 def written(tmp_path_factory):
     """Plan once, in another directory; return the directory and what was printed."""
     directory = tmp_path_factory.mktemp("plan")
-    with pytest.MonkeyPatch.context() as patch:
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.chdir(directory)
         (directory / "corpus.txt").write_text("words")
         text = ["data.source=text", "data.path=corpus.txt"]
         files = ["--write", "best.yml", "--json", "best.json", "--html", "best.html"]
         assert plan.main([*SMALL, "--compare", "--tokens-per-step", "4Ki", *text, *files]) == 0
+    (directory / "printed.txt").write_text(printed.getvalue())
     return directory
 
 
@@ -61,6 +65,13 @@ def test_json_has_the_rows_in_order_and_no_seconds_of_an_unknown_machine(report)
     assert report["rows"][0]["reason"] == ""
     assert all(row["reason"] for row in report["rows"][1:])
     assert report["tried"] > sum(report["fallen"].values()) > 0
+
+
+def test_summary_counts_those_that_fit_and_those_that_fell(written, report):
+    summary = (written / "printed.txt").read_text()
+    fitting = report["tried"] - sum(report["fallen"].values())
+    assert f"searched    {report['tried']:,} candidates in " in summary
+    assert f" s, {fitting:,} fit\n" in summary
 
 
 def test_values_that_are_fixed_or_tried_are_the_only_ones(report):

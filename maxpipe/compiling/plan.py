@@ -51,7 +51,7 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
         plan = _smallest(request, facts)
     else:
         plan = make_plan(request, facts, compare=flags.compare)
-    if not plan.found.tried:
+    if not plan.outcome.tried:
         devices = plan.request.machine.devices
         message = f"--fix/--try leave no mesh, engine and schedule for {devices} devices"
         raise ConfigError(Problem("", message))
@@ -87,7 +87,7 @@ def _smallest(request: Request, facts: Facts) -> Plan:
         for cost in costs
         if (winner := cost.plan.winner) is not None
     ]
-    print(*slice_lines(figures), "", sep="\n", flush=True)
+    print("by closed forms:", *slice_lines(figures), "", sep="\n", flush=True)
     return costs[0].plan
 
 
@@ -98,7 +98,7 @@ def _nothing_fits(plan: Plan) -> list[str]:
             f"none of the {compiled} compiled fits; {plan.uncompiled} others were not compiled: "
             f"{more}--memory-margin 25%"
         ]
-    least, limit = plan.found.least, plan.request.limit
+    least, limit = plan.outcome.least, plan.request.limit
     if least is None:
         return ["nothing is legal; the lines above say why"]
     needed = f"the least needs {least.memory / GIB:.3g} GiB a device by closed forms"

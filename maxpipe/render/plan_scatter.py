@@ -28,8 +28,8 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def scatter_svg(plan: Plan) -> str:
     """Return the picture of memory against time of all candidates that were ranked."""
-    found = plan.found
-    points = [_point(c) for c in [*found.fitting, *found.misfits]]
+    outcome = plan.outcome
+    points = [_point(c) for c in [*outcome.fitting, *outcome.misfits]]
     if not points:
         return ""
     edge = front(points)

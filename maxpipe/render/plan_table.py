@@ -72,23 +72,25 @@ def _fastest(plan: Plan) -> float:
 
 def summary_lines(plan: Plan) -> list[str]:
     """Return what was searched and why candidates fell."""
-    request, found = plan.request, plan.found
+    request, outcome = plan.request, plan.outcome
     machine = request.machine
     margin = ""
     if machine.capacity:
         margin = f", of whose {machine.capacity / GIB:.3g} GiB {request.margin:.0%} stay free"
+    fitting = outcome.tried - outcome.fallen.total()
     sequences = ", ".join(map(str, request.batches))
     length = request.config.data.sequence_length
     lines = [
         f"devices     {machine.devices} x {machine.chip.name}{margin}",
         f"batch       {sequences} sequences of {length} tokens a step",
-        f"searched    {found.tried} candidates in {found.priced_seconds:.1f} s; of those",
+        f"searched    {outcome.tried:,} candidates in {outcome.priced_seconds:.1f} s, "
+        f"{fitting:,} fit",
     ]
-    common = found.fallen.most_common()
+    common = outcome.fallen.most_common()
     for reason, count in common[:_REASONS_SHOWN]:
-        lines.append(f"            {count:>9} fell: {reason}")
-    if rest := sum(count for _, count in common[_REASONS_SHOWN:]):
-        lines.append(f"            {rest:>9} fell for other reasons")
+        lines.append(f"            {count:>11,} fell: {reason}")
+    if others := sum(count for _, count in common[_REASONS_SHOWN:]):
+        lines.append(f"            {others:>11,} fell for other reasons")
     return lines
 
 
@@ -133,9 +135,9 @@ def as_json(plan: Plan) -> dict[str, object]:
         "capacity_bytes": machine.capacity,
         "memory_margin": request.margin,
         "versions": versions(),
-        "tried": plan.found.tried,
-        "search_seconds": plan.found.priced_seconds,
-        "fallen": dict(plan.found.fallen.most_common()),
+        "tried": plan.outcome.tried,
+        "search_seconds": plan.outcome.priced_seconds,
+        "fallen": dict(plan.outcome.fallen.most_common()),
         "predicted_step_seconds": timed.seconds if timed else None,
         "rows": [_row_json(plan, row) for row in plan.rows],
         "misfits": [_row_json(plan, row) for row in plan.misfits],

@@ -24,7 +24,7 @@ from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.request import Request, shared_config
-from maxpipe.planning.search.search import Found, price
+from maxpipe.planning.search.search import Outcome, price
 
 
 def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
@@ -40,7 +40,7 @@ def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
             block = block_of(space, legality, grid, engine, schedule, batch)
             if legality.of_engine(engine):
                 continue
-            if priced := price(block, legality, facts, machine, Found().fallen):
+            if priced := price(block, legality, facts, machine, Outcome().fallen):
                 index = draw.choice(np.flatnonzero(priced.legal).tolist())
                 candidate = candidate_of(priced.block, index, priced.memory, priced.seconds, facts)
                 kinds.setdefault((engine, schedule), []).append(candidate)

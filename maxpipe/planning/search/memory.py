@@ -25,9 +25,9 @@ def _program_bytes(sizes: BlockSizes) -> Number:
     """Return the same as `planning.estimate.estimate`, for many."""
     config, parameters = sizes.config, sizes.parameters
     splits = sizes.block.grid.size("fsdp") > 1 and sizes.engine.has_stages
-    whole = splits * (1.0 - sizes.gathers("per_iteration")) * parameters.gathered
-    state = state_per_parameter(config) * parameters.at_rest + sizes.itemsize * whole
-    gradients = 4.0 * np.where(whole > 0, whole, parameters.at_rest)
+    gathered = splits * (1.0 - sizes.gathers("per_iteration")) * parameters.gathered
+    state = state_per_parameter(config) * parameters.at_rest + sizes.itemsize * gathered
+    gradients = 4.0 * np.where(gathered > 0, gathered, parameters.at_rest)
     if not sizes.engine.has_stages:  # see `footprint.gradient_copies`
         waiting = parameters.at_rest * itemsize(config.model.param_dtype)
         gradients = gradients + waiting * (sizes.microbatches > 1)
@@ -83,11 +83,11 @@ def _stage_bytes(sizes: BlockSizes) -> Number:
     # The outer parameters of a stage are not split over the stages.
     outer = sizes.stages * parameters.outer_at_rest / 2
     at_rest = of_stage * parameters.layer_at_rest + outer
-    whole = of_stage * parameters.layer_gathered + max(
+    copies = of_stage * parameters.layer_gathered + max(
         parameters.embed_gathered, parameters.head_gathered
     )
     state = at_rest * state_per_parameter(config) + np.where(
-        once > 0, whole * (sizes.itemsize + 4.0), at_rest * 4.0
+        once > 0, copies * (sizes.itemsize + 4.0), at_rest * 4.0
     )
     unit = embed + layers * sizes.residuals
     handed = embed + layers * sizes.handed_over

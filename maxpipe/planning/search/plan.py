@@ -13,7 +13,7 @@ from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.request import Request, placed
 from maxpipe.planning.search.rows import Row, fits, loss_of, with_reasons
-from maxpipe.planning.search.search import Found, price, search
+from maxpipe.planning.search.search import Outcome, price, search
 
 CHECKED = 100  # of the best, by the configuration's own rules
 SHOWN = 10
@@ -27,7 +27,7 @@ class Plan:
     Attributes:
       request: what was asked for.
       facts: of the model.
-      found: the search.
+      outcome: of the search.
       rows: the best of each mesh and schedule, the chosen one first; empty if nothing fits.
       misfits: faster ones that do not fit.
       own: the user's own configuration, or why it cannot be priced.
@@ -37,7 +37,7 @@ class Plan:
 
     request: Request
     facts: Facts
-    found: Found
+    outcome: Outcome
     rows: Sequence[Row] = ()
     misfits: Sequence[Row] = ()
     own: Row | str = ""
@@ -65,23 +65,23 @@ def make_plan(request: Request, facts: Facts, *, compare: bool = False) -> Plan:
       facts: of the model.
       compare: whether the user's own configuration is priced, too.
     """
-    found = search(request.space(), request.machine, facts, [*request.batches], request.limit)
-    checked = check(request, found.fitting[:CHECKED], found)
+    outcome = search(request.space(), request.machine, facts, [*request.batches], request.limit)
+    checked = check(request, outcome.fitting[:CHECKED], outcome)
     rows = with_reasons(_distinct(checked), request)
     fastest = rows[0].per_sequence if rows else 0.0
-    faster = [c for c in found.misfits if rows and float(c.seconds.step) / c.batch < fastest]
+    faster = [c for c in outcome.misfits if rows and float(c.seconds.step) / c.batch < fastest]
     misfits = [
         replace(row, reason=f"{row.memory / GIB:.0f} GiB by the closed form: too much")
-        for row in _distinct(check(request, faster[:SHOWN], found))
+        for row in _distinct(check(request, faster[:SHOWN], outcome))
     ]
     own = own_row(request) if compare else ""
     if isinstance(own, Row) and rows:
         reason = loss_of(own, rows[0]) if fits(own, request) else "does not fit by closed forms"
         own = replace(own, reason=reason)
-    return Plan(request, facts, found, rows, misfits[:2], own)
+    return Plan(request, facts, outcome, rows, misfits[:2], own)
 
 
-def check(request: Request, candidates: Sequence[Candidate], found: Found) -> list[Row]:
+def check(request: Request, candidates: Sequence[Candidate], outcome: Outcome) -> list[Row]:
     """Return the candidates that pass the configuration's own checks."""
     rows = []
     for candidate in candidates:
@@ -90,7 +90,7 @@ def check(request: Request, candidates: Sequence[Candidate], found: Found) -> li
             resolve(config, request.machine.devices, request.machine.slices)
         except ConfigError as error:
             problem = error.problems[0]
-            found.fallen[f"{problem.key}: {problem.message}"] += 1
+            outcome.fallen[f"{problem.key}: {problem.message}"] += 1
         else:
             rows.append(Row(candidate, config))
     return rows
@@ -121,9 +121,9 @@ def priced_configuration(config: Config, request: Request) -> Candidate | str:
     block = block_of_configuration(config)
     if block is None:
         return f"{OWN}: a schedule from a file has no closed form"
-    found, facts = Found(), Facts(config)
+    outcome, facts = Outcome(), Facts(config)
     legality = Legality(config, request.machine.hosts)
-    priced = price(block, legality, facts, request.machine, found.fallen)
+    priced = price(block, legality, facts, request.machine, outcome.fallen)
     if priced is None:
-        return f"{OWN}: {next(iter(found.fallen), 'cannot be priced')}"
+        return f"{OWN}: {next(iter(outcome.fallen), 'cannot be priced')}"
     return candidate_of(priced.block, 0, priced.memory, priced.seconds, facts)

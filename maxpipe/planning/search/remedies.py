@@ -123,5 +123,5 @@ def _offloading(request: Request, facts: Facts) -> str:
 
 
 def _fits(request: Request, facts: Facts) -> bool:
-    found = search(request.space(), request.machine, facts, [*request.batches], request.limit)
-    return bool(found.fitting)
+    outcome = search(request.space(), request.machine, facts, [*request.batches], request.limit)
+    return bool(outcome.fitting)

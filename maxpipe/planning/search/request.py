@@ -77,26 +77,23 @@ def request_of(arguments: Arguments) -> Request:
     Raises:
       ConfigError: a flag is wrong; with all problems.
     """
-    flags, written = arguments.flags, arguments.loaded.config
-    sources = arguments.loaded.sources
-    overridden = [key for key in SEARCHED if sources.get(key) == COMMAND_LINE]
+    flags, loaded = arguments.flags, arguments.loaded
+    overridden = [key for key in SEARCHED if loaded.sources.get(key) == COMMAND_LINE]
     fixed, fix_problems = values_of("--fix", flags.fix)
     tried, try_problems = values_of("--try", flags.tried)
     problems = [*fix_problems, *try_problems, *problems_of(fixed, tried)]
     if BATCH in overridden and (flags.tokens_per_step or BATCH in {*fixed, *tried}):
         problems.append(Problem(BATCH, f"is given twice: leave out {TOKENS}, --fix, --try of it"))
     problems += [
-        Problem(
-            key, f"is what the plan decides; --fix {key}={get(written, key)} leaves it no choice"
-        )
-        for key in overridden
+        Problem(key, f"is what the plan decides; --fix {key}={value} leaves it no choice")
+        for key, value in ((key, get(loaded.config, key)) for key in overridden)
         if key != BATCH
     ]
     if flags.smallest and flags.compare:
         problems.append(Problem("--compare", "needs one slice, and --smallest looks for one"))
     choices = {key: values for key, values in (tried | fixed).items() if key in SEARCHED}
     others: Updates = {key: values[0] for key, values in fixed.items() if key not in SEARCHED}
-    config = update(written, others)
+    config = update(loaded.config, others)
     try:
         slices, topology = config.compile.num_slices, flags.topology or _own_topology(config)
         smallest = tuple(slices_of(topology)) if flags.smallest else ()

@@ -21,8 +21,8 @@ from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Grid, Space
 from maxpipe.planning.search.timing import step_seconds
 
-KEPT_OF_BLOCK = 12  # of the fastest that fit
-KEPT_MISFITS = 1
+FITTING_OF_BLOCK = 12  # of the fastest that fit
+MISFITS_OF_BLOCK = 1
 
 
 class Priced(NamedTuple):
@@ -35,8 +35,8 @@ class Priced(NamedTuple):
 
 
 @dataclass
-class Found:
-    """What a search found.
+class Outcome:
+    """What came of a search.
 
     Attributes:
       fitting: candidates within the memory, the fastest first.
@@ -57,7 +57,7 @@ class Found:
 
 def search(
     space: Space, machine: Machine, facts: Facts, batches: list[int], limit: float | None
-) -> Found:
+) -> Outcome:
     """Price every candidate and keep the fastest.
 
     Args:
@@ -68,21 +68,23 @@ def search(
       limit: bytes that a device may use; None if unknown.
     """
     started = time.perf_counter()
-    found = Found()
+    outcome = Outcome()
     legality = Legality(space.config, machine.hosts)
-    for block in blocks(space, legality, batches, found):
+    for block in blocks(space, legality, batches, outcome):
         count = math.prod(block.shape)
-        found.tried += count
-        priced = price(block, legality, facts, machine, found.fallen)
+        outcome.tried += count
+        priced = price(block, legality, facts, machine, outcome.fallen)
         if priced is not None:
-            _keep(found, priced, facts, limit)
-    found.fitting.sort(key=lambda c: c.order)
-    found.misfits.sort(key=lambda c: c.order)
-    found.priced_seconds = time.perf_counter() - started
-    return found
+            _collect(outcome, priced, facts, limit)
+    outcome.fitting.sort(key=lambda c: c.order)
+    outcome.misfits.sort(key=lambda c: c.order)
+    outcome.priced_seconds = time.perf_counter() - started
+    return outcome
 
 
-def blocks(space: Space, legality: Legality, batches: list[int], found: Found) -> Iterator[Block]:
+def blocks(
+    space: Space, legality: Legality, batches: list[int], outcome: Outcome
+) -> Iterator[Block]:
     """Yield the blocks of legal meshes; count the candidates of the others."""
     reasons: dict[Grid, str] = {}
     for grid in space.grids():
@@ -91,8 +93,8 @@ def blocks(space: Space, legality: Legality, batches: list[int], found: Found) -
             for batch in batches:
                 block = block_of(space, legality, grid, engine, schedule, batch)
                 if reason := reasons[grid] or legality.of_engine(engine):
-                    found.tried += math.prod(block.shape)
-                    found.fallen[reason] += math.prod(block.shape)
+                    outcome.tried += math.prod(block.shape)
+                    outcome.fallen[reason] += math.prod(block.shape)
                 else:
                     yield block
 
@@ -119,8 +121,8 @@ def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.nda
     """Return which candidates are legal, bool of the block's shape; count the others."""
     legal = np.ones(block.shape, bool)
 
-    def drop(keep: np.ndarray, reason: str) -> None:
-        lost = legal & ~np.broadcast_to(keep > 0, legal.shape)
+    def drop(passes: np.ndarray, reason: str) -> None:
+        lost = legal & ~np.broadcast_to(passes > 0, legal.shape)
         if count := int(lost.sum()):
             fallen[reason] += count
             legal[lost] = False
@@ -134,9 +136,9 @@ def legal_mask(block: Block, legality: Legality, fallen: Counter[str]) -> np.nda
     for p, policy in enumerate(block.policies):
         for g, gather in enumerate(block.gathers):
             if reason := legality.of_options(block.engine, block.schedule, policy, gather):
-                keep = np.ones((len(block.policies), len(block.gathers), 1))
-                keep[p, g] = 0
-                drop(keep, reason)
+                passes = np.ones((len(block.policies), len(block.gathers), 1))
+                passes[p, g] = 0
+                drop(passes, reason)
     return legal
 
 
@@ -153,25 +155,25 @@ def _narrowed(block: Block, legal: np.ndarray) -> tuple[Block, np.ndarray]:
     return narrowed, legal[m][:, v]
 
 
-def _keep(found: Found, priced: Priced, facts: Facts, limit: float | None) -> None:
+def _collect(outcome: Outcome, priced: Priced, facts: Facts, limit: float | None) -> None:
     """Keep the fastest candidates of a block."""
     block, legal, memory = priced.block, priced.legal, priced.memory
     per_sequence = np.asarray(priced.seconds.step) / block.batch
     fits = legal & (memory <= limit) if limit is not None else legal
     too_large = legal & ~fits
     if count := int(too_large.sum()):
-        found.fallen["memory: more than the limit"] += count
-    for mask, kept, most in (
-        (fits, found.fitting, KEPT_OF_BLOCK),
-        (too_large, found.misfits, KEPT_MISFITS),
+        outcome.fallen["memory: more than the limit"] += count
+    for mask, ranked, most in (
+        (fits, outcome.fitting, FITTING_OF_BLOCK),
+        (too_large, outcome.misfits, MISFITS_OF_BLOCK),
     ):
         at = np.flatnonzero(mask)
         # Of equally fast ones first the one with fewer tiles, then the one of less memory.
         tiles = np.broadcast_to(along(block.tiles, "tiles"), block.shape).reshape(-1)
         order = np.lexsort((memory[at], tiles[at], np.round(per_sequence[at], 9)))[:most]
-        kept += [
+        ranked += [
             candidate_of(block, int(i), priced.memory, priced.seconds, facts) for i in at[order]
         ]
     least = int(np.argmin(np.where(legal, memory, math.inf)))
-    if found.least is None or memory[least] < found.least.memory:
-        found.least = candidate_of(block, least, memory, priced.seconds, facts)
+    if outcome.least is None or memory[least] < outcome.least.memory:
+        outcome.least = candidate_of(block, least, memory, priced.seconds, facts)

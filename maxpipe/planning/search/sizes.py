@@ -56,13 +56,13 @@ class BlockSizes:
     def gathers_ahead(self) -> np.ndarray:
         """Return 1 where weights are gathered a slot ahead, by the rules of `planning.prefetch`."""
         pipeline, ring = self.config.pipeline, self.block.grid.size("fsdp")
-        asked = pipeline.fsdp_prefetch
-        if not self.engine.takes(PREFETCH) or ring == 1 or asked == "false":
+        prefetch = pipeline.fsdp_prefetch
+        if not self.engine.takes(PREFETCH) or ring == 1 or prefetch == "false":
             return np.zeros((1,) * len(DIMENSIONS))
         chunk = 2 * self.layers * self.parameters.layer_gathered * self.itemsize
         is_small = chunk <= MEMORY_SHARE * self.capacity
         scans = (self.layers > 1) & pipeline.scan_layers_per_stage
-        ahead = (is_small & (ring <= LONGEST_RING)) | (asked == "true")
+        ahead = (is_small & (ring <= LONGEST_RING)) | (prefetch == "true")
         return (ahead & ~scans) * self.gathers("per_iteration")
 
     @cached_property

@@ -52,13 +52,13 @@ def file_text(plan: Plan, row: Row, words: Sequence[str]) -> str:
 
 def versions() -> str:
     """Return the versions of what predicts, those that are installed."""
-    found = []
+    installed = []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
+            installed.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(installed)
 
 
 def _keys(row: Row) -> set[str]:

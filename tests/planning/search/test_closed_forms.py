@@ -17,7 +17,7 @@ from maxpipe.planning.search.links import axis_links
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.patterns import pattern
-from maxpipe.planning.search.search import Found, price, search
+from maxpipe.planning.search.search import Outcome, price, search
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Space
@@ -49,7 +49,7 @@ def facts(config):
 @pytest.fixture(scope="module")
 def priced(config, facts):
     """Return every priced block of eight devices."""
-    machine, found = machine_of("v6e:2x4", 1, config), Found()
+    machine, outcome = machine_of("v6e:2x4", 1, config), Outcome()
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
     blocks = [
         block_of(space, legality, grid, engine, schedule, 32)
@@ -58,7 +58,7 @@ def priced(config, facts):
         for engine, schedule in space.pipelines(grid.size("stage"))
         if engine != "mpmd"
     ]
-    return [p for b in blocks if (p := price(b, legality, facts, machine, found.fallen))]
+    return [p for b in blocks if (p := price(b, legality, facts, machine, outcome.fallen))]
 
 
 def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):

@@ -14,7 +14,7 @@ from maxpipe.planning.search.candidate import candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality, layout_of
 from maxpipe.planning.search.machine import machine_of
-from maxpipe.planning.search.search import Found, legal_mask
+from maxpipe.planning.search.search import Outcome, legal_mask
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.space import Space
 
@@ -52,7 +52,7 @@ def candidates(config, devices, seed):
         grid, engine, schedule = key = draw.choice(blocks)
         if key not in masks:
             block = block_of(space, legality, grid, engine, schedule, 48)
-            mask = legal_mask(block, legality, Found().fallen)
+            mask = legal_mask(block, legality, Outcome().fallen)
             masks[key] = block, mask & (not legality.of_mesh(grid))
         block, mask = masks[key]
         index = draw.randrange(mask.size)
