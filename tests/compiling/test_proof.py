@@ -1,6 +1,7 @@
 """Finalists are compiled in processes of their own and ranked again."""
 
 import argparse
+import dataclasses
 
 import pytest
 
@@ -92,6 +93,23 @@ def test_libtpu_is_asked_for_before_anything_is_searched(plan, monkeypatch):
     flags = argparse.Namespace(compile=3)
     with pytest.raises(ConfigError, match=r"needs libtpu: pip install .*--no-compile"):
         launch(plan.request, flags, [])
+
+
+def test_rows_that_were_compiled_and_do_not_fit_have_a_remedy(plan, monkeypatch, capsys):
+    compiled(monkeypatch, [proved(0.1, fits=False)])
+    flags = argparse.Namespace(compile=1, compare=False, json=None, html=None, write=None)
+    assert launch(plan.request, flags, []) == 3
+    printed = capsys.readouterr().out
+    left = len(plan.rows) - 2
+    assert f"none of the 2 compiled fits; {left} others were not compiled: --compile 4" in printed
+    assert "what would fit" not in printed
+
+
+def test_offloading_is_said_to_have_no_price(plan, capsys):
+    choices = {**plan.request.choices, "pipeline.remat_policy": ["minimal_offloaded"]}
+    flags = argparse.Namespace(compile=0, compare=False, json=None, html=None, write=None)
+    assert launch(dataclasses.replace(plan.request, choices=choices), flags, []) == 0
+    assert "transfers to the host's memory are not in these seconds" in capsys.readouterr().out
 
 
 def test_nothing_is_chosen_if_nothing_compiled_fits(plan, monkeypatch):
