@@ -87,8 +87,9 @@ def changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
             continue
         now = get(config, key)
         before = _lookup(saved, key, None if option.bounds.derived else option.default)
-        if key == _TOKEN_IDS and before in (None, -1):
-            before = _lookup(saved, _ROWS, None)  # no row was padding
+        if key == _TOKEN_IDS:  # -1: no row is padding
+            before = _lookup(saved, _ROWS, None) if before in (None, -1) else before
+            now = get(config, _ROWS) if now == -1 else now
         if before is not None and now != before:
             differing.append(Change(key, before, now))
     return differing

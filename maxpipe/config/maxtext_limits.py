@@ -43,7 +43,7 @@ class Idle:
 
 LIMITS = (
     Limit(
-        "the decoder blocks have no mixture of experts; use a dense model",
+        "experts are not translated; translate the dense model and set model.moe.* by hand",
         {"num_experts": 1, "shared_experts": 0, "mtp_num_layers": 0},
     ),
     Limit(

@@ -22,6 +22,7 @@ _NOT_SHAPE = (
     "moe.bias_rate",
     "moe.z_loss",
     "moe.kernel",
+    "moe.dispatch",
     "attention",
     "attention_block_size",
     "rotation",

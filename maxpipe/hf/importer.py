@@ -60,14 +60,17 @@ class HfWeights:
         except (SafetensorsError, OSError) as error:
             raise ConfigError(Problem(KEY, str(error))) from None
         self._num_layers = config.model.stacked_layers
+        if any(tensor.dtype.startswith("F8") for tensor in stored.values()):
+            message = f"{directory} has block-scaled fp8 weights; convert them to bfloat16"
+            raise ConfigError(Problem(KEY, message))
         expected = tensor_names(list(self._rules.values()), self._num_layers)
         tied = config.model.tie_embeddings
         self.ignored = sorted(
             name for name in stored if is_ignored(name, config.model.num_layers, tied)
         )
         self._tensors = {name: stored[name] for name in stored.keys() - {*self.ignored}}
-        if found := [*differences(self._tensors, expected)]:
-            raise ConfigError(*(Problem(KEY, f"{directory}: {line}") for line in found))
+        if lines := [*differences(self._tensors, expected)]:
+            raise ConfigError(*(Problem(KEY, f"{directory}: {line}") for line in lines))
         self.num_bytes = sum(tensor.num_bytes for tensor in self._tensors.values())
         self.num_elements = sum(math.prod(tensor.shape) for tensor in self._tensors.values())
         self._largest = max(tensor.num_bytes for tensor in self._tensors.values())

@@ -20,6 +20,7 @@ _OTHER_PARTS = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
+_SELECTION_BIAS = "model.moe.selection_bias"  # which a rate implies
 _FLOATS = ("F32", "F16", "BF16", "MXFP4")
 
 
@@ -30,6 +31,7 @@ def shape_problems(config: Config, shape: Shape, directory: str) -> list[Problem
         Problem(key, f"is {get(config, key)}, but {shape.source} says {value}; {remedy}")
         for key, value in shape.values.items()
         if get(config, key) != value
+        and not (key == _SELECTION_BIAS and config.model.moe.has_bias == value)
         and not (key == VOCABULARY and get(config, key) > value)  # by padding
     ]
 

@@ -18,7 +18,7 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn
-from maxpipe.model.experts.mixture import ExpertsFn
+from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights
 from maxpipe.model.kernels.dot_product import dot_product_attention
 from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
@@ -72,6 +72,12 @@ def _shape_of_context(
     return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
 
 
+def _shape_of_sums(
+    x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
+) -> jax.Array:
+    return x
+
+
 class ModelProgram:
     """The model of one configuration, with one function for attention and one for experts.
 
@@ -98,9 +104,13 @@ class ModelProgram:
             )
         block = implementation(BLOCKS[config.block])
         self.config = config
-        functions = (experts,) if config.moe.experts else ()
-        self._make_block = lambda attention: block(config, attention, *functions)
-        self._apply_block, layers = split_module(lambda: self._make_block(attention))
+
+        def make_block(attention: AttentionFn, experts: ExpertsFn | None) -> nnx.Module:
+            functions = (experts,) if config.moe.experts else ()
+            return block(config, attention, *functions)
+
+        self._make_block = make_block
+        self._apply_block, layers = split_module(lambda: make_block(attention, experts))
         self._apply_head, head = split_module(lambda: Head(config))
         _, embed = split_module(lambda: Embedding(config))
         if config.first_dense_layers:
@@ -123,7 +133,7 @@ class ModelProgram:
     @cached_property
     def _auxiliary_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each sum over layers of what `block` returns, which is traced."""
-        apply, _ = split_module(lambda: self._make_block(_shape_of_context))
+        apply, _ = split_module(lambda: self._make_block(_shape_of_context, _shape_of_sums))
 
         def side_inputs() -> SideInputs:
             ids = jnp.zeros((1, 1), jnp.int32)

@@ -111,7 +111,8 @@ def _extras(config: Config) -> tuple[tuple[float, float], ...]:
         of_kind = _flops(update(config, {"model.layer_pattern": [kind]}))
         extras[kind] = (of_kind[0] - forward) / forward, (of_kind[1] - input_gradient) / forward
     is_after = pipeline.outside_layers == "before"
-    first = len(kinds) - pipeline.parallel_layers if is_after else 0
+    after_dense = config.model.first_dense_layers
+    first = len(kinds) - pipeline.parallel_layers if is_after else after_dense
     return tuple(extras[kind] for kind in kinds[first : first + pipeline.parallel_layers])
 
 

@@ -57,6 +57,7 @@ class Recorder:
         self._log_every = config.telemetry.log_every
         self._first_step = start_step + 1
         self._last_step = config.steps
+        self._dense_layers = config.model.first_dense_layers
         if not is_main:
             return
         self._console = Console(
@@ -101,8 +102,8 @@ class Recorder:
           loss, grad_norm, learning_rate: Python floats, to which a float32 converts exactly.
           step_seconds: wall-clock seconds of this step.
           **extra: more values of the step, written under their own names; a list has a number for
-            each layer. Losses, whose names end in `_loss`, are on the console as well, and so is
-            the largest `expert_load_max`.
+            each layer after the first dense ones. Losses, whose names end in `_loss`, are on the
+            console as well, and so is the largest `expert_load_max`.
         """
         if not self._is_main:
             return
@@ -118,10 +119,11 @@ class Recorder:
         assert not row.keys() & extra.keys(), (
             f"{row.keys() & extra.keys()} would hide values of the step"
         )
-        row.update(extra)
-        self._metrics.use(lambda file: file.write(row))
         scalars = {name: value for name, value in extra.items() if not isinstance(value, list)}
-        layers = {name: value for name, value in extra.items() if isinstance(value, list)}
+        dense = [math.nan] * self._dense_layers
+        layers = {name: dense + value for name, value in extra.items() if isinstance(value, list)}
+        row.update({**scalars, **layers})
+        self._metrics.use(lambda file: file.write(row))
         auxiliary = {name: value for name, value in scalars.items() if name.endswith("_loss")}
         loads = layers.get("expert_load_max", ())
         self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary, loads))

@@ -5,7 +5,7 @@ A layer with a selection bias changes it by the load of its experts, not by a gr
 by takes the place of the bias's gradient. Biases have no moments and no weight decay, and count
 neither in the gradient norm nor in clipping.
 
-Letters: N layers in model order, E experts.
+Letters: N layers with experts, in model order, E experts.
 """
 
 import math
@@ -64,18 +64,17 @@ def load_figures(load: jax.Array) -> dict[str, jax.Array]:
       load: float32 [N, E], assignments of tokens to each expert.
 
     Returns:
-      Float32 [N] by name, NaN for a layer without experts:
+      Float32 [N] by name:
         LOAD_MAX: the largest load divided by the mean; 1 if all are equal.
         LOAD_ENTROPY: entropy of the experts' shares divided by its maximum, the logarithm of E.
         IDLE_EXPERTS: number of experts that no token has chosen.
     """
     num_experts = load.shape[-1]
-    total = jnp.sum(load, axis=-1)  # [N]
-    share = load / total[:, None]
+    share = load / jnp.sum(load, axis=-1, keepdims=True)
     entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1)), axis=-1)
     idle = jnp.sum(load == 0, axis=-1, dtype=jnp.float32)
     return {
         LOAD_MAX: num_experts * jnp.max(share, axis=-1),
         LOAD_ENTROPY: entropy / max(math.log(num_experts), 1e-6),
-        IDLE_EXPERTS: jnp.where(total > 0, idle, jnp.nan),
+        IDLE_EXPERTS: idle,
     }

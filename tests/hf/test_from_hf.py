@@ -6,7 +6,10 @@ import pytest
 from helpers.hf_models import recorded
 
 from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config.from_hf import read_shape
+from maxpipe.config.options import update
 from maxpipe.config.printing import print_config
+from maxpipe.hf.matching import shape_problems
 
 ONE_STAGE = ("mesh.ici.stage=1", "mesh.ici.fsdp=4", "pipeline.num_repeats=1")
 
@@ -51,6 +54,19 @@ def test_key_of_the_command_line_may_only_say_the_same(folder):
         "model.embed_dim": f"is 64, but {folder()}/config.json says 32; leave the key out",
         "model.norm_offset": f"is False, but {folder()}/config.json says True; leave the key out",
     }
+
+
+def test_how_experts_are_balanced_and_reached_stays_the_users(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(recorded("deepseek_v3")["config"]))
+    words = [f"model.from_hf={tmp_path}", "model.moe.dispatch=all_to_all"]
+    config = load("base", [*ONE_STAGE, *words, "model.moe.bias_rate=1e-3"]).config
+    assert (config.model.moe.dispatch, config.model.moe.bias_rate) == ("all_to_all", 1e-3)
+    # A rate implies the bias of the file; without either, the file's bias has no place.
+    shape = read_shape(str(tmp_path), "init_from")
+    by_rate = update(config, {"model.moe.selection_bias": False})
+    assert shape_problems(by_rate, shape, str(tmp_path)) == []
+    (problem,) = shape_problems(update(by_rate, {"model.moe.bias_rate": 0.0}), shape, str(tmp_path))
+    assert problem.key == "model.moe.selection_bias"
 
 
 def test_vocabulary_may_have_more_rows_than_the_file_and_not_fewer(folder):

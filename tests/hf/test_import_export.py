@@ -122,6 +122,16 @@ def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
     ]
 
 
+def test_weights_in_fp8_are_refused_in_one_line(folder):
+    path = folder()
+    config = config_of(path, "mesh.ici.fsdp=4")
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F8_"'))
+    with pytest.raises(ConfigError, match="has block-scaled fp8 weights") as caught:
+        HfWeights(config)
+    assert len(caught.value.problems) == 1
+
+
 def full_disk(*arguments):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -18,7 +18,7 @@ SIDE = SideInputs(*jnp.zeros((3, 2, 1), jnp.int32))
 class Affine:
     """x -> 2 x + weight, auxiliary loss = weight; with a key, plus a number drawn from it."""
 
-    config = SimpleNamespace(num_layers=NUM_LAYERS)
+    config = SimpleNamespace(num_layers=NUM_LAYERS, stacked_layers=NUM_LAYERS, first_dense_layers=0)
 
     def __init__(self, needs_key=False):
         self.needs_key = needs_key

@@ -20,9 +20,9 @@ P = PartitionSpec
 
 
 def make_axes(stage=1, data=1, fsdp=1, context=1, tensor=1):
-    sizes = stage, data, fsdp, context, tensor
+    sizes = stage, data, fsdp, context, tensor, 1
     devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor"))
+    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor", "expert"))
 
 
 def run(f, in_specs, out_specs, **sizes):

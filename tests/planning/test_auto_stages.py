@@ -72,7 +72,12 @@ def test_a_stage_is_all_its_chunks(schedule):
     )
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+# Models with first dense layers are refused.
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PRESETS if "first_dense_layers:" not in path.read_text(encoding="utf-8")],
+    ids=lambda path: path.stem,
+)
 @pytest.mark.parametrize(
     ("schedule", "repeats"),
     [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)],

@@ -20,9 +20,11 @@ def recorder(
     is_main=True,
     steps=20,
     required=False,
+    dense_layers=0,
 ):
     telemetry = TelemetryConfig(log_every=log_every, required=required)
-    config = dataclasses.replace(Config(), steps=steps, telemetry=telemetry)
+    model = dataclasses.replace(Config().model, first_dense_layers=dense_layers)
+    config = dataclasses.replace(Config(), steps=steps, telemetry=telemetry, model=model)
     return Recorder(
         config,
         tmp_path / "run",
@@ -103,16 +105,16 @@ def test_recorder_tensorboard_has_first_tenth_and_last_step(tmp_path):
 
 
 def test_recorder_writes_figures_of_layers_as_a_list_and_as_scalars_in_a_group(tmp_path, capsys):
-    r = recorder(tmp_path, steps=1)
-    r.step(1, 5.0, 1.5, 3e-4, 0.5, expert_load_max=[math.nan, *[1.5] * 10], idle_experts=[2.0])
+    r = recorder(tmp_path, steps=1, dense_layers=1)
+    r.step(1, 5.0, 1.5, 3e-4, 0.5, expert_load_max=[1.5] * 10, idle_experts=[2.0])
     r.close()
     (row,) = rows(tmp_path)
     assert row["expert_load_max"] == [None, *[1.5] * 10]
-    assert row["idle_experts"] == [2.0]
+    assert row["idle_experts"] == [None, 2.0]
     tags = {tag for tag, _ in logged_scalars(tmp_path / "run" / "tensorboard")}
     assert {tag for tag in tags if not tag.startswith("train/")} == {
         *(f"expert_load_max/layer_{i:02}" for i in range(1, 11)),
-        "idle_experts/layer_0",
+        "idle_experts/layer_1",
     }
     assert "max load 1.50x (layer 10)" in capsys.readouterr().out
 

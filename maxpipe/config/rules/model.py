@@ -241,11 +241,13 @@ def _choice_problems(c: Config) -> list[Problem]:
         able = " or ".join(name for name, router in ROUTERS.items() if router.takes_bias)
         return [
             Problem(name, f"{key}.router={moe.router} does not take it; use router {able}")
-            for name in (f"{key}.{n}" for n in ("groups", "selection_bias", "bias_rate"))
+            for name in (
+                f"{key}.{n}" for n in ("groups", "groups_per_token", "selection_bias", "bias_rate")
+            )
             if get(c, name) != get(Config(), name)
         ]
-    size, rest = divmod(moe.experts, moe.groups)
-    if rest:
+    size, remainder = divmod(moe.experts, moe.groups)
+    if remainder:
         message = f"{moe.groups} does not divide {key}.experts={moe.experts}; use a divisor"
         return [Problem(f"{key}.groups", message)]
     if moe.groups_per_token > moe.groups:
@@ -296,7 +298,12 @@ def _axes_problems(axes: list[str]) -> list[str]:
 def check_expert_axis(c: Config) -> None:
     """Check that the expert axis splits experts evenly, and rows of batches too."""
     size, num_experts = c.mesh.size("expert"), c.model.moe.experts
+    axes_of = dict(c.sharding.logical_axis_rules)
     if size == 1:
+        # Tokens travel over this axis alone.
+        if num_experts and axes_of.get("expert") not in (None, [], ["expert"]):
+            message = "experts can only be split over mesh axis expert; use [expert, [expert]]"
+            raise ConfigError(Problem(_AXIS_RULES, message))
         return
     key = "mesh.ici.expert" if c.mesh.ici.expert > 1 else "mesh.dcn.expert"
     if not num_experts:
@@ -309,7 +316,6 @@ def check_expert_axis(c: Config) -> None:
         legal = " or ".join(str(n) for n in divisors(num_experts) if n > 1)
         message = f"{size} devices do not divide model.moe.experts={num_experts}; use {legal}"
         raise ConfigError(Problem(key, message))
-    axes_of = dict(c.sharding.logical_axis_rules)
     problems = []
     if axes_of.get("expert") != ["expert"]:
         problems.append(f"{key} splits experts over the axis; use [expert, [expert]]")

@@ -193,9 +193,7 @@ def _uneven_layers(c: Config) -> Updates:
             f"{len(chunks)} chunks do not divide into {stages} stages; a split that does: {example}"
         )
     elif sum(chunks) != total:
-        message = (
-            f"adds up to {sum(chunks)}, but {_total_key(c)}={total}; a split that fits: {example}"
-        )
+        message = f"adds up to {sum(chunks)}, but {_pipelined(c)}; a split that fits: {example}"
     elif fixed and len(chunks) != stages * fixed:
         message = (
             f"schedule {c.pipeline.schedule} has {_chunks(fixed)} per stage, "
@@ -249,7 +247,9 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
         factors["layers per stage"] = per_stage
     unit = math.prod(factors.values())
     choices = _even_choices(c, repeats, per_stage)
-    if not (c.model.from_hf and _total_key(c) == "model.num_layers"):  # which is given there
+    # config.json gives the layers, and with first dense layers they add up to another number.
+    is_all = _total_key(c) == "model.num_layers"
+    if not (is_all and (c.model.from_hf or c.model.first_dense_layers)):
         choices.append(f"{_total_key(c)}={multiples_around(total, unit)}")
     has_outside = not ENGINES[c.pipeline.engine].no_outside_layers
     if has_outside and total == c.model.stacked_layers and total > unit:
@@ -263,7 +263,7 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     ]
     written = " x ".join(f"{count} {name}" for name, count in factors.items())
     message = (
-        f"{_total_key(c)}={total} does not divide into {written}; "
+        f"{_pipelined(c)} does not divide into {written}; "
         f"nearest legal: {'; '.join(choices) or 'fewer stages or repeats'}"
     )
     return ConfigError(Problem(keys[0] if keys else _total_key(c), message))
@@ -282,8 +282,14 @@ def _even_choices(c: Config, repeats: int, per_stage: int) -> list[str]:
 
 def _total_key(c: Config) -> str:
     """Return the key that says how many layers the pipeline has."""
-    has_all = c.pipeline.parallel_layers == c.model.num_layers
+    has_all = c.pipeline.parallel_layers == c.model.stacked_layers
     return "model.num_layers" if has_all else _PARALLEL_LAYERS
+
+
+def _pipelined(c: Config) -> str:
+    """Return the number of the pipeline's layers, and the keys that say so."""
+    is_all = _total_key(c) == "model.num_layers"
+    return _stacked(c) if is_all else f"{_PARALLEL_LAYERS}={c.pipeline.parallel_layers}"
 
 
 STAGE_RULES = (check_schedule, derive_engine, derive_parallel_layers, derive_layout)

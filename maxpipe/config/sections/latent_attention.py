@@ -11,8 +11,8 @@ ATTENTION_KINDS = ("gqa", "mla")
 class MLAConfig:
     """`model.mla.*`: widths of `model.attention_kind=mla` (DeepSeek-V2, 2024, section 2.1).
 
-    Keys and values of all heads are made of one latent per token. The other keys have no effect
-    with another kind of attention.
+    Keys and values of all heads are made of one latent per token. The keys have no effect with
+    another kind of attention.
     """
 
     q_lora_rank: int = option(

@@ -21,7 +21,7 @@ from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
 from maxpipe.model.layers import gating
 from maxpipe.sharding.expert_parallel import EXPERT_AXIS
-from maxpipe.sharding.rules import AxisRules, axes_of
+from maxpipe.sharding.rules import AxisRules, axes_of, without
 
 EVERYWHERE = "blocks"  # the kernel that runs on every backend, with every size
 
@@ -104,6 +104,7 @@ def per_device(experts: ExpertsFn, rules: AxisRules, *, always: bool) -> Experts
         # [E, D, F]; what is left of fsdp is gathered.
         axes = ("expert", None, "expert_mlp")
         experts_of, _, width = rules.automatic_spec(axes, weights.gate.shape)
+        (width,) = without(PartitionSpec(width), axes_of(tokens))  # devices of other tokens
         # Devices that share a width have operands and results of their own, in a new first
         # dimension: their sums are left to the partitioner, as those of any product.
         copies = jax.tree.map(

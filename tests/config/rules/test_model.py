@@ -39,6 +39,11 @@ import pytest
             "use [activation_batch, [data, fsdp, expert]]",
         ),
         (
+            ("model.moe.experts=4", "sharding.logical_axis_rules=[[expert, [fsdp]]]"),
+            "sharding.logical_axis_rules",
+            "experts can only be split over mesh axis expert; use [expert, [expert]]",
+        ),
+        (
             ("mesh.ici.expert=2", "model.moe.experts=4", "data.global_batch_size=9"),
             "data.global_batch_size",
             "9 is not divisible by num_microbatches x data x fsdp x expert = 2 x 1 x 2 x 2 = 8",
@@ -120,6 +125,15 @@ import pytest
         (
             ("model.moe.experts=4", "model.moe.router=topk_softmax", "model.moe.groups=2"),
             "model.moe.groups",
+            "model.moe.router=topk_softmax does not take it; use router sigmoid or softmax",
+        ),
+        (
+            (
+                "model.moe.experts=4",
+                "model.moe.router=topk_softmax",
+                "model.moe.groups_per_token=2",
+            ),
+            "model.moe.groups_per_token",
             "model.moe.router=topk_softmax does not take it; use router sigmoid or softmax",
         ),
         (("model.moe.experts=-1",), "model.moe.experts", "-1"),

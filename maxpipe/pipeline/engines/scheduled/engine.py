@@ -345,7 +345,9 @@ class ScheduledEngine(SpmdEngine):
             repeats = self._layout.num_repeats
             layers = self._whole("layers", jax.tree.map(lambda p: p[:repeats], layers))
             outer = {name: self._whole(name, part) for name, part in outer.items()}
-            before_weights = {n: self._whole(n, part) for n, part in before_weights.items() if part}
+            before_weights = {
+                n: self._whole(n, part) if part else part for n, part in before_weights.items()
+            }
         embedding = self._program.specs["embed"]["embedding"]
         # The vocabulary's rows are whole on each device; its columns are spread, see `ends`.
         table_spec = self._inputs.rules.spec(embedding.axes, embedding.shape)

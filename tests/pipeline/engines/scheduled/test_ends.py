@@ -16,9 +16,9 @@ VOCAB, D, T = 11, 8, 4
 
 
 def make_mesh(stage=1, data=1, fsdp=1, context=1, tensor=1):
-    sizes = stage, data, fsdp, context, tensor
+    sizes = stage, data, fsdp, context, tensor, 1
     devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
-    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor"))
+    return Mesh(devices, ("stage", "data", "fsdp", "context", "tensor", "expert"))
 
 
 def manual(mesh, f, in_specs, out_specs):

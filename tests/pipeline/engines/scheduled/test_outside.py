@@ -147,7 +147,7 @@ def test_each_stage_applies_the_layers_to_its_share_of_the_rows(rows):
             jax.tree.map(lambda g: psum(g, ("stage",)), dw),
         )
 
-    devices = np.array(jax.devices()[:stages]).reshape(stages, 1, 1, 1)
+    devices = np.array(jax.devices()[:stages]).reshape(stages, *[1] * (len(MANUAL_AXES) - 1))
     by_stage, whole = PartitionSpec("stage"), PartitionSpec()
     y, aux, dx, dw = jax.shard_map(
         run,
