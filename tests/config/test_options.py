@@ -93,10 +93,10 @@ def test_unknown_key_without_a_section_names_the_sections():
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("num_experts", "has no counterpart: the decoder blocks have no mixture of experts"),
-        ("model.num_experts", "has no counterpart: the decoder blocks have no mixture of experts"),
+        ("num_experts", "has no counterpart: experts are not translated"),
+        ("model.num_experts", "has no counterpart: experts are not translated"),
         ("num_experts_per_tok", "plays no part here: for mixtures of experts"),
-        ("shared_experts", "has no counterpart: the decoder blocks"),
+        ("shared_experts", "has no counterpart: experts are not translated"),
         ("mlp_activations", "has no counterpart: the MLP is SwiGLU"),
         ("grad_dtype", "has no counterpart: sums of squares"),
         ("mu_dtype", "has no counterpart: sums of squares"),

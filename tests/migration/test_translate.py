@@ -148,7 +148,7 @@ def test_words_set_our_keys(translated, words, values):
 @pytest.mark.parametrize(
     ("words", "devices", "key", "advice"),
     [
-        ("num_experts=8", 8, "num_experts", "must be 1: .*no mixture of experts"),
+        ("num_experts=8", 8, "num_experts", "must be 1: .*experts are not translated"),
         ("quantization=int8", 8, "quantization", "must be empty: .*bfloat16"),
         ("decoder_block=gemma2", 8, "decoder_block", "llama2, mistral, qwen2, qwen3"),
         ("logits_via_embedding=true", 8, "normalize_embedding_logits", "set false"),
