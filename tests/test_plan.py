@@ -24,6 +24,8 @@ def written(tmp_path_factory):
         patch.chdir(directory)
         (directory / "corpus.txt").write_text("words")
         text = ["data.source=text", "data.path=corpus.txt"]
+        (directory / "steps").mkdir()
+        text.append("init_from=maxtext:steps")
         files = ["--write", "best.yml", "--json", "best.json", "--html", "best.html"]
         assert plan.main([*SMALL, "--compare", "--tokens-per-step", "4Ki", *text, *files]) == 0
     (directory / "printed.txt").write_text(printed.getvalue())
@@ -41,6 +43,7 @@ def test_written_file_is_complete_and_resolves_for_the_topology(written, tmp_pat
     config = resolve(loaded, 4)
     assert config.data.global_batch_size == 4096 // 128
     assert f"path: {written / 'corpus.txt'}\n" in (written / "best.yml").read_text()
+    assert config.init_from == f"maxtext:{written / 'steps'}"
     assert config.compile.topology == "cpu"
     assert config.mesh.simulated_devices == 4
     assert config.model == resolve(load("base"), 4).model

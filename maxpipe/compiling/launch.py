@@ -21,6 +21,7 @@ from maxpipe.compiling.topology import devices_of
 from maxpipe.config import Config, ConfigError, Loaded, Problem, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
+from maxpipe.config.paths import write_file
 from maxpipe.config.slices import explain_topology
 from maxpipe.devices.chips import device_memory, short_name
 from maxpipe.devices.mesh import build_mesh
@@ -65,8 +66,10 @@ def launch(
     trainer = cast(StepTrainer, build_trainer(_without_digest(config), mesh, note=_print))
     report, executable = analyse(config, loaded.config, mesh, trainer, _print)
     print(*report.lines(), *advice(devices[0], os.environ), sep="\n")
-    _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
-    _write("--hlo", flags.hlo, report.hlo)
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    if flags.hlo:
+        write_file("--hlo", flags.hlo, report.hlo)
     _write_profile(report, config, flags)
     file = config.compile.save
     if file and executable:
@@ -98,7 +101,8 @@ def _compile_stages(
             "(.txt), and its HLO (.hlo)"
         )
     print(*report.lines(), *advice(mesh.devices.flat[0], os.environ), sep="\n")
-    _write("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(report.as_json(), indent=1) + "\n")
     return FITS if report.fits else DOES_NOT_FIT
 
 
@@ -137,22 +141,14 @@ def _write_profile(report: Report, config: Config, flags: argparse.Namespace) ->
     if not ENGINES[config.pipeline.engine].has_stages:
         title = f"{config.run_name}, {report.engine}, {devices}"
     if flags.profile:
-        _write("--profile", flags.profile, page_html(report.predicted, report.timeline, title))
+        write_file("--profile", flags.profile, page_html(report.predicted, report.timeline, title))
     if flags.profile_trace:
-        _write("--profile-trace", flags.profile_trace, trace_bytes(report.timeline))
+        write_file("--profile-trace", flags.profile_trace, trace_bytes(report.timeline))
 
 
 def _without_digest(config: Config) -> Config:
     """Return the configuration without the digest of batches, which is a program of its own."""
     return update(config, {"telemetry.batch_digest": False})
-
-
-def _write(flag: str, file: str | None, content: str | bytes) -> None:
-    if file:
-        try:
-            Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
-        except OSError as error:
-            raise ConfigError(Problem("", f"{flag}: cannot write: {error}")) from None
 
 
 def _print(text: str) -> None:

@@ -5,11 +5,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 from maxpipe.compiling.proof import is_provable, prove
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import install_command
+from maxpipe.config.paths import write_file
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.plan import Plan, make_plan
@@ -64,15 +64,16 @@ def launch(request: Request, flags: argparse.Namespace, words: Sequence[str]) ->
     print(*basis_lines(plan), *table_lines(plan), sep="\n", flush=True)
     if plan.winner is None:
         print(*_nothing_fits(plan), sep="\n")
-    _write("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
+    if flags.json:
+        write_file("--json", flags.json, json.dumps(as_json(plan), indent=1) + "\n")
     if flags.html:
-        _write("--html", flags.html, page_html(plan, words))
+        write_file("--html", flags.html, page_html(plan, words))
     if plan.winner is None:
         if flags.write:
             print(f"not written {flags.write}: nothing fits")
         return NOTHING_FITS
     if flags.write:
-        _write("--write", flags.write, file_text(plan, plan.winner, words))
+        write_file("--write", flags.write, file_text(plan, plan.winner, words))
         print(f"written     {flags.write}: python -m maxpipe.train {flags.write}")
     return FITS
 
@@ -107,14 +108,6 @@ def _nothing_fits(plan: Plan) -> list[str]:
     if plan.remedies:
         return [*lines, "what would fit:", *(f"  {remedy}" for remedy in plan.remedies)]
     return [*lines, "neither fewer tokens, nor more chips, nor offloading alone would fit"]
-
-
-def _write(flag: str, file: str | None, text: str) -> None:
-    if file:
-        try:
-            Path(file).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(Problem(flag, f"cannot write {file}: {error.strerror}")) from None
 
 
 def _print(text: str) -> None:

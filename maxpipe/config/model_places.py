@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SCHEME = "hf:"  # before a folder, where a key takes other things as well
 MAXTEXT = "maxtext:"  # before the directory of a checkpoint of MaxText, in `init_from`
+FOLDER_SCHEMES = (SCHEME, MAXTEXT)
 TOKENIZER = "tokenizer.json"
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
@@ -66,6 +67,12 @@ class ModelFolder(Protocol):
           cache_dir: `data.cache_dir`, for places that are copied there.
         """
         ...
+
+
+def split_scheme(value: str) -> tuple[str, str]:
+    """Return the scheme of a value, "" if it has none, and the folder after it."""
+    scheme = next((scheme for scheme in FOLDER_SCHEMES if value.startswith(scheme)), "")
+    return scheme, value.removeprefix(scheme)
 
 
 def folder_of(value: str) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import COMMAND_LINE, Setting
-from maxpipe.config.model_places import MAXTEXT, SCHEME
+from maxpipe.config.model_places import split_scheme
 from maxpipe.config.values import Raw
 
 # Keys of what a run reads. Directories that it writes stay relative to the working directory.
@@ -64,20 +65,18 @@ def _locate(key: str, raw: Raw, directory: str, remarks: list[str]) -> Raw:
 
 
 def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
-    for scheme in (SCHEME, MAXTEXT):
-        if path.startswith(scheme):
-            return scheme + _locate_one(key, path.removeprefix(scheme), directory, remarks)
-    if not path or os.path.isabs(path) or path.startswith("~") or "://" in path:
+    scheme, folder = split_scheme(path)
+    if not folder or os.path.isabs(folder) or folder.startswith("~") or "://" in folder:
         return path
-    beside = os.path.normpath(os.path.join(directory, path))
+    beside = os.path.normpath(os.path.join(directory, folder))
     if not _exists(beside):
         return path
-    if _exists(path):
+    if _exists(folder):
         remarks.append(
-            f"{key}={beside}: paths in a file are relative to it; {path} in the working directory "
-            "is not read"
+            f"{key}={scheme}{beside}: paths in a file are relative to it; {folder} in the working "
+            "directory is not read"
         )
-    return beside
+    return scheme + beside
 
 
 def _exists(path: str) -> bool:
@@ -98,3 +97,15 @@ def unwritable(file: str, *, is_replaced: bool = False) -> str:
         return "it is no regular file"
     touched = path.parent if is_replaced or not path.exists() else path
     return "" if os.access(touched, os.W_OK) else f"no permission to write to {touched}"
+
+
+def write_file(flag: str, file: str, content: str | bytes) -> None:
+    """Write the file that a flag names.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    try:
+        Path(file).write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise ConfigError(Problem(flag, f"cannot write {file}: {error.strerror}")) from None

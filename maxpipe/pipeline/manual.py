@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from maxpipe.model.parameters import Params
-from maxpipe.sharding.context_parallel import CONTEXT_AXIS
-from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.collectives import CONTEXT_AXIS, EXPERT_AXIS
 from maxpipe.sharding.rules import axes_of, only, without
 
 ROW_AXES = ("data", "fsdp", EXPERT_AXIS)

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.model.parameters import Params, ParamSpec, Tree, map_specs
-from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of, without
 
 # Mesh axes that split a parameter only to save memory: it is gathered over them for use. Expert is

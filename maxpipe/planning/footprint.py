@@ -19,7 +19,7 @@ from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
-from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
 
 Rules = tuple[tuple[str, tuple[str, ...]], ...]

@@ -17,8 +17,7 @@ import numpy as np
 from jax import lax
 
 from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
-
-CONTEXT_AXIS = "context"
+from maxpipe.sharding.collectives import CONTEXT_AXIS, gathered
 
 
 def parts(length: int, count: int) -> np.ndarray:
@@ -55,8 +54,9 @@ def over_context(attention: PartAttention) -> AttentionFn:
         options: AttentionOptions = PLAIN,
     ) -> jax.Array:
         count, part = lax.axis_size(CONTEXT_AXIS), lax.axis_index(CONTEXT_AXIS)
-        k, v = (in_order(gathered(x), count) for x in (k, v))
-        segment_ids = in_order(_gather(segment_ids), count)
+        k, v = (in_order(gathered(x, CONTEXT_AXIS, 1), count) for x in (k, v))
+        segment_ids = lax.all_gather(segment_ids, CONTEXT_AXIS, axis=1, tiled=True)
+        segment_ids = in_order(segment_ids, count)
         return attention(q, k, v, segment_ids, part, options)
 
     return run
@@ -71,25 +71,3 @@ def sequence_parts() -> int:
 def sum_over_sequence(x: jax.Array) -> jax.Array:
     """Sum what each part of a sequence has, so that all have the sum, differentiably."""
     return lax.psum(x, CONTEXT_AXIS) if sequence_parts() > 1 else x
-
-
-@jax.custom_vjp
-def gathered(x: jax.Array) -> jax.Array:
-    """Gather [B, P, ...] to [B, T, ...] in places; gradients are summed in float32."""
-    return _gather(x)
-
-
-def _gather(x: jax.Array) -> jax.Array:
-    return lax.all_gather(x, CONTEXT_AXIS, axis=1, tiled=True)
-
-
-def _scattered(_: None, gradient: jax.Array) -> tuple[jax.Array]:
-    # Sums are float32 for accuracy; bfloat16 ones also abort XLA's CPU backend in partially manual
-    # programs.
-    total = lax.psum_scatter(
-        gradient.astype(jnp.float32), CONTEXT_AXIS, scatter_dimension=1, tiled=True
-    )
-    return (total.astype(gradient.dtype),)
-
-
-gathered.defvjp(lambda x: (_gather(x), None), _scattered)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import canonical_params, tiny
+from helpers.engines import LATENT, canonical_params, tiny
 
 from maxpipe.config.catalog import BLOCKS
 from maxpipe.generation.decoding import Decoder
@@ -27,14 +27,7 @@ LAYERS_THAT_DIFFER = {
     "model.query_scale": 0.3,
     "model.embed_scale": 2.0,
 }
-LATENT = {
-    "model.attention_kind": "mla",
-    "model.num_kv_heads": 4,
-    "model.mla.q_lora_rank": 12,
-    "model.mla.kv_lora_rank": 8,
-    "model.mla.qk_nope_head_dim": 4,
-    "model.mla.qk_rope_head_dim": 2,
-    "model.mla.v_head_dim": 6,
+LATENT_WITH_WINDOWS = LATENT | {
     "model.attention_window": 3,
     "model.layer_pattern": ["local", "global"],
 }
@@ -77,7 +70,8 @@ class Case:
 
 @pytest.mark.parametrize(
     "values",
-    [{"model.block": name} for name in BLOCKS] + [ALL_OPTIONS, LAYERS_THAT_DIFFER, LATENT],
+    [{"model.block": name} for name in BLOCKS]
+    + [ALL_OPTIONS, LAYERS_THAT_DIFFER, LATENT_WITH_WINDOWS],
     ids=str,
 )
 def test_decoder_logits_equal_training_forward(values):
@@ -90,7 +84,7 @@ def test_decoder_logits_equal_training_forward(values):
 
 
 def test_cache_of_latent_attention_holds_one_latent_and_one_rotated_key_per_token():
-    case = Case(**LATENT)
+    case = Case(**LATENT_WITH_WINDOWS)
     _, cache = case.prefill(case.params, TOKENS[:, :3])
     assert [x.shape for x in jax.tree.leaves(cache)] == [(4, 2, 8, 1, 8 + 2)]
 

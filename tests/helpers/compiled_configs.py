@@ -36,14 +36,40 @@ SMALL = {
 }
 
 
+LATENT = {
+    "model.mla.q_lora_rank": 16,
+    "model.mla.kv_lora_rank": 16,
+    "model.mla.qk_nope_head_dim": 8,
+    "model.mla.qk_rope_head_dim": 4,
+    "model.mla.v_head_dim": 8,
+}
+
+
+def sizes_of(config: Config) -> dict[str, object]:
+    """Return the sizes of a reduced configuration, those of the mesh excepted."""
+    sizes: dict[str, object] = dict(SMALL)
+    if config.model.attention_kind == "mla":
+        del sizes["model.num_kv_heads"], sizes["model.head_dim"]
+        sizes |= LATENT
+    if (
+        config.model.first_dense_layers
+    ):  # four layers in the pipeline, and one of the same kind outside
+        sizes |= {
+            "model.first_dense_layers": 1,
+            "model.num_layers": 6,
+            "pipeline.parallel_layers": 4,
+        }
+    return sizes
+
+
 def reduced(path: str, overrides: Sequence[str]) -> Config:
     """Load a configuration with two devices on each mesh axis that has several."""
-    mesh = load(path).config.mesh
-    sizes: dict[str, int] = {}
+    config = load(path).config
+    mesh, sizes = config.mesh, sizes_of(config)
     for axis in MESH_AXES:
         several = getattr(mesh.ici, axis) != 1 or getattr(mesh.dcn, axis) != 1
         sizes |= {f"mesh.ici.{axis}": 2 if several else 1, f"mesh.dcn.{axis}": 1}
-    words = [f"{key}={value}" for key, value in (SMALL | sizes).items()]
+    words = [f"{key}={value}" for key, value in sizes.items()]
     loaded = load(path, [*words, *overrides])
     return resolve(loaded, math.prod(getattr(loaded.config.mesh.ici, axis) for axis in MESH_AXES))
 

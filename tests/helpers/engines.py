@@ -42,6 +42,16 @@ TINY = {
     "data.global_batch_size": 16,
     "eval.every": 0,
 }
+LATENT = {
+    "model.attention_kind": "mla",
+    "model.num_kv_heads": 4,
+    "model.mla.q_lora_rank": 12,
+    "model.mla.kv_lora_rank": 8,
+    "model.mla.qk_nope_head_dim": 4,
+    "model.mla.qk_rope_head_dim": 2,
+    "model.mla.v_head_dim": 6,
+    "model.rope_interleaved": True,
+}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jax import lax
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.model.experts.dispatch import Layout, Places, collect, spread
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, LayoutFn, MultiplyFn
-from maxpipe.sharding.expert_parallel import EXPERT_AXIS, gathered, summed, swapped
+from maxpipe.sharding.collectives import EXPERT_AXIS, gathered, summed, swapped
 
 KEY = "model.moe.dispatch"
 SPARSE_CALL = "sparse_rows_"  # begins the name of a call that uses "a_of_b" of its rows
@@ -48,9 +48,10 @@ def ring(experts: ExpertsFn) -> ExpertsFn:
     def run(
         x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
     ) -> jax.Array:
-        choice = _own(lax.all_gather(choice, EXPERT_AXIS, axis=0, tiled=True), weights)
         # [B, T, ...] -> [n B, T, ...] -> [B, T, D]
-        return summed(experts(gathered(x), choice, gathered(combine), weights))
+        choice = _own(lax.all_gather(choice, EXPERT_AXIS, axis=0, tiled=True), weights)
+        x, combine = (gathered(values, EXPERT_AXIS, 0) for values in (x, combine))
+        return summed(experts(x, choice, combine, weights), EXPERT_AXIS, 0)
 
     return run
 
@@ -70,16 +71,16 @@ def all_to_all(experts: ExpertsFn) -> ExpertsFn:
 
         # 2. There, with all its experts, of which a device computes its own: [n, N, ...].
         def sent(values: jax.Array) -> jax.Array:
-            return swapped(spread(values, places).reshape(*buffer, -1))
+            return swapped(spread(values, places).reshape(*buffer, -1), EXPERT_AXIS)
 
         tokens_of = places.assignments // devices
         none = num_own * devices  # an expert that no device has
         sent_choice = jnp.take(flat, tokens_of, axis=0, mode="fill", fill_value=none)
-        choice_there = _own(swapped(sent_choice.reshape(*buffer, per_token)), weights)
+        choice_there = _own(swapped(sent_choice.reshape(*buffer, per_token), EXPERT_AXIS), weights)
         combine_there = sent(combine.reshape(-1, per_token))
         y = experts(sent(tokens), choice_there, combine_there, weights)
         # 3. Back, and summed: [n, N, D] -> [N, n, D] -> [B, T, D].
-        parts = collect(swapped(y).reshape(-1, width), places).astype(jnp.float32)
+        parts = collect(swapped(y, EXPERT_AXIS).reshape(-1, width), places).astype(jnp.float32)
         return jnp.sum(parts, axis=1).astype(x.dtype).reshape(x.shape)
 
     return run

@@ -74,14 +74,13 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
         layout = layout_of(choice.size, num_experts)
         places = arrange(choice.reshape(-1, per_token), num_experts, layout)
         rows = spread(x.reshape(-1, width), places)
-        # 2. Each expert's MLP.
+        of_row = jnp.take(choice, places.assignments, mode="fill", fill_value=num_experts)  # [P]
 
         def project(rows: jax.Array, matrix: jax.Array, bias: jax.Array | None) -> jax.Array:
             product = multiply(rows, matrix, places, layout)
-            if bias is None:
-                return product
-            of_row = jnp.take(choice, places.assignments, mode="fill", fill_value=num_experts)
-            return add_bias(product, bias, of_row)
+            return product if bias is None else add_bias(product, bias, of_row)
+
+        # 2. Each expert's MLP.
 
         gate = checkpoint_name(project(rows, weights.gate, weights.gate_bias), "mlp_gate")  # [P, F]
         up = checkpoint_name(project(rows, weights.up, weights.up_bias), "mlp_up")

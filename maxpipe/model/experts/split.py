@@ -20,7 +20,7 @@ from maxpipe.model.experts.exchange import choose_dispatch, layout_for, sparse
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
 from maxpipe.model.layers import gating
-from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, axes_of, without
 
 EVERYWHERE = "blocks"  # the kernel that runs on every backend, with every size

@@ -14,7 +14,8 @@ from maxpipe.config.imports import implementation
 from maxpipe.config.model_facts import Kernel as KernelFacts
 from maxpipe.config.sections import Config, ModelConfig
 from maxpipe.sharding.attention_contract import PLAIN, AttentionFn, AttentionOptions, PartAttention
-from maxpipe.sharding.context_parallel import CONTEXT_AXIS, over_context, parts
+from maxpipe.sharding.collectives import CONTEXT_AXIS
+from maxpipe.sharding.context_parallel import over_context, parts
 from maxpipe.sharding.rules import AxisRules
 
 EVERYWHERE = "dot_product"  # the kernel that runs on every backend, with every size

@@ -19,7 +19,7 @@ from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.layout import StageLayout
 from maxpipe.pipeline.schedules.table import Table
-from maxpipe.sharding import context_parallel
+from maxpipe.sharding.collectives import CONTEXT_AXIS
 from maxpipe.sharding.rules import AxisRules
 
 Batch = microbatches.Batch
@@ -56,7 +56,7 @@ class EngineInputs:
     @property
     def context(self) -> int:
         """Return the number of devices over which a sequence is split."""
-        return self.mesh.shape[context_parallel.CONTEXT_AXIS]
+        return self.mesh.shape[CONTEXT_AXIS]
 
 
 def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | float) -> Metrics:

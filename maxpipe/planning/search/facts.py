@@ -27,7 +27,7 @@ from maxpipe.planning.footprint import (
 )
 from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.search.space import Axes
-from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.collectives import EXPERT_AXIS
 
 # Weights are gathered over these axes for the computation; experts stay where they are.
 _WHOLE_IN_USE = frozenset(STORAGE_AXES) - {EXPERT_AXIS}

@@ -35,7 +35,8 @@ class SliceCost:
 def remedies(request: Request, facts: Facts) -> list[str]:
     """Return what would fit where nothing does, each found by a search of its own."""
     lines = []
-    for batch in _smaller_batches(request.batches[0]):
+    # A smaller batch leaves parameters, optimizer state and gradients as large as they are.
+    for batch in _smaller_batches(request.batches[0]) if _holds_state(request, facts) else ():
         if _fits(request.with_batches([batch]), facts):
             tokens = batch * request.config.data.sequence_length
             lines.append(f"fewer tokens: data.global_batch_size={batch}, {tokens} tokens a step")
@@ -55,13 +56,9 @@ def remedies(request: Request, facts: Facts) -> list[str]:
 def slice_costs(request: Request, facts: Facts) -> list[SliceCost]:
     """Return the smallest slice that trains the model and some above it; empty if none does."""
     costs: list[SliceCost] = []
-    # Parameters, optimizer and gradients alone need so many chips.
     for topology in request.smallest:
         plan = make_plan(request.on(topology), facts)
-        if plan.winner is None:
-            if costs:
-                continue
-        else:
+        if plan.winner is not None:
             chips = plan.request.machine.num_chips
             tokens = plan.winner.candidate.batch * request.config.data.sequence_length
             per_token = plan.winner.seconds * chips / tokens
@@ -73,14 +70,14 @@ def slice_costs(request: Request, facts: Facts) -> list[SliceCost]:
 
 def promising_slices(request: Request, facts: Facts) -> Request:
     """Return the request without slices whose memory is too small for the state alone."""
-    state = facts.least_state_bytes()
-    promising = []
-    for topology in request.smallest:
-        machine = request.on(topology).machine
-        limit = request.on(topology).limit
-        if limit is None or limit * machine.devices >= state:
-            promising.append(topology)
+    promising = [t for t in request.smallest if _holds_state(request.on(t), facts)]
     return replace(request, smallest=tuple(_doubling(promising)))
+
+
+def _holds_state(request: Request, facts: Facts) -> bool:
+    """Return whether all memory is enough for parameters, optimizer state and gradients alone."""
+    limit = request.limit
+    return limit is None or limit * request.machine.devices >= facts.least_state_bytes()
 
 
 def _doubling(topologies: Sequence[str]) -> Iterator[str]:

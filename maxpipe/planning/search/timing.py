@@ -19,7 +19,7 @@ from maxpipe.planning.search.seconds import (
 )
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.stores import Number
-from maxpipe.sharding.expert_parallel import EXPERT_AXIS
+from maxpipe.sharding.collectives import EXPERT_AXIS
 
 
 def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from maxpipe.config.model_places import SCHEME
+from maxpipe.config.model_places import split_scheme
 from maxpipe.config.options import OPTIONS, get, is_set, update
 from maxpipe.config.paths import LISTS, MIXTURE, NAMES
 from maxpipe.config.printing import to_yaml
@@ -88,10 +88,10 @@ def _located(config: Config) -> Config:
 
 def _absolute(path: str) -> str:
     """Return a path, or several separated by commas, from the root, if something is there."""
-    if path.startswith(SCHEME):
-        return SCHEME + _absolute(path.removeprefix(SCHEME))
-    parts = path.split(",")
-    return ",".join(os.path.abspath(part) if part and _is_local(part) else part for part in parts)
+    scheme, paths = split_scheme(path)
+    parts = paths.split(",")
+    located = (os.path.abspath(part) if part and _is_local(part) else part for part in parts)
+    return scheme + ",".join(located)
 
 
 def _is_local(path: str) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.engines import LATENT, EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
 
 ROWS = 16
@@ -32,6 +32,13 @@ LAYOUTS = {
     },
     "circular": {**STAGES, "pipeline.schedule": "circular", "pipeline.num_repeats": 2},
     "mpmd": {**STAGES, "pipeline.schedule": "1f1b"},
+}
+DEEPSEEK = {
+    **LATENT,
+    "model.first_dense_layers": 1,
+    "pipeline.parallel_layers": 2,
+    "model.moe.shared_experts": 1,
+    "pipeline.outside_layers": "before",
 }
 # With the other mesh axes, and with what else could get in the way.
 MIXED = {
@@ -71,6 +78,18 @@ MIXED = {
         {"pipeline.fsdp_gather": "once", "mesh.ici.fsdp": 2, "pipeline.skip_idle": "false"},
     ),
     "zb_v context": ("zb_v", "all_to_all", {"mesh.ici.context": 2}),
+    # DeepSeek-V3's layers: latent attention, a shared expert, and dense layers before the pipeline.
+    "lockstep_1f1b latent": (
+        "lockstep_1f1b",
+        "ring",
+        DEEPSEEK | {"pipeline.num_repeats": 1, "mesh.ici.fsdp": 2},
+    ),
+    "circular latent": ("circular", "all_to_all", DEEPSEEK | {"pipeline.num_repeats": 1}),
+    "mpmd latent": (
+        "mpmd",
+        "ring",
+        DEEPSEEK | {"pipeline.parallel_layers": -1, "pipeline.outside_layers": "after"},
+    ),
 }
 # The others differ from one of these in less.
 DEFAULT = ("lockstep_1f1b tensor", "circular fsdp", "mpmd once")

@@ -1,20 +1,10 @@
 """Latent attention has the same losses and gradients on every engine and layout."""
 
 import pytest
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.engines import LATENT, EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
 
 ROWS = 16
-LATENT = {
-    "model.attention_kind": "mla",
-    "model.num_kv_heads": 4,
-    "model.mla.q_lora_rank": 12,
-    "model.mla.kv_lora_rank": 8,
-    "model.mla.qk_nope_head_dim": 4,
-    "model.mla.qk_rope_head_dim": 2,
-    "model.mla.v_head_dim": 6,
-    "model.rope_interleaved": True,
-}
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_microbatches": 4}
 CASES = {
     "sequential": {

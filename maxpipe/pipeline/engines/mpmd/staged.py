@@ -25,7 +25,7 @@ from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, 
 from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import Table
-from maxpipe.sharding.context_parallel import CONTEXT_AXIS
+from maxpipe.sharding.collectives import CONTEXT_AXIS
 
 ArraysByPath = dict[KeyPath, jax.Array]
 
