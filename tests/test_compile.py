@@ -163,6 +163,16 @@ def check_prediction(report, text):
         assert predicted["units"]["head"] > 0
 
 
+def narrow_preset(config):
+    """Return the words that make a preset small, with one layer on each stage."""
+    stages, latent = config.mesh.ici.stage, config.model.attention_kind == "mla"
+    words = [w for w in NARROW if not (latent and w.startswith("model.num_kv_heads"))]
+    if config.model.first_dense_layers:  # and one outside the pipeline of each kind
+        one = f"model.num_layers={stages + 2}", f"pipeline.parallel_layers={stages}"
+        return [*words, "model.first_dense_layers=1", *one]
+    return [*words, f"model.num_layers={stages}"]
+
+
 def check_profile(report, page, trace):
     """Check that a profile shows the whole step and the named parts of the program."""
     assert f"{report['predicted_step_seconds']:.4g} s a step" in page
@@ -195,8 +205,7 @@ class TestTpu:
             tmp_path,
             path,
             f"compile.topology={SLICES[chips]}",
-            *NARROW,
-            f"model.num_layers={stages}",
+            *narrow_preset(config),
             f"pipeline.num_microbatches={stages}",
             f"data.global_batch_size={chips}",
             environment=QUICK,
