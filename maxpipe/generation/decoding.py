@@ -8,7 +8,7 @@ C channels of a head, D model width, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -102,12 +102,15 @@ class Decoder:
     Token number p is in slot p % W of the cache: a token sees the W newest, including itself.
     Parameters are {"embed", "layers" [N, ...], "head"} with floating leaves in the compute dtype.
 
+    Experts take every token, whatever their capacity in training.
+
     Args:
       config: the model's section of the configuration.
       window: W, the sequence length of the training; the model knows no longer distances.
     """
 
     def __init__(self, config: ModelConfig, window: int):
+        config = replace(config, moe=replace(config.moe, capacity_factor=0.0))
         self._config = config
         self._window = window
         self._program = ModelProgram(config)

@@ -19,11 +19,13 @@ from maxpipe.config.sections import ModelConfig
 from maxpipe.model.parameters import declare
 
 # Losses of a layer besides that of tokens, by name: float32 scalars, each a sum over sequences of a
-# function of one sequence, with its weight in the total loss. Next to them lies `EXPERT_LOAD`.
+# function of one sequence, with its weight in the total loss. Next to them lie `COUNTS`.
 AuxiliaryLosses: TypeAlias = dict[str, jax.Array]
-# No loss, but the number of assignments of tokens to each expert, float32: [E] of a layer; of
-# several [N, E], a row for each layer of the model. It is added up like losses; no gradient.
-EXPERT_LOAD = "expert_load"
+# No losses, but numbers of assignments of tokens, float32: to each expert, [E] of a layer, and
+# those that are dropped, []. Of several layers they have a row for each layer of the model, [N, E]
+# and [N]. They are added up like losses; no gradient.
+EXPERT_LOAD, EXPERT_DROPS = "expert_load", "expert_drops"
+COUNTS = (EXPERT_LOAD, EXPERT_DROPS)
 
 
 class SideInputs(NamedTuple):

@@ -20,7 +20,7 @@ from maxpipe.model import parameters
 from maxpipe.model.attention import AttentionFn
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights
 from maxpipe.model.kernels.dot_product import dot_product_attention
-from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses, RMSNorm, SideInputs
+from maxpipe.model.layers import COUNTS, AuxiliaryLosses, RMSNorm, SideInputs
 from maxpipe.model.output_loss import OutputLoss
 from maxpipe.model.parameters import (
     Params,
@@ -147,10 +147,11 @@ class ModelProgram:
         _, auxiliary = jax.eval_shape(apply, layer, x, side, None)
         if not isinstance(auxiliary, dict):
             return {UNNAMED: ()}
-        shapes = {name: value.shape for name, value in auxiliary.items()}
-        if EXPERT_LOAD in shapes:
-            shapes[EXPERT_LOAD] = (self.config.stacked_layers, *shapes[EXPERT_LOAD])
-        return shapes
+        rows = (self.config.stacked_layers,)
+        return {
+            name: (*rows, *value.shape) if name in COUNTS else value.shape
+            for name, value in auxiliary.items()
+        }
 
     def parameter_count(self) -> int:
         """Return the number of parameters of all layers, embedding and head."""
@@ -194,11 +195,12 @@ class ModelProgram:
         y, auxiliary = self._apply_block(layer, x_BTD, side, key)
         if not isinstance(auxiliary, dict):
             return y, {UNNAMED: auxiliary}
-        if EXPERT_LOAD in auxiliary:
-            # [E] -> [N, E]; a layer of padding, whose index is N, has no row.
+        if counts := {name: auxiliary[name] for name in COUNTS if name in auxiliary}:
+            # [...] -> [N, ...]; a layer of padding, whose index is N, has no row.
             index = jnp.asarray(side.layer_index) - self.config.first_dense_layers
             row = jax.nn.one_hot(index, self.config.stacked_layers, dtype=jnp.float32)
-            auxiliary = auxiliary | {EXPERT_LOAD: row[:, None] * auxiliary[EXPERT_LOAD]}
+            by_layer = {name: jnp.multiply.outer(row, count) for name, count in counts.items()}
+            auxiliary = auxiliary | by_layer
         return y, auxiliary
 
     @jax.named_scope("layer")

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Primitive
 
 from maxpipe.config.catalog import BLOCKS, Block, RematPolicy
 from maxpipe.config.sections import ModelConfig
+from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import Layout, Places
 from maxpipe.model.experts.mixture import ExpertsFn, experts_with
 from maxpipe.model.layer_facts import visible_share
@@ -105,11 +106,11 @@ _grouped.defvjp(_save_factors, _zero_products)
 
 
 def _planned_experts(model: ModelConfig, devices: int) -> ExpertsFn:
-    per_token = model.moe.per_token
+    rows_of = layout_for(lambda _, experts, most: Layout(most, 1), model.moe, devices)
 
-    def layout(num_assignments: int, num_experts: int) -> Layout:
-        tokens = num_assignments // per_token
-        return Layout(devices * tokens * min(per_token, num_experts // devices), 1)
+    def layout(choice: tuple[int, ...], num_experts: int) -> Layout:
+        sequences, *others = choice
+        return rows_of((devices * sequences, *others), num_experts // devices)
 
     def multiply(rows: jax.Array, weights: jax.Array, places: Places, layout: Layout) -> jax.Array:
         return _grouped(rows, weights, places.rows.size)

@@ -28,6 +28,7 @@ class Progress:
       auxiliary: other losses of the step by name.
       expert_loads: of each layer, the largest load of an expert divided by the mean; NaN for a
         layer without experts. Empty for a model without experts.
+      dropped: of each layer, the share of assignments to experts that is dropped, likewise.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Progress:
     step_seconds: float
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     expert_loads: Sequence[float] = ()
+    dropped: Sequence[float] = ()
 
 
 class Console:
@@ -127,6 +129,7 @@ class Console:
             f"loss {progress.loss:.4f}",
             *(f"{name} {value:.3g}" for name, value in progress.auxiliary.items()),
             *_worst_load(progress.expert_loads),
+            *_most_dropped(progress.dropped),
             f"lr {progress.learning_rate:.2e}",
             f"{format_step_time(seconds)}/step",
             f"{format_count(self._tokens / seconds)} tokens/s",
@@ -138,11 +141,18 @@ class Console:
 
 def _worst_load(loads: Sequence[float]) -> list[str]:
     """Return a phrase for the layer whose load is the least even, if there is one."""
-    numbers = [(load, layer) for layer, load in enumerate(loads) if not math.isnan(load)]
-    if not numbers:
-        return []
-    load, layer = max(numbers)
-    return [f"max load {load:.2f}x (layer {layer})"]
+    return [f"max load {load:.2f}x (layer {layer})" for load, layer in _largest(loads)]
+
+
+def _most_dropped(shares: Sequence[float]) -> list[str]:
+    """Return a phrase for the layer that drops the most assignments, if one drops any."""
+    return [f"dropped {share:.1%} (layer {layer})" for share, layer in _largest(shares) if share]
+
+
+def _largest(values: Sequence[float]) -> list[tuple[float, int]]:
+    """Return the largest of the layers' values and its layer; nothing if no layer has one."""
+    numbers = [(value, layer) for layer, value in enumerate(values) if not math.isnan(value)]
+    return [max(numbers)] if numbers else []
 
 
 def _has_size(stream: TextIO) -> bool:

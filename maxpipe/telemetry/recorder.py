@@ -103,7 +103,7 @@ class Recorder:
           step_seconds: wall-clock seconds of this step.
           **extra: more values of the step, written under their own names; a list has a number for
             each layer after the first dense ones. Losses, whose names end in `_loss`, are on the
-            console as well, and so is the largest `expert_load_max`.
+            console as well, and so are the largest `expert_load_max` and `dropped_assignments`.
         """
         if not self._is_main:
             return
@@ -125,8 +125,8 @@ class Recorder:
         row.update({**scalars, **layers})
         self._metrics.use(lambda file: file.write(row))
         auxiliary = {name: value for name, value in scalars.items() if name.endswith("_loss")}
-        loads = layers.get("expert_load_max", ())
-        self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary, loads))
+        by_layer = layers.get("expert_load_max", ()), layers.get("dropped_assignments", ())
+        self._console.step(Progress(step, loss, learning_rate, step_seconds, auxiliary, *by_layer))
         if self._tensorboard is not None and self._is_logged(step):
             # A card of zeros for the skipped steps that most runs do not have would only distract.
             hidden = {"step"} if row.get("skipped") else {"step", "skipped"}

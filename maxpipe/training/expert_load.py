@@ -20,6 +20,7 @@ BIAS_AXES = ("expert_bias",)  # logical axes by which a selection bias is known
 
 # Names of the figures of `load_figures`.
 LOAD_MAX, LOAD_ENTROPY, IDLE_EXPERTS = "expert_load_max", "expert_load_entropy", "idle_experts"
+DROPPED = "dropped_assignments"
 
 
 def is_bias(spec: ParamSpec) -> bool:
@@ -57,23 +58,27 @@ def balanced(bias: jax.Array, excess: jax.Array, rate: float) -> jax.Array:
     return bias - rate * (direction - jnp.mean(direction, axis=-1, keepdims=True))
 
 
-def load_figures(load: jax.Array) -> dict[str, jax.Array]:
+def load_figures(load: jax.Array, drops: jax.Array | None) -> dict[str, jax.Array]:
     """Return how even the load of each layer is.
 
     Args:
       load: float32 [N, E], assignments of tokens to each expert.
+      drops: float32 [N], of these the ones above the capacity; None if there is no capacity.
 
     Returns:
       Float32 [N] by name:
         LOAD_MAX: the largest load divided by the mean; 1 if all are equal.
         LOAD_ENTROPY: entropy of the experts' shares divided by its maximum, the logarithm of E.
         IDLE_EXPERTS: number of experts that no token has chosen.
+        DROPPED: share of the assignments that are dropped, if there is a capacity.
     """
     num_experts = load.shape[-1]
-    share = load / jnp.sum(load, axis=-1, keepdims=True)
+    total = jnp.sum(load, axis=-1, keepdims=True)
+    share = load / total
     entropy = -jnp.sum(share * jnp.log(jnp.where(share > 0, share, 1)), axis=-1)
     idle = jnp.sum(load == 0, axis=-1, dtype=jnp.float32)
-    return {
+    dropped = {} if drops is None else {DROPPED: drops / total[..., 0]}
+    return dropped | {
         LOAD_MAX: num_experts * jnp.max(share, axis=-1),
         LOAD_ENTROPY: entropy / max(math.log(num_experts), 1e-6),
         IDLE_EXPERTS: idle,

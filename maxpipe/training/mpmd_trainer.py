@@ -17,7 +17,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.devices.host_memory import to_host
-from maxpipe.model.layers import EXPERT_LOAD
+from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, StageParams
@@ -165,7 +165,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         )
         load = metrics.pop(EXPERT_LOAD, None)
         if load is not None:
-            metrics |= self._load_figures(load)
+            metrics |= self._load_figures(load, metrics.pop(EXPERT_DROPS, None))
         # 3. The update, on each stage.
         stages = []
         for stage, update in enumerate(self._update):

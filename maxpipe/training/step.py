@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxpipe.model.layers import EXPERT_LOAD
+from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline.engines.base import Batch, Metrics
 from maxpipe.training.expert_load import load_figures
@@ -42,7 +42,7 @@ def train_step(
     verdict = judge_step(optimizer, metrics["loss"], norm, state.step, state.skips, state.history)
     if (load := metrics.pop(EXPERT_LOAD, None)) is not None:
         gradients = place_load(gradients, load)
-        metrics |= load_figures(load)
+        metrics |= load_figures(load, metrics.pop(EXPERT_DROPS, None))
     with jax.named_scope("optimizer"):
         params, opt_state = optimizer.update(
             state.params, gradients, state.opt_state, state.step, norm, verdict.accept

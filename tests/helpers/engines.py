@@ -22,7 +22,7 @@ from maxpipe.config import MESH_AXES, Config, ModelConfig, replace, resolve
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.imports import implementation
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.model.layers import EXPERT_LOAD
+from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.weights import Weights
@@ -63,20 +63,22 @@ class Result:
       gradients: of the sum of all losses.
       auxiliary: other losses by name.
       load: assignments of tokens to experts [N, E]; None without experts.
+      drops: those of them above the capacity [N]; None without one.
     """
 
     loss: float
     gradients: Params
     auxiliary: dict[str, float] = dataclasses.field(default_factory=dict)
     load: np.ndarray | None = None
+    drops: np.ndarray | None = None
 
 
 def result_of(metrics: dict[str, Any], gradients: Params) -> Result:
     """Return what an engine's metrics and canonical gradients say."""
     metrics = jax.device_get(metrics)
-    load = metrics.pop(EXPERT_LOAD, None)
+    load, drops = metrics.pop(EXPERT_LOAD, None), metrics.pop(EXPERT_DROPS, None)
     values = {name: float(value) for name, value in metrics.items()}
-    return Result(values.pop("loss"), gradients, values, load)
+    return Result(values.pop("loss"), gradients, values, load, drops)
 
 
 def tiny(**values: Any) -> Config:
@@ -195,6 +197,7 @@ def assert_same(actual: Result, expected: Result, tolerance: float = TOLERANCE) 
     for name, value in expected.auxiliary.items():
         assert abs(actual.auxiliary[name] - value) <= tolerance * abs(value), name
     np.testing.assert_array_equal(actual.load, expected.load)
+    np.testing.assert_array_equal(actual.drops, expected.drops)
     actual_leaves = dict(jax.tree_util.tree_leaves_with_path(actual.gradients))
     expected_leaves = dict(jax.tree_util.tree_leaves_with_path(expected.gradients))
     assert actual_leaves.keys() == expected_leaves.keys()

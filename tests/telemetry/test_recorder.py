@@ -106,7 +106,8 @@ def test_recorder_tensorboard_has_first_tenth_and_last_step(tmp_path):
 
 def test_recorder_writes_figures_of_layers_as_a_list_and_as_scalars_in_a_group(tmp_path, capsys):
     r = recorder(tmp_path, steps=1, dense_layers=1)
-    r.step(1, 5.0, 1.5, 3e-4, 0.5, expert_load_max=[1.5] * 10, idle_experts=[2.0])
+    figures = {"expert_load_max": [1.5] * 10, "idle_experts": [2.0], "dropped_assignments": [0.25]}
+    r.step(1, 5.0, 1.5, 3e-4, 0.5, **figures)
     r.close()
     (row,) = rows(tmp_path)
     assert row["expert_load_max"] == [None, *[1.5] * 10]
@@ -115,8 +116,9 @@ def test_recorder_writes_figures_of_layers_as_a_list_and_as_scalars_in_a_group(t
     assert {tag for tag in tags if not tag.startswith("train/")} == {
         *(f"expert_load_max/layer_{i:02}" for i in range(1, 11)),
         "idle_experts/layer_1",
+        "dropped_assignments/layer_1",
     }
-    assert "max load 1.50x (layer 10)" in capsys.readouterr().out
+    assert "max load 1.50x (layer 10)  dropped 25.0% (layer 1)  lr" in capsys.readouterr().out
 
 
 def test_recorder_resumed_run_repeats_no_step(tmp_path):

@@ -28,6 +28,7 @@ EXPERTS = {
     "data.global_batch_size": ROWS,
     "optimizer.learning_rate": 1e-3,
 }
+FIGURES = ("expert_load_max", "expert_load_entropy", "idle_experts")
 STAGES = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbatches": 4}
 ENGINES = {
     # Five chunks' worth of layers in four: a chunk has padding.
@@ -105,7 +106,7 @@ def test_biases_and_figures_after_three_steps_are_those_of_one_device(sequential
     assert bias.dtype == np.float32
     np.testing.assert_array_equal(actual.params["layers"]["moe"]["bias"], bias)
     for ours, theirs in zip(metrics + more, expected_metrics, strict=True):
-        for key in ("expert_load_max", "expert_load_entropy", "idle_experts"):
+        for key in FIGURES:
             assert theirs[key].shape == (5,)
             np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-6)
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-5)
@@ -120,7 +121,10 @@ def test_bias_falls_where_the_load_is_high_and_keeps_its_mean():
 
 
 def test_figures_of_an_even_and_an_uneven_layer():
-    figures = load_figures(jnp.asarray([[4.0, 4, 4, 4], [8, 8, 0, 0]]))
+    load = jnp.asarray([[4.0, 4, 4, 4], [8, 8, 0, 0]])
+    assert load_figures(load, None).keys() == {*FIGURES}
+    figures = load_figures(load, jnp.asarray([0.0, 4]))
+    np.testing.assert_allclose(figures["dropped_assignments"], [0, 0.25])
     np.testing.assert_allclose(figures["expert_load_max"], [1, 2])
     np.testing.assert_allclose(figures["expert_load_entropy"], [1, 0.5], rtol=1e-6)
     np.testing.assert_array_equal(figures["idle_experts"], [0, 2])

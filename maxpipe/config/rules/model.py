@@ -294,6 +294,19 @@ def _axes_problems(axes: list[str]) -> list[str]:
     return problems
 
 
+@rule("model.moe.capacity_factor", "mesh.ici.context", "mesh.dcn.context")
+def check_capacity(c: Config) -> None:
+    """Check that a device has the whole sequences of which experts take a bounded number."""
+    factor, parts = c.model.moe.capacity_factor, c.mesh.size("context")
+    if factor and parts > 1:
+        key = "mesh.ici.context" if c.mesh.ici.context > 1 else "mesh.dcn.context"
+        message = (
+            f"{factor:g} counts the tokens of whole sequences, which {key}={parts} splits; use 0, "
+            "or 1 device along that axis"
+        )
+        raise ConfigError(Problem("model.moe.capacity_factor", message))
+
+
 @rule(*_EXPERT_AXES, "model.moe.experts", _AXIS_RULES)
 def check_expert_axis(c: Config) -> None:
     """Check that the expert axis splits experts evenly, and rows of batches too."""
@@ -364,6 +377,7 @@ MODEL_RULES = (
     check_first_dense_layers,
     check_experts,
     check_logical_axis_rules,
+    check_capacity,
     check_expert_axis,
     check_context_chunks,
     check_context_rule,

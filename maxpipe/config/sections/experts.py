@@ -64,6 +64,12 @@ class MoEConfig:
         "weight of the penalty on the squared logarithm of the router's softmax denominator",
         minimum=0,
     )
+    capacity_factor: float = option(
+        0.0,
+        "bound of the tokens of a sequence that an expert takes, in multiples of an even share; "
+        "later tokens go without it. It bounds memory with mesh axis expert; 0 drops nothing",
+        minimum=0,
+    )
     dispatch: str = option(
         "auto",
         "how tokens reach experts of other devices along mesh axis expert; auto = ring",

@@ -1,6 +1,7 @@
 """Compute experts that devices along mesh axis `expert` share: take tokens there, and results back.
 
-Each device has tokens of its own and E / n of the experts. Both ways are exact and drop nothing:
+Each device has tokens of its own and E / n of the experts. Both ways are exact, and drop nothing by
+themselves:
 
     ring          every device gets the tokens of all, computes what its experts add to each, and
                   the sums over devices go back
@@ -19,14 +20,11 @@ from jax import lax
 
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.model.experts.dispatch import Layout, Places, collect, spread
-from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, LayoutFn, MultiplyFn
+from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, MultiplyFn
 from maxpipe.sharding.collectives import EXPERT_AXIS, gathered, summed, swapped
 
 KEY = "model.moe.dispatch"
 SPARSE_CALL = "sparse_rows_"  # begins the name of a call that uses "a_of_b" of its rows
-
-# (assignments that are expected, experts, assignments that there may be) -> layout
-KernelLayout = Callable[[int, int, int], Layout]
 
 
 def choose_dispatch(moe: MoEConfig, devices: int, note: Callable[[str], None]) -> str:
@@ -69,39 +67,27 @@ def all_to_all(experts: ExpertsFn) -> ExpertsFn:
         # 1. A place in the buffers [n, N] for each token, on each device with an expert of its own.
         places, buffer = _places(flat // num_own, devices), (devices, count)
 
-        # 2. There, with all its experts, of which a device computes its own: [n, N, ...].
-        def sent(values: jax.Array) -> jax.Array:
-            return swapped(spread(values, places).reshape(*buffer, -1), EXPERT_AXIS)
+        # 2. There, with all its experts, of which a device computes its own: [n B, T, ...].
+        def there(values: jax.Array) -> jax.Array:
+            received = swapped(values.reshape(*buffer, -1), EXPERT_AXIS)  # [n, N, ...]
+            return received.reshape(-1, x.shape[1], values.shape[-1])
 
         tokens_of = places.assignments // devices
         none = num_own * devices  # an expert that no device has
         sent_choice = jnp.take(flat, tokens_of, axis=0, mode="fill", fill_value=none)
-        choice_there = _own(swapped(sent_choice.reshape(*buffer, per_token), EXPERT_AXIS), weights)
-        combine_there = sent(combine.reshape(-1, per_token))
-        y = experts(sent(tokens), choice_there, combine_there, weights)
-        # 3. Back, and summed: [n, N, D] -> [N, n, D] -> [B, T, D].
-        parts = collect(swapped(y, EXPERT_AXIS).reshape(-1, width), places).astype(jnp.float32)
+        choice_there = _own(there(sent_choice), weights)
+        combine_there = there(spread(combine.reshape(-1, per_token), places))
+        y = experts(there(spread(tokens, places)), choice_there, combine_there, weights)
+        # 3. Back, and summed: [n B, T, D] -> [n, N, D] -> [N, n, D] -> [B, T, D].
+        back = swapped(y.reshape(*buffer, width), EXPERT_AXIS)
+        parts = collect(back.reshape(-1, width), places).astype(jnp.float32)
         return jnp.sum(parts, axis=1).astype(x.dtype).reshape(x.shape)
 
     return run
 
 
-def layout_for(kernel_layout: KernelLayout, devices: int, per_token: int) -> LayoutFn:
-    """Return the layout of rows on one of several devices that share experts.
-
-    Rows suffice for tokens of all devices that choose as many of its experts as they can.
-    """
-
-    def layout(num_assignments: int, num_experts: int) -> Layout:
-        # Assignments of all devices: on average each computes the n-th part of them.
-        most = num_assignments // per_token * min(per_token, num_experts)
-        return kernel_layout(num_assignments // devices, num_experts, most)
-
-    return layout
-
-
-def sparse(multiply: MultiplyFn, devices: int, per_token: int) -> MultiplyFn:
-    """Return a kernel's product in a call whose name says how many rows of `layout_for` it uses.
+def sparse(multiply: MultiplyFn, devices: int) -> MultiplyFn:
+    """Return a kernel's product in a call whose name says how many of its rows it uses on average.
 
     What counts FLOPs reads the name, since skipped rows cannot be seen in shapes.
     """
@@ -110,8 +96,9 @@ def sparse(multiply: MultiplyFn, devices: int, per_token: int) -> MultiplyFn:
         def product(rows: jax.Array, weights: jax.Array, places: Places) -> jax.Array:
             return multiply(rows, weights, places, layout)
 
-        most = devices * min(per_token, weights.shape[0])
-        product.__name__ = f"{SPARSE_CALL}{per_token}_of_{most}"
+        # `places` has the assignments of the tokens of all devices.
+        used = min(places.rows.size // devices, layout.num_rows)
+        product.__name__ = f"{SPARSE_CALL}{used}_of_{layout.num_rows}"
         result: jax.Array = jax.jit(product)(rows, weights, places)
         return result
 

@@ -40,7 +40,7 @@ class Megablox:
 
         # The kernel skips rows of no group, and leaves them undefined. Zero rows at the end join
         # the last group; if there are many they are skipped, since nothing reads their results.
-        padding = 0 if layout.is_sparse else layout.num_rows - places.rows.size
+        padding = 0 if layout.is_sparse else max(0, layout.num_rows - places.rows.size)
         sizes = places.sizes.at[-1].add(padding)
         product: jax.Array = gmm(rows, weights, sizes, rows.dtype, tiling=_tiles)
         return product

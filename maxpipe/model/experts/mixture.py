@@ -18,12 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from maxpipe.config.catalog import EXPERT_CHOICE
 from maxpipe.config.sections import ModelConfig
 from maxpipe.model.experts.blocks import Blocks
+from maxpipe.model.experts.capacity import LayoutFn, layout_for, within_capacity
 from maxpipe.model.experts.dispatch import Layout, Places, add_bias, arrange, collect, spread
 from maxpipe.model.experts.router import losses, route
-from maxpipe.model.layers import EXPERT_LOAD, GatedMLP, GatingFn, gating
+from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD, GatedMLP, GatingFn, gating
 from maxpipe.model.parameters import declare
 
-LayoutFn = Callable[[int, int], Layout]
 MultiplyFn = Callable[[jax.Array, jax.Array, Places, Layout], jax.Array]
 
 
@@ -51,7 +51,7 @@ class ExpertsFn(Protocol):
 
         Args:
           x: tokens [B, T, D].
-          choice: int32 [B, T, k], the experts of each token.
+          choice: int32 [B, T, k], the experts of each token; E for none.
           combine: float32 [B, T, k], their weights.
           weights: of all experts, in the dtype of `x`.
         """
@@ -71,7 +71,7 @@ def experts_with(layout_of: LayoutFn, multiply: MultiplyFn, gate_up: GatingFn) -
     ) -> jax.Array:
         width, per_token, num_experts = x.shape[-1], choice.shape[-1], weights.gate.shape[0]
         # 1. Rows in the order of experts: [B, T, D] -> [P, D].
-        layout = layout_of(choice.size, num_experts)
+        layout = layout_of(choice.shape, num_experts)
         places = arrange(choice.reshape(-1, per_token), num_experts, layout)
         rows = spread(x.reshape(-1, width), places)
         of_row = jnp.take(choice, places.assignments, mode="fill", fill_value=num_experts)  # [P]
@@ -108,7 +108,8 @@ class MixtureOfExperts(nnx.Module):
         E, D, F = moe.experts, config.embed_dim, config.expert_dim
         std, out_std = 1 / math.sqrt(D), 1 / math.sqrt(F * 2 * config.num_layers)
         self.config = moe
-        self.experts = experts or experts_with(Blocks.layout, Blocks.multiply, gating(config))
+        layout = layout_for(Blocks.layout, moe)
+        self.experts = experts or experts_with(layout, Blocks.multiply, gating(config))
         self.router = declare(
             (D, E), ("router", "router"), jnp.float32, stddev=std, keeps_dtype=True
         )
@@ -136,7 +137,8 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Apply the experts to each token, [B, T, D] -> ([B, T, D], losses by name).
 
-        The losses are those of `router.losses`; next to them is `EXPERT_LOAD`, float32 [E].
+        The losses are those of `router.losses`; next to them are `EXPERT_LOAD`, float32 [E], and
+        with a capacity `EXPERT_DROPS`.
         """
         # 1. Choose, in float32. A product of so few columns costs little in full precision.
         logits = jnp.matmul(
@@ -152,9 +154,12 @@ class MixtureOfExperts(nnx.Module):
         if self.has_bias:
             biases = self.gate_bias[...], self.up_bias[...], self.down_bias[...]
             weights = ExpertWeights(*weights[:3], *biases)
-        y = self.experts(x_BTD, experts, choice.weights, weights)
+        kept = within_capacity(experts, self.config)
+        y = self.experts(x_BTD, kept, choice.weights, weights)
         if self.has_shared:
             y = y + self.shared(x_BTD)
         chosen = jax.nn.one_hot(experts, self.config.experts, dtype=jnp.float32)  # [B, T, k, E]
-        load = {EXPERT_LOAD: jnp.sum(chosen, axis=(0, 1, 2))}
-        return y, losses(logits, choice._replace(experts=experts), self.config) | load
+        counts = {EXPERT_LOAD: jnp.sum(chosen, axis=(0, 1, 2))}
+        if self.config.capacity_factor:
+            counts[EXPERT_DROPS] = jnp.sum(kept != experts, dtype=jnp.float32)
+        return y, losses(logits, choice._replace(experts=experts), self.config) | counts

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec
 from maxpipe.config.catalog import DISPATCHES, GROUPED_KERNELS
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import ModelConfig
+from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import Layout, Places
-from maxpipe.model.experts.exchange import choose_dispatch, layout_for, sparse
+from maxpipe.model.experts.exchange import choose_dispatch, sparse
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, experts_with
 from maxpipe.model.kernels.choose import choose
 from maxpipe.model.layers import gating
@@ -69,11 +70,11 @@ def build_experts(
         return None
     name = choose_kernel(config, platform, note)
     kernel, devices = _kernel(name), rules.mesh.shape[EXPERT_AXIS]
+    layout = layout_for(kernel.layout, config.moe, devices)
     if devices == 1:
-        experts = experts_with(kernel.layout, kernel.multiply, gating(config))
+        experts = experts_with(layout, kernel.multiply, gating(config))
     else:
-        layout = layout_for(kernel.layout, devices, config.moe.per_token)
-        multiply = sparse(kernel.multiply, devices, config.moe.per_token)
+        multiply = sparse(kernel.multiply, devices)
         dispatch = implementation(DISPATCHES[choose_dispatch(config.moe, devices, note)])
         experts = dispatch(experts_with(layout, multiply, gating(config)))
     return per_device(experts, rules, always=name != EVERYWHERE)

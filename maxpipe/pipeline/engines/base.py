@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.config.sections import PipelineConfig
-from maxpipe.model.layers import EXPERT_LOAD, AuxiliaryLosses
+from maxpipe.model.layers import COUNTS, AuxiliaryLosses
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline import microbatches
@@ -60,21 +60,21 @@ class EngineInputs:
 
 
 def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | float) -> Metrics:
-    """Return what a step reports: loss of tokens, auxiliary losses by name, load of experts.
+    """Return what a step reports: loss of tokens, auxiliary losses by name, counts of experts.
 
     Args:
       loss: of tokens, divided by the global sum of weights.
       auxiliary: sums over sequences.
       scale: inverse of the number of sequences.
     """
-    scaled = {name: scale * value for name, value in auxiliary.items() if name != EXPERT_LOAD}
-    load = {EXPERT_LOAD: auxiliary[EXPERT_LOAD]} if EXPERT_LOAD in auxiliary else {}
-    return {"loss": loss} | scaled | load
+    return {"loss": loss} | {
+        name: value if name in COUNTS else scale * value for name, value in auxiliary.items()
+    }
 
 
 def sum_of(metrics: Metrics) -> jax.Array:
     """Return the training loss, the sum of the losses that `metrics_of` returns."""
-    total, *auxiliary = (value for name, value in metrics.items() if name != EXPERT_LOAD)
+    total, *auxiliary = (value for name, value in metrics.items() if name not in COUNTS)
     return sum(auxiliary, total)
 
 
@@ -127,7 +127,8 @@ class Engine(ABC, Generic[ParamsT, LayerT]):
           ({"loss", *names of auxiliary losses}, gradients like `params` of their sum). The loss is
           the weighted token sum over the global batch divided once by the global weight sum; an
           auxiliary loss is the mean over sequences. With experts there is also `EXPERT_LOAD`,
-          float32 [N, E]: assignments of the global batch's tokens, rows in model order.
+          float32 [N, E]: assignments of the global batch's tokens, rows in model order; with a
+          capacity `EXPERT_DROPS`, float32 [N].
         """
 
     @abstractmethod

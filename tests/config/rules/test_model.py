@@ -68,6 +68,11 @@ import pytest
             "5 is more than model.moe.experts=4",
         ),
         (
+            ("model.moe.experts=4", "model.moe.capacity_factor=1.5", "mesh.ici.context=2"),
+            "model.moe.capacity_factor",
+            "1.5 counts the tokens of whole sequences, which mesh.ici.context=2 splits; use 0",
+        ),
+        (
             ("model.moe.balance_loss=0.01",),
             "model.moe.balance_loss",
             "0.01 has no effect without experts; set model.moe.experts",

@@ -11,12 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.model.experts.blocks import Blocks
+from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import arrange
-from maxpipe.model.experts.exchange import all_to_all, choose_dispatch, layout_for, ring, sparse
+from maxpipe.model.experts.exchange import all_to_all, choose_dispatch, ring, sparse
 from maxpipe.model.experts.mixture import ExpertWeights, experts_with
 from maxpipe.planning.jaxpr_flops import program_flops
 
 DEVICES, EXPERTS, PER_TOKEN, EMBED, WIDTH = 4, 8, 3, 4, 6
+MOE = MoEConfig(experts=EXPERTS, per_token=PER_TOKEN)
 ROWS = P("expert")
 
 
@@ -64,8 +66,10 @@ def test_shared_experts_drop_nothing_and_have_the_gradients_of_one_device(mesh, 
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, combine, weights)
 
-    expected = value_and_gradients(experts_with(Blocks.layout, Blocks.multiply, gate_up))
-    layout = layout_for(Blocks.layout, DEVICES, PER_TOKEN)
+    expected = value_and_gradients(
+        experts_with(layout_for(Blocks.layout, MOE), Blocks.multiply, gate_up)
+    )
+    layout = layout_for(Blocks.layout, MOE, DEVICES)
     for dispatch in (ring, all_to_all):
         shared = dispatch(experts_with(layout, Blocks.multiply, gate_up))
         split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
@@ -99,8 +103,8 @@ def test_blocks_without_rows_of_this_device_are_not_multiplied():
 
 def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones(mesh):
     tokens, width = 512, 64
-    layout = layout_for(Blocks.layout, DEVICES, PER_TOKEN)
-    multiply = sparse(Blocks.multiply, DEVICES, PER_TOKEN)
+    layout = layout_for(Blocks.layout, MOE, DEVICES)
+    multiply = sparse(Blocks.multiply, DEVICES)
     shared = ring(experts_with(layout, multiply, gate_up))
     split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
     shape = (EXPERTS, width, width)

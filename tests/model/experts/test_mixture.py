@@ -16,7 +16,7 @@ from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.dispatch import arrange
 from maxpipe.model.experts.mixture import MixtureOfExperts
 from maxpipe.model.experts.router import losses, route
-from maxpipe.model.layers import EXPERT_LOAD
+from maxpipe.model.layers import COUNTS, EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import init_params, split_module
 from maxpipe.model.program import ModelProgram
 from maxpipe.planning.jaxpr_flops import program_flops
@@ -58,6 +58,9 @@ def reference(model, params, x):
         weights = jnp.where(is_chosen, scores, 0)
         if moe.normalise:
             weights = weights / weights.sum(-1, keepdims=True)
+    if moe.capacity_factor:
+        even = x.shape[1] * moe.per_token / moe.experts
+        weights *= jnp.cumsum(is_chosen, axis=1) <= moe.capacity_factor * even
     y = jnp.zeros_like(x)
 
     def bias(name, e):
@@ -99,6 +102,8 @@ OPTIONS = [
         "mlp_up_offset": 1.0,
     },
     {"router": "sigmoid", "scale": 2.5, "experts": 16, "per_token": 1},
+    {"router": "softmax", "per_token": 3, "capacity_factor": 1.0},
+    {"router": "sigmoid", "per_token": 2, "capacity_factor": 0.5, "shared_experts": 1},
 ]
 
 
@@ -110,7 +115,7 @@ def test_values_losses_and_gradients_are_those_of_a_loop_over_experts(options):
     def total(function):
         def run(params, x):
             y, auxiliary = function(params, x)
-            auxiliary = {name: a for name, a in auxiliary.items() if name != EXPERT_LOAD}
+            auxiliary = {name: a for name, a in auxiliary.items() if name not in COUNTS}
             return jnp.sum(jnp.sin(y)) + sum(auxiliary.values()), (y, auxiliary)
 
         return jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))
@@ -164,6 +169,18 @@ def test_load_counts_each_assignment_once():
     load = apply(params, x)[1][EXPERT_LOAD]
     chosen = route(x @ params["router"], model.moe).experts
     assert load.tolist() == np.bincount(chosen.ravel(), minlength=EXPERTS).tolist()
+
+
+def test_drops_are_the_assignments_above_the_capacity_of_each_sequence():
+    model = model_of(capacity_factor=1.0)
+    apply, params, x = layer_of(model)
+    auxiliary = apply(params, x)[1]
+    even = LENGTH * model.moe.per_token / EXPERTS
+    experts = route(x @ params["router"], model.moe).experts
+    counts = np.stack([np.bincount(row.ravel(), minlength=EXPERTS) for row in experts])
+    assert auxiliary[EXPERT_DROPS] == np.maximum(counts - np.ceil(even), 0).sum() > 0
+    # The load is what tokens choose, so that the selection bias can even it out.
+    assert auxiliary[EXPERT_LOAD].sum() == counts.sum()
 
 
 def test_router_is_float32_in_a_model_of_bfloat16():

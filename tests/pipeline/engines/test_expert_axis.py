@@ -40,6 +40,7 @@ DEEPSEEK = {
     "model.moe.shared_experts": 1,
     "pipeline.outside_layers": "before",
 }
+CAPACITY = {"model.moe.capacity_factor": 1.0}
 # With the other mesh axes, and with what else could get in the way.
 MIXED = {
     "lockstep_1f1b tensor": (
@@ -78,6 +79,8 @@ MIXED = {
         {"pipeline.fsdp_gather": "once", "mesh.ici.fsdp": 2, "pipeline.skip_idle": "false"},
     ),
     "zb_v context": ("zb_v", "all_to_all", {"mesh.ici.context": 2}),
+    "lockstep_1f1b capacity": ("lockstep_1f1b", "all_to_all", CAPACITY | {"mesh.ici.fsdp": 2}),
+    "circular capacity": ("circular", "ring", CAPACITY | {"mesh.ici.tensor": 2}),
     # DeepSeek-V3's layers: latent attention, a shared expert, and dense layers before the pipeline.
     "lockstep_1f1b latent": (
         "lockstep_1f1b",

@@ -1,0 +1,64 @@
+"""Bound the tokens that an expert takes, and with them the rows that devices have places for.
+
+Without a capacity there are rows for every choice: on one of n devices that share experts, up to n
+times those of an even one. With `model.moe.capacity_factor` an expert takes a bounded number of the
+tokens of each sequence, the earlier ones first; the others go without it. That depends on nothing
+but the sequence, so neither microbatches nor devices change what is dropped, and no token depends
+on later ones.
+
+Letters: B sequences, T tokens of each, k experts of a token, E experts.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from maxpipe.config.sections.experts import MoEConfig
+from maxpipe.model.experts.dispatch import Layout
+
+# (shape (B, T, k) of the choice of all devices' sequences, experts of this device) -> layout
+LayoutFn = Callable[[tuple[int, ...], int], Layout]
+# (assignments that are expected, experts, assignments that there may be) -> layout
+KernelLayout = Callable[[int, int, int], Layout]
+
+
+def capacity(moe: MoEConfig, length: int) -> int:
+    """Return the tokens of a sequence of `length` that one expert takes at most."""
+    if not moe.capacity_factor:
+        return length
+    even = length * moe.per_token / moe.experts
+    return min(length, math.ceil(moe.capacity_factor * even))
+
+
+def within_capacity(experts: jax.Array, moe: MoEConfig) -> jax.Array:
+    """Return a choice int32 [B, T, k] with E, the expert that no device has, for what is dropped.
+
+    The earlier tokens of a sequence come first, and among those of one token the better choice.
+    """
+    if not moe.capacity_factor:
+        return experts
+    length = experts.shape[1]
+    in_order = experts.reshape(experts.shape[0], -1)  # [B, T k]
+    chosen = jax.nn.one_hot(in_order, moe.experts, dtype=jnp.int32)  # [B, T k, E]
+    rank = jnp.sum(chosen * (jnp.cumsum(chosen, axis=1) - 1), axis=-1)  # [B, T k]
+    kept = jnp.where(rank < capacity(moe, length), in_order, moe.experts)
+    return kept.reshape(experts.shape)
+
+
+def layout_for(kernel_layout: KernelLayout, moe: MoEConfig, devices: int = 1) -> LayoutFn:
+    """Return the layout of rows on one of several devices that share experts.
+
+    Rows suffice for tokens of all devices that choose as many of its experts as they can, within
+    the capacity of each.
+    """
+
+    def layout(choice: tuple[int, ...], num_experts: int) -> Layout:
+        sequences, length, per_token = choice
+        most = sequences * length * min(per_token, num_experts)
+        most = min(most, sequences * num_experts * capacity(moe, length))
+        # On average a device computes its part of the assignments of all devices.
+        return kernel_layout(min(math.prod(choice) // devices, most), num_experts, most)
+
+    return layout
