@@ -6,7 +6,7 @@ import pkgutil
 from maxpipe.config import rules
 from maxpipe.config.rules.rule import Rule
 
-BEFORE_ALL = {"check_unknown_axes"}  # run by `rules.mesh` where the devices are known
+BEFORE_ALL = {"check_unknown_axes"}  # run by `load` before the list
 
 
 def test_no_rule_is_left_out_of_the_list():
