@@ -21,6 +21,7 @@ from maxpipe.config.from_hf import read_shape
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import folder_of, open_folder
 from maxpipe.config.sections import Config
+from maxpipe.hf.fp8 import dequantised
 from maxpipe.hf.matching import differences, is_ignored, shape_problems, text_name
 from maxpipe.hf.mxfp4 import joined
 from maxpipe.hf.safetensors import SafetensorsError, copy_view, read_folder
@@ -55,14 +56,13 @@ class HfWeights:
         family = implementation(MODEL_TYPES[shape.model_type])()
         self._rules = {rule.path: rule for rule in tensor_rules(family, self._program)}
         try:
-            tensors = read_folder(open_folder(directory, KEY))
+            folder = open_folder(directory, KEY)
+            tensors = read_folder(folder)
             stored = joined({text_name(name): tensor for name, tensor in tensors.items()})
+            stored = dequantised(stored, folder)
         except (SafetensorsError, OSError) as error:
             raise ConfigError(Problem(KEY, str(error))) from None
         self._num_layers = config.model.stacked_layers
-        if any(tensor.dtype.startswith("F8") for tensor in stored.values()):
-            message = f"{directory} has block-scaled fp8 weights; convert them to bfloat16"
-            raise ConfigError(Problem(KEY, message))
         expected = tensor_names(list(self._rules.values()), self._num_layers)
         tied = config.model.tie_embeddings
         self.ignored = sorted(

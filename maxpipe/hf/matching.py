@@ -21,7 +21,7 @@ _OTHER_PARTS = (
     "model.multi_modal_projector.",
 )
 _SELECTION_BIAS = "model.moe.selection_bias"  # which a rate implies
-_FLOATS = ("F32", "F16", "BF16", "MXFP4")
+_FLOATS = ("F32", "F16", "BF16", "MXFP4", "FP8")
 
 
 def shape_problems(config: Config, shape: Shape, directory: str) -> list[Problem]:
