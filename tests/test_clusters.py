@@ -74,7 +74,7 @@ class TestTpu:
     @pytest.mark.parametrize(
         ("schedule", "axis"),
         [
-            ("circular", "stage"),
+            pytest.param("circular", "stage", marks=pytest.mark.slow),
             ("lockstep_1f1b", "data"),
             pytest.param("circular", "data", marks=pytest.mark.slow),
             pytest.param("lockstep_1f1b", "stage", marks=pytest.mark.slow),

@@ -167,6 +167,7 @@ def test_train_lost_process_ends_others_and_same_command_continues(tmp_path, vic
     assert sorted(steps_of(tmp_path)) == list(range(1, newest + 2))
 
 
+@pytest.mark.slow
 def test_train_error_in_one_process_is_printed_and_ends_all(tmp_path):
     with members(tmp_path, 2, command(tmp_path, *ENDLESS), program=ONE_FAILS) as started:
         codes, output = ends(started)
@@ -243,6 +244,7 @@ def test_train_different_configurations_exit_with_2_and_name_keys_and_processes(
     assert not (tmp_path / "base").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [1, pytest.param(0, marks=pytest.mark.grid)])
 def test_train_failed_save_in_one_process_ends_all_with_1(tmp_path, monkeypatch, bad):
     monkeypatch.setenv("BAD_PROCESS", str(bad))

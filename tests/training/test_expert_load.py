@@ -94,7 +94,9 @@ def placed(trainer, canonical):
     return jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), canonical, shapes)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name", ["circular", "lockstep_1f1b", pytest.param("zb_v", marks=pytest.mark.slow)]
+)
 def test_biases_and_figures_after_three_steps_are_those_of_one_device(sequential, name):
     first, last, expected_metrics = sequential
     trainer, place = make_trainer(**ENGINES[name])

@@ -95,7 +95,7 @@ MIXED = {
     ),
 }
 # The others differ from one of these in less.
-DEFAULT = ("lockstep_1f1b tensor", "circular fsdp", "mpmd once")
+DEFAULT = ("lockstep_1f1b tensor", "circular fsdp")
 MARKED = [pytest.param(n, marks=[] if n in DEFAULT else [pytest.mark.slow]) for n in MIXED]
 
 

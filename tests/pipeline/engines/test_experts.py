@@ -89,7 +89,7 @@ CASES = {
 
 
 # The others differ from one of the rest in less.
-FURTHER = ("lockstep_zb", "circular_per_iteration")
+FURTHER = ("lockstep_zb", "circular_per_iteration", "zb_v")
 MARKED = [pytest.param(n, marks=[pytest.mark.slow] if n in FURTHER else []) for n in CASES]
 
 

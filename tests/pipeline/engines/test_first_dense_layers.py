@@ -59,8 +59,12 @@ CASES = {
     },
 }
 
+# Layers before the pipeline, experts among them, are more than the dense ones alone.
+FURTHER = ("lockstep_1f1b", "sequential")
+MARKED = [pytest.param(n, marks=[pytest.mark.slow] if n in FURTHER else []) for n in CASES]
 
-@pytest.mark.parametrize("name", CASES)
+
+@pytest.mark.parametrize("name", MARKED)
 def test_losses_and_gradients_equal_those_of_one_device(name):
     config = tiny(**MODEL | CASES[name])
     subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest

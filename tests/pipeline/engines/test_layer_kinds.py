@@ -100,7 +100,7 @@ def unrolled():
     "engine",
     [
         "scheduled",
-        "mpmd",
+        pytest.param("mpmd", marks=pytest.mark.slow),
         pytest.param("circular", marks=pytest.mark.slow),
         pytest.param("sequential", marks=pytest.mark.slow),
     ],

@@ -73,7 +73,7 @@ def _is_weight(shape):
 
 SIZES = [
     (2, 8),
-    (4, 8),
+    pytest.param(4, 8, marks=pytest.mark.slow),
     (4, 4),
 ]  # repeats, microbatches; the last with as many microbatches as stages
 

@@ -97,7 +97,7 @@ def full_product():
     )
 
 
-@pytest.mark.parametrize("case", default_first(PAIRWISE, 10))
+@pytest.mark.parametrize("case", default_first(PAIRWISE, 6))
 def test_circular_equals_sequential(case):
     check(case)
 

@@ -34,7 +34,7 @@ def config_of(**values):
 @pytest.mark.parametrize(
     "values",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         pytest.param({"pipeline.skip_idle": "false"}, marks=pytest.mark.slow),
         {"pipeline.schedule": "lockstep_zb", "pipeline.remat_policy": "minimal"},
         pytest.param(
