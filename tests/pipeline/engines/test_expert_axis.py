@@ -91,7 +91,12 @@ MIXED = {
     "mpmd latent": (
         "mpmd",
         "ring",
-        DEEPSEEK | {"pipeline.parallel_layers": -1, "pipeline.outside_layers": "after"},
+        {
+            **DEEPSEEK,
+            "model.num_layers": 5,
+            "pipeline.parallel_layers": -1,
+            "pipeline.outside_layers": "after",
+        },
     ),
 }
 # The others differ from one of these in less.
