@@ -31,7 +31,7 @@ SLICES = {
     16: "v5p:2x2x4",
     32: "v5p:2x4x4",
     64: "v5p:4x4x4",
-    256: "v5p:4x8x8",
+    512: "v5p:8x8x8",
     768: "v5p:8x8x12",
 }
 BASE = "configs/base.yml"
