@@ -20,6 +20,7 @@ _NOT_SHAPE = (
     "logit_tiles",
     "moe.balance_loss",
     "moe.bias_rate",
+    "moe.capacity_factor",
     "moe.z_loss",
     "moe.kernel",
     "moe.dispatch",

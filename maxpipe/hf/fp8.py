@@ -93,12 +93,16 @@ def _block_size(folder: ModelFolder) -> tuple[int, int]:
     """
     section = json.loads(folder.read(_CONFIG)).get(_SECTION) or {}
     sizes = section.get(_SIZE)
-    if not (isinstance(sizes, list) and len(sizes) == 2 and all(int(n) > 0 for n in sizes)):
+    if not (isinstance(sizes, list) and len(sizes) == 2 and all(_is_size(n) for n in sizes)):
         raise SafetensorsError(
             f"{folder} has weights in fp8, but {_CONFIG} no {_SECTION}.{_SIZE}; convert the "
             "weights to bfloat16"
         )
-    return int(sizes[0]), int(sizes[1])
+    return sizes[0], sizes[1]
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def _are_pair(numbers: WeightTensor, scales: WeightTensor | None, block: tuple[int, int]) -> bool:

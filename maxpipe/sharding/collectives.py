@@ -36,25 +36,12 @@ def swapped(x: jax.Array, axis_name: str) -> jax.Array:
     return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0)
 
 
-def _gathered_forward(x: jax.Array, axis_name: str, dimension: int) -> tuple[jax.Array, None]:
-    return gathered(x, axis_name, dimension), None
-
-
-def _gathered_backward(
-    axis_name: str, dimension: int, _: None, gradient: jax.Array
-) -> tuple[jax.Array]:
-    return (summed(gradient, axis_name, dimension),)
-
-
-def _summed_forward(x: jax.Array, axis_name: str, dimension: int) -> tuple[jax.Array, None]:
-    return summed(x, axis_name, dimension), None
-
-
-def _summed_backward(
-    axis_name: str, dimension: int, _: None, gradient: jax.Array
-) -> tuple[jax.Array]:
-    return (gathered(gradient, axis_name, dimension),)
-
-
-gathered.defvjp(_gathered_forward, _gathered_backward)
-summed.defvjp(_summed_forward, _summed_backward)
+# (axis_name, dimension, nothing that the forward pass saves, gradient) -> (gradient of x,)
+gathered.defvjp(
+    lambda x, *where: (gathered(x, *where), None),
+    lambda axis_name, dimension, _, gradient: (summed(gradient, axis_name, dimension),),
+)
+summed.defvjp(
+    lambda x, *where: (summed(x, *where), None),
+    lambda axis_name, dimension, _, gradient: (gathered(gradient, axis_name, dimension),),
+)

@@ -51,9 +51,8 @@ def sizes_of(config: Config) -> dict[str, object]:
     if config.model.attention_kind == "mla":
         del sizes["model.num_kv_heads"], sizes["model.head_dim"]
         sizes |= LATENT
-    if (
-        config.model.first_dense_layers
-    ):  # four layers in the pipeline, and one of the same kind outside
+    if config.model.first_dense_layers:
+        # Four layers in the pipeline, and one of the same kind outside.
         sizes |= {
             "model.first_dense_layers": 1,
             "model.num_layers": 6,

@@ -8,7 +8,8 @@ import numpy as np
 import tokenizers
 
 from helpers.hf_models import recorded, weights
-from maxpipe.config import load, resolve
+from maxpipe.config import Config, load, replace, resolve
+from maxpipe.config.from_hf import read_shape
 from maxpipe.hf.families.deepseek import DeepseekV3
 from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
@@ -63,3 +64,9 @@ def write_folder(path: Path, name: str = "gemma3") -> Path:
     weight_map = {n: f"{i}.safetensors" for i, half in enumerate(halves) for n in half}
     (path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return path
+
+
+def importing(path: Path) -> Config:
+    """Return a configuration that starts from the weights of a folder, resolved for one device."""
+    values = {"init_from": f"hf:{path}", **read_shape(str(path)).values}
+    return resolve(replace(Config(), **values), 1)

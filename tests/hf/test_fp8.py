@@ -6,13 +6,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.hf_folder import write_folder, write_weights
+from helpers.hf_folder import importing, write_folder, write_weights
 
-from maxpipe.config import Config, ConfigError, replace, resolve
-from maxpipe.config.from_hf import read_shape
+from maxpipe.config import ConfigError
 from maxpipe.hf.fp8 import Fp8Tensor, dequantised
 from maxpipe.hf.importer import HfWeights
-from maxpipe.hf.safetensors import INDEX, read_folder, read_header
+from maxpipe.hf.safetensors import INDEX, SafetensorsError, read_folder, read_header
 from maxpipe.storage.model_folders import LocalFile, LocalFolder
 
 BLOCK = (8, 4)
@@ -63,6 +62,7 @@ def test_numbers_are_products_with_the_scales_of_their_blocks(matrix):
         ({"w_scale_inv": None}, "w is F8_E4M3, which is read as F8_E4M3 with w_scale_inv for"),
         ({"w_scale_inv": np.ones((3, 2), np.float32)}, "blocks of 8 x 4; convert"),
         ({"block": None}, "has weights in fp8, but config.json no quantization_config.weight_bl"),
+        ({"block": ("8", 4)}, "config.json no quantization_config.weight_block_size; convert"),
     ],
 )
 def test_other_forms_are_refused(matrix, change, message):
@@ -73,7 +73,7 @@ def test_other_forms_are_refused(matrix, change, message):
     (folder / "x.safetensors").unlink()
     write_weights(folder / "x.safetensors", {n: x for n, x in tensors.items() if x is not None})
     stored = read_folder(LocalFolder(folder))
-    with pytest.raises(Exception, match="convert") as caught:
+    with pytest.raises(SafetensorsError, match="convert") as caught:
         dequantised(stored, LocalFolder(folder))
     assert message in str(caught.value)
 
@@ -95,14 +95,9 @@ def model(tmp_path):
     return path, values
 
 
-def config_of(path):
-    values = {"init_from": f"hf:{path}", **read_shape(str(path)).values}
-    return resolve(replace(Config(), **values), 1)
-
-
 def test_folder_is_read_into_parameters_that_are_split_over_devices(model):
     path, values = model
-    config = config_of(path)
+    config = importing(path)
     weights, m = HfWeights(config), config.model
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     like = jax.ShapeDtypeStruct(
@@ -127,7 +122,7 @@ def test_scales_that_are_missing_end_the_start_with_the_name(model):
     (path / "model.safetensors").unlink()
     write_weights(path / "model.safetensors", tensors)
     with pytest.raises(ConfigError, match=f"{lost} is F8_E4M3, which is read"):
-        HfWeights(config_of(path))
+        HfWeights(importing(path))
 
 
 def test_numbers_equal_those_of_transformers():

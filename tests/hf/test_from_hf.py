@@ -59,8 +59,10 @@ def test_key_of_the_command_line_may_only_say_the_same(folder):
 def test_how_experts_are_balanced_and_reached_stays_the_users(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(recorded("deepseek_v3")["config"]))
     words = [f"model.from_hf={tmp_path}", "model.moe.dispatch=all_to_all"]
-    config = load("base", [*ONE_STAGE, *words, "model.moe.bias_rate=1e-3"]).config
-    assert (config.model.moe.dispatch, config.model.moe.bias_rate) == ("all_to_all", 1e-3)
+    words += ["model.moe.bias_rate=1e-3", "model.moe.capacity_factor=1.25"]
+    config = load("base", [*ONE_STAGE, *words]).config
+    moe = config.model.moe
+    assert (moe.dispatch, moe.bias_rate, moe.capacity_factor) == ("all_to_all", 1e-3, 1.25)
     # A rate implies the bias of the file; without either, the file's bias has no place.
     shape = read_shape(str(tmp_path), "init_from")
     by_rate = update(config, {"model.moe.selection_bias": False})

@@ -6,12 +6,11 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.hf_folder import write_weights
+from helpers.hf_folder import importing, write_weights
 from helpers.hf_models import recorded, weights
 from helpers.hf_parameters import family_of
 
-from maxpipe.config import Config, ConfigError, replace, resolve
-from maxpipe.config.from_hf import read_shape
+from maxpipe.config import ConfigError
 from maxpipe.hf.exporter import config_json
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.mxfp4 import Mxfp4Tensor, joined
@@ -88,14 +87,9 @@ def folder(tmp_path):
     return path, dequantised
 
 
-def config_of(path):
-    values = {"init_from": f"hf:{path}", **read_shape(str(path)).values}
-    return resolve(replace(Config(), **values), 1)
-
-
 def test_folder_is_read_into_parameters_that_are_split_over_devices(folder):
     path, dequantised = folder
-    config = config_of(path)
+    config = importing(path)
     model, hf_weights = config.model, HfWeights(config)
     mesh = jax.make_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
     spec = jax.sharding.PartitionSpec(None, "b", None, "a")
@@ -116,7 +110,7 @@ def test_folder_is_read_into_parameters_that_are_split_over_devices(folder):
 
 def test_scales_that_are_missing_are_named(folder):
     path, _ = folder
-    config = config_of(path)
+    config = importing(path)
     tensors = {n: np.array(x.read()) for n, x in read_folder(LocalFolder(path)).items()}
     lost = "model.layers.1.mlp.experts.down_proj"
     del tensors[f"{lost}_scales"]
@@ -129,6 +123,6 @@ def test_scales_that_are_missing_are_named(folder):
 
 
 def test_config_json_of_an_export_does_not_promise_mxfp4(folder):
-    written = config_json(family_of("gpt_oss"), config_of(folder[0]), folder[0])
+    written = config_json(family_of("gpt_oss"), importing(folder[0]), folder[0])
     assert "quantization_config" not in written
     assert written["swiglu_limit"] == 0.5
