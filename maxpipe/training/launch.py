@@ -5,14 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
-from importlib import metadata
 from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import maxpipe
 from maxpipe.checkpoint.errors import CheckpointDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
@@ -23,11 +21,11 @@ from maxpipe.config.load import Loaded, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
-from maxpipe.data.fingerprint import data_digests, fingerprint_data
+from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
-from maxpipe.devices.agreement import check_agreement, source_digest
+from maxpipe.devices.agreement import check_agreement
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
@@ -41,6 +39,7 @@ from maxpipe.supervision.run_lease import RunLease, own_run
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.continuity import (
     DOCUMENTS,
     FINGERPRINT,
@@ -56,7 +55,6 @@ from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.trainer import StateT, Trainer
 
 # Packages whose versions every checkpoint records.
-DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class BuildTrainer(Protocol):
@@ -328,27 +326,6 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
     num_chips = mesh.size / devices_per_chip(devices)
     return flops / (chip.peak_flops[config.model.dtype] * num_chips)
-
-
-def run_contents(config: Config) -> dict[str, str]:
-    """Return digests and versions of what the result of a run depends on, by name.
-
-    Data and tokenizer have the names of the keys that give their paths. What cannot be read has its
-    error in place of a digest: if no process can read it, opening it says so later.
-    """
-    try:
-        contents = data_digests(config)
-    except ConfigError as error:
-        contents = {problem.key: problem.message for problem in error.problems}
-    contents |= {f"version of {name}": version for name, version in package_versions().items()}
-    return contents | {"code of maxpipe": source_digest()}
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of maxpipe and of the packages that decide what a step computes."""
-    # maxpipe's own version comes from the package: run from a checkout, it need not be installed.
-    installed = {name: metadata.version(name) for name in DEPENDENCIES}
-    return {"maxpipe": maxpipe.__version__} | installed
 
 
 def _continue_loader(
