@@ -273,7 +273,8 @@ def test_train_failed_save_in_one_process_ends_all_with_1(tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
-def test_train_files_of_the_same_name_with_other_contents_exit_with_2(tmp_path):
+def test_train_files_of_the_same_name_with_other_contents_exit_with_2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for number in (0, 1):
         directory = tmp_path / str(number)
         directory.mkdir()
