@@ -17,7 +17,7 @@ from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change
-from maxpipe.config.load import Loaded, resolve
+from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
@@ -49,6 +49,7 @@ from maxpipe.training.continuity import (
     version_changes,
 )
 from maxpipe.training.initial_weights import InitialWeights, open_weights, with_progress
+from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
@@ -78,7 +79,8 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
             # Before all else: with different programs a collective would never end.
             check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
-        config = resolve(loaded, len(devices), num_slices(devices))
+        with naming_all_inputs(derive_known(loaded.config)):
+            config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
             return run(config, loaded, build_mesh(config), supervision, build_trainer)
@@ -96,7 +98,8 @@ def run(
     for line in (*advice(mesh.devices.flat[0], os.environ), *explain_threads(config)):
         decisions.add(line)
     memory = device_memory(mesh.devices.reshape(-1).tolist())
-    config = choose_stages(config, memory, decisions.add)
+    with naming_all_inputs(config):
+        config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config)
     last_step = finished_step(config, checkpointer)
     if last_step is not None:
@@ -105,8 +108,9 @@ def run(
         log(f"{directory.root} is finished: {finished}")
         return DONE
     started = time.perf_counter()
-    trainer = build_trainer(config, mesh, note=decisions.add)
-    current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
+    with naming_all_inputs(config):
+        trainer = build_trainer(config, mesh, note=decisions.add)
+        current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
@@ -134,7 +138,8 @@ def _owned(config: Config) -> Iterator[RunLease]:
         lease = RunLease()
         if jax.process_index() == 0:
             root, mirror = RunDirectory(config).root, open_mirror(config)
-            lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
+            with naming_all_inputs(config):
+                lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
         processes.of_first_process(0)  # the others wait here until the run has its owner
         if not processes.share(RunDirectory(config).root):
             problem = f"not all processes see the same {RunDirectory(config).root}"

@@ -41,13 +41,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.errors import RefusedError
+
 KINDS = ("F", "B", "I", "W")
 # Column of each kind within a lockstep tick of a CSV file.
 LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
 IDLE = -1
 
 
-class ScheduleError(ValueError):
+class ScheduleError(RefusedError):
     """A schedule cannot be built, is invalid, or cannot run on the engine."""
 
 
