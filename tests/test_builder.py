@@ -57,6 +57,22 @@ def test_layout_of_uneven_layers_is_padded_to_the_largest_chunk():
     assert layout.shape == (2, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("place", "layers"), [("after", [[0], [3, 4, 5]]), ("before", [[0, 1, 2], [5]])]
+)
+def test_layout_of_layers_outside_on_mpmd_has_them_in_a_chunk(place, layers):
+    """Six layers, of which two are outside; in a V the first and the last chunk share a stage."""
+    values = {
+        "pipeline.schedule": "zb_v",
+        "pipeline.parallel_layers": 4,
+        "pipeline.outside_layers": place,
+        "model.num_layers": 6,
+    }
+    layout = build_layout(tiny(**PIPELINE | values))
+    assert layout.num_outside == 0
+    assert layout.stage_layers(0) == layers
+
+
 def test_layout_without_pipeline_has_one_stage_and_no_schedule():
     config = tiny(**{"pipeline.engine": "sequential", "model.num_layers": 3})
     assert build_layout(config).shape == (1, 1, 3)
