@@ -317,6 +317,13 @@ def test_schedule_of_manual_stages_uses_their_own_times(capsys):
     )
 
 
+def test_schedule_with_layers_outside_on_mpmd_counts_them_on_their_stage(capsys):
+    words = "pipeline.num_repeats=1", "pipeline.parallel_layers=20"
+    for place, chunks in (("after", "[10,18]"), ("before", "[18,10]")):
+        text = output(capsys, *LARGE_HEAD, *words, f"pipeline.outside_layers={place}")
+        assert text == output(capsys, *LARGE_HEAD, f"pipeline.layers_per_stage={chunks}")
+
+
 def test_schedule_of_several_chunks_per_stage_lists_every_chunk(capsys):
     for schedule, layers in (("interleaved_1f1b", "8 + 8"), ("zb_v", "8 + 4")):
         text = output(

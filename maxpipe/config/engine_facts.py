@@ -37,8 +37,6 @@ class Engine:
         stages share the head's tokens.
       runs_csv: whether it runs the table of a CSV file.
       whole_rounds: whether the microbatches must be a multiple of the stages.
-      no_outside_layers: why all layers run in the pipeline, and what to do with those that do not
-        divide over the stages; empty if `pipeline.parallel_layers` may be fewer.
       auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
       several_processes: whether devices of several processes may take part.
     """
@@ -53,7 +51,6 @@ class Engine:
     lockstep: bool = False
     runs_csv: bool = False
     whole_rounds: bool = False
-    no_outside_layers: str = "it has no layers outside the pipeline"
     auto_stages: bool = False
     several_processes: bool = True
 
@@ -120,7 +117,6 @@ ENGINES: dict[str, Engine] = {
             ),
         ),
         whole_rounds=True,
-        no_outside_layers="",
     ),
     "scheduled": Engine(
         _ENGINES + "scheduled.engine:ScheduledEngine",
@@ -140,14 +136,11 @@ ENGINES: dict[str, Engine] = {
         "depend on the number of microbatches",
         lockstep=True,
         runs_csv=True,
-        no_outside_layers="",
     ),
     "mpmd": Engine(
         _ENGINES + "mpmd.engine:MpmdEngine",
         "a program per stage and kind of unit, dispatched from one process in the schedule's order",
         unused=(
-            "parallel_layers",
-            "outside_layers",
             "delay_activation_forwarding",
             "overlap_slots",
             "skip_idle",
@@ -180,9 +173,6 @@ ENGINES: dict[str, Engine] = {
                 "leave it empty",
             ),
         ),
-        no_outside_layers="each of its units runs on one stage, and a layer that all stages share "
-        "would make them wait for each other in every microbatch; stages may differ in their "
-        "number of layers at no cost (pipeline.layers_per_stage)",
         no_offloading="its residuals pass from one program to another on the device",
         one_program=False,
         runs_csv=True,

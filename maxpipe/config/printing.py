@@ -112,21 +112,24 @@ def _unused_options(before: Config, resolved: Config) -> list[str]:
 
 def _outside(c: Config) -> list[str]:
     """Return a line for each kind of layers outside the pipeline that there is."""
+    engine, place = ENGINES[c.pipeline.engine], c.pipeline.outside_layers
     outside = c.model.stacked_layers - c.pipeline.parallel_layers
-    if not ENGINES[c.pipeline.engine].has_stages:
+    if not engine.has_stages:
         return []
     lines = []
     if first := c.model.first_dense_layers:
         lines = [f"model.first_dense_layers={first}: they run with the embedding"]
     if not outside:
         return lines
+    how = "the stages as data parallelism"
+    if not engine.one_program:
+        how = f"the {'first' if place == 'before' else 'last'} chunk, on its stage alone"
     line = (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
-        f"{outside} of {c.model.stacked_layers} layers run {c.pipeline.outside_layers} the "
-        "pipeline, with the stages as data parallelism"
+        f"{outside} of {c.model.stacked_layers} layers run {place} the pipeline, with {how}"
     )
     rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
-    if ENGINES[c.pipeline.engine].lockstep and rows % num_stages(c):
+    if engine.lockstep and rows % num_stages(c):
         line += (
             f"; a microbatch has {rows} row{'s' * (rows > 1)} on a device, which "
             f"{num_stages(c)} stages do not divide, so some compute padding"

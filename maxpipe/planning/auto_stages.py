@@ -16,6 +16,7 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB
+from maxpipe.pipeline.layout import layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.planning.simulate import Simulation, simulate
@@ -102,7 +103,7 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
 def uniform_sizes(config: Config) -> list[int] | None:
     """Return chunks of one size, or None if the layers do not divide."""
     chunks = run_table(config).num_chunks
-    size, remainder = divmod(config.pipeline.parallel_layers, chunks)
+    size, remainder = divmod(len(layers_in_chunks(config)), chunks)
     return None if remainder else [size] * chunks
 
 

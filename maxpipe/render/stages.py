@@ -10,6 +10,7 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.slices import canonical_topology, num_devices
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, topology_memory
+from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.auto_stages import (
     Prediction,
     memory_limit,
@@ -58,16 +59,14 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     if config.pipeline.layers_per_stage == AUTO:
         chosen = plan_stages(config, limit)
     else:
-        sizes = config.pipeline.layers_per_stage or even
-        assert sizes, "resolved layers have sizes of their own or are even"
-        chosen = predict(config, sizes)
+        chosen = predict(config, build_layout(config).chunk_sizes)
     predictions = [chosen]
     if uniform and uniform.sizes != chosen.sizes:
         predictions.append(uniform)
     return Drawing(
         [_named_after_chunks(prediction) for prediction in predictions],
         stages_text(chosen, uniform, None if engine.one_program else limit),
-        f"{path}, {config.pipeline.parallel_layers} layers; the forward of a layer takes 1",
+        f"{path}, {sum(chosen.sizes)} layers; the forward of a layer takes 1",
     )
 
 

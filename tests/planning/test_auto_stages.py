@@ -240,7 +240,9 @@ def test_times_of_layers_are_those_of_their_kinds_and_of_their_places():
     assert np.add(local, of_all) == pytest.approx(0)
     assert times.of_layers(2, 4) == pytest.approx(4 * times.layer)
     inside = {"pipeline.parallel_layers": 4, "pipeline.layers_per_stage": [2, 2]}
-    inside |= {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"}
     for place, extra in (("after", of_all), ("before", local)):
-        config = config_of(2, **WINDOWS, **inside, **{"pipeline.outside_layers": place})
-        assert unit_times(config).extras == (extra,) * 4
+        inside |= {"pipeline.outside_layers": place}
+        spmd = {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"}
+        assert unit_times(config_of(2, **WINDOWS, **inside, **spmd)).extras == (extra,) * 4
+        # There the layers outside are part of a chunk.
+        assert unit_times(config_of(2, **WINDOWS, **inside)).extras == times.extras

@@ -156,8 +156,8 @@ class PipelineConfig:
     )
     parallel_layers: int = option(
         -1,
-        "layers in the pipeline; the others run outside it, with the stages as data parallelism; "
-        "-1 = all",
+        "layers in the pipeline; the others run outside it, with the stages as data parallelism, "
+        "or with its first or last chunk (mpmd); -1 = all",
         minimum=1,
         derived=True,
     )
