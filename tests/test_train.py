@@ -334,10 +334,10 @@ def test_print_config_shows_every_value_with_its_source(words, capsys):
 def test_train_on_random_ids_of_a_small_vocabulary_evaluates_and_goes_on(tmp_path, capsys):
     options = {"steps": 2, "eval": "{every: 2, batches: 1}"}
     words = write_config(tmp_path, telemetry="{log_every: 1}", **options)
+    root = output_dir(words) / "tiny"
     words += [*IN_PROCESS, "data.source=synthetic", "model.vocab_size=32"]
     for end in (["stop_after=1"], []):
         assert main([*words, *end]) == 0
-    root = output_dir(words) / "tiny"
     assert [step for step, (loss, *_) in losses(root).items() if 3 < loss < 4] == [1, 2]  # ln 32
     (evaluation,) = (row for row in rows(root) if "eval_loss" in row)
     assert 3 < evaluation["eval_loss"] < 4
