@@ -7,6 +7,7 @@ import pytest
 import yaml
 from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
 
+from maxpipe import generate
 from maxpipe.train import main
 
 # The tests' own process has eight devices.
@@ -353,3 +354,21 @@ def test_print_config_shows_every_value_with_its_source(words, capsys):
     assert "tiny.yml" in lines["mlp_dim"]
     assert "base.yml" in lines["vocab_size"]
     assert "default" in lines["grad_clip_norm"]
+
+
+def test_train_on_random_ids_of_a_small_vocabulary_evaluates_and_goes_on(tmp_path, capsys):
+    options = {"steps": 2, "eval": "{every: 2, batches: 1}"}
+    words = write_config(tmp_path, telemetry="{log_every: 1}", **options)
+    root = output_dir(words) / "tiny"
+    words += [*IN_PROCESS, "data.source=synthetic", "model.vocab_size=32"]
+    for end in (["stop_after=1"], []):
+        assert main([*words, *end]) == 0
+    assert [step for step, (loss, *_) in losses(root).items() if 3 < loss < 4] == [1, 2]  # ln 32
+    (evaluation,) = (row for row in rows(root) if "eval_loss" in row)
+    assert 3 < evaluation["eval_loss"] < 4
+    assert "eval_bits_per_byte" not in evaluation
+    printed = capsys.readouterr().out
+    assert "data.tokenizer=ids:32: data.source=synthetic needs no text" in printed
+    capsys.readouterr()
+    assert generate.main([str(root), "--prompt=3 1 4", "--max-tokens=4"]) == 0
+    assert {int(word) for word in capsys.readouterr().out.split()} <= {*range(31)}

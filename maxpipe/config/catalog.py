@@ -310,6 +310,8 @@ class DataSource:
       companion: ending of a file next to each of them that is read with it, "" if there is none.
       version: "module:function" of a source without a path: returns a text that changes whenever
         the documents do. "" for documents that never change.
+      needs_tokenizer: whether the documents stand for text. Ids of another source are drawn, as
+        many as `data.tokenizer` has or, if the model has fewer, as the model has.
       summary: a phrase for `--help`.
     """
 
@@ -318,6 +320,7 @@ class DataSource:
     suffixes: tuple[str, ...] = ("",)
     companion: str = ""
     version: str = ""
+    needs_tokenizer: bool = True
     summary: str = ""
 
 
@@ -345,6 +348,7 @@ SOURCES: dict[str, DataSource] = {
     "synthetic": DataSource(
         _SOURCES + "tokens:synthetic",
         needs_path=False,
+        needs_tokenizer=False,
         summary="random tokens, made as they are read",
     ),
     "text": DataSource(_SOURCES + "text:text", summary="text files, each a document"),
@@ -357,10 +361,19 @@ SOURCES: dict[str, DataSource] = {
 }
 
 
+@dataclass(frozen=True)
 class Tokenizer(Variant):
-    """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments."""
+    """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments.
+
+    Attributes:
+      vocab_size: number of its ids; 0 = not known before it is built.
+    """
+
+    vocab_size: int = 0
 
 
 TOKENIZERS: dict[str, Tokenizer] = {
-    "byte": Tokenizer("maxpipe.data.tokenizers:ByteTokenizer", summary="bytes of UTF-8")
+    "byte": Tokenizer(
+        "maxpipe.data.tokenizers:ByteTokenizer", summary="bytes of UTF-8", vocab_size=259
+    )
 }

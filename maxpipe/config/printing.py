@@ -17,6 +17,7 @@ _SOURCE_COLUMN = 44
 _PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
 _REASONS = {
     "model.head_dim": "model.embed_dim / model.num_query_heads",
+    "data.tokenizer": "data.source=synthetic needs no text, only ids that the model has",
     "optimizer.decay_steps": "steps",
     "optimizer.warmup_steps": "a twentieth of optimizer.decay_steps",
     "eval.global_batch_size": "data.global_batch_size",

@@ -16,6 +16,7 @@ import numpy as np
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.load import derive_known
 from maxpipe.data.check import check
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -51,9 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=DESCRIPTIONS[command],
         add_flags=_add_flags if command == "show" else None,
     )
+    config = derive_known(arguments.loaded.config)
     if command == "check":
-        return check(arguments.loaded.config)
-    show(arguments.loaded.config, arguments.flags.rows, arguments.flags.seconds)
+        return check(config)
+    show(config, arguments.flags.rows, arguments.flags.seconds)
     return 0
 
 

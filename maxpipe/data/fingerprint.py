@@ -333,7 +333,7 @@ def data_digests(config: Config) -> dict[str, str]:
 
 
 def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
-    """Return a digest of a tokenizer's files; of one of the catalogue its name.
+    """Return a digest of a tokenizer's files; of one without files its name.
 
     Arguments are as for `load_tokenizer`.
 

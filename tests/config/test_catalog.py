@@ -157,6 +157,11 @@ def missing_entries(table):
     }
 
 
+def test_tokenizers_have_as_many_ids_as_the_table_says():
+    sizes = {name: implementation(entry)().vocab_size for name, entry in TOKENIZERS.items()}
+    assert sizes == {name: entry.vocab_size for name, entry in TOKENIZERS.items()}
+
+
 @pytest.mark.parametrize("table", TABLES)
 def test_variant_in_a_family_has_an_entry(table):
     assert missing_entries(table) == set()
