@@ -57,6 +57,33 @@ def imports_of(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((a.name, "") for a in node.names if a.name.split(".")[0] == "maxpipe")
 
 
+def lazy_imports_of(path: Path) -> Iterator[tuple[str, ast.ImportFrom]]:
+    """Yield (function, import) of everything that functions of a file import from the package."""
+    for function in ast.walk(TREES[path]):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("maxpipe"):
+                    yield function.name, node
+
+
+def loads_slow_library(module: str, edges: dict[str, set[str]]) -> bool:
+    """Return whether the import of a module loads a library for which errors should not wait."""
+    slow = {"jax", "flax", "optax", "orbax", "grain", "ortools"}
+    reached, waiting = {module}, [module]
+    while waiting:
+        new = edges.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    names = {
+        name.split(".")[0]
+        for each in reached & MODULES.keys()
+        for node in TREES[MODULES[each]].body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or node.names[0].name]
+    }
+    return bool(names & slow)
+
+
 def runtime_edges() -> dict[str, set[str]]:
     """Return module -> modules that it imports when it is itself imported."""
     edges: dict[str, set[str]] = {}
@@ -144,6 +171,32 @@ class TestImports:
             if name.startswith("_") or any(part.startswith("_") for part in module.split(".")[1:])
         ]
         assert private == []
+
+    @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+    def test_lazy_imports_of_a_file_are_one_boundary(self, path):
+        functions = {function for function, _ in lazy_imports_of(path)}
+        assert len(functions) <= 1, f"package imports inside {', '.join(sorted(functions))}"
+        # Nothing runs between the first of them and the last.
+        lines = [range(n.lineno, n.end_lineno + 1) for _, n in lazy_imports_of(path)]
+        assert all(after.start == before.stop for before, after in pairwise(lines))
+
+    def test_lazy_imports_of_commands_are_in_main(self):
+        functions = {
+            path.name: function
+            for path in ROOT.glob("*.py")
+            for function, _ in lazy_imports_of(path)
+        }
+        assert {*functions.values()} == {"main"}, functions
+
+    def test_lazily_imported_modules_load_a_slow_library(self):
+        edges = runtime_edges()
+        needless = {
+            f"{path.relative_to(ROOT)}: {node.module}"
+            for path in FILES
+            for _, node in lazy_imports_of(path)
+            if not loads_slow_library(node.module, edges)
+        }
+        assert needless == set()
 
     def test_there_is_no_cycle_of_files(self):
         assert cycle_in(runtime_edges()) == []

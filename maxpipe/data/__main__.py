@@ -17,6 +17,7 @@ import numpy as np
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.data.check import check
+from maxpipe.data.loader import make_loader
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(config: Config, num_rows: int, seconds: float) -> None:
     """Print `num_rows` rows of the first batch, then the speed of the loader over `seconds`."""
-    from maxpipe.data.loader import make_loader
-
     loader = make_loader(config, "train", range(config.data.global_batch_size))
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     batch = next(loader)
