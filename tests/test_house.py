@@ -1,6 +1,7 @@
 """The shape of the package: sizes of files and functions, directions of imports, private names."""
 
 import ast
+import re
 import statistics
 from collections.abc import Iterator
 from itertools import pairwise
@@ -149,6 +150,39 @@ def test_any_is_used_at_most_120_times():
         if (count := sum(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(tree)))
     }
     assert sum(uses.values()) <= 120, dict(sorted(uses.items(), key=lambda use: -use[1]))
+
+
+class TestWords:
+    EMPTY: ClassVar = {"found", "here", "mine", "asked", "one", "say"}  # say nothing as a name
+
+    def test_names_say_what_they_hold(self):
+        empty = [
+            f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+            for path, tree in TREES.items()
+            for node in ast.walk(tree)
+            if (name := name_bound_by(node)).strip("_") in self.EMPTY
+        ]
+        assert empty == []
+
+    @pytest.mark.parametrize("folder", ["maxpipe", "docs"])
+    def test_prose_has_no_beside_and_no_nobody(self, folder):
+        files = [p for p in (ROOT.parent / folder).rglob("*") if p.suffix in (".py", ".md")]
+        lines = [
+            f"{path.relative_to(ROOT.parent)}:{number} {line.strip()}"
+            for path in files
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+            if re.search(r"\b(beside|nobody)\b", line, flags=re.IGNORECASE)
+        ]
+        assert lines == []
+
+
+def name_bound_by(node: ast.AST) -> str:
+    """Return the variable, parameter, function or attribute that a node of a tree binds, or ""."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.id if isinstance(node, ast.Name) else node.attr
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else ""
 
 
 class TestImports:

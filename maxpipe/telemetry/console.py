@@ -100,7 +100,7 @@ class Console:
             if is_first or progress.step % self._log_every == 0 or progress.step == self._total:
                 self._print_step()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print `text` on lines of its own, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)

@@ -164,7 +164,7 @@ def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
 def _diverged(run: Run, reason: str, remedy: str = "") -> int:
     """Report why a run cannot continue from its state, and return the exit code."""
     lower = "Lower optimizer.learning_rate and start again"
-    run.recorder.say(f"{reason}; stopped without saving. {lower}{remedy}")
+    run.recorder.print_line(f"{reason}; stopped without saving. {lower}{remedy}")
     return DIVERGED
 
 
@@ -289,7 +289,7 @@ class StepLog:
         if values["skipped"]:
             why = "a spike" if self.last_is_finite else "not finite"
             what = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-            self._recorder.say(
+            self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
         self._recorder.step(step, step_seconds=seconds, **values)

@@ -66,8 +66,8 @@ class ShardedLayers:
 
         # Some stages have rows of padding, whose auxiliary losses do not count.
         def row(x: jax.Array, side: SideInputs) -> tuple[jax.Array, AuxiliaryLosses]:
-            one = jax.tree.map(lambda a: a[None], side)
-            y, aux = self._apply(weights, x[None], LayerInputs(one, inputs.key))
+            side_of_row = jax.tree.map(lambda a: a[None], side)
+            y, aux = self._apply(weights, x[None], LayerInputs(side_of_row, inputs.key))
             return y[0], aux
 
         y, aux = jax.vmap(row)(x, side)
