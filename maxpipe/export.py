@@ -1,4 +1,4 @@
-"""`python -m maxpipe.export RUN_DIR --hf DIR`: write a checkpoint for Hugging Face transformers.
+"""Write a checkpoint for Hugging Face transformers: `maxpipe.export RUN_DIR --hf DIR`.
 
 `--safetensors FILE` writes it under maxpipe's own names into one file. The command reads a
 checkpoint of any run, whatever its layout over devices, and needs no accelerator. Exit codes: 0;

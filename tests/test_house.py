@@ -164,6 +164,37 @@ class TestWords:
         ]
         assert empty == []
 
+    @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+    def test_docstrings_of_modules_and_functions_open_with_a_verb(self, path):
+        kinds = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+        texts = [ast.get_docstring(n) for n in ast.walk(TREES[path]) if isinstance(n, kinds)]
+        assert [text for text in texts if text and not is_imperative(text)] == []
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "The loader: rows of every batch.",
+            "What a run reports.",
+            "Reads a step.",
+            "Skipping steps.",
+            "Documents: random access to texts.",
+            "`Recorder`: the one object.",
+            "Mixtures of sources.",
+            "One owner of a run.",
+            "Names of slices.",
+            "Help: what a key does.",
+            "ZB-V and DualPipeV.",
+            "Path of a file.",
+            "Configuration, typed.",
+        ],
+    )
+    def test_is_imperative_refuses(self, text):
+        assert not is_imperative(text)
+
+    @pytest.mark.parametrize("text", ["Pass a batch on.", "Read a step.", "Bring batches."])
+    def test_is_imperative_accepts(self, text):
+        assert is_imperative(text)
+
     @pytest.mark.parametrize("folder", ["maxpipe", "docs"])
     def test_prose_has_no_beside_and_no_nobody(self, folder):
         files = [p for p in (ROOT.parent / folder).rglob("*") if p.suffix in (".py", ".md")]
@@ -174,6 +205,22 @@ class TestWords:
             if re.search(r"\b(beside|nobody)\b", line, flags=re.IGNORECASE)
         ]
         assert lines == []
+
+
+def is_imperative(text: str) -> bool:
+    """Return whether a docstring opens as one with a verb in the imperative does.
+
+    Told by form: no article, question word or name; no plural, third person or gerund; and no noun
+    that a colon or "of" follows.
+    """
+    first, following = re.match(r"(\S+?),?(?:\s+(\S*)|$)", text).groups()
+    return (
+        re.fullmatch("[A-Z][a-z]+", first) is not None
+        and first
+        not in ("A", "An", "The", "This", "What", "Whether", "Where", "How", "When", "All", "One")
+        and re.search("([aeiou].*ing|[^s]s|tion|ness)$", first.lower()) is None
+        and following != "of"
+    )
 
 
 def name_bound_by(node: ast.AST) -> str:

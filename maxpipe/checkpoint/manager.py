@@ -1,4 +1,4 @@
-"""`Checkpointer`: asynchronous, atomic, verified checkpoints of a run."""
+"""Save a run's checkpoints asynchronously and atomically, verify them, and resume from them."""
 
 import contextlib
 import functools
@@ -86,7 +86,7 @@ class Checkpointer:
 
     @property
     def place(self) -> str:
-        """Path of the directory and URL of the mirror, for messages."""
+        """Return the path of the directory and the URL of the mirror, for messages."""
         return " and ".join(map(str, self._stores))
 
     def steps(self) -> list[int]:

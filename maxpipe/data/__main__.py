@@ -1,4 +1,4 @@
-"""`python -m maxpipe.data show|check CONFIG.yml key=value ...`: look at data before a run reads it.
+"""Look at data before a run reads it: `maxpipe.data show|check CONFIG.yml key=value ...`.
 
 `show` prints a few rows as text, one line per segment, and measures the loader. `check` reads every
 document once and names those that would end a run. Neither builds a model. Exit codes: 0; 1 if

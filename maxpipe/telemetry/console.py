@@ -1,4 +1,4 @@
-"""The run on the console: a progress bar on a terminal, plain lines otherwise."""
+"""Show the run on the console: a progress bar on a terminal, plain lines otherwise."""
 
 import math
 import os

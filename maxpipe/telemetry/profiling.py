@@ -1,4 +1,4 @@
-"""Where the time of a run goes: an account of phases with goodput, and traces of a few steps."""
+"""Account for the time of a run by phases, with goodput, and trace a few steps."""
 
 import threading
 import time

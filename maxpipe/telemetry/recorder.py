@@ -1,4 +1,4 @@
-"""`Recorder`: the one object through which the training loop reports."""
+"""Record what the training loop reports, through the one object that it knows."""
 
 import math
 from collections.abc import Iterable, Mapping

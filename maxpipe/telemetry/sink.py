@@ -1,4 +1,4 @@
-"""What happens when telemetry cannot be written: one warning, or the end of the run."""
+"""Handle telemetry that cannot be written: one warning, or the end of the run."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar

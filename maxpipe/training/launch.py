@@ -1,4 +1,4 @@
-"""From a loaded configuration to a finished run: starts JAX, builds the run, reports, trains."""
+"""Take a loaded configuration to a finished run: start JAX, build the run, report, train."""
 
 import os
 import time

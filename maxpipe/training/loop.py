@@ -1,4 +1,4 @@
-"""The training loop: batch, step, log, evaluate, save, next."""
+"""Run the training loop: batch, step, log, evaluate, save, next."""
 
 import math
 import time

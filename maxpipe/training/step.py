@@ -1,4 +1,4 @@
-"""One training step as a pure function of state and batch."""
+"""Run one training step, a pure function of state and batch."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""A schedule as a table: for every tick and stage, the unit of work of each kind that runs there.
+"""Represent a schedule as a table: which unit of each kind a stage runs in each tick.
 
 Letters: N ticks, S stages, M microbatches, V repeats (chunks per stage), G = V * S global
 chunks.
