@@ -1,8 +1,10 @@
 """The shape of the package: sizes of files and functions, directions of imports, private names."""
 
 import ast
+import io
 import re
 import statistics
+import tokenize
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -150,6 +152,60 @@ def test_any_is_used_at_most_120_times():
         if (count := sum(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(tree)))
     }
     assert sum(uses.values()) <= 120, dict(sorted(uses.items(), key=lambda use: -use[1]))
+
+
+class TestComments:
+    """The heart of the code explains itself; CONTRIBUTING.md names its files."""
+
+    HEART: ClassVar = (
+        "pipeline/engines",
+        "pipeline/engines/circular",
+        "pipeline/engines/mpmd",
+        "pipeline/engines/scheduled",
+        "pipeline/engines/sequential.py",
+        "pipeline/schedules/table.py",
+        "training/loop.py",
+        "training/step.py",
+        "checkpoint/manager.py",
+    )
+
+    @pytest.mark.parametrize("part", HEART)
+    def test_heart_has_at_least_8_comment_lines_per_100_of_code(self, part):
+        files = sorted((ROOT / part).rglob("*.py")) or [ROOT / part]
+        comments, code = (sum(counts) for counts in zip(*map(lines_of, files), strict=True))
+        assert 100 * comments / code >= 8, f"{comments} comment lines to {code} of code"
+
+    def test_contributing_names_the_heart(self):
+        page = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+        (rule,) = [text for text in page.split("\n- ") if text.startswith("The heart of the code")]
+        named = {name.rstrip("/") for name in re.findall("`maxpipe/(.+?)`", rule)}
+        assert named <= {*self.HEART}
+        assert all(any(part.startswith(name) for name in named) for part in self.HEART)
+
+    def test_lines_of_counts_comments_and_code_without_docstrings(self, tmp_path):
+        file = tmp_path / "example.py"
+        file.write_text('"""Explain.\n\nMore.\n"""\n\n# why\nx = 1  # unit\ny = [\n    2,\n]\n')
+        assert lines_of(file) == (2, 4)
+
+
+def lines_of(path: Path) -> tuple[int, int]:
+    """Return the numbers of lines with a comment, and of lines with code other than docstrings."""
+    source = path.read_text(encoding="utf-8")
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, documented) and ast.get_docstring(node) is not None
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    comments, code = set(), set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in layout:
+            code |= {*range(token.start[0], token.end[0] + 1)}
+    return len(comments), len(code - docstrings)
 
 
 class TestWords:
