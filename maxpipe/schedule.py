@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_problems(error)
         return 2
     except ValueError as error:
-        print(f"error: {in_own_keys(str(error))}", file=sys.stderr)
+        reasons = in_own_keys(str(error)).splitlines()
+        print(*(f"error: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
+        if len(reasons) > 1:
+            print(f"{len(reasons)} problems found", file=sys.stderr)
         return 2
     return 0
 

@@ -1,14 +1,12 @@
 """Test the layouts, schedules and trainers built from configurations."""
 
 import re
-from importlib import metadata
 
 import jax
 import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 
-import maxpipe
 from maxpipe.builder import build_engine_inputs, build_trainer
 from maxpipe.config import ConfigError, catalog
 from maxpipe.pipeline import microbatches
@@ -16,7 +14,6 @@ from maxpipe.pipeline.engines.sequential import SequentialEngine
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.training import launch
 from maxpipe.training.trainer import SpmdTrainer
 
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
@@ -154,18 +151,6 @@ def test_trainer_with_an_unsplittable_axis_notes_the_decision():
     config = tiny(**{"mesh.ici.tensor": 4})  # two key/value heads cannot be split in four
     build_trainer(config, make_mesh(config), note=notes.append)
     assert any("'kv_heads' of size 2 stays whole" in line for line in notes)
-
-
-def test_package_versions_without_installation_have_the_checkouts_version(monkeypatch):
-    def installed(name):
-        if name == "maxpipe":
-            raise metadata.PackageNotFoundError(name)
-        return "1.2.3"
-
-    monkeypatch.setattr(launch.metadata, "version", installed)
-    assert launch.package_versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(
-        launch.DEPENDENCIES, "1.2.3"
-    )
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,63 @@ def test_schedule_with_bad_input_exits_with_2_and_names_the_key(argv, message, c
     assert captured.out == ""
 
 
+def refused(capsys, *argv):
+    """Run the command, which is refused; return the keys of its problems."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    *lines, count = captured.err.splitlines()
+    assert count == f"{len(lines)} problems found"
+    assert all(line.startswith("error: ") for line in lines)
+    return [re.split("[:=]", line.removeprefix("error: "))[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (
+            "1f1b stages=0 microbatches=x foo=1",
+            ["foo", "stages", "microbatches"],
+        ),
+        # How many times there must be is not known while the number of stages is wrong.
+        (
+            "1f1b stages=0 forward=1,2 repeats=2 comm=-1 overlap_slots=maybe",
+            ["stages", "overlap_slots", "comm", "repeats"],
+        ),
+        ("1f1b forward=1,2 backward=1,2,3", ["forward", "backward"]),
+        (
+            "1f1b repeats=2 overlap_slots=true delay_activation_forwarding=true",
+            ["repeats", "delay_activation_forwarding", "overlap_slots"],
+        ),
+        (
+            "2f2b nowhere.csv repeats=x --svg x.svg --seconds 3",
+            ["--seconds", "repeats", "schedule", "schedule", "--svg"],
+        ),
+    ],
+)
+def test_schedule_with_several_problems_reports_all_at_once(words, keys, capsys):
+    assert refused(capsys, *words.split()) == keys
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (
+            "stages=0 microbatches=x memory=-1 foo=1",
+            ["foo", "stages", "microbatches", "memory"],
+        ),
+        (
+            "1f1b placement=ring lockstep=2 head=x --compare --seconds -1",
+            ["--compare", "--seconds -1", "1f1b", "placement", "head", "lockstep"],
+        ),
+        ("memory=2 memory=0.5 forward=1,2", ["memory", "forward"]),
+        ("memory=0.5 forward=1,2", ["forward", "memory"]),
+    ],
+)
+def test_solve_with_several_problems_reports_all_at_once(words, keys, capsys):
+    assert refused(capsys, "solve", *words.split()) == keys
+
+
 def test_schedule_from_a_csv_of_other_sizes_names_both_sizes(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     output(capsys, "gpipe", "stages=2", "microbatches=3", "--csv", str(path))

@@ -252,6 +252,31 @@ class TestBadInput:
         assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/empty.txt")
         assert "data.path" in refused("data.source=text")
 
+    @pytest.mark.parametrize(
+        ("also", "key"),
+        [
+            ("output_dir={file}/runs", "output_dir"),
+            pytest.param("mesh.ici.fsdp=2", "mesh.ici", marks=pytest.mark.slow),
+            pytest.param("compile.load=nowhere.bin", "compile.load", marks=pytest.mark.slow),
+            ("data.global_batch_size=16", ""),
+        ],
+    )
+    def test_train_with_several_places_that_cannot_be_used_names_all(
+        self, refused, tmp_path, also, key
+    ):
+        (tmp_path / "file").write_text("")
+        error = refused(
+            "data.source=text",
+            "data.path=/none",
+            "data.tokenizer=/none.json",
+            "init_from=hf:/none",
+            also.format(file=tmp_path / "file"),
+        )
+        expected = {"data.path", "data.tokenizer", "init_from"} | ({key} if key else set())
+        lines = [line for line in error.splitlines() if line.startswith("config error: ")]
+        assert {line.split(": ")[1] for line in lines} == expected
+        assert f"{len(expected)} problems found" in error
+
     def test_train_with_evaluation_but_no_evaluation_data_is_refused_at_the_start(
         self, refused, tmp_path
     ):

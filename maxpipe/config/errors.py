@@ -37,6 +37,18 @@ class Problem:
         return f"{place}: {message}" if place else message
 
 
+class RefusedError(ValueError):
+    """One or more reasons why a request is refused; each is one line that begins with its key."""
+
+    def __init__(self, *reasons: str):
+        assert reasons
+        self.reasons = reasons
+        super().__init__(*reasons)
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
+
+
 class ConfigError(ValueError):
     """One or more problems; commands print them and exit with code 2, without a traceback."""
 

@@ -59,6 +59,10 @@ class ModelFolder(Protocol):
         """Return a whole small file; raises FileNotFoundError if it is not there."""
         ...
 
+    def digest(self) -> str:
+        """Return what differs between models: of a directory's files, a listing or a commit."""
+        ...
+
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
         """Return a directory of this machine with those of some small files that exist.
 

@@ -165,7 +165,8 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str]
     try:
         chosen, uniform = plan_stages(config, limit), uniform_sizes(config)
     except ScheduleError as error:
-        raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
+        # Every reason begins with its key.
+        raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
     for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
         note(line)
     return update(

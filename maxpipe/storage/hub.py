@@ -70,6 +70,11 @@ class HubFolder:
         with self._explained():
             return self._path(name).read_bytes()
 
+    def digest(self) -> str:
+        """Return the commit, by which the library's cache names the directory of a model."""
+        with self._explained():
+            return self._path(_CONFIG).parent.name
+
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
         """Return the directory of the library's cache, with those of the files that exist."""
         with self._explained():

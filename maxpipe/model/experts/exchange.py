@@ -123,9 +123,12 @@ def _sent(experts: ExpertsFn, transport_for: Callable[[jax.Array, int], Transpor
         sent_choice = 1 + jnp.take(flat, tokens_of, axis=0, mode="fill", fill_value=-1)
         choice_there = _own(there(sent_choice) - 1, weights)
         combine_there = there(spread(combine.reshape(-1, per_token), places))
-        received = there(spread(tokens, places)), choice_there, combine_there
-        # [n N, ...] -> [n B, T, ...]
-        y = experts(*(a.reshape(-1, x.shape[1], a.shape[-1]) for a in received), weights)
+        x_there = there(spread(tokens, places))
+        x_there, choice_there, combine_there = (
+            a.reshape(-1, x.shape[1], a.shape[-1])  # [n N, ...] -> [n B, T, ...]
+            for a in (x_there, choice_there, combine_there)
+        )
+        y = experts(x_there, choice_there, combine_there, weights)
         # 3. Back, and summed: [n B, T, D] -> [R, D] -> [N, n, D] -> [B, T, D].
         parts = collect(back(y.reshape(-1, width)), places).astype(jnp.float32)
         return jnp.sum(parts, axis=1).astype(x.dtype).reshape(x.shape)

@@ -1,6 +1,6 @@
 """Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
-from maxpipe.config.catalog import SCHEDULES, Schedule
+from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
@@ -65,13 +65,8 @@ def load_schedule(
             forwarding_delay=forwarding_delay,
             slack=slack,
         )
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "
-            f"({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
-        )
+    check_named(schedule, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
     facts = SCHEDULES[schedule]
-    _check(schedule, facts, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
     options: dict[str, int] = {}
     if facts.repeats is None:
         options["num_repeats"] = num_repeats
@@ -83,37 +78,47 @@ def load_schedule(
     return table
 
 
-def _check(
-    name: str,
-    facts: Schedule,
+def check_named(
+    schedule: str,
     num_stages: int,
     num_microbatches: int,
     num_repeats: int,
     forwarding_delay: int,
     slack: int,
 ) -> None:
-    """Raise ScheduleError if a size is below 1 or the schedule does not have an option."""
+    """Check that a schedule of the catalogue has these sizes and options; as `load_schedule`.
+
+    Raises:
+      ValueError: there is no such schedule.
+      ScheduleError: sizes are below 1, or it does not have options; with all reasons.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "
+            f"({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
+        )
+    facts = SCHEDULES[schedule]
     sizes = {
         "mesh.ici.stage": num_stages,
         "pipeline.num_microbatches": num_microbatches,
         "pipeline.num_repeats": num_repeats,
     }
-    for key, size in sizes.items():
-        if size < 1:
-            raise ScheduleError(f"{key}={size}: must be at least 1")
-    if num_repeats != facts.repeats_for(num_repeats):
+    reasons = [f"{key}={size}: must be at least 1" for key, size in sizes.items() if size < 1]
+    if num_repeats >= 1 and num_repeats != facts.repeats_for(num_repeats):
         chunks = "one chunk" if facts.repeats == 1 else f"{facts.repeats} chunks"
-        raise ScheduleError(
-            f"pipeline.num_repeats={num_repeats}: schedule {name} has {chunks} per stage; "
+        reasons.append(
+            f"pipeline.num_repeats={num_repeats}: schedule {schedule} has {chunks} per stage; "
             f"set it to {facts.repeats}, or use lockstep_1f1b, interleaved_1f1b or circular"
         )
     if forwarding_delay > 1 and not facts.delays:
-        raise ScheduleError(
-            f"pipeline.delay_activation_forwarding=true: schedule {name} has no fixed ticks to "
+        reasons.append(
+            f"pipeline.delay_activation_forwarding=true: schedule {schedule} has no fixed ticks to "
             f"delay; set it to false, or use lockstep_1f1b or circular"
         )
     if slack > 0 and not facts.overlaps:
-        raise ScheduleError(
-            f"pipeline.overlap_slots=true: no tick of schedule {name} has an F and a B slot to "
+        reasons.append(
+            f"pipeline.overlap_slots=true: no tick of schedule {schedule} has an F and a B slot to "
             f"overlap; set it to false, or use lockstep_1f1b"
         )
+    if reasons:
+        raise ScheduleError(*reasons)

@@ -41,6 +41,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.errors import RefusedError
+
 # In slot order, in which a lockstep tick runs them.
 KINDS = ("F", "B", "I", "W")
 # Column of each kind within a lockstep tick of a CSV file.
@@ -48,7 +50,7 @@ LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
 IDLE = -1
 
 
-class ScheduleError(ValueError):
+class ScheduleError(RefusedError):
     """A schedule cannot be built, is invalid, or cannot run on the engine."""
 
 
