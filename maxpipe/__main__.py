@@ -1,4 +1,4 @@
-"""`maxpipe COMMAND ...` and `python -m maxpipe COMMAND ...`: the commands under one name.
+"""Run the commands under one name: `maxpipe COMMAND ...` or `python -m maxpipe COMMAND ...`.
 
 `maxpipe train` is `python -m maxpipe.train`, and so on. Each command prints its own help.
 """

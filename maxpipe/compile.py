@@ -1,4 +1,4 @@
-"""`python -m maxpipe.compile CONFIG.yml compile.topology=v5p:4x4x4 ...`: compiles the train step.
+"""Compile the train step: `maxpipe.compile CONFIG.yml compile.topology=v5p:4x4x4 ...`.
 
 No device is needed. Prints what the step needs on each device, what it moves and how fast it could
 be.

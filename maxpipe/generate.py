@@ -1,4 +1,4 @@
-"""`python -m maxpipe.generate RUN_DIR --prompt TEXT`: continue a text with a trained model.
+"""Continue a text with a trained model: `python -m maxpipe.generate RUN_DIR --prompt TEXT`.
 
 The command reads a checkpoint of any run, whatever its layout over devices. Exit codes: 0; 1 if the
 checkpoint cannot be loaded; 2 if the command line is wrong; 130 after Ctrl-C.

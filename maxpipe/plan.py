@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.paths import unwritable
+from maxpipe.planning.search.request import request_of
 
 EXAMPLE = "python -m maxpipe.plan"
 
@@ -39,8 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.append(Problem("--compile", f"must be at least 0; got {flags.compile}"))
     if problems:
         raise ConfigError(*problems)
-    from maxpipe.planning.search.request import request_of
-
     request = request_of(arguments)
     # JAX, which reads the model, is imported here, once everything that was written is known good.
     from maxpipe.compiling.plan import launch

@@ -1,4 +1,4 @@
-"""`python -m maxpipe.train CONFIG.yml key=value ...`: trains a model, or continues a run.
+"""Train a model, or continue a run: `python -m maxpipe.train CONFIG.yml key=value ...`.
 
 Exit codes: 0 done; 1 failed; 2 configuration error; 42 diverged; 75 stopped by SIGTERM and 130 by
 Ctrl-C, saved; 124 hung; 134 another process was lost. After 75, 124 and 134 the same command

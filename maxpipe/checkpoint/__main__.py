@@ -1,4 +1,4 @@
-"""`python -m maxpipe.checkpoint ls|verify|show DIR`: list, verify and show checkpoints.
+"""List, verify and show checkpoints: `python -m maxpipe.checkpoint ls|verify|show DIR`.
 
 DIR is a run directory or its `checkpoints`; in an object store, `s3://bucket/runs/base`, the one
 below `checkpoint.mirror`. The command writes nothing, except that `verify` copies mirrored steps to

@@ -1,4 +1,4 @@
-"""The facts about every engine, as part of the catalogue; data only."""
+"""Hold the facts about every engine, as part of the catalogue; data only."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Errors that a user can correct: collected, shown together, exit code 2."""
+"""Raise errors that a user can correct: collected, shown together, exit code 2."""
 
 import re
 from dataclasses import dataclass

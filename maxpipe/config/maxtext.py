@@ -1,4 +1,4 @@
-"""MaxText's keys and ours, for error messages, translation and the tables of the documentation.
+"""Map MaxText's keys to ours, for error messages, translation and tables of the documentation.
 
 python -m maxpipe.config.maxtext            print the table
 python -m maxpipe.config.maxtext FILE.md    write it between the marks in that file

@@ -1,4 +1,4 @@
-"""MaxText's keys that have no key here: which value each must have, and which play no part.
+"""List MaxText's keys that have no key here: the value each must have, and which play no part.
 
 `maxpipe.config.maxtext.KEYS` has those that have one. A name may hold wildcards, as in `sa_*`; a
 name that is written out goes before one with wildcards.

@@ -1,4 +1,4 @@
-"""Where a model of Hugging Face lies: in a directory, in an object store, or on the hub.
+"""Find a model of Hugging Face: in a directory, in an object store, or on the hub.
 
 `hf:org/name` is a model of the hub unless there is a directory `org/name`; `hf:` and anything else
 is a directory. Object stores have URLs. What reads each place is in the catalogue.

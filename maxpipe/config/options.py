@@ -1,4 +1,4 @@
-"""All keys as one flat table: read and update them, and find what a misspelt key probably means."""
+"""Hold all keys as one flat table: read and update them, and correct a misspelt key."""
 
 import dataclasses
 import difflib
@@ -90,7 +90,7 @@ class Option:
 
     @property
     def choices(self) -> list[str]:
-        """The closed list of legal values; empty if there is none."""
+        """Return the closed list of legal values; empty if there is none."""
         if self.bounds.variants is not None:
             return [*self.bounds.also, *self.bounds.variants]
         return [str(choice) for choice in self.bounds.choices or ()]

@@ -1,4 +1,4 @@
-"""`python -m maxpipe.data show|check CONFIG.yml key=value ...`: look at data before a run reads it.
+"""Look at data before a run reads it: `maxpipe.data show|check CONFIG.yml key=value ...`.
 
 `show` prints a few rows as text, one line per segment, and measures the loader. `check` reads every
 document once and names those that would end a run. Neither builds a model. Exit codes: 0; 1 if
@@ -18,6 +18,7 @@ from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.load import derive_known
 from maxpipe.data.check import check
+from maxpipe.data.loader import make_loader
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(config: Config, num_rows: int, seconds: float) -> None:
     """Print `num_rows` rows of the first batch, then the speed of the loader over `seconds`."""
-    from maxpipe.data.loader import make_loader
-
     loader = make_loader(config, "train", range(config.data.global_batch_size))
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     batch = next(loader)

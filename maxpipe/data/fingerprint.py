@@ -1,4 +1,4 @@
-"""Fingerprints of a run's data and tokenizer: what a checkpoint says it was trained on.
+"""Fingerprint a run's data and tokenizer: what a checkpoint says it was trained on.
 
 A source is described by its files in the order in which they are read: names, sizes, and a digest
 of at most 64 KiB of each (both ends and samples between them). Files of an object store

@@ -1,4 +1,4 @@
-"""The loader: this process's rows of every batch, and their positions in the data.
+"""Load this process's rows of every batch, and keep their positions in the data.
 
 Batch N is a pure function of (seed, data configuration, N). Each of the B rows of the global batch
 is a stream of its own over documents (`maxpipe.data.rows`), whose state is three integers. A run

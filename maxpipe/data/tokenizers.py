@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, SentencePiece models and Hugging Face files.
+"""Turn text into token ids and back: bytes, SentencePiece models and Hugging Face files.
 
 `data.tokenizer` is a name of the catalogue, `ids:N`, the path or URL of a tokenizer.json or
 SentencePiece model, or a model's folder, as in `maxpipe.config.model_places`. The libraries are

@@ -1,4 +1,4 @@
-"""What MaxText 0.2.5 takes where its files and words say nothing.
+"""List what MaxText 0.2.5 takes where its files and words say nothing.
 
 Only keys that a translation reads are here, without those whose default is False, None or, for axes
 of the mesh, 1.

@@ -1,4 +1,4 @@
-"""What the schedule solver is asked for: sizes, placement, times of units, and memory."""
+"""Define what the schedule solver is asked for: sizes, placement, times of units, memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

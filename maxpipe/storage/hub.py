@@ -1,4 +1,4 @@
-"""The files of a model on Hugging Face's hub, through the library's cache on this machine.
+"""Read a model's files on Hugging Face's hub, through the library's cache on this machine.
 
 `HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` and `HF_ENDPOINT` are the library's own. Without a network
 what is in its cache is used.

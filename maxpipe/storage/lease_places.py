@@ -1,4 +1,4 @@
-"""Where leases lie: small files in a directory, or objects in an object store.
+"""Store leases as small files in a directory, or as objects in an object store.
 
 Both create a file or object only if there is none of that name, in one indivisible operation.
 Imports no JAX.

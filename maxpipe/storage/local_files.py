@@ -1,4 +1,4 @@
-"""Files on this machine: atomic writes, and local copies of remote and of compressed files.
+"""Write files atomically, and make local copies of remote and of compressed files.
 
 Rows of a batch read documents in any order, one at a time, which neither object stores nor
 compressed files allow. Such files are copied once to `data.cache_dir` and read from there.

@@ -1,4 +1,4 @@
-"""The files of a model in a directory or in an object store; see `maxpipe.config.model_places`.
+"""Read a model's files in a directory or an object store; see `maxpipe.config.model_places`.
 
 Files of weights are read by byte ranges, so no file is in memory as a whole. Small files of object
 stores are copied to `data.cache_dir`.
@@ -166,7 +166,7 @@ class StoreFolder:
 
     @cached_property
     def _files(self) -> Mapping[str, Mapping[str, object]]:
-        """What the store says of each file, by name."""
+        """Return what the store says of each file, by name."""
         with explained(self._url, self._key):
             listed = self._store.ls(self._url, detail=True)
         return {

@@ -1,4 +1,4 @@
-"""Object stores (`s3://`, `gs://`) through fsspec: libraries, options, and helpful errors."""
+"""Open object stores (`s3://`, `gs://`) through fsspec: libraries, options, helpful errors."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Ending a process that cannot continue, and with it the other processes of the run."""
+"""End a process that cannot continue, and with it the other processes of the run."""
 
 import json
 import sys

@@ -53,8 +53,8 @@ def open_weights(config: Config) -> InitialWeights | None:
     return weights
 
 
-def with_progress(weights: InitialWeights, say: Callable[[str], None]) -> ReadParameter:
-    """Return `weights.read`, which says every few seconds how much of all bytes has been read."""
+def with_progress(weights: InitialWeights, print_line: Callable[[str], None]) -> ReadParameter:
+    """Wrap `weights.read` to print every few seconds how much of all bytes has been read."""
     num_elements = 0
     next_line = time.monotonic() + SECONDS_OF_PROGRESS
 
@@ -66,7 +66,7 @@ def with_progress(weights: InitialWeights, say: Callable[[str], None]) -> ReadPa
             next_line = time.monotonic() + SECONDS_OF_PROGRESS
             gigabytes = weights.num_bytes / 1e9
             done = gigabytes * num_elements / weights.num_elements
-            say(f"init_from   {done:.2f} of {gigabytes:.2f} GB are read")
+            print_line(f"init_from   {done:.2f} of {gigabytes:.2f} GB are read")
         return value
 
     return read

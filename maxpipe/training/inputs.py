@@ -1,4 +1,4 @@
-"""What a run reads before its first step: tokenizer, documents and initial weights.
+"""Open what a run reads before its first step: tokenizer, documents and initial weights.
 
 They are opened one after the other, each where it is needed. Where one of them, or the directory of
 the run, is refused, the others are opened as well, so that a user learns of all problems at once.

@@ -1,4 +1,4 @@
-"""From a loaded configuration to a finished run: starts JAX, builds the run, reports, trains."""
+"""Take a loaded configuration to a finished run: start JAX, build the run, report, train."""
 
 import os
 import time
@@ -115,7 +115,7 @@ def run(
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
     if not config.compile.load:
-        current.recorder.say("compiling   the first step, minutes for a large model")
+        current.recorder.print_line("compiling   the first step, minutes for a large model")
     exit_code = run_and_close(current, lambda: train(current))
     log(_farewell(current, exit_code, str(directory.root), time.perf_counter() - started))
     return exit_code
@@ -317,7 +317,7 @@ def _build_profiler(config: Config, directory: RunDirectory, recorder: Recorder)
         config.telemetry.profile_steps,
         directory.root / "profile",
         is_required=config.telemetry.required,
-        say=recorder.say,
+        print_line=recorder.print_line,
     )
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run: its paths, and which configuration owns it. Imports no JAX."""
+"""Lay out the directory of a run, and tell which configuration owns it. Imports no JAX."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

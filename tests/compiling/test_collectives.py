@@ -95,7 +95,7 @@ replica_groups={{0,1,2,3},{4,5,6,7}}
     assert (both.bytes, both.sent_bytes) == (2 * 256, 2 * 192)
 
 
-def test_a_collective_fused_with_what_it_runs_beside_counts_once(mesh):
+def test_a_collective_fused_with_what_it_overlaps_counts_once(mesh):
     text = """
 %begin (a: bf16[8]) -> (bf16[8], bf16[32]) {
   %a = bf16[8]{0} parameter(0)

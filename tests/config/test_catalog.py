@@ -9,35 +9,19 @@ import sys
 import pytest
 
 from maxpipe.config import ConfigError, catalog, load, notes, resolve
-from maxpipe.config.catalog import (
-    BLOCKS,
-    ENGINES,
-    GROUPED_KERNELS,
-    KERNELS,
-    LR_SCHEDULES,
-    OPTIMIZERS,
-    REMAT_POLICIES,
-    ROUTERS,
-    SCHEDULES,
-    SOURCES,
-    TOKENIZERS,
-)
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, TOKENIZERS
 from maxpipe.config.help import describe
 from maxpipe.config.imports import implementation
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.rules.stages import engines_of
 
+# Every table of the catalogue whose entries name an implementation.
 TABLES = {
-    "SCHEDULES": SCHEDULES,
-    "ENGINES": ENGINES,
-    "OPTIMIZERS": OPTIMIZERS,
-    "LR_SCHEDULES": LR_SCHEDULES,
-    "SOURCES": SOURCES,
-    "KERNELS": KERNELS,
-    "GROUPED_KERNELS": GROUPED_KERNELS,
-    "ROUTERS": ROUTERS,
-    "BLOCKS": BLOCKS,
-    "TOKENIZERS": TOKENIZERS,
+    name: table
+    for name, table in vars(catalog).items()
+    if isinstance(table, dict)
+    and not name.startswith("_")
+    and any(hasattr(entry, "implementation") for entry in table.values())
 }
 ENTRIES = [(table, name) for table, entries in TABLES.items() for name in entries]
 
@@ -113,7 +97,24 @@ def is_tokenizer(value):
     return inspect.isclass(value) and hasattr(value, "encode") and not parameters_of(value)
 
 
-# For each table: where implementations live, and which public objects there are variants.
+def is_model_type(value):
+    return inspect.isclass(value) and hasattr(value, "model_type") and hasattr(value, "write")
+
+
+def is_model_place(value):
+    return inspect.isclass(value) and hasattr(value, "names") and hasattr(value, "fetch")
+
+
+def is_weight_format(value):
+    return (
+        inspect.isclass(value)
+        and hasattr(value, "describe")
+        and hasattr(value, "read")
+        and parameters_of(value) == ["config"]
+    )
+
+
+# For each table: packages of the implementations, and which public objects there are variants.
 FAMILIES = {
     "SCHEDULES": ("maxpipe.pipeline.schedules", is_schedule),
     "ENGINES": ("maxpipe.pipeline.engines", is_engine),
@@ -126,21 +127,25 @@ FAMILIES = {
     "DISPATCHES": ("maxpipe.model.experts.exchange", is_dispatch),
     "BLOCKS": ("maxpipe.model", is_block),
     "TOKENIZERS": ("maxpipe.data.tokenizers", is_tokenizer),
+    "MODEL_TYPES": ("maxpipe.hf.families", is_model_type),
+    "MODEL_PLACES": ("maxpipe.storage", is_model_place),
+    "WEIGHT_FORMATS": ("maxpipe.hf maxpipe.migration", is_weight_format),
 }
 
 
-def modules_of(path):
-    module = importlib.import_module(path)
-    yield module
-    for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{path}."):
-        yield importlib.import_module(info.name)
+def modules_of(packages):
+    for package in packages.split():
+        module = importlib.import_module(package)
+        yield module
+        for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{package}."):
+            yield importlib.import_module(info.name)
 
 
-def variants_in(path, is_variant):
-    """Return "module:attribute" of the public variants that the modules under a path define."""
+def variants_in(packages, is_variant):
+    """Return "module:attribute" of the public variants that the modules of packages define."""
     return {
         f"{module.__name__}:{name}"
-        for module in modules_of(path)
+        for module in modules_of(packages)
         for name, value in vars(module).items()
         if not name.startswith("_")
         and getattr(value, "__module__", "") == module.__name__
@@ -160,6 +165,10 @@ def missing_entries(table):
 def test_tokenizers_have_as_many_ids_as_the_table_says():
     sizes = {name: implementation(entry)().vocab_size for name, entry in TOKENIZERS.items()}
     assert sizes == {name: entry.vocab_size for name, entry in TOKENIZERS.items()}
+
+
+def test_every_table_has_a_family():
+    assert FAMILIES.keys() == TABLES.keys()
 
 
 @pytest.mark.parametrize("table", TABLES)

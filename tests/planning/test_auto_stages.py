@@ -122,7 +122,7 @@ def test_a_smaller_limit_moves_layers_to_later_stages():
     ]
 
 
-def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
+def test_a_lockstep_table_is_an_order_of_units_where_no_unit_waits_for_ticks():
     """GPipe's last stage is busy from its first forward on; one backward of the first follows."""
     config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
     prediction = predict(config, [1, 2])
@@ -193,7 +193,7 @@ def test_a_csv_file_that_fits_nowhere_is_not_tried_with_other_microbatches(tmp_p
         choose_stages(config, 1.0, print)
 
 
-def test_full_rematerialisation_is_not_advised_beside_a_policy_of_ones_own():
+def test_full_rematerialisation_is_not_advised_next_to_a_policy_of_ones_own():
     custom = {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "device"}
     config = config_of(**custom, **{"pipeline.schedule": "1f1b", "pipeline.engine": "mpmd"})
     least = max(plan_stages(config, inf).memory)

@@ -1,4 +1,4 @@
-"""What is trained: the shape of the model and the options of its decoder block, `model.*`."""
+"""Configure the model: its shape and the options of its decoder block, `model.*`."""
 
 from dataclasses import dataclass, field, replace
 

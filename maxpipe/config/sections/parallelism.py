@@ -1,4 +1,4 @@
-"""How training is spread over devices: `mesh.*`, `sharding.*` and `pipeline.*`."""
+"""Configure how training is spread over devices: `mesh.*`, `sharding.*` and `pipeline.*`."""
 
 from dataclasses import dataclass, field
 from typing import Any

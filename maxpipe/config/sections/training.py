@@ -1,4 +1,4 @@
-"""How a model is trained: data, optimizer, checkpoints, telemetry and compilation."""
+"""Configure training: data, optimizer, checkpoints, telemetry and compilation."""
 
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict

@@ -1,4 +1,4 @@
-"""Orders that differ from given ones by a move of a unit on the critical path.
+"""Move a unit on the critical path to get orders that differ little from given ones.
 
 A move brings a unit before or after its neighbours on the stage, or joins an I and its W to a B, or
 splits a B.

@@ -1,4 +1,4 @@
-"""Orders of units with the times that units take: when each runs, and what waits for what.
+"""Time orders of units: when each runs, and what waits for what.
 
 Letters: S stages, M microbatches, V repeats, G = V * S global chunks, N = M * G.
 

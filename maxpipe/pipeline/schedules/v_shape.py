@@ -1,4 +1,4 @@
-"""ZB-V and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
+"""Build ZB-V and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
 
 Orders are written as strings: a letter is a kind of unit, small for the stage's second chunk.
 """

@@ -1,4 +1,4 @@
-"""ZB-H1, also interleaved, and ZB-H2: the backward is split into I and W; W fills the bubble.
+"""Build ZB-H1, also interleaved, and ZB-H2: backwards split into I and W; W fills the bubble.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, whose B is our I. Only I is on the
 critical path: the stage before waits for it, while W can run at any later time. Letters: S stages,
