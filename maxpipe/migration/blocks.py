@@ -1,4 +1,4 @@
-"""MaxText's decoder blocks: what each that is translated reads, and where others stand here."""
+"""Name what each of MaxText's decoder blocks reads that is translated, and where others stand.
 
 from dataclasses import dataclass
 
