@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_problems(error)
         return 2
     except ValueError as error:
-        reasons = in_own_keys(str(error)).splitlines()
+        reasons = redacted(in_own_keys(str(error))).splitlines()
         print(*(f"error: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
         if len(reasons) > 1:
             print(f"{len(reasons)} problems found", file=sys.stderr)
