@@ -8,6 +8,11 @@ python -m maxpipe.schedule solve stages=4 microbatches=8 memory=5 input_gradient
 python -m maxpipe.schedule CONFIG.yml pipeline.schedule=1f1b pipeline.layers_per_stage=auto
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -101,4 +106,4 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)
