@@ -7,6 +7,8 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from maxpipe import ctrl_c
+
 COMMANDS = {
     "train": "train a model, or continue a run",
     "plan": "choose mesh, schedule and memory for a model on given chips",
@@ -25,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names, and return its exit code."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     if words and words[0] in COMMANDS:
+        ctrl_c.expect()  # here, since an installed `maxpipe` imports this file and calls `main`
         module = f"maxpipe.{words[0]}"
         sys.argv = [f"python -m {module}", *words[1:]]
         try:

@@ -4,8 +4,12 @@ No device is needed. Prints what the step needs on each device, what it moves an
 be.
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
-import sys
 from collections.abc import Sequence
 
 from maxpipe.config import ConfigError, Problem
@@ -90,4 +94,4 @@ def _check_files(save: str, reports: dict[str, str | None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

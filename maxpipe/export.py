@@ -6,6 +6,11 @@ checkpoint of any run, whatever its layout over devices, and needs no accelerato
 after Ctrl-C.
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import os
 import sys
@@ -70,4 +75,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -3,6 +3,11 @@
 python -m maxpipe.plan configs/models/llama3-70b.yml --topology v5p:4x4x8 --tokens-per-step 4Mi
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -110,4 +115,4 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -8,13 +8,18 @@ python -m maxpipe.schedule solve stages=4 microbatches=8 memory=5 input_gradient
 python -m maxpipe.schedule CONFIG.yml pipeline.schedule=1f1b pipeline.layers_per_stage=auto
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import sys
 from collections.abc import Sequence
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
@@ -62,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_problems(error)
         return 2
     except ValueError as error:
-        reasons = in_own_keys(str(error)).splitlines()
+        reasons = redacted(in_own_keys(str(error))).splitlines()
         print(*(f"error: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
         if len(reasons) > 1:
             print(f"{len(reasons)} problems found", file=sys.stderr)
@@ -101,4 +106,4 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

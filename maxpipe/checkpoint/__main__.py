@@ -7,6 +7,11 @@ the directory for temporary files, one at a time. It uses no accelerator. Exit c
 something cannot be read here, because a newer version wrote it or permission is missing.
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import math
 import os
@@ -169,4 +174,4 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show DIR | head` ends like any other filter
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -5,6 +5,11 @@ document once and names those that would end a run. Neither builds a model. Exit
 `check` found such a document; 2 if the configuration or the data is wrong.
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import math
 import sys
@@ -141,4 +146,4 @@ def _seconds(word: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -389,16 +389,24 @@ def _of_sources(corpora: Sequence[Corpus]) -> str:
 
 
 def _list_differences(before: Sequence[File], now: Sequence[File]) -> str:
-    """Return the names of up to three files that are new, gone or changed."""
+    """Return what became of up to three files that are new, gone or changed."""
     then = {file.name: file for file in before}
     names = {file.name: file for file in now}
     words = [f"{name} is gone" for name in then if name not in names]
     words += [f"{name} is new" for name in names if name not in then]
     words += [
-        f"{name} has other contents" for name in names if name in then and names[name] != then[name]
+        _difference(then[name], file)
+        for name, file in names.items()
+        if name in then and file != then[name]
     ]
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     return (", ".join(words[:3]) or "files of the same name differ") + more
+
+
+def _difference(before: File, now: File) -> str:
+    if now.size < before.size:
+        return f"{now.name} is shorter: {before.size:,} -> {now.size:,} bytes"
+    return f"{now.name} has other contents"
 
 
 def _number(count: int) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Protocol
@@ -104,8 +104,8 @@ def run(
     last_step = finished_step(config, checkpointer)
     if last_step is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
-        finished = f"step {last_step} is saved, and steps={config.steps}; nothing to do"
-        log(f"{directory.root} is finished: {finished}")
+        for line in _describe_finished(config, directory, checkpointer, last_step):
+            log(line)
         return DONE
     started = time.perf_counter()
     with naming_all_inputs(config):
@@ -181,6 +181,19 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
         is_sound = False
         log(f"step {step} of steps={config.steps} is saved, but damaged: {error}")
     return step if processes.agree(is_sound) else None
+
+
+def _describe_finished(
+    config: Config, directory: RunDirectory, checkpointer: Checkpointer, step: int
+) -> list[str]:
+    """Return lines that a run has ended with `step`, and what this start asks for in vain."""
+    meta = checkpointer.record(step).meta
+    is_known = isinstance(meta.get("config"), Mapping)  # otherwise crafted: no run has saved it
+    changed = directory.check(config, meta, checkpointer.place) if is_known else []
+    lines = [f"changed since step {step}: {change}" for change in changed]
+    finished = f"step {step} is saved, and steps={config.steps}; nothing to do"
+    in_vain = ", so what has changed has no effect" if changed else ""
+    return [*lines, f"{directory.root} is finished: {finished}{in_vain}"]
 
 
 def start_run(

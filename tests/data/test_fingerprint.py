@@ -93,6 +93,15 @@ def test_fingerprint_names_the_file_that_changed(config, corpus):
     assert change.text == "b.jsonl has other contents"
 
 
+def test_fingerprint_names_the_sizes_of_a_file_that_was_cut_shorter(config, corpus):
+    saved = recorded(config)
+    file = corpus / "c.jsonl"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:100])
+    (change,) = fingerprint_data(config).changes_since(saved)
+    assert change.text == f"c.jsonl is shorter: {size} -> 100 bytes"
+
+
 def test_fingerprint_notices_weights_sources_and_the_validation_set(config, corpus):
     entries = [
         {"source": "jsonl", "path": str(corpus / "a.jsonl"), "weight": 1.0},
