@@ -1,4 +1,4 @@
-"""Name what each of MaxText's decoder blocks reads that is translated, and where others stand.
+"""Name what each of MaxText's decoder blocks reads that is translated, and where others stand."""
 
 from dataclasses import dataclass
 
