@@ -13,7 +13,6 @@ if __name__ == "__main__":
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from maxpipe.checkpoint.run_argument import add_run_arguments
