@@ -3,12 +3,13 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
-from maxpipe.pipeline.schedules.load import is_csv, load_schedule
+from maxpipe.pipeline.schedules.load import is_csv, is_timed, load_schedule
 from maxpipe.planning.simulate import Costs, Simulation, simulate
 
 SIZES = {"stages": 4, "microbatches": 8, "repeats": 1}
@@ -20,6 +21,7 @@ OTHER_COSTS = {
     "collectives": "collectives",
     "activation_bytes": "activation_bytes",
 }
+TIMES = (*UNIT_COSTS, "comm", "head")
 KEYS = (*SIZES, *SWITCHES, *UNIT_COSTS, *OTHER_COSTS)
 
 
@@ -36,12 +38,14 @@ class Request:
       sizes: the ones of `SIZES` that the command line gives.
       switches: the ones of `SWITCHES` that are on.
       costs: times of whole stages, not of chunks.
+      are_times_given: whether the command line gives any of them; orders then follow them.
     """
 
     schedules: tuple[str, ...]
     sizes: dict[str, int]
     switches: frozenset[str]
     costs: Costs
+    are_times_given: bool
 
     def subtitle(self, runs: Sequence[Simulation]) -> str:
         """Return sizes and costs in words."""
@@ -75,7 +79,8 @@ def parse_request(words: Sequence[str], compare: bool) -> Request:
         raise UsageError(f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file")
     sizes = {key: parse_size(key, pairs[key]) for key in SIZES if key in pairs}
     switches = frozenset(key for key in SWITCHES if key in pairs and parse_switch(key, pairs[key]))
-    return Request(schedules or tuple(SCHEDULES), sizes, switches, parse_costs(pairs))
+    given = not pairs.keys().isdisjoint(TIMES)
+    return Request(schedules or tuple(SCHEDULES), sizes, switches, parse_costs(pairs), given)
 
 
 def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulation:
@@ -102,13 +107,19 @@ def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulati
                 "overlap_slots": schedule.overlaps,
             }
             switches = frozenset(switch for switch in switches if has_switch[switch])
-    table = load_schedule(
+    build = partial(
+        load_schedule,
         name,
         *sizes.values(),
         forwarding_delay=2 if "delay_activation_forwarding" in switches else 1,
         slack=int("overlap_slots" in switches),
     )
-    return simulate(table, chunk_costs(request.costs, table.num_stages, table.num_repeats))
+    table = build()
+    costs = chunk_costs(request.costs, table.num_stages, table.num_repeats)
+    if request.are_times_given and is_timed(name):
+        times = costs.unit_times(table.num_stages, table.num_repeats, table.placement)
+        table = build(times=times)
+    return simulate(table, costs)
 
 
 def in_own_keys(message: str) -> str:
