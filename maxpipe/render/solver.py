@@ -67,7 +67,7 @@ def parse_task(words: Sequence[str]) -> Task:
         microbatches,
         repeats,
         placement,
-        parse_switch("lockstep", pairs.get("lockstep", "false")),
+        parse_switch("lockstep", pairs["lockstep"]) if "lockstep" in pairs else None,
         _max_in_flight(pairs, microbatches, repeats),
         costs,
     )
@@ -132,8 +132,8 @@ def solution_text(solution: Solution) -> str:
     run = solution.run
     above = run.makespan / solution.bound - 1 if solution.bound > 0 else 0.0
     verdict = "no order is shorter" if solution.is_optimal else f"found: {above:.2%} above it"
-    form = "lockstep" if run.table.lockstep else "free-running"
     return (
         f"{comparison_text([run, *solution.named])}"
-        f"bound: no {form} order of these sizes takes less than {solution.bound:.6g}; {verdict}\n"
+        f"bound: no {solution.forms} order of these sizes takes less than {solution.bound:.6g}; "
+        f"{verdict}\n"
     )
