@@ -41,8 +41,8 @@ def adapt(
     split = tuple(i + w for i, w in zip(times.input_gradient, times.weight_gradient, strict=True))
     workload = Workload(*sizes, table.placement, times._replace(backward=split), max_in_flight)
     published = workload.orders(stage_orders(table))
-    queues = {_without_w(workload, published), *(workload.orders(rows) for rows in others)}
-    best = _best(workload, published, tuple(sorted(queues)))
+    queues = [_without_w(workload, published), *(workload.orders(rows) for rows in others)]
+    best = _best(workload, published, tuple(dict.fromkeys(queues)))
     if best == published:
         return table
     return place(table.name, *sizes, workload.raw(best), table.placement)

@@ -93,6 +93,7 @@ def test_order_of_another_schedule_does_not_follow_times():
 
 
 def test_adapted_order_is_the_same_in_every_process():
+    """Neither hashes of strings, which differ by process, nor the clock decide."""
     program = (
         "from maxpipe.pipeline.schedules.csv_files import to_csv\n"
         "from maxpipe.pipeline.schedules.load import load_schedule\n"
