@@ -99,8 +99,8 @@ def test_adapted_order_is_the_same_in_every_process():
         "from maxpipe.pipeline.schedules.load import load_schedule\n"
         "from maxpipe.planning.simulate import Costs\n"
         "for name, V, placement in (('zb_v', 2, 'v'), ('zb_h2', 1, 'loop')):\n"
-        "    times = Costs(1, 2.3, 1.4, 0.9, 0.3).unit_times(3, V, placement)\n"
-        "    print(to_csv(load_schedule(name, 3, 6, V, times=times)))\n"
+        "    times = Costs(1, 2.3, 1.4, 0.9, 0.3).unit_times(4, V, placement)\n"
+        "    print(to_csv(load_schedule(name, 4, 8, V, times=times)))\n"
     )
     texts = [
         subprocess.run(
