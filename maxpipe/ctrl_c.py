@@ -1,4 +1,4 @@
-"""Ctrl-C around a command's `main`, such as while its modules are imported: a line, no traceback.
+"""Answer Ctrl-C outside of a command's `main`, as during its imports, by a line, no traceback.
 
 Every command calls `expect` before it imports anything else, so this file imports next to nothing.
 """

@@ -38,6 +38,8 @@ keys:
   collectives                      fraction of forward and backward that is collectives (0)
   activation_bytes                 size of one transfer (1)
 
+zb_v and zb_h2 have their published orders; with any of these times, orders that follow them.
+
 With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules
 (zb_v, v_half, v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left
 out. Peaks count chunks; --compare counts whole stages instead.
@@ -48,7 +50,8 @@ and a bound that no order can beat. Besides sizes and times, without collectives
   memory                           most activations in flight on a stage, in microbatches; a chunk
                                    counts 1/repeats, from its F to the end of its W or B (no limit)
   placement                        loop or v; repeats is 1 for loop and 2 for v unless given (loop)
-  lockstep                         true: a table for the scheduled engine (false)
+  lockstep                         true: a table for the scheduled engine; false: an order for the
+                                   mpmd engine (whichever is faster; without a head the latter)
 
 Exact search needs OR-Tools: pip install "maxpipe[solve]". Without it, heuristics are tried.
 

@@ -36,6 +36,19 @@ def test_schedule_of_a_v_shape_defaults_to_two_repeats(capsys, name):
     assert main([name, "repeats=1"]) == 2
 
 
+@pytest.mark.parametrize("name", ["zb_v", "zb_h2"])
+def test_schedule_that_follows_times_has_another_order_once_they_are_given(capsys, name, tmp_path):
+    times = ("forward=1", "input_gradient=1.4", "weight_gradient=.9", "comm=.3")
+    sizes = ("stages=4", "microbatches=8")
+    files = [tmp_path / "published.csv", tmp_path / "adapted.csv"]
+    output(capsys, name, *sizes, "--csv", str(files[0]))
+    output(capsys, name, *sizes, *times, "--csv", str(files[1]))
+    text = output(capsys, name, *sizes, *times)
+    published, adapted = (output(capsys, str(path), *times) for path in files)
+    assert figure(text, "makespan") == figure(adapted, "makespan")
+    assert figure(adapted, "bubble") < figure(published, "bubble") - 0.1
+
+
 def test_schedule_on_a_terminal_prints_colours(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

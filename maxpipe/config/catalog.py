@@ -48,6 +48,8 @@ class Schedule:
         `forwarding_delay`.
       overlaps: whether `pipeline.overlap_slots` applies; the function then takes `slack`.
       splits_backward: whether the table has units for input and weight gradients.
+      timed: whether the order may follow the times of units, `pipeline.unit_times`; the function
+        then takes `times`.
       summary: a phrase for `--help`.
     """
 
@@ -57,6 +59,7 @@ class Schedule:
     delays: bool = False
     overlaps: bool = False
     splits_backward: bool = False
+    timed: bool = False
     summary: str = ""
 
     def repeats_for(self, num_repeats: int) -> int:
@@ -129,6 +132,7 @@ SCHEDULES: dict[str, Schedule] = {
         _SCHEDULES + "zero_bubble:zb_h2",
         ("mpmd",),
         splits_backward=True,
+        timed=True,
         summary="split backwards: almost no bubble in twice the memory of 1F1B",
     ),
     "zb_v": Schedule(
@@ -136,6 +140,7 @@ SCHEDULES: dict[str, Schedule] = {
         ("mpmd",),
         repeats=2,
         splits_backward=True,
+        timed=True,
         summary="two chunks per stage in a V: no bubble in the memory of 1F1B",
     ),
     "v_half": Schedule(

@@ -75,6 +75,7 @@ ENGINES: dict[str, Engine] = {
             "num_repeats",
             "num_layers_per_stage",
             "layers_per_stage",
+            "unit_times",
             "parallel_layers",
             "outside_layers",
             "delay_activation_forwarding",
@@ -94,7 +95,7 @@ ENGINES: dict[str, Engine] = {
     "circular": Engine(
         _ENGINES + "circular.engine:CircularEngine",
         "one program in which activations go around a ring of stages; JAX derives the backward",
-        unused=("overlap_slots", "skip_idle", "fsdp_prefetch", "memory_limit_gib"),
+        unused=("overlap_slots", "skip_idle", "fsdp_prefetch", "unit_times", "memory_limit_gib"),
         refusals=(
             Refusal(
                 "pipeline.overlap_slots",
@@ -121,7 +122,7 @@ ENGINES: dict[str, Engine] = {
     "scheduled": Engine(
         _ENGINES + "scheduled.engine:ScheduledEngine",
         "one program whose ticks follow the table of a lockstep schedule",
-        unused=("scan_iterations", "scan_repeats", "memory_limit_gib"),
+        unused=("scan_iterations", "scan_repeats", "unit_times", "memory_limit_gib"),
         refusals=(
             Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
             Refusal("pipeline.scan_repeats", (False,), _LOOPS, _CIRCULAR),

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 import yaml
 
-from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS
+from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS, SCHEDULES
 from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
@@ -107,6 +107,17 @@ def _unused_options(before: Config, resolved: Config) -> list[str]:
     ):
         lines.append(
             "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
+        )
+    schedule = resolved.pipeline.schedule
+    if (
+        before.pipeline.unit_times
+        and engine.takes("pipeline.unit_times")
+        and not (schedule in SCHEDULES and SCHEDULES[schedule].timed)
+    ):
+        timed = " and ".join(name for name, facts in SCHEDULES.items() if facts.timed)
+        lines.append(
+            f"pipeline.unit_times has no effect with pipeline.schedule={schedule}; "
+            f"the orders of {timed} follow it"
         )
     return lines
 

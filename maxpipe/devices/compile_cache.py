@@ -1,4 +1,4 @@
-"""The persistent compilation cache of JAX: where it is, whether it is used, and damaged entries."""
+"""Switch on JAX's persistent compilation cache, say where it is, and remove damaged entries."""
 
 import glob
 import os

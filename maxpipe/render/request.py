@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.errors import RefusedError
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
-from maxpipe.pipeline.schedules.load import check_named, is_csv, load_schedule
+from maxpipe.pipeline.schedules.load import check_named, is_csv, is_timed, load_schedule
 from maxpipe.planning.simulate import Costs, Simulation, simulate
 
 SIZES = {"stages": 4, "microbatches": 8, "repeats": 1}
@@ -22,6 +23,7 @@ OTHER_COSTS = {
     "collectives": "collectives",
     "activation_bytes": "activation_bytes",
 }
+TIMES = (*UNIT_COSTS, "comm", "head")
 KEYS = (*SIZES, *SWITCHES, *UNIT_COSTS, *OTHER_COSTS)
 
 
@@ -72,12 +74,14 @@ class Request:
       sizes: the ones of `SIZES` that the command line gives.
       switches: the ones of `SWITCHES` that are on.
       costs: times of whole stages, not of chunks.
+      are_times_given: whether the command line gives any of them; orders then follow them.
     """
 
     schedules: tuple[str, ...]
     sizes: dict[str, int]
     switches: frozenset[str]
     costs: Costs
+    are_times_given: bool
 
     def subtitle(self, runs: Sequence[Simulation]) -> str:
         """Return sizes and costs in words."""
@@ -116,7 +120,8 @@ def parse_request(words: Sequence[str], compare: bool, collector: Collector) -> 
         if key in pairs and collector.attempt(False, parse_switch, key, pairs[key])
     )
     costs = parse_costs(pairs, collector)
-    request = Request(schedules or tuple(SCHEDULES), sizes, switches, costs)
+    given = not pairs.keys().isdisjoint(TIMES)
+    request = Request(schedules or tuple(SCHEDULES), sizes, switches, costs, given)
     lenient = compare or len(request.schedules) > 1
     # How many times there must be is not known without the number of stages.
     checked_costs = None if is_refused("stages", pairs, sizes) else costs
@@ -149,7 +154,8 @@ def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulati
       ValueError: the schedule does not exist, is invalid, or does not go with the sizes or options.
     """
     options = options_of(name, request, lenient=lenient)
-    table = load_schedule(
+    build = partial(
+        load_schedule,
         name,
         options.stages,
         options.microbatches,
@@ -157,7 +163,12 @@ def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulati
         forwarding_delay=options.forwarding_delay,
         slack=options.slack,
     )
-    return simulate(table, chunk_costs(request.costs, table.num_stages, table.num_repeats))
+    table = build()
+    costs = chunk_costs(request.costs, table.num_stages, table.num_repeats)
+    if request.are_times_given and is_timed(name):
+        times = costs.unit_times(table.num_stages, table.num_repeats, table.placement)
+        table = build(times=times)
+    return simulate(table, costs)
 
 
 class Options(NamedTuple):

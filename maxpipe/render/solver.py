@@ -67,7 +67,9 @@ def parse_task(words: Sequence[str]) -> Task:
     costs = parse_costs(pairs, collector)
     if not is_refused("stages", pairs, sizes):
         costs = collector.attempt(costs, chunk_costs, costs, stages, repeats)
-    lockstep = collector.attempt(False, parse_switch, "lockstep", pairs.get("lockstep", "false"))
+    lockstep = None
+    if "lockstep" in pairs:
+        lockstep = collector.attempt(None, parse_switch, "lockstep", pairs["lockstep"])
     in_flight = collector.attempt(1, _max_in_flight, pairs, microbatches, repeats)
     collector.check()
     return Task(
@@ -140,8 +142,8 @@ def solution_text(solution: Solution) -> str:
     run = solution.run
     above = run.makespan / solution.bound - 1 if solution.bound > 0 else 0.0
     verdict = "no order is shorter" if solution.is_optimal else f"found: {above:.2%} above it"
-    form = "lockstep" if run.table.lockstep else "free-running"
     return (
         f"{comparison_text([run, *solution.named])}"
-        f"bound: no {form} order of these sizes takes less than {solution.bound:.6g}; {verdict}\n"
+        f"bound: no {solution.forms} order of these sizes takes less than {solution.bound:.6g}; "
+        f"{verdict}\n"
     )

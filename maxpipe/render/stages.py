@@ -17,6 +17,7 @@ from maxpipe.planning.auto_stages import (
     plan_stages,
     predict,
     uniform_sizes,
+    with_unit_times,
 )
 from maxpipe.planning.simulate import Simulation
 
@@ -48,7 +49,7 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
       ScheduleError: its schedule cannot be built.
     """
     loaded = load(path, overrides)
-    config = resolve(loaded, *_devices(loaded.config))
+    config = with_unit_times(resolve(loaded, *_devices(loaded.config)))
     engine = ENGINES[config.pipeline.engine]
     if not engine.has_stages:
         message = "one stage has no schedule to draw; 2 or more make a pipeline"

@@ -317,6 +317,7 @@ VALUES = {
     "num_repeats": ["pipeline.num_repeats=1"],
     "num_layers_per_stage": ["pipeline.num_layers_per_stage=1"],
     "layers_per_stage": ["pipeline.layers_per_stage=[2,2,2,2]"],
+    "unit_times": ["pipeline.unit_times=[1,1.4,0.9]"],
     "memory_limit_gib": ["pipeline.memory_limit_gib=8"],
     "parallel_layers": ["pipeline.parallel_layers=4"],
     "outside_layers": ["pipeline.outside_layers=before", "pipeline.parallel_layers=4"],
@@ -373,8 +374,8 @@ class TestEngines:
             lines = [line for line in notes(config, loaded) if "has no effect" in line]
             lines += [line for line in notes(config, loaded) if "have no effect" in line]
             is_read = not any(key in line.partition(" no effect")[0] for line in lines)
-        if (name, engine) == ("memory_limit_gib", "mpmd"):
-            is_read = True  # with layers_per_stage=auto
+        if name in ("memory_limit_gib", "unit_times") and engine == "mpmd":
+            is_read = True  # with layers_per_stage=auto, and with the schedules that follow times
         assert is_read == ENGINES[engine].takes(key)
 
     @pytest.mark.parametrize("engine", ENGINES)

@@ -148,6 +148,13 @@ class PipelineConfig:
         "chunks per stage (-1 = 1)",
         derived=True,
     )
+    unit_times: list[float] = option(  # noqa: RUF009
+        [],
+        "times that the order of zb_v and zb_h2 follows: of a layer's forward, input gradient and "
+        "weight gradient, then of a transfer between stages and of loss and head (0, 0), all for "
+        "one microbatch and in one unit; auto = by FLOPs, transfers 0; empty = the published order",
+        derived=True,
+    )
     memory_limit_gib: float = option(
         0,
         "with layers_per_stage=auto, the estimated memory that a device may use, in GiB; "

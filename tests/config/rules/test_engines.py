@@ -152,6 +152,12 @@ def test_option_without_meaning_is_refused(values, key, expected):
     assert expected in problems[key]
 
 
+@pytest.mark.parametrize("times", [[1.0, 1.4], [1.0, 0.0, 0.9], [1.0, 1.4, 0.9, -0.1], [1.0] * 6])
+def test_unit_times_that_are_not_of_f_i_and_w_are_refused(times):
+    message = refusal(**MPMD, **{"pipeline.unit_times": times})["pipeline.unit_times"]
+    assert "such as [1, 1.4, 0.9, 0.1], or auto" in message
+
+
 @pytest.mark.parametrize(
     "values",
     [
