@@ -136,8 +136,8 @@ ENGINES: dict[str, Engine] = {
                 "use per_iteration, or use once if all repeats fit, or pipeline.schedule=circular",
             ),
         ),
-        no_offloading="it updates its residuals in place on the device, where their size does not "
-        "depend on the number of microbatches",
+        no_offloading="its loop updates buffers of residuals in place, and libtpu 0.0.42 aborts "
+        "where such a buffer is in the host's memory (tpu_layout_assignment.cc)",
         lockstep=True,
         runs_csv=True,
         no_outside_layers="",
@@ -183,7 +183,6 @@ ENGINES: dict[str, Engine] = {
         no_outside_layers="each of its units runs on one stage, and a layer that all stages share "
         "would make them wait for each other in every microbatch; stages may differ in their "
         "number of layers at no cost (pipeline.layers_per_stage)",
-        no_offloading="its residuals pass from one program to another on the device",
         one_program=False,
         runs_csv=True,
         auto_stages=True,
