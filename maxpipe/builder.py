@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
-from maxpipe.config.rules.engines import check_processes, check_split_backwards
+from maxpipe.config.rules.engines import check_offloading, check_processes, check_split_backwards
 from maxpipe.config.sections import Config
+from maxpipe.devices.host_memory import has_host_memory
 from maxpipe.model.experts.split import build_experts
 from maxpipe.model.kernels.choose import build_attention, choose_rotation
 from maxpipe.model.program import ModelProgram
@@ -91,8 +92,11 @@ def build_trainer(
 
     Raises:
       ConfigError: the schedule cannot be built, does not run on this engine, or does not go with
-        other options.
+        other options; or the devices cannot save what is to be offloaded.
     """
+    device = mesh.devices.flat[0]
+    if not has_host_memory(device):
+        check_offloading(config, device.device_kind)
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
         one_program = ENGINES[config.pipeline.engine].one_program

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from maxpipe.config import maxtext
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import OPTIONS, SECTIONS, Option
+from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -24,11 +25,19 @@ LONGEST_DEFAULT = 40  # characters of a default that fit a table
 
 
 def engines_of(key: str) -> str:
-    """Return the engines that take a key, as the table shows them; empty outside `pipeline.*`."""
+    """Return the engines that take a key, as the table shows them; empty outside `pipeline.*`.
+
+    An engine that refuses some of the key's choices is named again with these.
+    """
     if not key.startswith("pipeline."):
         return ""
     engines = [name for name, engine in ENGINES.items() if engine.takes(key)]
-    return "all" if len(engines) == len(ENGINES) else ", ".join(engines)
+    cell = "all" if len(engines) == len(ENGINES) else ", ".join(engines)
+    for name in engines:
+        values = [str(value) for refusal in refusals_of(name, key) for value in refusal.values]
+        if refused := [f"`{value}`" for value in values if value in OPTIONS[key].choices]:
+            cell += f"; {name} without {', '.join(refused)}"
+    return cell
 
 
 def default_of(option: Option) -> str:

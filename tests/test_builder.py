@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 
+from maxpipe import builder
 from maxpipe.builder import build_engine_inputs, build_trainer
 from maxpipe.config import ConfigError, catalog
 from maxpipe.pipeline import microbatches
@@ -160,6 +161,24 @@ def test_trainer_of_the_mpmd_engine_with_several_processes_is_refused(monkeypatc
         ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*--compare zb_h1 lock"
     ):
         build_trainer(config, mesh)
+
+
+@pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+def test_trainer_that_offloads_without_memory_of_the_host_is_refused(monkeypatch, schedule):
+    policy = {"pipeline.remat_policy": "minimal_offloaded"}
+    config = tiny(**PIPELINE, **policy, **{"pipeline.schedule": schedule})
+    mesh = make_mesh(config)
+    monkeypatch.setattr(builder, "has_host_memory", lambda device: False)
+    with pytest.raises(
+        ConfigError,
+        match=r"remat_policy: minimal_offloaded cannot run: cpu devices have no .*; use minimal$",
+    ):
+        build_trainer(config, mesh)
+
+
+def test_trainer_that_offloads_nothing_needs_no_memory_of_the_host(monkeypatch):
+    monkeypatch.setattr(builder, "has_host_memory", lambda device: False)
+    build_trainer(tiny(), make_mesh(tiny()))
 
 
 def test_trainer_with_an_unsplittable_axis_notes_the_decision():

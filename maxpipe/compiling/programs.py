@@ -35,6 +35,7 @@ class CompiledProgram:
       runs: how often a step runs it.
       memory: on a device of the stage.
       collectives: of one device in one run.
+      offloaded: bytes on a device that it takes from the host's memory or leaves to it.
       hlo: optimized text.
     """
 
@@ -43,14 +44,16 @@ class CompiledProgram:
     runs: int
     memory: CompilerMemory
     collectives: Sequence[Collective]
+    offloaded: int
     hlo: str
 
     def lines(self) -> list[str]:
         """Return a line about the memory, and one for each kind of collective of a run."""
         memory = self.memory
+        offloaded = f", offloaded {size(self.offloaded)}" if self.offloaded else ""
         sizes = (
             f"arguments {size(memory.arguments)}, results {size(memory.results)}, "
-            f"temp {size(memory.temp)}; {self.runs} x a step"
+            f"temp {size(memory.temp)}{offloaded}; {self.runs} x a step"
         )
         head = f"{f'stage {self.stage}':<12}{self.name!s:<8} {sizes}"
         return [head, *map(collective_line, self.collectives)]
@@ -67,7 +70,7 @@ def compile_programs(trainer: StagesTrainer) -> Iterator[CompiledProgram]:
     """
     num_microbatches = trainer.engine.table.num_microbatches
     try:
-        for stage, name, compiled in trainer.engine.compile():
+        for stage, name, compiled, offloaded in trainer.engine.compile():
             hlo = compiled.as_text() or ""
             yield CompiledProgram(
                 stage,
@@ -75,6 +78,7 @@ def compile_programs(trainer: StagesTrainer) -> Iterator[CompiledProgram]:
                 name.runs(num_microbatches),
                 memory_of(compiled),
                 find_collectives(parse(hlo), trainer.engine.meshes[stage]),
+                offloaded,
                 hlo,
             )
     except jax.errors.JaxRuntimeError as error:

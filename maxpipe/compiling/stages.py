@@ -1,13 +1,16 @@
 """Report what a step of the mpmd engine costs, from the compiled programs of its units.
 
 The memory of a stage is its state and what the schedule keeps in flight there, both from shapes,
-and what the largest of its programs works with, from the compiler. On TPUs every program is timed,
+and what the largest of its programs works with, from the compiler. Residuals in the host's memory
+take memory of a device while a program uses them, and those of one more while they are copied. On
+TPUs every program is timed,
 and the simulator composes the times in the order of the schedule.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 from jax.sharding import Mesh
 
 from maxpipe.compiling.collectives import Collective
@@ -21,11 +24,12 @@ from maxpipe.compiling.step import OutOfMemory
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
+from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.auto_stages import run_table
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.footprint import itemsize, microbatch_tokens
 from maxpipe.planning.simulate import simulate
-from maxpipe.planning.stage_memory import StageMemory
+from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
 
 @dataclass(frozen=True)
@@ -35,15 +39,18 @@ class StageBytes:
     Attributes:
       state: parameters, optimizer state and sums of gradients, from shapes.
       in_flight: what waits for later units, from shapes.
-      working: temporary memory and code of its largest program, from the compiler.
+      working: temporary memory and code of its largest program, from the compiler, with offloaded
+        residuals of two programs.
       reduction: the same and the results of its largest sum over devices. Gradients are there twice
         while that runs, when the chunk's units are done.
+      host: in the host's memory, for one device: residuals that wait there for later units.
     """
 
     state: float
     in_flight: float
     working: float
     reduction: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -110,6 +117,7 @@ class StagesReport:
             "programs": [
                 {"stage": program.stage, "name": str(program.name), "runs": program.runs}
                 | {f"{name}_bytes": value for name, value in asdict(program.memory).items()}
+                | {"offloaded_bytes": program.offloaded}
                 | {"collectives": list(map(asdict, program.collectives))}
                 for program in self.programs
             ],
@@ -136,6 +144,11 @@ class StagesReport:
                     f"            summing gradients over devices at the end needs "
                     f"{size(stage.reduction)} instead of the last two"
                 )
+            if stage.host:
+                lines.append(
+                    f"            and {size(stage.host)} of the host's memory for each device, "
+                    "for offloaded residuals"
+                )
         for number in range(len(self.stages)):
             collectives = self.collectives(number)
             none = "" if collectives else " none"
@@ -144,6 +157,8 @@ class StagesReport:
         if self.predicted:
             lines += self.predicted.lines()
             lines.append("  without the optimizer's update; parts are those of the busiest stage")
+            if any(program.offloaded for program in self.programs):
+                lines.append("  without transfers to the host's memory and back")
             if self.schedule_words:
                 lines.append(f"  units, for maxpipe.schedule: {self.schedule_words}")
         return [*lines, self._verdict()]
@@ -202,16 +217,28 @@ def analyse_stages(
         of_stage = [n for n, s in zip(sizes, table.stage_of_chunk, strict=True) if s == stage]
         working: list[float] = []
         reductions = [0.0]
-        for program in (program for program in compiled if program.stage == stage):
+        of_programs = [program for program in compiled if program.stage == stage]
+        copied = max(program.offloaded for program in of_programs)
+        for program in of_programs:
             used = program.memory.temp + program.memory.program
-            working.append(used)
+            working.append(used + program.offloaded + copied)
             if program.name.kind == "reduce":
                 reductions.append(used + program.memory.results)
         state = memory.state_bytes(stage, sum(of_stage))
         in_flight = memory.in_flight_bytes(stage, of_stage)
-        stages.append(StageBytes(state, in_flight, max(working), max(reductions)))
+        host = _host_bytes(table, stage, of_programs)
+        stages.append(StageBytes(state, in_flight, max(working), max(reductions), host))
     report = replace(report, programs=compiled, stages=stages)
     return _with_prediction(report, config, mesh, trainer) if is_predictable(mesh) else report
+
+
+def _host_bytes(table: Table, stage: int, programs: Sequence[CompiledProgram]) -> float:
+    """Return the bytes of one device's residuals that are in the host's memory at once."""
+    offloaded = {program.name: program.offloaded for program in programs}
+    chunks = [int(table.global_chunk(repeat, stage)) for repeat in range(table.num_repeats)]
+    # From F to the end of B, or of I; and what W reads as well, to the end of W.
+    bytes_of = [offloaded.get(UnitName(kind, chunk), 0) for kind in ("F", "W") for chunk in chunks]
+    return float((units_in_flight(table)[stage] @ np.array(bytes_of)).max())
 
 
 def _with_prediction(

@@ -4,6 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Kinds of memory, as JAX names them.
+DEVICE, HOST = "device", "pinned_host"
+
+
+def has_host_memory(device: jax.Device) -> bool:
+    """Return whether a device can read and write arrays in the host's memory."""
+    return HOST in {memory.kind for memory in device.addressable_memories()}
+
 
 def move(array: jax.Array, memory_kind: str) -> jax.Array:
     """Return a finished copy in another memory of the same devices; each process copies its shards.
@@ -37,7 +45,6 @@ def to_host(leaf: jax.Array) -> np.ndarray | jax.Array:
     if leaf.is_fully_addressable:
         return np.array(leaf)
     device: jax.Device = next(iter(leaf.sharding.device_set))
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" in kinds:
-        return move(leaf, "pinned_host")
+    if has_host_memory(device):
+        return move(leaf, HOST)
     return jnp.copy(leaf)

@@ -9,7 +9,7 @@ Letters: see `maxpipe.pipeline`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from maxpipe.config.catalog import (
     RematPolicy,
 )
 from maxpipe.config.sections import PipelineConfig
+from maxpipe.devices.host_memory import DEVICE, HOST
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params
 from maxpipe.model.program import ModelProgram
@@ -192,6 +193,20 @@ def remat_policy(config: PipelineConfig) -> RematPolicy:
     return RematPolicy(device=tuple(on_device), host=tuple(on_host))
 
 
+def offloaded_names(config: PipelineConfig) -> tuple[str, ...]:
+    """Return the names of the tensors that wait for the backward in the host's memory.
+
+    Without rematerialisation there are none: all values are saved on the device.
+    """
+    recomputes = config.remat_iterations or config.remat_layers
+    return remat_policy(config).host if recomputes else ()
+
+
+def saved_on_device(policy: RematPolicy) -> RematPolicy:
+    """Return the policy that saves the same tensors, all of them on the device."""
+    return replace(policy, device=(*policy.device, *policy.host), host=())
+
+
 def checkpoint(f: Function, policy: RematPolicy) -> Function:
     """Return `f` with a backward that recomputes what the policy does not save."""
     return jax.checkpoint(f, policy=_everything_but_copies if policy.everything else _names(policy))
@@ -209,10 +224,14 @@ class Remat:
     them again too, which makes two passes through each layer.
 
     With neither, an iteration saves every intermediate value.
+
+    Args:
+      config: `pipeline.*`, resolved.
+      policy: what is saved where.
     """
 
-    def __init__(self, config: PipelineConfig):
-        self._policy = remat_policy(config)
+    def __init__(self, config: PipelineConfig, policy: RematPolicy):
+        self._policy = policy
         self._iterations, self._layers = config.remat_iterations, config.remat_layers
 
     def iteration(self, f: Function) -> Function:
@@ -248,8 +267,8 @@ def _names(policy: RematPolicy) -> SavePolicy:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=policy.device,
         names_which_can_be_offloaded=policy.host,
-        offload_src="device",
-        offload_dst="pinned_host",
+        offload_src=DEVICE,
+        offload_dst=HOST,
     )
 
 

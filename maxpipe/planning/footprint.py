@@ -15,7 +15,7 @@ from maxpipe.config.catalog import ENGINES, OPTIMIZERS
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.sections import MESH_AXES, Config, ModelConfig
 from maxpipe.model.parameters import ParamSpec
-from maxpipe.pipeline.chunk import remat_policy
+from maxpipe.pipeline.chunk import offloaded_names, remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
@@ -106,6 +106,11 @@ def residual_width(config: Config) -> float:
         return layer.residual_bytes() / itemsize(config.model.dtype)
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + layer.saved_width(policy.device)
+
+
+def offloaded_width(config: Config) -> float:
+    """Return the width of a layer's residuals that wait for the backward in the host's memory."""
+    return layer_of(config).saved_width(offloaded_names(config.pipeline))
 
 
 def recomputed_width(config: Config) -> float:

@@ -2,6 +2,8 @@
 
 Counted are parameters, optimizer state and sums of gradients; what the schedule keeps in flight on
 the stage, more on earlier stages; and what the largest unit works with, gathered weights included.
+Offloaded residuals take memory of the device while they are used, and those of one unit more while
+they are copied to the host or back.
 What the compiler adds for its programs and loses between buffers is not. Compared with programs
 that libtpu 0.0.42.1 compiled for v5e (three layers a stage, width 1024, bfloat16), the estimate of
 what an I hands to its W is 3 % low, and of what a B works with a third high.
@@ -23,6 +25,7 @@ from maxpipe.planning.footprint import (
     layer_of,
     logits_bytes,
     microbatch_tokens,
+    offloaded_width,
     optimizer_bytes,
     residual_width,
     working_width,
@@ -102,11 +105,13 @@ class StageMemory:
     def _working(self, layers: int) -> float:
         """Return the bytes of what a chunk's backward recomputes, and of one layer's work."""
         config = self._config
-        # A chunk is recomputed as a whole, unless layer by layer.
+        copied = offloaded_width(config)
+        # A chunk is recomputed as a whole, with what comes back from the host among the results,
+        # unless layer by layer.
         recomputed = max(layer_of(config).result_width - residual_width(config), 0.0)
         if config.pipeline.remat_layers:
-            recomputed = config.model.embed_dim
-        return self._column_bytes * (working_width(config) + layers * recomputed)
+            recomputed = config.model.embed_dim + copied
+        return self._column_bytes * (working_width(config) + layers * (recomputed + copied))
 
     def _gathered_weights(self, stage: int, layers: int) -> float:
         """Return the bytes of weights as a unit computes with them, in the dtype of activations."""

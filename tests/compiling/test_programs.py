@@ -7,6 +7,7 @@ import pytest
 
 from maxpipe import compile as command
 from maxpipe.compiling import stages
+from maxpipe.compiling.report import size
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
 
 SMALL = [
@@ -154,6 +155,39 @@ def test_the_report_counts_collectives_by_program_and_step(written):
                 if key in found[p["name"]]
             ]
             assert total["bytes"] == pytest.approx(sum(parts))
+
+
+def test_offloaded_residuals_are_counted_on_the_host_and_while_a_unit_has_them(tmp_path, capsys):
+    """A device has 2 rows of 16 tokens, in float32, and a layer of width 16."""
+    words = [
+        "pipeline.remat_policy=minimal_offloaded",
+        "pipeline.schedule=1f1b",
+    ]
+    path = tmp_path / "report.json"
+    assert command.main(["configs/base.yml", *SMALL, *words, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    column = 4 * 2 * 16
+    # Queries, keys, values, attention and its output projection; a gate and its factor are twice as
+    # wide.
+    moved = column * (5 * 16 + 2 * 32)
+    programs = {program["name"]: program for program in report["programs"]}
+    assert {name: p["offloaded_bytes"] for name, p in programs.items() if name[0] in "FB"} == (
+        dict.fromkeys(("F0", "F1", "B0", "B1"), moved)
+    )
+    for number, in_flight in ((0, 2), (1, 1)):
+        stage = report["stages"][number]
+        used = max(
+            p["temp_bytes"] + p["program_bytes"] + p["offloaded_bytes"]
+            for p in programs.values()
+            if p["stage"] == number
+        )
+        assert stage["host_bytes"] == in_flight * moved
+        assert stage["working_bytes"] == used + moved
+        # Inputs of chunks, and what has arrived for others.
+        assert stage["in_flight_bytes"] <= (in_flight + 2) * column * 16
+    printed = capsys.readouterr().out
+    assert f"and {size(2 * moved)} of the host's memory for each device" in printed
+    assert f", offloaded {size(moved)};" in printed
 
 
 def test_stages_that_do_not_fit_end_with_3(tmp_path, monkeypatch, capsys):

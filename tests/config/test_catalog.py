@@ -246,25 +246,29 @@ class TestAddedSchedule:
 
 
 class TestAddedRematPolicy:
-    @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "1f1b"])
+    @pytest.mark.parametrize("schedule", ["lockstep_1f1b", "lockstep_zb"])
     def test_that_offloads_is_refused_with_a_remedy(self, add, problems, schedule):
         add("REMAT_POLICIES", "mine_offloaded", catalog.RematPolicy(host=("context",)))
         words = (f"pipeline.schedule={schedule}", "pipeline.remat_policy=mine_offloaded")
         message = problems(*words)["pipeline.remat_policy"]
         assert message.startswith("mine_offloaded is not for the ")
-        assert message.endswith("use a policy that saves on the device, such as minimal")
+        assert "use a policy that saves on the device, such as minimal, or pipeline.sch" in message
 
     def test_that_offloads_is_refused_with_its_counterpart(self, add, problems):
         entry = catalog.RematPolicy(host=("context",), on_device="mine")
         add("REMAT_POLICIES", "mine", catalog.RematPolicy(device=("context",)))
         add("REMAT_POLICIES", "mine_offloaded", entry)
-        words = ("pipeline.schedule=1f1b", "pipeline.remat_policy=mine_offloaded")
-        assert problems(*words)["pipeline.remat_policy"].endswith("use mine")
+        words = ("pipeline.schedule=lockstep_1f1b", "pipeline.remat_policy=mine_offloaded")
+        message = problems(*words)["pipeline.remat_policy"]
+        assert message.endswith(
+            "use mine, or pipeline.schedule=circular or 1f1b, whose engines offload"
+        )
 
-    def test_loads_on_an_engine_that_takes_it(self, add, resolved):
+    @pytest.mark.parametrize("schedule", ["circular", "1f1b"])
+    def test_loads_on_an_engine_that_takes_it(self, add, resolved, schedule):
         add("REMAT_POLICIES", "mine_offloaded", catalog.RematPolicy(host=("context",)))
-        policy = resolved("pipeline.remat_policy=mine_offloaded").pipeline.remat_policy
-        assert policy == "mine_offloaded"
+        words = (f"pipeline.schedule={schedule}", "pipeline.remat_policy=mine_offloaded")
+        assert resolved(*words).pipeline.remat_policy == "mine_offloaded"
 
     def test_that_saves_nothing_is_refused_for_split_backwards(self, add, problems):
         add("REMAT_POLICIES", "mine", catalog.RematPolicy())

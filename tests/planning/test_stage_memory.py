@@ -14,6 +14,7 @@ from maxpipe.planning.footprint import (
     handed_over_width,
     logits_bytes,
     microbatch_tokens,
+    offloaded_width,
     residual_width,
 )
 from maxpipe.planning.simulate import simulate
@@ -195,3 +196,29 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     late = width(lambda chunk: computations[UnitName("W", chunk)].reads)
     assert residual_width(config) == pytest.approx(forward, rel=keeps)
     assert handed_over_width(config) == pytest.approx(late, rel=0.15)
+
+
+def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight():
+    def memory(policy):
+        config, trainer = trainer_of(
+            **{
+                "model.num_layers": 8,
+                "pipeline.schedule": "1f1b",
+                "pipeline.num_microbatches": 8,
+                "mesh.ici.stage": 4,
+                "mesh.ici.fsdp": 2,
+                "pipeline.remat_policy": policy,
+            }
+        )
+        return StageMemory(config, build_table(config)), config, trainer
+
+    (on_device, _, _), (on_host, config, trainer) = memory("minimal"), memory("minimal_offloaded")
+    moved = trainer.engine.training.runner.executables[UnitName("F", 0)].moved
+    column = microbatch_tokens(config) * 4
+    residuals = 2 * offloaded_width(config) * column
+    # The backward of a sum does not look at its last term, the output of the chunk's last MLP.
+    last = config.model.embed_dim * column
+    assert sum(v.aval.size * 4 for v in moved) == pytest.approx(residuals - last)
+    for stage, in_flight in enumerate((4, 3, 2, 1)):
+        difference = on_device.bytes(stage, [2]) - on_host.bytes(stage, [2])
+        assert difference == pytest.approx((in_flight - 2) * residuals)

@@ -29,5 +29,12 @@ def test_option_tables_have_a_row_for_every_key():
 
 def test_column_of_engines_is_that_of_the_catalogue():
     assert generate_docs.engines_of("pipeline.overlap_slots") == "scheduled"
-    assert generate_docs.engines_of("pipeline.remat_policy") == "all"
+    assert generate_docs.engines_of("pipeline.num_microbatches") == "all"
     assert generate_docs.engines_of("steps") == ""
+
+
+def test_engines_of_a_key_names_the_choices_that_some_of_them_refuse():
+    policies = "all; scheduled without `minimal_offloaded`, `qkv_proj_offloaded`"
+    assert generate_docs.engines_of("pipeline.remat_policy") == policies
+    tensor = generate_docs.engines_of("pipeline.remat_tensors.context")
+    assert tensor == "all; scheduled without `offload`"

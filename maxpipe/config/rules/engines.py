@@ -14,14 +14,30 @@ def refusals_of(engine: str, key: str) -> list[Refusal]:
     """Return the values of a key that an engine refuses, offloading policies included."""
     facts = ENGINES[engine]
     refusals = [refusal for refusal in facts.refusals if refusal.key == key]
-    if facts.no_offloading and key in _REMAT_TENSORS:
-        refusals.append(Refusal(key, ("offload",), facts.no_offloading, "use device or remat"))
-    if facts.no_offloading and key == "pipeline.remat_policy":
-        for name, policy in REMAT_POLICIES.items():
-            if policy.host:
-                other = policy.on_device or "a policy that saves on the device, such as minimal"
-                refusals.append(Refusal(key, (name,), facts.no_offloading, f"use {other}"))
+    if facts.no_offloading:
+        elsewhere = ", or pipeline.schedule=circular or 1f1b, whose engines offload"
+        refusals += _offloading(key, facts.no_offloading, elsewhere)
     return refusals
+
+
+def _offloading(key: str, reason: str, elsewhere: str = "") -> list[Refusal]:
+    """Return refusals of the values of a key that save tensors in the host's memory.
+
+    Args:
+      key: any.
+      reason: of the refusals.
+      elsewhere: what else than saving on the device is a remedy.
+    """
+    if key in _REMAT_TENSORS:
+        return [Refusal(key, ("offload",), reason, f"use device or remat{elsewhere}")]
+    if key != "pipeline.remat_policy":
+        return []
+    any_other = "a policy that saves on the device, such as minimal"
+    return [
+        Refusal(key, (name,), reason, f"use {policy.on_device or any_other}{elsewhere}")
+        for name, policy in REMAT_POLICIES.items()
+        if policy.host
+    ]
 
 
 def _refuse_values(key: str) -> Rule:
@@ -199,6 +215,27 @@ def check_processes(c: Config, num_processes: int) -> None:
             "shows both bubbles)"
         )
         raise ConfigError(Problem("pipeline.engine", message))
+
+
+def check_offloading(c: Config, devices: str) -> None:
+    """Refuse to save tensors in the host's memory; no rule, since no key says what devices are.
+
+    Args:
+      c: any.
+      devices: their kind, which does not reach the host's memory.
+
+    Raises:
+      ConfigError: a tensor would be saved there.
+    """
+    reason = f"{devices} devices have no memory of the host (pinned_host)"
+    problems = [
+        Problem(key, f"{refusal.values[0]} cannot run: {refusal.reason}; {refusal.remedy}")
+        for key in ("pipeline.remat_policy", *_REMAT_TENSORS)
+        for refusal in _offloading(key, reason)
+        if get(c, key) in refusal.values
+    ]
+    if problems:
+        raise ConfigError(*problems)
 
 
 _REFUSABLE = (*(key for key in OPTIONS if key.startswith("pipeline.")), "compile.load")

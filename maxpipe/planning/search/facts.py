@@ -18,6 +18,7 @@ from maxpipe.planning.footprint import (
     handed_over_width,
     itemsize,
     layer_of,
+    offloaded_width,
     optimizer_bytes,
     recomputed_width,
     residual_width,
@@ -78,7 +79,8 @@ class Saving(NamedTuple):
     """What a policy of rematerialisation saves and computes again.
 
     Attributes:
-      residuals: width that a layer saves besides the input of its chunk.
+      residuals: width that a layer saves on the device besides the input of its chunk.
+      offloaded: width that it saves in the host's memory.
       stash: width that an I leaves to its W.
       handed_over: the same on an engine with a program for each unit.
       held: width of what a chunk's backward computes again and holds of each other layer.
@@ -86,6 +88,7 @@ class Saving(NamedTuple):
     """
 
     residuals: float
+    offloaded: float
     stash: float
     handed_over: float
     held: float
@@ -197,6 +200,7 @@ class Facts:
                 recomputed = passes * flops / (layer.weight_flops + layer.activation_flops)
             self._savings[key] = Saving(
                 residual_width(config),
+                offloaded_width(config),
                 stash_width(config),
                 handed_over_width(config),
                 recomputed_width(config),

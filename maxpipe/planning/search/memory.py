@@ -95,8 +95,8 @@ def _stage_bytes(sizes: BlockSizes) -> Number:
     columns += sizes.of_pattern("arrivals") * embed
     recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
     if config.pipeline.remat_layers:
-        recomputed = np.asarray(embed)
-    columns += _working(sizes) + layers * recomputed
+        recomputed = embed + sizes.offloaded
+    columns += _working(sizes) + layers * (recomputed + sizes.offloaded)
     gathered = (1.0 - once) * layers * parameters.layer_gathered * sizes.itemsize
     tokens = sizes.tokens * sizes.itemsize
     return state + tokens * columns + gathered + _logits(sizes, sizes.tokens) / sizes.stages

@@ -44,6 +44,7 @@ class BlockSizes:
         self.layer = facts.layer(grid.sizes)
         savings = [facts.saving(grid.sizes, block.engine, policy) for policy in block.policies]
         self.residuals = along([s.residuals for s in savings], "policy")
+        self.offloaded = along([s.offloaded for s in savings], "policy")
         self.stash = along([s.stash for s in savings], "policy")
         self.handed_over = along([s.handed_over for s in savings], "policy")
         self.held = along([s.held for s in savings], "policy")

@@ -71,7 +71,7 @@ def refusal(**values):
         (
             SCHEDULED | {"pipeline.remat_policy": "minimal_offloaded"},
             "pipeline.remat_policy",
-            "use minimal",
+            "use minimal, or pipeline.schedule=circular or 1f1b",
         ),
         (
             SCHEDULED | {"pipeline.remat_policy": "qkv_proj_offloaded"},
@@ -101,11 +101,6 @@ def refusal(**values):
             MPMD | {"pipeline.scan_iterations": False},
             "pipeline.scan_iterations",
             "units one by one; use true",
-        ),
-        (
-            MPMD | {"pipeline.remat_policy": "minimal_offloaded"},
-            "pipeline.remat_policy",
-            "use minimal",
         ),
         (
             MPMD | {"pipeline.scan_layers_per_stage": True},
@@ -170,6 +165,18 @@ def test_unit_times_that_are_not_of_f_i_and_w_are_refused(times):
 )
 def test_split_backward_with_saved_products_is_accepted(values):
     assert tiny(**values).pipeline.engine in ("scheduled", "mpmd")
+
+
+@pytest.mark.parametrize("engine", [CIRCULAR, MPMD])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pipeline.remat_policy": "minimal_offloaded"},
+        {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.context": "offload"},
+    ],
+)
+def test_offloading_is_accepted_by_engines_that_move_residuals(engine, values):
+    tiny(**engine | values)
 
 
 def test_gathers_per_repeat_on_mpmd_are_refused_next_to_wrong_repeats():

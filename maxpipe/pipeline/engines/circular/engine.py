@@ -19,7 +19,13 @@ from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import AuxiliaryLosses, SideInputs
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline import microbatches
-from maxpipe.pipeline.chunk import Remat, apply_layers, checkpoint, layer_function
+from maxpipe.pipeline.chunk import (
+    Remat,
+    apply_layers,
+    checkpoint,
+    layer_function,
+    remat_policy,
+)
 from maxpipe.pipeline.engines.base import (
     Batch,
     EngineInputs,
@@ -73,7 +79,7 @@ class CircularEngine(SpmdEngine):
         self._gathers_in_iteration = config.fsdp_gather == "per_iteration"
         if not self._gathers_in_iteration:
             self._check_rows()
-        self._remat = Remat(config)
+        self._remat = Remat(config, remat_policy(config))
         layer_fn = layer_function(program, self._prepare_layer, padded=not layout.is_even)
         self._layer_fn = self._remat.layer(layer_fn, is_only=layout.layers_per_stage == 1)
         self._outside = OutsideLayers(program, rules, config, layout, self.weights)

@@ -21,7 +21,13 @@ from maxpipe.pipeline.engines.mpmd.model import MarkedModel
 from maxpipe.pipeline.engines.mpmd.program import UnitName, dump
 from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, check_gather, manual_axes
 from maxpipe.pipeline.engines.mpmd.runner import Observer, Sums
-from maxpipe.pipeline.engines.mpmd.staged import Arguments, ArraysByPath, StagedProgram, by_path
+from maxpipe.pipeline.engines.mpmd.staged import (
+    Arguments,
+    ArraysByPath,
+    CompiledUnit,
+    StagedProgram,
+    by_path,
+)
 from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import forward_only
 from maxpipe.pipeline.weights import axes_in_use
@@ -180,7 +186,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         sums = program.run(self._arguments(params, program), batch, [None] * len(self.meshes))
         return {"cross_entropy": sums[self.loss_stage][LOSS], "weight": weight}
 
-    def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
+    def compile(self) -> Iterator[CompiledUnit]:
         """Compile the training step's computations as `StagedProgram.compile` does."""
         return self.training.compile()
 
@@ -237,6 +243,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                 *[None] * len(self._losses),
                 *(self._rows.gathers.values() if self._rows else ()),
             ],
+            offloaded=self.model.offloaded,
         )
 
     def _evaluation_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:

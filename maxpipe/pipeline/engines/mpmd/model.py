@@ -23,7 +23,9 @@ from maxpipe.pipeline.chunk import (
     apply_first_layers,
     apply_layers,
     layer_function,
+    offloaded_names,
     remat_policy,
+    saved_on_device,
 )
 from maxpipe.pipeline.engines.base import Batch, EngineInputs, Metrics, metrics_of, sum_of
 from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary
@@ -47,6 +49,8 @@ class MarkedModel:
 
     Attributes:
       layer_index: for each chunk int32 [L], indices of its layers in model order.
+      offloaded: names of the tensors that wait for their backward in the host's memory. The program
+        saves them on the device, from where the runner moves them.
     """
 
     def __init__(
@@ -55,8 +59,9 @@ class MarkedModel:
         self._program = inputs.program
         self._rules = inputs.rules
         self._scan = inputs.config.scan_layers_per_stage
-        self._remat = Remat(inputs.config)
-        self._policy = remat_policy(inputs.config)
+        self._policy = saved_on_device(remat_policy(inputs.config))
+        self._remat = Remat(inputs.config, self._policy)
+        self.offloaded = offloaded_names(inputs.config)
         self._stage_of_chunk = stage_of_chunk
         # Chunks may differ in their number of layers, and with it in shapes and shardings.
         sizes = inputs.layout.chunk_sizes

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts, UnitFunction
 from maxpipe.pipeline.engines.mpmd.fitting import check_program, fitted
+from maxpipe.pipeline.engines.mpmd.offloading import Offloading
 from maxpipe.pipeline.engines.mpmd.program import Computation, SlicedProgram, UnitName, shape_of
 from maxpipe.pipeline.schedules.table import KINDS, Table
 
@@ -125,7 +126,8 @@ class Executable:
 
     `run` is called as f(sums, donated, retained, fixed, varying): the running sums of `outputs`,
     the values of `donated` and `retained`, and the arguments of `fixed` and `varying`, each a list.
-    It returns (new sums, values of `writes`). The arrays of the first two lists are donated.
+    It returns (new sums, values of `writes`, done). The arrays of the first two lists are donated.
+    With offloaded values `done` is a scalar, ready when the unit is finished; otherwise None.
 
     Args:
       program: that the computation belongs to.
@@ -135,12 +137,14 @@ class Executable:
       mesh: of the stage.
       sum_shardings: of the running sum of each output.
       parts: if the program is of a device's parts, how they make up arrays.
+      offloaded: values that wait in the host's memory between units; units take copies of them.
 
     Attributes:
       outputs: indices of the program's outputs to which the computation adds.
       donated, retained: the values read; XLA writes results into the memory of the former.
       fixed, varying: the arguments.
       writes: the values written.
+      moved: values that it takes from the host's memory or leaves to it.
       run: the jitted function.
     """
 
@@ -153,13 +157,15 @@ class Executable:
         mesh: Mesh,
         sum_shardings: Mapping[int, NamedSharding],
         parts: DeviceParts | None = None,
+        offloaded: Collection[Var] = frozenset(),
     ):
         self.outputs = list(computation.outputs)
-        self.donated = _donations(computation, dying)
+        self.donated = _donations(computation, {*dying, *offloaded})
         self.retained = [v for v in computation.reads if v not in self.donated]
         self.fixed = [v for v in computation.arguments if v not in varying]
         self.varying = [v for v in computation.arguments if v in varying]
         self.writes = computation.writes
+        self.moved = {*computation.reads, *self.writes}.intersection(offloaded)
         inputs = [*self.donated, *self.retained, *self.fixed, *self.varying]
         f = program.function(computation, inputs)
         Values = list[jax.Array]
@@ -175,10 +181,17 @@ class Executable:
         if parts is not None:
             values = self.donated, self.retained, self.writes
             unit = parts.unit(run, mesh, self.outputs, values, (self.fixed, self.varying))
-        unit.__name__ = str(computation.name)  # in profiles and dumps of XLA
+
+        def run_to_end(*args: Values) -> tuple[Values, Values, jax.Array | None]:
+            totals, written = unit(*args)
+            return totals, written, jnp.zeros(()) if self.moved else None
+
+        run_to_end.__name__ = str(computation.name)  # in profiles and dumps of XLA
         # Sums keep their layout from unit to unit; XLA chooses the layout of the values.
-        shardings = [sum_shardings[i] for i in self.outputs], None
-        self.run: jax.stages.Wrapped = jax.jit(unit, donate_argnums=(0, 1), out_shardings=shardings)
+        shardings = [sum_shardings[i] for i in self.outputs], None, None
+        self.run: jax.stages.Wrapped = jax.jit(
+            run_to_end, donate_argnums=(0, 1), out_shardings=shardings
+        )
 
 
 def _add(total: jax.Array, terms: Sequence[jax.Array]) -> jax.Array:
@@ -203,32 +216,37 @@ class LiveValues:
 
     Args:
       num_uses: how many computations use each value there.
+      offloading: says which of them are held in the host's memory.
+
+    Attributes:
+      arrays: by value and microbatch, as they are held.
     """
 
-    def __init__(self, num_uses: Mapping[Var, int]):
+    def __init__(self, num_uses: Mapping[Var, int], offloading: Offloading):
         self._num_uses = num_uses
-        self._arrays: dict[tuple[Var, int], jax.Array] = {}
+        self._offloading = offloading
+        self.arrays: dict[tuple[Var, int], jax.Array] = {}
         self._uses_left: dict[tuple[Var, int], int] = {}
 
     def __len__(self) -> int:
-        return len(self._arrays)
+        return len(self.arrays)
 
     def add(self, values: Sequence[Var], arrays: Sequence[jax.Array], microbatch: int) -> None:
         """Hold the arrays of one microbatch until their last use."""
-        for v, x in zip(values, arrays, strict=True):
-            self._arrays[v, microbatch] = x
+        for v, x in zip(values, self._offloading.away(values, arrays), strict=True):
+            self.arrays[v, microbatch] = x
             self._uses_left[v, microbatch] = self._num_uses[v]
 
     def read(self, values: Sequence[Var], microbatch: int) -> list[jax.Array]:
-        """Return the arrays of one microbatch."""
-        return [self._arrays[v, microbatch] for v in values]
+        """Return the arrays of one microbatch, on the device."""
+        return self._offloading.back(values, [self.arrays[v, microbatch] for v in values])
 
     def count_use(self, values: Sequence[Var], microbatch: int) -> None:
         """Count one use of each value and drop those that were used for the last time."""
         for v in values:
             self._uses_left[v, microbatch] -= 1
             if not self._uses_left[v, microbatch]:
-                del self._arrays[v, microbatch], self._uses_left[v, microbatch]
+                del self.arrays[v, microbatch], self._uses_left[v, microbatch]
 
 
 class Runner:
@@ -241,6 +259,7 @@ class Runner:
       varying: inputs of the program that differ between microbatches.
       sum_shardings: for each stage, of the running sums of the program's outputs.
       parts: if the program is of a device's parts, how they make up arrays.
+      offloaded: values that wait for their readers in the host's memory, see `named_residuals`.
 
     Raises:
       ValueError: the program does not have the chunks or the kinds of units of the table.
@@ -261,6 +280,7 @@ class Runner:
         varying: Sequence[Var],
         sum_shardings: Sequence[Mapping[int, NamedSharding]],
         parts: DeviceParts | None = None,
+        offloaded: Collection[Var] = frozenset(),
     ):
         check_program(program, table)
         stage_of_chunk = table.stage_of_chunk.tolist()
@@ -274,6 +294,7 @@ class Runner:
             for name, values in routes.sends.items()
             if values
         }
+        self._offloaded = offloaded
         self._num_uses = [{v: len(names) for v, names in uses.items()} for uses in routes.uses]
         self._used_by: dict[UnitName, list[Var]] = {name: [] for name in program.computations}
         for uses in routes.uses:
@@ -291,7 +312,14 @@ class Runner:
             self.outputs[stage].update(computation.outputs)
             dying = routes.last_reads(stage, name) - set(routes.sends[name])
             self.executables[name] = Executable(
-                program, computation, dying, varying, meshes[stage], sum_shardings[stage], parts
+                program,
+                computation,
+                dying,
+                varying,
+                meshes[stage],
+                sum_shardings[stage],
+                parts,
+                offloaded,
             )
         # 3. What comes before the first unit of each chunk and after its last.
         self._last_unit = {name.chunk: (name, m) for _, name, m in self._order}
@@ -320,13 +348,16 @@ class Runner:
           The sums over all microbatches, by stage.
         """
         fixed_of: dict[int, ArraysByVar] = {}  # for each chunk at work
-        live = [LiveValues(num_uses) for num_uses in self._num_uses]
+        offloading = [Offloading(self._offloaded) for _ in self._meshes]
+        live = list(map(LiveValues, self._num_uses, offloading))
         for stage, name, microbatch in self._order:
             executable = self.executables[name]
             if name.chunk not in fixed_of:
                 fixed_of[name.chunk] = self._gathered(name.chunk, fixed[stage])
             # 1. Compute.
-            totals, written = executable.run(
+            if executable.moved:
+                offloading[stage].wait()
+            totals, written, done = executable.run(
                 [sums[stage][output] for output in executable.outputs],
                 live[stage].read(executable.donated, microbatch),
                 live[stage].read(executable.retained, microbatch),
@@ -335,6 +366,8 @@ class Runner:
             )
             sums[stage].update(zip(executable.outputs, totals, strict=True))
             live[stage].add(executable.writes, written, microbatch)
+            if done is not None:
+                offloading[stage].dispatched(done)
             # 2. Send to the stage of the next computation.
             if values := self._sends[name]:
                 receiver = self._receiver[name]

@@ -5,6 +5,7 @@ path, a tuple of typed keys such as (DictKey("params"), DictKey("head"), DictKey
 Letters: M microbatches, B sequences of the global batch, T tokens of each.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypedDict
@@ -19,6 +20,7 @@ from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
 from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts
+from maxpipe.pipeline.engines.mpmd.offloading import named_residuals
 from maxpipe.pipeline.engines.mpmd.program import UnitName, shape_of
 from maxpipe.pipeline.engines.mpmd.row_parallel import RowParallel, total_of, tracer
 from maxpipe.pipeline.engines.mpmd.runner import ArraysByVar, Observer, Runner, Sums
@@ -60,6 +62,22 @@ class StepInputs(NamedTuple):
     zeros: dict[int, jax.Array]
 
 
+class CompiledUnit(NamedTuple):
+    """A computation compiled for its stage.
+
+    Attributes:
+      stage: that runs it.
+      name: kind and chunk.
+      compiled: the executable.
+      offloaded: bytes on a device that it takes from the host's memory or leaves to it.
+    """
+
+    stage: int
+    name: UnitName
+    compiled: jax.stages.Compiled
+    offloaded: int = 0
+
+
 class StagedProgram:
     """Trace and slice a function; compile it for the stages at its first run.
 
@@ -75,6 +93,7 @@ class StagedProgram:
       needs_key: whether "key" is the data of a PRNG key, or None.
       rows: how the devices of a stage share rows; None if they do not.
       output_gathers: with `rows`, of the parameters whose gradients the outputs are.
+      offloaded: names of tensors that wait for their backward in the host's memory.
 
     Attributes:
       program: as sliced.
@@ -96,6 +115,7 @@ class StagedProgram:
         needs_key: bool,
         rows: RowParallel | None = None,
         output_gathers: Sequence[Gather | None] = (),
+        offloaded: Collection[str] = (),
     ):
         self._num_microbatches = table.num_microbatches
         self._stage_of_chunk = table.stage_of_chunk.tolist()
@@ -146,7 +166,15 @@ class StagedProgram:
         ]
         # A unit takes these of its microbatch, all other inputs as they are.
         varying = self._inputs(self.program.inputs, "micro")
-        self.runner = Runner(self.program, table, meshes, varying, self._sum_shardings, self._parts)
+        self.runner = Runner(
+            self.program,
+            table,
+            meshes,
+            varying,
+            self._sum_shardings,
+            self._parts,
+            named_residuals(self.program, offloaded),
+        )
         needs = self.runner.needs
         self._params = [self._inputs(inputs, "params") for inputs in needs]
         self._shared = [self._inputs(inputs, "scales", "key") for inputs in needs]
@@ -191,13 +219,13 @@ class StagedProgram:
             sums.append(inputs.zeros)
         return self.runner.run(fixed, varying, sums, observe)
 
-    def compile(self) -> Iterator[tuple[int, UnitName, jax.stages.Compiled]]:
+    def compile(self) -> Iterator[CompiledUnit]:
         """Compile the computations one by one without running any.
 
         Yields:
-          (stage, computation, executable), in an order that respects dependencies; what gathers a
-          chunk's parameters before its units and reduces its gradients after them is `gather1`, and
-          `reduce1`, of chunk 1.
+          Computations in an order that respects dependencies; what gathers a chunk's parameters
+          before its units and reduces its gradients after them is `gather1`, and `reduce1`, of
+          chunk 1.
         """
         specs = dict(self._specs)
         for name in self.program.computations:
@@ -205,7 +233,8 @@ class StagedProgram:
             mesh = self._meshes[stage]
             # The first unit of a chunk is its forward; its weights have to be there by then.
             if name.kind == "F" and name.chunk in self.runner.gathers:
-                yield stage, UnitName("gather", name.chunk), self._compiled_gather(name.chunk)
+                gather = self._compiled_gather(name.chunk)
+                yield CompiledUnit(stage, UnitName("gather", name.chunk), gather)
             compiled = executable.run.lower(
                 [self._sum(stage, output) for output in executable.outputs],
                 [self._value(v, specs, mesh) for v in executable.donated],
@@ -214,14 +243,15 @@ class StagedProgram:
                 [self._input(v, specs, mesh) for v in executable.varying],
             ).compile()
             # Later computations read these values in the layout that XLA has chosen for them.
-            _, written = compiled.output_shardings
+            _, written, _ = compiled.output_shardings
             for v, sharding in zip(executable.writes, written, strict=True):
                 specs[v] = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-            yield stage, name, compiled
+            offloaded = sum(_device_bytes(self._value(v, specs, mesh)) for v in executable.moved)
+            yield CompiledUnit(stage, name, compiled, offloaded)
         for chunk, (outputs, reduce) in self.runner.reductions.items():
             stage = self._stage_of_chunk[chunk]
             compiled = reduce.lower([self._sum(stage, output) for output in outputs]).compile()
-            yield stage, UnitName("reduce", chunk), compiled
+            yield CompiledUnit(stage, UnitName("reduce", chunk), compiled)
 
     def _compiled_gather(self, chunk: int) -> jax.stages.Compiled:
         inputs, gather = self.runner.gathers[chunk]
@@ -279,6 +309,12 @@ class StagedProgram:
         micro = [NamedSharding(mesh, self._specs[v]) for v in self._micro[stage]]
         zeros = {output: self._sum_shardings[stage][output] for output in outputs}
         return jax.jit(prepare, out_shardings=(None, [micro] * self._num_microbatches, zeros))
+
+
+def _device_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Return the bytes of an array on one of its devices."""
+    assert isinstance(x.sharding, NamedSharding)
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def by_path(tree: object) -> dict[KeyPath, jax.Array]:

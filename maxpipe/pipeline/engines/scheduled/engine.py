@@ -118,7 +118,7 @@ class ScheduledEngine(SpmdEngine):
             skip_idle=skips_idle(inputs.config, inputs.mesh),
             idle_fill=idle_fill,
         )
-        self._remat = Remat(inputs.config)
+        self._remat = Remat(inputs.config, remat_policy(inputs.config))
         self._gather_once = inputs.config.fsdp_gather == "once"
         specs = with_first(inputs.program.specs)
         self._gathers = map_specs(self._gather, specs) | {"outside": {}}

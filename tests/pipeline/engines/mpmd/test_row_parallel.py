@@ -107,7 +107,7 @@ def test_every_gradient_is_summed_once_a_step_and_units_sum_nothing(gather):
     over_data, over_fsdp = (
         {
             str(name): sums_by_axis(compiled, engine.meshes[stage], axis)
-            for stage, name, compiled in programs
+            for stage, name, compiled, _ in programs
         }
         for axis in ("data", "fsdp")
     )

@@ -1,0 +1,144 @@
+"""Residuals in the host's memory: which ones, where they lie, and how many come back at once."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers.engines import assert_same, make_batch, reference, tiny
+from helpers.mpmd_programs import chain, inputs, sliced, weights
+from helpers.mpmd_under_test import MpmdUnderTest
+from jax.ad_checkpoint import checkpoint_name
+
+from maxpipe.pipeline.engines.mpmd import runner
+from maxpipe.pipeline.engines.mpmd.marks import mark_stage_boundary as mark
+from maxpipe.pipeline.engines.mpmd.offloading import UNITS_AHEAD, Offloading, named_residuals
+
+ROWS, MICROBATCHES = 16, 4
+
+
+def config_of(**values):
+    defaults = {
+        "pipeline.engine": "mpmd",
+        "pipeline.schedule": "1f1b",
+        "pipeline.remat_policy": "minimal_offloaded",
+        "pipeline.num_microbatches": MICROBATCHES,
+        "model.num_layers": 4,
+        "data.global_batch_size": ROWS,
+        "mesh.ici.stage": 2,
+    }
+    return tiny(**defaults | values)
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """{memory kind: shapes and how often they were stored} of all values that a step keeps."""
+    shapes = {"device": Counter(), "pinned_host": Counter()}
+
+    class Watched(runner.LiveValues):
+        def add(self, values, arrays, microbatch):
+            super().add(values, arrays, microbatch)
+            held = [self.arrays[v, microbatch] for v in values]
+            for x in held:
+                shapes[x.sharding.memory_kind][x.shape] += 1
+
+    monkeypatch.setattr(runner, "LiveValues", Watched)
+    return shapes
+
+
+def train(config):
+    return MpmdUnderTest(config).train(make_batch(ROWS))
+
+
+def test_offloaded_residuals_lie_on_the_host_and_the_result_equals_sequential(stored):
+    """On the device is what `full` keeps there, on the host what `minimal` keeps besides."""
+    config = config_of()
+    assert_same(train(config), reference(config.model, ROWS))
+    on_device, on_host = (Counter(stored[kind]) for kind in ("device", "pinned_host"))
+    for policy in ("full", "minimal"):
+        for shapes in stored.values():
+            shapes.clear()
+        train(config_of(**{"pipeline.remat_policy": policy}))
+        assert not stored["pinned_host"]
+        if policy == "full":
+            assert on_device == stored["device"]
+    assert on_device + on_host == stored["device"]
+
+
+def test_offloaded_residuals_of_split_backwards_wait_for_their_weight_gradients(stored):
+    """Of the seven tensors of a layer that are saved, its I reads six, and its W two."""
+    repeats = {"pipeline.schedule": "zb_v", "pipeline.num_repeats": 2}
+    config = config_of(**repeats)
+    mpmd = MpmdUnderTest(config)
+    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
+    units = mpmd.engine.training.runner.executables
+    moved = {str(name): len(units[name].moved) for name in units}
+    assert moved == {
+        f"{kind}{c}": n for c in range(4) for kind, n in (("F", 7), ("I", 6), ("W", 2))
+    }
+    assert stored["pinned_host"].total() == 4 * 7 * MICROBATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mesh.ici.fsdp": 2, "mesh.ici.tensor": 2, "pipeline.scan_layers_per_stage": True},
+        {"mesh.ici.fsdp": 2, "pipeline.remat_layers": True, "pipeline.remat_iterations": False},
+        {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "offload"},
+    ],
+    ids=["scan-fsdp-tensor", "layers-fsdp", "custom"],
+)
+def test_offloaded_residuals_with_other_options_equal_sequential(values, stored):
+    config = config_of(**values)
+    assert_same(train(config), reference(config.model, ROWS))
+    assert stored["pinned_host"]
+
+
+def test_nothing_is_offloaded_where_iterations_save_every_value(stored):
+    train(config_of(**{"pipeline.remat_iterations": False}))
+    assert stored["device"]
+    assert not stored["pinned_host"]
+
+
+def test_named_residuals_are_those_that_no_other_chunk_reads():
+    def loss(matrices, x):
+        first, second, third = matrices
+        skip = checkpoint_name(jnp.sin(x @ first), "kept")
+        own = checkpoint_name(jnp.sin(skip @ second), "kept")
+        y = mark(jnp.sin(own @ third))
+        return jnp.sum(mark(jnp.sin(y + skip)))
+
+    program = sliced(loss, weights(), inputs())
+    residuals = named_residuals(program, ["kept"])
+    forward = next(iter(program.computations.values()))
+    assert len(residuals) == 1
+    assert residuals < {*forward.writes}
+    assert named_residuals(program, ["other"]) == frozenset()
+    assert named_residuals(sliced(chain, weights(), inputs()), ["kept"]) == frozenset()
+
+
+def test_offloading_waits_for_the_unit_before_the_last(monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    program = sliced(chain, weights(), inputs())
+    (value,) = program.inputs[:1]
+    offloading = Offloading([value])
+    for unit in range(UNITS_AHEAD + 2):
+        offloading.wait()
+        (copy,) = offloading.away([value], [jnp.ones(2)])
+        assert copy.sharding.memory_kind == "pinned_host"
+        offloading.dispatched(jnp.full((), unit))
+    assert [int(done) for done, _ in waited] == [0, 1]
+    assert all(copy.sharding.memory_kind == "pinned_host" for _, copy in waited)
+
+
+def test_offloading_brings_back_copies():
+    (value, other) = sliced(chain, weights(), inputs()).inputs[:2]
+    offloading, x = Offloading([value]), jnp.arange(3.0)
+    stored = offloading.away([value, other], [x, x])
+    back = offloading.back([value, other], stored)
+    assert [a.sharding.memory_kind for a in stored] == ["pinned_host", "device"]
+    assert [a.sharding.memory_kind for a in back] == ["device", "device"]
+    assert stored[1] is x
+    assert back[0].tolist() == x.tolist()
