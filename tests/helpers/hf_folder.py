@@ -58,6 +58,8 @@ def write_folder(path: Path, name: str = "gemma3") -> Path:
     shapes = tensor_names(tensor_rules(FAMILIES[name](), ModelProgram(model)), model.stacked_layers)
     drawn = weights(shapes, is_gemma=name == "gemma3")
     tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in drawn.items()}
+    for x in tensors.values():
+        x.flat[0] = -0.0  # which arithmetic easily loses
     halves = [*tensors][::2], [*tensors][1::2]
     for i, half in enumerate(halves):
         write_weights(path / f"{i}.safetensors", {n: tensors[n] for n in half})
