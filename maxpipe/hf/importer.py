@@ -60,7 +60,9 @@ class HfWeights:
             tensors = read_folder(folder)
             stored = joined({text_name(name): tensor for name, tensor in tensors.items()})
             stored = dequantised(stored, folder)
-        except (SafetensorsError, OSError) as error:
+        except SafetensorsError as error:
+            raise ConfigError(*(Problem(KEY, line) for line in error.problems)) from None
+        except OSError as error:
             raise ConfigError(Problem(KEY, str(error))) from None
         self._num_layers = config.model.stacked_layers
         expected = tensor_names(list(self._rules.values()), self._num_layers)

@@ -123,6 +123,21 @@ def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
     ]
 
 
+def test_every_damaged_file_is_a_problem_of_its_own(folder):
+    path = folder()
+    config = config_of(path, "mesh.ici.fsdp=4")
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError) as caught:
+        HfWeights(config)
+    problems = [(problem.key, problem.message) for problem in caught.value.problems]
+    assert len(problems) == len(files) == 2
+    for (key, message), file in zip(problems, files, strict=True):
+        assert key == "init_from"
+        assert message.startswith(f"{file} is cut off: ")
+
+
 def test_weights_in_fp8_are_refused_in_one_line(folder):
     path = folder()
     config = config_of(path, "mesh.ici.fsdp=4")
