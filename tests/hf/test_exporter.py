@@ -1,0 +1,53 @@
+"""What an export writes besides weights."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from helpers.engines import canonical_params
+from helpers.hf_folder import importing, write_folder
+
+from maxpipe import export
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import replace
+from maxpipe.model.program import ModelProgram
+from maxpipe.training.run_directory import RunDirectory
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "model")
+
+
+def save_run(folder, **values):
+    """Write step 1 of a run with random weights of a folder's shape; return its directory."""
+    config = replace(importing(folder), output_dir=str(folder.parent), run_name="run", **values)
+    directory = RunDirectory(config)
+    directory.root.mkdir()
+    directory.keep_origin(config)
+    checkpoints = Checkpointer(directory.checkpoints, config.checkpoint)
+    state = {"params": canonical_params(ModelProgram(config.model))}
+    meta = {"config": dataclasses.asdict(config)}
+    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
+    checkpoints.close()
+    return str(directory.root)
+
+
+def content_of(file):
+    return json.loads(file.read_text())
+
+
+def test_special_ids_beside_the_text_part_of_a_model_with_images_are_kept(folder, tmp_path):
+    """A text part that has an id itself wins, and null is none."""
+    text = content_of(folder / "config.json") | {"eos_token_id": None, "pad_token_id": 3}
+    del text["bos_token_id"]
+    ids = {"bos_token_id": 4, "eos_token_id": [1, 106], "pad_token_id": 0}
+    wrapper = {"model_type": "gemma3", "text_config": text, "vision_config": {}, **ids}
+    (folder / "config.json").write_text(json.dumps(wrapper))
+    (folder / "generation_config.json").unlink()
+    target = tmp_path / "exported"
+    assert export.main([save_run(folder), "--hf", str(target)]) == 0
+    expected = ids | {"pad_token_id": 3}
+    assert content_of(target / "generation_config.json") == expected
+    assert content_of(target / "config.json").items() >= expected.items()
