@@ -51,3 +51,18 @@ def test_special_ids_beside_the_text_part_of_a_model_with_images_are_kept(folder
     expected = ids | {"pad_token_id": 3}
     assert content_of(target / "generation_config.json") == expected
     assert content_of(target / "config.json").items() >= expected.items()
+
+
+def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_path, capsys):
+    target = tmp_path / "exported"
+    run = save_run(folder, init_from="")
+    assert export.main([run, "--hf", str(target)]) == 0
+    assert not [*target.glob("tokenizer*")]
+    line = "no tokenizer is written: the run has no files of data.tokenizer=byte\n"
+    assert capsys.readouterr().out.endswith(line)
+    # The imported tokenizer goes with the imported model.
+    imported = folder.parent / "imported"
+    (folder.parent / "run").rename(folder.parent / "bytes")
+    assert export.main([save_run(folder), "--hf", str(imported)]) == 0
+    assert (imported / "tokenizer.json").is_file()
+    assert "no tokenizer" not in capsys.readouterr().out
