@@ -1,18 +1,38 @@
-"""What an export writes besides weights."""
+"""What an export writes besides weights, and what is there after it was killed."""
 
 import dataclasses
 import json
+import signal
 
 import numpy as np
 import pytest
 from helpers.engines import canonical_params
 from helpers.hf_folder import importing, write_folder
+from helpers.training_process import TrainingProcess
 
 from maxpipe import export
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.config import replace
+from maxpipe.hf.safetensors import read_folder
 from maxpipe.model.program import ModelProgram
+from maxpipe.storage.model_folders import LocalFolder
 from maxpipe.training.run_directory import RunDirectory
+
+# Prints a line when all weights and config.json are written, and goes on no further.
+EXPORT_THAT_STOPS = """
+import sys, time
+from maxpipe import export
+from maxpipe.hf import exporter
+
+def write_json(path, content, write=exporter.write_json):
+    write(path, content)
+    if path.name == "config.json":
+        print("config.json is written", flush=True)
+        time.sleep(600)
+
+exporter.write_json = write_json
+export.main(sys.argv[1:])
+"""
 
 
 @pytest.fixture
@@ -66,3 +86,17 @@ def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_
     assert export.main([save_run(folder), "--hf", str(imported)]) == 0
     assert (imported / "tokenizer.json").is_file()
     assert "no tokenizer" not in capsys.readouterr().out
+
+
+def test_export_that_is_killed_leaves_nothing_under_its_name(folder, tmp_path):
+    run, target = save_run(folder), tmp_path / "exports" / "exported"
+    words = [run, "--hf", str(target)]
+    with TrainingProcess(tmp_path / "log", words, program=EXPORT_THAT_STOPS) as process:
+        process.wait_for("config.json is written")
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not target.exists()
+    (unfinished,) = target.parent.iterdir()
+    assert unfinished.name.startswith(".exported.unfinished-")
+    assert export.main(words) == 0
+    assert read_folder(LocalFolder(target)).keys() == read_folder(LocalFolder(folder)).keys()
