@@ -267,6 +267,7 @@ def _initial_state(
     """Return the state before the first step, with the weights of `init_from` if there are any."""
     state = trainer.init(jax.random.key(config.seed))
     if weights is None:
+        log(f"weights     random, seed {config.seed}")
         return state
     for line in weights.describe():
         log(line)

@@ -163,6 +163,7 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     assert train.main([command("")[0], *words]) == 0
     output = capsys.readouterr().out
     assert f"init_from   {path}: 0.00 GB in " in output
+    assert "weights     random" not in output
     target = tmp_path / "exported"
     arguments = [str(tmp_path / "runs" / "base"), "--hf", str(target), "--dtype", "bfloat16"]
     assert export_command.main([*arguments, "--file-size", "0.00005"]) == 0
@@ -220,7 +221,9 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     assert "exists; name a new directory" in capsys.readouterr().err
     # The checkpoint wins over the folder at the next start.
     assert train.main([command("")[0], *words, "steps=2"]) == 0
-    assert f"init_from=hf:{path} is not read: the run continues" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"init_from=hf:{path} is not read: the run continues" in output
+    assert "weights     random" not in output
 
 
 def test_flags_of_a_folder_are_refused_for_one_file(capsys):
