@@ -1,6 +1,7 @@
 """From a loaded configuration to a finished run: starts JAX, builds the run, reports, trains."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,7 @@ from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
 from maxpipe.supervision.failure import failing_fast
 from maxpipe.supervision.run_lease import RunLease, own_run
+from maxpipe.telemetry.byte_progress import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
@@ -271,7 +273,9 @@ def _initial_state(
         return state
     for line in weights.describe():
         log(line)
-    return trainer.replace_parameters(state, with_progress(weights, log))
+    terminal = sys.stdout if jax.process_index() == 0 else None
+    with ByteProgress("init_from", weights.num_bytes, log, terminal) as progress:
+        return trainer.replace_parameters(state, with_progress(weights, progress))
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

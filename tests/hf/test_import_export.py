@@ -82,20 +82,16 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
     assert not np.asarray(params["embed"]["embedding"])[320:].any()
 
 
-def test_progress_is_said_in_bytes_after_some_seconds(monkeypatch):
-    clock = iter([0, 3, 6, 6, 7, 12, 12])  # a second reading follows each line
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    weights = SimpleNamespace(
-        read=lambda path, like: path, num_bytes=16_000_000_000, num_elements=80
-    )
-    lines = []
-    read = with_progress(weights, lines.append)
-    leaf = jax.ShapeDtypeStruct((4, 5), np.float32)
-    assert [read((name,), leaf) for name in "abcd"] == [("a",), ("b",), ("c",), ("d",)]
-    assert lines == [
-        "init_from   8.00 of 16.00 GB are read",
-        "init_from   16.00 of 16.00 GB are read",
-    ]
+def test_progress_counts_the_bytes_of_every_layer(folder):
+    config = config_of(folder(), "mesh.ici.fsdp=4", "model.vocab_size=512")
+    trainer = build_trainer(config, make_mesh(config), note=lambda line: None)
+    weights, shown = HfWeights(config), []
+    read = with_progress(weights, SimpleNamespace(show=shown.append))
+    trainer.replace_parameters(trainer.init(jax.random.key(0)), read)
+    assert shown == sorted(shown)
+    assert shown[-1] == weights.num_bytes
+    # A layer of an MLP's matrix, in bfloat16
+    assert config.model.embed_dim * config.model.mlp_dim * 2 in np.diff(shown)
 
 
 def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
