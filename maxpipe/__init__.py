@@ -1,3 +1,3 @@
-"""maxpipe: a YAML-configured JAX trainer for language models, built around pipeline parallelism."""
+"""Train language models from YAML in JAX, built around pipeline parallelism."""
 
 __version__ = "0.1.0"

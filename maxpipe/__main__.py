@@ -1,4 +1,4 @@
-"""`maxpipe COMMAND ...` and `python -m maxpipe COMMAND ...`: the commands under one name.
+"""Run the commands under one name: `maxpipe COMMAND ...` or `python -m maxpipe COMMAND ...`.
 
 `maxpipe train` is `python -m maxpipe.train`, and so on. Each command prints its own help.
 """
@@ -6,6 +6,8 @@
 import runpy
 import sys
 from collections.abc import Sequence
+
+from maxpipe import ctrl_c
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -25,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the first word names, and return its exit code."""
     words = [*(sys.argv[1:] if argv is None else argv)]
     if words and words[0] in COMMANDS:
+        ctrl_c.expect()  # here, since an installed `maxpipe` imports this file and calls `main`
         module = f"maxpipe.{words[0]}"
         sys.argv = [f"python -m {module}", *words[1:]]
         try:

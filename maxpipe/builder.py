@@ -99,7 +99,8 @@ def build_trainer(
         build = build_spmd_trainer if one_program else build_mpmd_trainer
         return build(config, mesh, inputs)
     except ScheduleError as error:
-        raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
+        # Every reason begins with its key.
+        raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
 
 
 def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:

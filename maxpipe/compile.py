@@ -1,11 +1,15 @@
-"""`python -m maxpipe.compile CONFIG.yml compile.topology=v5p:4x4x4 ...`: compiles the train step.
+"""Compile the train step: `maxpipe.compile CONFIG.yml compile.topology=v5p:4x4x4 ...`.
 
 No device is needed. Prints what the step needs on each device, what it moves and how fast it could
 be.
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
-import sys
 from collections.abc import Sequence
 
 from maxpipe.config import ConfigError, Problem
@@ -90,4 +94,4 @@ def _check_files(save: str, reports: dict[str, str | None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -4,6 +4,11 @@ python -m maxpipe.from_maxtext MAXTEXT/configs/base.yml model_name=llama3-8b --d
 python -m maxpipe.from_maxtext base.yml models/mistral-7b.yml ici_fsdp_parallelism=8 > mine.yml
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import shlex
 import sys
@@ -64,4 +69,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

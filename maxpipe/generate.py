@@ -1,13 +1,17 @@
-"""`python -m maxpipe.generate RUN_DIR --prompt TEXT`: continue a text with a trained model.
+"""Continue a text with a trained model: `python -m maxpipe.generate RUN_DIR --prompt TEXT`.
 
 The command reads a checkpoint of any run, whatever its layout over devices. Exit codes: 0; 1 if the
 checkpoint cannot be loaded; 2 if the command line is wrong; 130 after Ctrl-C.
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 
 from maxpipe.checkpoint.run_argument import add_run_arguments
@@ -126,4 +130,4 @@ def _number(kind: type, least: float, most: float = math.inf) -> Callable[[str],
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

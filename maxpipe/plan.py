@@ -3,6 +3,11 @@
 python -m maxpipe.plan configs/models/llama3-70b.yml --topology v5p:4x4x8 --tokens-per-step 4Mi
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -10,6 +15,7 @@ from collections.abc import Sequence
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.paths import unwritable
+from maxpipe.planning.search.request import request_of
 
 EXAMPLE = "python -m maxpipe.plan"
 
@@ -39,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         problems.append(Problem("--compile", f"must be at least 0; got {flags.compile}"))
     if problems:
         raise ConfigError(*problems)
-    from maxpipe.planning.search.request import request_of
-
     request = request_of(arguments)
     # JAX, which reads the model, is imported here, once everything that was written is known good.
     from maxpipe.compiling.plan import launch
@@ -111,4 +115,4 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

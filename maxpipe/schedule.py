@@ -8,13 +8,18 @@ python -m maxpipe.schedule solve stages=4 microbatches=8 memory=5 input_gradient
 python -m maxpipe.schedule CONFIG.yml pipeline.schedule=1f1b pipeline.layers_per_stage=auto
 """
 
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
 import argparse
 import sys
 from collections.abc import Sequence
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
-from maxpipe.config.errors import ConfigError
+from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.config.imports import add_import_flag, import_variants
 from maxpipe.config.terminal import no_tracebacks
 from maxpipe.render.launch import launch
@@ -33,6 +38,8 @@ keys:
   collectives                      fraction of forward and backward that is collectives (0)
   activation_bytes                 size of one transfer (1)
 
+zb_v and zb_h2 have their published orders; with any of these times, orders that follow them.
+
 With several schedules, or --compare, those with one chunk per stage run with repeats=1, V schedules
 (zb_v, v_half, v_min, dualpipe_v) with repeats=2, and options that a schedule does not have are left
 out. Peaks count chunks; --compare counts whole stages instead.
@@ -43,7 +50,8 @@ and a bound that no order can beat. Besides sizes and times, without collectives
   memory                           most activations in flight on a stage, in microbatches; a chunk
                                    counts 1/repeats, from its F to the end of its W or B (no limit)
   placement                        loop or v; repeats is 1 for loop and 2 for v unless given (loop)
-  lockstep                         true: a table for the scheduled engine (false)
+  lockstep                         true: a table for the scheduled engine; false: an order for the
+                                   mpmd engine (whichever is faster; without a head the latter)
 
 Exact search needs OR-Tools: pip install "maxpipe[solve]". Without it, heuristics are tried.
 
@@ -62,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_problems(error)
         return 2
     except ValueError as error:
-        print(f"error: {in_own_keys(str(error))}", file=sys.stderr)
+        reasons = redacted(in_own_keys(str(error))).splitlines()
+        print(*(f"error: {reason}" for reason in reasons), sep="\n", file=sys.stderr)
+        if len(reasons) > 1:
+            print(f"{len(reasons)} problems found", file=sys.stderr)
         return 2
     return 0
 
@@ -98,4 +109,4 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -1,20 +1,14 @@
-"""`python -m maxpipe.train CONFIG.yml key=value ...`: trains a model, or continues a run.
+"""Train a model, or continue a run: `python -m maxpipe.train CONFIG.yml key=value ...`.
 
 Exit codes: 0 done; 1 failed; 2 configuration error; 42 diverged; 75 stopped by SIGTERM and 130 by
 Ctrl-C, saved; 124 hung; 134 another process was lost. After 75, 124 and 134 the same command
 continues the run from its last checkpoint.
 """
 
-import os
-import signal
-
 if __name__ == "__main__":
-    # Until `supervise` takes over, also while modules are imported, there is nothing to save.
-    def _stop(number: int, frame: object) -> None:
-        os.write(2, b"\nstopped by Ctrl-C; nothing was being trained\n")
-        os._exit(130)
+    from maxpipe import ctrl_c
 
-    signal.signal(signal.SIGINT, _stop)
+    ctrl_c.expect()
 
 import faulthandler
 from collections.abc import Sequence

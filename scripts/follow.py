@@ -1,17 +1,20 @@
-"""Lists the files that a key or a batch passes through: `python scripts/follow.py repeats|batch`.
+"""List the files that a key or a batch passes through: `python scripts/follow.py WAY`.
 
-repeats  every file of the package that `pipeline.num_repeats` passes on its way from the command
-         line into the compiled step: every file in which a function takes the word, the key or
-         its setting, in which the value or a number computed from it is used, or in which a
-         function takes the table, the plan or the layout that is made from it
-batch    every file of the package in which a function runs from the question for a batch to its
-         loss, on the sequential engine, the compiled program included
+repeats   every file of the package that `pipeline.num_repeats` passes on its way from the command
+          line into the compiled step: every file in which a function takes the word, the key or
+          its setting, in which the value or a number computed from it is used, or in which a
+          function takes the table, the plan or the layout that is made from it
+executed  every file of the package in which any function runs between the conversion of that key
+          and the traced step, whether it has to do with the key or not
+batch     every file of the package in which a function runs from the request for a batch to its
+          loss, on the sequential engine, the compiled program included
 """
 
 import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,8 +78,12 @@ def traced_int(files: Files) -> type[int]:
     return Traced
 
 
-def follow_repeats() -> list[str]:
-    """Return the files that `pipeline.num_repeats` passes from the command line into the step."""
+def follow_repeats() -> tuple[list[str], list[str]]:
+    """Follow `pipeline.num_repeats` from the command line into the traced step.
+
+    Returns:
+      Files that the value passes, and files in which any function runs after its conversion.
+    """
     import jax
 
     from maxpipe.builder import build_trainer
@@ -89,12 +96,15 @@ def follow_repeats() -> list[str]:
     from maxpipe.pipeline.schedules.table import Table
 
     loading = importlib.import_module("maxpipe.config.load")
-    files = Files()
+    files, executed = Files(), Files()
     traced = traced_int(files)
     convert = loading.convert
+    is_converted = False
 
     def convert_traced(option: Option, raw: Any) -> Any:
+        nonlocal is_converted
         value = convert(option, raw)
+        is_converted |= option.key == KEY
         return traced(value) if option.key == KEY else value
 
     def carries(value: object) -> bool:
@@ -107,8 +117,12 @@ def follow_repeats() -> list[str]:
         return isinstance(value, Table | LockstepPlan | StageLayout)
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        is_own = frame.f_code.co_filename.startswith(f"{PACKAGE}/")
-        if event == "call" and is_own and any(carries(value) for value in frame.f_locals.values()):
+        if event != "call" or not frame.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            return
+        # The body of a module or a class is no function: it runs because of an import.
+        if is_converted and frame.f_code.co_flags & CO_OPTIMIZED:
+            executed.add(frame)
+        if any(carries(value) for value in frame.f_locals.values()):
             files.add(frame)
 
     loading.convert = convert_traced
@@ -121,7 +135,7 @@ def follow_repeats() -> list[str]:
     finally:
         sys.setprofile(None)
         loading.convert = convert
-    return [*files.names]
+    return [*files.names], [*executed.names]
 
 
 def trace_step(trainer: Any, config: Any) -> None:
@@ -185,19 +199,25 @@ def follow_batch() -> list[str]:
 
 
 BASE = str(PACKAGE.parent / "configs" / "base.yml")
-FOLLOW = {"repeats": follow_repeats, "batch": follow_batch}
+WAYS = ("repeats", "executed", "batch")
 
 
 def main() -> int:
     """Print the files of the way that the first word names."""
     words = sys.argv[1:]
-    if len(words) != 1 or words[0] not in FOLLOW:
+    if len(words) != 1 or words[0] not in WAYS:
         print(__doc__, file=sys.stderr)
         return 2
     import jax
 
     jax.config.update("jax_num_cpu_devices", 4)
-    print(*FOLLOW[words[0]](), sep="\n")
+    if words == ["batch"]:
+        print(*follow_batch(), sep="\n")
+        return 0
+    passed, executed = follow_repeats()
+    print(*(passed if words == ["repeats"] else executed), sep="\n")
+    summary = f"the value passes {len(passed)} files; functions run in {len(executed)}"
+    print(summary, file=sys.stderr)
     return 0
 
 

@@ -2,9 +2,10 @@
 
     python scripts/loss_curve.py runs/base loss.svg
     python scripts/loss_curve.py runs/a runs/b/metrics.jsonl loss.svg
+    python scripts/loss_curve.py runs/a runs/b loss.svg --smooth 20 --x tokens
 
 Training loss is a line per run, named after the run's directory; evaluation loss is marked by dots.
-Needs nothing but Python.
+With --eval-only, evaluation losses are the lines. Needs nothing but Python.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -25,6 +26,8 @@ DARK = (
 )
 COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626", "#475569")
 
+STEP, TOKENS = "step", "tokens"
+
 Points = list[tuple[int, float]]
 Scale = Callable[[float], float]
 
@@ -36,11 +39,12 @@ class Run:
     evaluation: Points
 
 
-def read_run(path: Path) -> Run:
-    """Read loss against step; null losses and a torn last line are left out.
+def read_run(path: Path, unit: str = STEP) -> Run:
+    """Read loss against step or tokens; null losses and a torn last line are left out.
 
     Args:
       path: a metrics.jsonl, or the directory of a run.
+      unit: `STEP`, or `TOKENS` read since the first step.
 
     Raises:
       ValueError: there is no loss in the file.
@@ -49,17 +53,34 @@ def read_run(path: Path) -> Run:
         path = path / "metrics.jsonl"
     train: Points = []
     evaluation: Points = []
+    tokens = 0
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
+        if "tokens_per_second" in row:
+            tokens += round(row["tokens_per_second"] * row["step_seconds"])
         for key, points in (("loss", train), ("eval_loss", evaluation)):
             if row.get(key) is not None:
-                points.append((row["step"], row[key]))
+                points.append((tokens if unit == TOKENS else row["step"], row[key]))
     if not train:
         raise ValueError(f"{path} holds no training loss; is it the metrics.jsonl of a run?")
     return Run(path.resolve().parent.name, train, evaluation)
+
+
+def without_training(run: Run) -> Run:
+    """Return a run's evaluation losses alone; raise ValueError if there are none."""
+    if not run.evaluation:
+        raise ValueError(f"{run.name} has no evaluation loss: leave out --eval-only")
+    return replace(run, train=[])
+
+
+def smooth(points: Points, window: int) -> Points:
+    """Return the mean of every point and those before it, `window` of them where there are."""
+    losses = [loss for _, loss in points]
+    windows = (losses[max(0, i + 1 - window) : i + 1] for i in range(len(losses)))
+    return [(at, sum(some) / len(some)) for (at, _), some in zip(points, windows, strict=True)]
 
 
 def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
@@ -71,8 +92,8 @@ def ticks(low: float, high: float, wanted: int = 6) -> list[float]:
     return [index * distance for index in range(first, last + 1)]
 
 
-def draw(runs: Sequence[Run]) -> str:
-    """Return the picture as SVG text."""
+def draw(runs: Sequence[Run], unit: str = STEP) -> str:
+    """Return the picture as SVG text; `unit` is that of `read_run`."""
     steps = [step for run in runs for step, _ in run.train + run.evaluation]
     losses = [loss for run in runs for _, loss in run.train + run.evaluation]
     first, last = 0, max(steps)
@@ -103,7 +124,7 @@ def draw(runs: Sequence[Run]) -> str:
         below = HEIGHT - BOTTOM + 18
         parts.append(f'<text x="{x(step):.1f}" y="{below}" text-anchor="middle">{step:g}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">step</text>')
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{unit}</text>')
     parts.append('<text x="8" y="18">loss (nats per token)</text>')
     for index, run in enumerate(runs):
         parts += _draw_run(run, COLOURS[index % len(COLOURS)], index, x, y)
@@ -111,12 +132,14 @@ def draw(runs: Sequence[Run]) -> str:
 
 
 def _draw_run(run: Run, colour: str, index: int, x: Scale, y: Scale) -> list[str]:
-    line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in run.train)
+    line = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in run.train or run.evaluation)
     parts = [f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
     for step, loss in run.evaluation:
         centre = f'cx="{x(step):.1f}" cy="{y(loss):.1f}"'
         parts.append(f'<circle {centre} r="4" fill="white" stroke="{colour}" stroke-width="2"/>')
-    key = f"{run.name}: training" + (", evaluation (dots)" if run.evaluation else "")
+    key = f"{run.name}: training" if run.train else f"{run.name}: evaluation"
+    if run.train and run.evaluation:
+        key += ", evaluation (dots)"
     height = TOP + 8 + 18 * index
     parts.append(
         f'<path d="M{WIDTH - RIGHT - 22} {height}h20" stroke="{colour}" stroke-width="3"/>'
@@ -127,15 +150,32 @@ def _draw_run(run: Run, colour: str, index: int, x: Scale, y: Scale) -> list[str
     return parts
 
 
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1; got {word!r}")
+    return int(word)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Draw the losses of runs as an SVG picture.")
     parser.add_argument(
         "metrics", nargs="+", type=Path, help="directory of each run, or its metrics.jsonl"
     )
     parser.add_argument("picture", type=Path, help="the SVG file to write")
+    parser.add_argument(
+        "--smooth", type=_count, default=1, metavar="N", help="running mean of N training losses"
+    )
+    parser.add_argument("--eval-only", action="store_true", help="leave out training losses")
+    parser.add_argument(
+        "--x", choices=(STEP, TOKENS), default=STEP, help="what the curves run along"
+    )
     options = parser.parse_args(arguments)
     try:
-        picture = draw([read_run(path) for path in options.metrics])
+        runs = [read_run(path, options.x) for path in options.metrics]
+        if options.eval_only:
+            runs = [without_training(run) for run in runs]
+        runs = [replace(run, train=smooth(run.train, options.smooth)) for run in runs]
+        picture = draw(runs, options.x)
         options.picture.parent.mkdir(parents=True, exist_ok=True)
         options.picture.write_text(picture, encoding="utf-8")
     except (OSError, ValueError) as error:

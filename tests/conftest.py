@@ -50,6 +50,12 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--one-in", type=int, default=1, metavar="N", help="run one in N of the selected tests"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector, obj):
     """Make no tests of the thousands of cases of a grid where none of them is selected."""
@@ -58,8 +64,13 @@ def pytest_pycollect_makeitem(collector, obj):
     return [] if is_of_grid and collector.config.option.markexpr.startswith("not grid") else None
 
 
-def pytest_collection_modifyitems(items):
-    """Begin with the files that take longest, and keep the order otherwise."""
+@pytest.hookimpl(trylast=True)  # after marks have selected
+def pytest_collection_modifyitems(config, items):
+    """Take one in N tests; begin with the files that take longest, and keep the order otherwise."""
+    left_out = [item for i, item in enumerate(items) if i % config.option.one_in]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = items[:: config.option.one_in]
     first = {TESTS / name: place for place, name in enumerate(LONGEST)}
     assert all(path.exists() for path in first)
     items.sort(key=lambda item: first.get(item.path, len(first)))

@@ -1,14 +1,12 @@
 """Test the layouts, schedules and trainers built from configurations."""
 
 import re
-from importlib import metadata
 
 import jax
 import numpy as np
 import pytest
 from helpers.engines import make_mesh, tiny
 
-import maxpipe
 from maxpipe.builder import build_engine_inputs, build_trainer
 from maxpipe.config import ConfigError, catalog
 from maxpipe.pipeline import microbatches
@@ -16,7 +14,6 @@ from maxpipe.pipeline.engines.sequential import SequentialEngine
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.training import launch
 from maxpipe.training.trainer import SpmdTrainer
 
 PIPELINE = {"mesh.ici.stage": 2, "model.num_layers": 8, "pipeline.num_microbatches": 4}
@@ -55,6 +52,22 @@ def test_layout_of_uneven_layers_is_padded_to_the_largest_chunk():
     layout = build_layout(tiny(**PIPELINE, **{"pipeline.layers_per_stage": [1, 3, 3, 1]}))
     assert layout.chunk_sizes == (1, 3, 3, 1)
     assert layout.shape == (2, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("place", "layers"), [("after", [[0], [3, 4, 5]]), ("before", [[0, 1, 2], [5]])]
+)
+def test_layout_of_layers_outside_on_mpmd_has_them_in_a_chunk(place, layers):
+    """Six layers, of which two are outside; in a V the first and the last chunk share a stage."""
+    values = {
+        "pipeline.schedule": "zb_v",
+        "pipeline.parallel_layers": 4,
+        "pipeline.outside_layers": place,
+        "model.num_layers": 6,
+    }
+    layout = build_layout(tiny(**PIPELINE | values))
+    assert layout.num_outside == 0
+    assert layout.stage_layers(0) == layers
 
 
 def test_layout_without_pipeline_has_one_stage_and_no_schedule():
@@ -156,18 +169,6 @@ def test_trainer_with_an_unsplittable_axis_notes_the_decision():
     assert any("'kv_heads' of size 2 stays whole" in line for line in notes)
 
 
-def test_package_versions_without_installation_have_the_checkouts_version(monkeypatch):
-    def installed(name):
-        if name == "maxpipe":
-            raise metadata.PackageNotFoundError(name)
-        return "1.2.3"
-
-    monkeypatch.setattr(launch.metadata, "version", installed)
-    assert launch.package_versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(
-        launch.DEPENDENCIES, "1.2.3"
-    )
-
-
 @pytest.mark.parametrize(
     ("values", "scopes"),
     [
@@ -186,6 +187,18 @@ def test_train_step_operations_are_named_by_part_for_profiles(values, scopes):
     batch = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in microbatches.ARRAYS}
     batch["weights"] = jax.ShapeDtypeStruct(shape, np.float32)
     text = trainer.jitted_step.lower(trainer.abstract_state(), batch).as_text(debug_info=True)
-    words = {word for name in re.findall(r'loc\("([^"]*/[^"]*)"', text) for word in name.split("/")}
-    named = {part for word in words for part in re.findall(r"\w+", word)}
-    assert scopes <= named
+    assert scopes <= words_of(re.findall(r'loc\("([^"]*/[^"]*)"', text))
+
+
+def test_operations_of_units_on_the_mpmd_engine_are_named_by_part_for_profiles():
+    config = tiny(**PIPELINE | {"pipeline.schedule": "1f1b", "model.num_layers": 2})
+    trainer = build_trainer(config, make_mesh(config))
+    for _, unit, compiled in trainer.engine.compile():
+        named = words_of(re.findall(r'op_name="([^"]*/[^"]*)"', compiled.as_text()))
+        assert {str(unit), "layer", "attention", "mlp"} <= named
+        # The head's backward belongs to the last forward, as in the table.
+        assert ("embedding" in named, "head" in named) == (unit.chunk == 0, str(unit) == "F1")
+
+
+def words_of(names):
+    return {word for name in names for word in re.findall(r"\w+", name)}

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers.compile_command import NARROW, QUICK, report_of, tpu_aot
+from helpers.compile_command import NARROW, QUICK, narrow_preset, report_of, tpu_aot
 
 from maxpipe.config import load, resolve
 
@@ -58,10 +58,9 @@ class TestTpu:
         report, _ = report_of(
             tmp_path,
             path,
-            *NARROW,
-            f"model.num_layers={stages}",
+            *narrow_preset(config),
             f"pipeline.num_microbatches={2 * stages}",
-            f"data.global_batch_size={2 * stages * config.mesh.ici.fsdp}",
+            f"data.global_batch_size={2 * stages * config.mesh.ici.fsdp * config.mesh.ici.expert}",
             environment=QUICK,
         )
         assert report["fits"]

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers.compile_command import NARROW, QUICK, report_of, run, tpu_aot
+from helpers.compile_command import NARROW, QUICK, narrow_preset, report_of, run, tpu_aot
 
 from maxpipe import compile as command
 from maxpipe.compiling.collectives import ASYNC_FUSION
@@ -161,16 +161,6 @@ def check_prediction(report, text):
         assert taken["head"] == taken["embedding"] == taken["embedding gradient"] == 2
         assert reached["embedding"] > 2
         assert predicted["units"]["head"] > 0
-
-
-def narrow_preset(config):
-    """Return the words that make a preset small, with one layer on each stage."""
-    stages, latent = config.mesh.ici.stage, config.model.attention_kind == "mla"
-    words = [w for w in NARROW if not (latent and w.startswith("model.num_kv_heads"))]
-    if config.model.first_dense_layers:  # and one outside the pipeline of each kind
-        one = f"model.num_layers={stages + 2}", f"pipeline.parallel_layers={stages}"
-        return [*words, "model.first_dense_layers=1", *one]
-    return [*words, f"model.num_layers={stages}"]
 
 
 def check_profile(report, page, trace):
@@ -391,7 +381,7 @@ class TestTpu:
         assert "libtpu has no topology v5p:3x3x3" in done.stderr
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("dispatch", ["ring", "all_to_all"])
+    @pytest.mark.parametrize("dispatch", ["ring", "all_to_all", "ragged"])
     def test_compile_of_shared_experts_sends_tokens_along_their_axis(self, tmp_path, dispatch):
         report, text = report_of(
             tmp_path,
@@ -409,7 +399,11 @@ class TestTpu:
         )
         assert "model.moe.kernel=megablox" in text
         kinds = {c["kind"] for c in report["collectives"] if c["axes"] == "expert"}
-        tokens = {"ring": {"all-gather", "reduce-scatter"}, "all_to_all": {"all-to-all"}}
+        tokens = {
+            "ring": {"all-gather", "reduce-scatter"},
+            "all_to_all": {"all-to-all"},
+            "ragged": {"ragged-all-to-all"},  # numbers of rows are added up, as zeros of the others
+        }
         # Gradients of weights without experts are summed over the axis.
         assert kinds == tokens[dispatch] | {"all-reduce"}
 

@@ -1,12 +1,17 @@
 """Test the files in configs/, and that all of them compile for the slices that are named.
 
-The full compilations take ten to twenty minutes: pytest -m 'grid and tpu_aot' tests/test_configs.py
+The full compilations: pytest -m 'grid and tpu_aot' tests/test_configs.py. A preset takes two to ten
+minutes on two idle cores, deepseek-v3 far longer; the workflow `grid` has a job for each.
 """
 
+import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.compile_command import report_of, tpu_aot
 from helpers.documentation import COMMANDS
 
@@ -47,6 +52,23 @@ def test_config_for_a_slice_resolves_on_the_slice_that_it_names(path):
 @pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
 def test_documented_compile_command_resolves_on_the_slice_that_it_names(words):
     resolve_for_its_slice(words)
+
+
+def test_workflow_has_a_job_for_each_config_for_a_slice(tmp_path):
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "grid.yml").read_text())
+    names, presets = (workflow["jobs"][name] for name in ("names", "presets"))
+    (script,) = (step["run"] for step in names["steps"] if "run" in step)
+    written = tmp_path / "output"
+    environment = {**os.environ, "GITHUB_OUTPUT": str(written)}
+    subprocess.run(["bash", "-ec", script], cwd=ROOT, env=environment, check=True)
+    key, _, listed = written.read_text().partition("=")
+    assert key == "presets"
+    assert json.loads(listed) == sorted(path.stem for path in FOR_SLICES)
+    test = TestTpu.test_config_for_a_slice_compiles_and_fits
+    node = (
+        f"tests/test_configs.py::{test.__qualname__.replace('.', '::')}[${{{{ matrix.preset }}}}]"
+    )
+    assert node in presets["steps"][-1]["run"]
 
 
 def resolve_for_its_slice(words):

@@ -1,7 +1,9 @@
 """`maxpipe COMMAND`: every command under one name."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,20 @@ def test_main_unknown_command_ends_with_2_and_lists_the_commands(capsys):
     shown = capsys.readouterr().err
     assert "there is no command 'trian'" in shown
     assert "train" in shown
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_readme_names_every_command():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    start = text.index("`maxpipe train` and")
+    (paragraph, *_) = text[start:].split("\n\n")
+    assert {*re.findall(r"`(?:maxpipe )?(\w+)[` ]", paragraph)} >= {*COMMANDS}
+
+
+def test_architecture_page_names_every_command_at_the_root():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (line,) = [line for line in page.splitlines() if "the commands, thin" in line]
+    files = {path.stem for path in (ROOT / "maxpipe").glob("*.py")}
+    assert {*re.split(", ", line.split("    ")[0].strip())} == files & COMMANDS.keys()

@@ -36,6 +36,19 @@ def test_schedule_of_a_v_shape_defaults_to_two_repeats(capsys, name):
     assert main([name, "repeats=1"]) == 2
 
 
+@pytest.mark.parametrize("name", ["zb_v", "zb_h2"])
+def test_schedule_that_follows_times_has_another_order_once_they_are_given(capsys, name, tmp_path):
+    times = ("forward=1", "input_gradient=1.4", "weight_gradient=.9", "comm=.3")
+    sizes = ("stages=4", "microbatches=8")
+    files = [tmp_path / "published.csv", tmp_path / "adapted.csv"]
+    output(capsys, name, *sizes, "--csv", str(files[0]))
+    output(capsys, name, *sizes, *times, "--csv", str(files[1]))
+    text = output(capsys, name, *sizes, *times)
+    published, adapted = (output(capsys, str(path), *times) for path in files)
+    assert figure(text, "makespan") == figure(adapted, "makespan")
+    assert figure(adapted, "bubble") < figure(published, "bubble") - 0.1
+
+
 def test_schedule_on_a_terminal_prints_colours(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
@@ -132,6 +145,63 @@ def test_schedule_with_bad_input_exits_with_2_and_names_the_key(argv, message, c
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert captured.out == ""
+
+
+def refused(capsys, *argv):
+    """Run the command, which is refused; return the keys of its problems."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    *lines, count = captured.err.splitlines()
+    assert count == f"{len(lines)} problems found"
+    assert all(line.startswith("error: ") for line in lines)
+    return [re.split("[:=]", line.removeprefix("error: "))[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (
+            "1f1b stages=0 microbatches=x foo=1",
+            ["foo", "stages", "microbatches"],
+        ),
+        # How many times there must be is not known while the number of stages is wrong.
+        (
+            "1f1b stages=0 forward=1,2 repeats=2 comm=-1 overlap_slots=maybe",
+            ["stages", "overlap_slots", "comm", "repeats"],
+        ),
+        ("1f1b forward=1,2 backward=1,2,3", ["forward", "backward"]),
+        (
+            "1f1b repeats=2 overlap_slots=true delay_activation_forwarding=true",
+            ["repeats", "delay_activation_forwarding", "overlap_slots"],
+        ),
+        (
+            "2f2b nowhere.csv repeats=x --svg x.svg --seconds 3",
+            ["--seconds", "repeats", "schedule", "schedule", "--svg"],
+        ),
+    ],
+)
+def test_schedule_with_several_problems_reports_all_at_once(words, keys, capsys):
+    assert refused(capsys, *words.split()) == keys
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (
+            "stages=0 microbatches=x memory=-1 foo=1",
+            ["foo", "stages", "microbatches", "memory"],
+        ),
+        (
+            "1f1b placement=ring lockstep=2 head=x --compare --seconds -1",
+            ["--compare", "--seconds -1", "1f1b", "placement", "head", "lockstep"],
+        ),
+        ("memory=2 memory=0.5 forward=1,2", ["memory", "forward"]),
+        ("memory=0.5 forward=1,2", ["forward", "memory"]),
+    ],
+)
+def test_solve_with_several_problems_reports_all_at_once(words, keys, capsys):
+    assert refused(capsys, "solve", *words.split()) == keys
 
 
 def test_schedule_from_a_csv_of_other_sizes_names_both_sizes(capsys, tmp_path):
@@ -258,6 +328,13 @@ def test_schedule_of_manual_stages_uses_their_own_times(capsys):
         "pipeline.layers_per_stage=[10,10,8]",
         "data.global_batch_size=72",
     )
+
+
+def test_schedule_with_layers_outside_on_mpmd_counts_them_on_their_stage(capsys):
+    words = "pipeline.num_repeats=1", "pipeline.parallel_layers=20"
+    for place, chunks in (("after", "[10,18]"), ("before", "[18,10]")):
+        text = output(capsys, *LARGE_HEAD, *words, f"pipeline.outside_layers={place}")
+        assert text == output(capsys, *LARGE_HEAD, f"pipeline.layers_per_stage={chunks}")
 
 
 def test_schedule_of_several_chunks_per_stage_lists_every_chunk(capsys):

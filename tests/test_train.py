@@ -7,6 +7,7 @@ import pytest
 import yaml
 from helpers.runs import checkpoints, losses, output_dir, rows, run, saved, train, write_config
 
+from maxpipe import generate
 from maxpipe.train import main
 
 # The tests' own process has eight devices.
@@ -76,10 +77,21 @@ class TestFinishedRun:
         assert "step 6/6  loss" in finished[1]
         assert "done: 6 steps" in finished[1]
 
-    def test_train_when_finished_says_so_and_changes_no_file(self, words, finished):
+    def test_train_when_finished_says_so_with_what_has_changed_and_changes_no_file(
+        self, words, finished
+    ):
         root, _ = finished
         before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
-        assert "is finished" in train(words)
+        changed = ["steps=5", "optimizer.learning_rate=1e-4"]
+        printed = train([*words, *changed])
+        for line in (
+            "changed since step 6: steps 6 -> 5",
+            "changed since step 6: optimizer.learning_rate 0.003 -> 0.0001",
+            f"{root} is finished: step 6 is saved, and steps=5; nothing to do, so what has changed "
+            "has no effect",
+        ):
+            assert f"{line}\n" in printed
+        assert train(words).endswith("step 6 is saved, and steps=6; nothing to do\n")
         assert {
             path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()
         } == before
@@ -255,6 +267,31 @@ class TestBadInput:
         assert "data.path" in refused("data.source=text", f"data.path={tmp_path}/empty.txt")
         assert "data.path" in refused("data.source=text")
 
+    @pytest.mark.parametrize(
+        ("also", "key"),
+        [
+            ("output_dir={file}/runs", "output_dir"),
+            pytest.param("mesh.ici.fsdp=2", "mesh.ici", marks=pytest.mark.slow),
+            pytest.param("compile.load=nowhere.bin", "compile.load", marks=pytest.mark.slow),
+            ("data.global_batch_size=16", ""),
+        ],
+    )
+    def test_train_with_several_places_that_cannot_be_used_names_all(
+        self, refused, tmp_path, also, key
+    ):
+        (tmp_path / "file").write_text("")
+        error = refused(
+            "data.source=text",
+            "data.path=/none",
+            "data.tokenizer=/none.json",
+            "init_from=hf:/none",
+            also.format(file=tmp_path / "file"),
+        )
+        expected = {"data.path", "data.tokenizer", "init_from"} | ({key} if key else set())
+        lines = [line for line in error.splitlines() if line.startswith("config error: ")]
+        assert {line.split(": ")[1] for line in lines} == expected
+        assert f"{len(expected)} problems found" in error
+
     def test_train_with_evaluation_but_no_evaluation_data_is_refused_at_the_start(
         self, refused, tmp_path
     ):
@@ -331,3 +368,21 @@ def test_print_config_shows_every_value_with_its_source(words, capsys):
     assert "tiny.yml" in lines["mlp_dim"]
     assert "base.yml" in lines["vocab_size"]
     assert "default" in lines["grad_clip_norm"]
+
+
+def test_train_on_random_ids_of_a_small_vocabulary_evaluates_and_goes_on(tmp_path, capsys):
+    options = {"steps": 2, "eval": "{every: 2, batches: 1}"}
+    words = write_config(tmp_path, telemetry="{log_every: 1}", **options)
+    root = output_dir(words) / "tiny"
+    words += [*IN_PROCESS, "data.source=synthetic", "model.vocab_size=32"]
+    for end in (["stop_after=1"], []):
+        assert main([*words, *end]) == 0
+    assert [step for step, (loss, *_) in losses(root).items() if 3 < loss < 4] == [1, 2]  # ln 32
+    (evaluation,) = (row for row in rows(root) if "eval_loss" in row)
+    assert 3 < evaluation["eval_loss"] < 4
+    assert "eval_bits_per_byte" not in evaluation
+    printed = capsys.readouterr().out
+    assert "data.tokenizer=ids:32: data.source=synthetic needs no text" in printed
+    capsys.readouterr()
+    assert generate.main([str(root), "--prompt=3 1 4", "--max-tokens=4"]) == 0
+    assert {int(word) for word in capsys.readouterr().out.split()} <= {*range(31)}

@@ -1,1 +1,1 @@
-"""Checkpoints: save, restore, verify, mirror to an object store."""
+"""Save, restore and verify checkpoints, and mirror them to an object store."""

@@ -1,4 +1,4 @@
-"""`python -m maxpipe.checkpoint ls|verify|show DIR`: list, verify and show checkpoints.
+"""List, verify and show checkpoints: `python -m maxpipe.checkpoint ls|verify|show DIR`.
 
 DIR is a run directory or its `checkpoints`; in an object store, `s3://bucket/runs/base`, the one
 below `checkpoint.mirror`. The command writes nothing, except that `verify` copies mirrored steps to
@@ -6,6 +6,11 @@ the directory for temporary files, one at a time. It uses no accelerator. Exit c
 `verify` or `show` found damage; 2 if there is nothing to show; 3 if there was no damage, but
 something cannot be read here, because a newer version wrote it or permission is missing.
 """
+
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
 
 import argparse
 import math
@@ -169,4 +174,4 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `show DIR | head` ends like any other filter
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -1,4 +1,4 @@
-"""A state as a flat table of named arrays: names, comparison of two tables, reading from disk.
+"""Treat a state as a flat table of named arrays: names, comparison, reading from disk.
 
 On disk a step's arrays are one OCDBT database that holds a zarr array per leaf. Orbax writes it.
 TensorStore reads it here without Orbax, which ignores unchecked side files, starts faster, bounds

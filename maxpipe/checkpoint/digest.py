@@ -1,4 +1,4 @@
-"""A 32-bit digest of an array that does not depend on how the array is laid out over devices.
+"""Compute a 32-bit digest of an array that does not depend on its layout over devices.
 
 The same pass over the array tells whether all of its numbers are finite.
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, one class for each thing the user has to do about it."""
+"""Define what can go wrong with a checkpoint, one class for each thing the user has to do."""
 
 import errno
 from collections.abc import Sequence

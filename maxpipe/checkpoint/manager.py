@@ -1,4 +1,4 @@
-"""`Checkpointer`: asynchronous, atomic, verified checkpoints of a run."""
+"""Save a run's checkpoints asynchronously and atomically, verify them, and resume from them."""
 
 import contextlib
 import functools
@@ -86,7 +86,7 @@ class Checkpointer:
 
     @property
     def place(self) -> str:
-        """Path of the directory and URL of the mirror, for messages."""
+        """Return the path of the directory and the URL of the mirror, for messages."""
         return " and ".join(map(str, self._stores))
 
     def steps(self) -> list[int]:
@@ -110,10 +110,12 @@ class Checkpointer:
         Raises:
           CheckpointSaveError: the last save, or its copy to the mirror, has failed.
         """
+        # What has ended in the background is looked at now, not only by the next save.
         if self._writer.is_pending and not self._writer.is_running:
             self._wait_for_commit()
         if self._sync is None or not self._sync.is_running:
             self._wait_for_mirror()
+        # Asked in every step, whatever else holds: processes have to agree on the time.
         is_due = self._timer.is_due(step)
         return step > 0 and step != self._latest and is_due
 
@@ -144,17 +146,22 @@ class Checkpointer:
         """
         if step == self._latest:
             return False
+        # 1. Names and dtypes, before any wait: mistakes of the caller come first.
         leaves = {**named_leaves(state), ITERATOR: iterator}
         arrays = {name: saveable(name, leaf) for name, leaf in leaves.items()}
+        # 2. One save at a time, so that the host holds one copy of the state.
         self.wait()
         self._timer.began()
         # A save has to copy the state to the host, also in a loop that forbids transfers.
         with jax.transfer_guard("allow"):
+            # 3. Digests. A state that is not finite ends here, with nothing written.
             record = Record(step, meta, _describe(step, arrays)).to_json()
             self._latest = step
+            # Policies need the loss of this step before its record is on disk.
             self._retention.note(step, meta)
             # Before the save has begun, a committed step of this number is one that it replaces.
             with self._failures(may_be_committed=False):
+                # Only the first save after a start or a restore can have steps ahead of it.
                 if not self._writer.is_open:
                     self._abandon_from(step)
                 self._writer.start(step, arrays, record)
@@ -198,6 +205,7 @@ class Checkpointer:
             tried.
           FileNotFoundError: there is no committed step.
         """
+        # The step to read may be the one that is still being written.
         self._finish_saves()
         if step is None:
             restored = self._restore_newest_sound(abstract_state, optional)
@@ -227,6 +235,7 @@ class Checkpointer:
         """
         self._finish_saves()
         if self._sync is not None:
+            # The last step, and what an earlier copy could not bring to the mirror.
             self._sync.start(self._timer.finished)
             self._wait_for_mirror()
 
@@ -258,6 +267,7 @@ class Checkpointer:
                 self._log(
                     f"checkpoint {newer} lies ahead of this run and was set aside as {target}"
                 )
+        # No process may write a step before process 0 has moved the old one away.
         processes.barrier("maxpipe_abandon")
 
     def _set_aside(self, step: int, state: str) -> str:
@@ -268,6 +278,7 @@ class Checkpointer:
     def _restore_newest_sound(
         self, abstract_state: State, optional: Collection[str]
     ) -> Restored[State]:
+        # Nothing is renamed until a sound step has been read: the machine may be at fault.
         damage: dict[int, str] = {}
         while (step := self._newest_below(min(damage, default=None))) is not None:
             try:
@@ -294,6 +305,7 @@ class Checkpointer:
             read_step, directory, abstract_state, optional, convert_dtype=self._convert_dtype
         )
         try:
+            # With a mirror a damaged or a lost step is fetched from there.
             restored = self._sync.read(step, read, self._log) if self._sync else read()
         except CheckpointUnreadable as error:
             raise CheckpointUnreadable(f"checkpoint {directory}: {error}") from error
@@ -306,6 +318,7 @@ class Checkpointer:
 
     def _newest_below(self, limit: int | None) -> int | None:
         """Return the newest step below `limit`, as process 0 sees it."""
+        # Processes may list a shared file system at different times.
         steps = [step for step in self.steps() if limit is None or step < limit]
         step = processes.of_first_process(max(steps, default=-1))
         return step if step >= 0 else None
@@ -314,6 +327,7 @@ class Checkpointer:
         if jax.process_index() == 0:
             for step in damaged:
                 self._set_aside(step, DAMAGED)
+        # Otherwise another process could still list a step that is being renamed.
         processes.barrier("maxpipe_damaged")
         names = ", ".join(map(str, damaged))
         self._log(

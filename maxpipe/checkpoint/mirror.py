@@ -1,4 +1,4 @@
-"""Checkpoints of a run in an object store: a copy of each step, visible only when it is complete.
+"""Keep a copy of each step in an object store, visible only when it is complete.
 
 The objects of a step are below `<step>/`, named like its files on disk. An object store cannot
 rename, so the commit is one small object next to them, `<step>.json`, with their names and sizes.

@@ -1,4 +1,4 @@
-"""`checkpoint.mirror`: copy steps to the object store in the background, fetch lost ones."""
+"""Copy steps to `checkpoint.mirror` in the background, and fetch lost ones."""
 
 import shutil
 import threading
@@ -39,7 +39,7 @@ class MirrorSync:
 
     @property
     def is_running(self) -> bool:
-        """Whether an update is running."""
+        """Return whether an update is running."""
         return self._update is not None and not self._update.done()
 
     def start(self, on_success: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Writes steps in the background, each as one atomic commit, with Orbax."""
+"""Write steps in the background, each as one atomic commit, with Orbax."""
 
 import functools
 import logging
@@ -51,12 +51,12 @@ class OrbaxWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether a save was started since the writer was made or closed."""
+        """Return whether a save was started since the writer was made or closed."""
         return self._manager is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether a save is running in the background and has not failed in this process."""
+        """Return whether a save is running in the background and has not failed in this process."""
         is_saving = self._manager is not None and self._manager.is_saving_in_progress()
         return is_saving and self._error is None
 

@@ -1,4 +1,4 @@
-"""Policies of checkpoints: when to save, which steps to keep, and which step to resume from."""
+"""Decide when to save, which steps to keep, and which step to resume from."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Reads a committed step: first the record, then the arrays, and verifies every digest."""
+"""Read a committed step: first the record, then the arrays, and verify every digest."""
 
 import errno
 import os

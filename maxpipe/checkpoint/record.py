@@ -1,4 +1,4 @@
-"""The record of a checkpoint: JSON that describes its arrays and carries its own checksum.
+"""Describe the arrays of a checkpoint in a JSON record that carries its own checksum.
 
 Imports no JAX.
 """

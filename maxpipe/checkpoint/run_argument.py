@@ -1,4 +1,4 @@
-"""What commands that read a run take: RUN_DIR and --step. Imports no JAX."""
+"""Parse what commands that read a run take: RUN_DIR and --step. Imports no JAX."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Steps of a run by name: `120` is committed, `120.damaged` and `120.abandoned` are set aside.
+"""Name a run's steps: `120` is committed, `120.damaged` and `120.abandoned` are set aside.
 
 Orbax writes into `120.orbax-checkpoint-tmp...` and commits by an atomic rename, so a name made of
 digits alone is a commit. A mirror (`maxpipe.checkpoint.mirror`) holds steps in an object store and

@@ -133,7 +133,11 @@ def _slices(mesh: Mesh) -> np.ndarray:
 
 
 def operand_bytes(computation: Computation, instruction: Instruction) -> int:
-    """Return the bytes of the operands on one device; if their types are unknown, of the result."""
+    """Return the bytes of the operands on one device; if their types are unknown, of the result.
+
+    Of a ragged collective these are the bytes that may travel: the smaller one of what a device
+    hands over and what it receives into.
+    """
     types = [
         computation.instructions[n].type
         for n in instruction.operands
@@ -141,6 +145,8 @@ def operand_bytes(computation: Computation, instruction: Instruction) -> int:
     ]
     # Some texts give the types between the parentheses.
     sizes = [s for t in types for s in array_bytes(t)] or array_bytes(instruction.arguments)
+    if instruction.opcode.startswith("ragged"):
+        return min(sizes[:2])
     return sum(sizes) or max(array_bytes(instruction.type), default=0)
 
 

@@ -24,7 +24,7 @@ class CompilerMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return self.arguments + self.temp + self.program + self.results
 
 
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits; True if the memory is not known."""
+        """Return whether the step fits; True if the memory is not known."""
         return self.capacity is None or self.needed <= self.capacity
 
     def as_json(self) -> dict[str, object]:

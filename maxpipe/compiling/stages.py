@@ -85,7 +85,7 @@ class StagesReport:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits; True if the memory is not known."""
+        """Return whether every stage fits; True if the memory is not known."""
         return self.capacity is None or self.needed <= self.capacity
 
     def collectives(self, stage: int) -> list[Collective]:

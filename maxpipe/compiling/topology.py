@@ -1,4 +1,4 @@
-"""The devices that `compile.topology` names, and the links between them.
+"""Make the devices that `compile.topology` names, and find the links between them.
 
 They are those of a TPU slice that need not be there, or this machine's simulated ones. A collective
 over some mesh axes moves data only along the dimensions of the torus in which the devices of its

@@ -1,4 +1,4 @@
-"""Configuration: typed sections, YAML with inheritance, overrides, and all problems at once.
+"""Configure a run: typed sections, YAML with inheritance, overrides, all problems at once.
 
 Nothing here imports JAX.
 """

@@ -48,6 +48,8 @@ class Schedule:
         `forwarding_delay`.
       overlaps: whether `pipeline.overlap_slots` applies; the function then takes `slack`.
       splits_backward: whether the table has units for input and weight gradients.
+      timed: whether the order may follow the times of units, `pipeline.unit_times`; the function
+        then takes `times`.
       summary: a phrase for `--help`.
     """
 
@@ -57,6 +59,7 @@ class Schedule:
     delays: bool = False
     overlaps: bool = False
     splits_backward: bool = False
+    timed: bool = False
     summary: str = ""
 
     def repeats_for(self, num_repeats: int) -> int:
@@ -129,6 +132,7 @@ SCHEDULES: dict[str, Schedule] = {
         _SCHEDULES + "zero_bubble:zb_h2",
         ("mpmd",),
         splits_backward=True,
+        timed=True,
         summary="split backwards: almost no bubble in twice the memory of 1F1B",
     ),
     "zb_v": Schedule(
@@ -136,6 +140,7 @@ SCHEDULES: dict[str, Schedule] = {
         ("mpmd",),
         repeats=2,
         splits_backward=True,
+        timed=True,
         summary="two chunks per stage in a V: no bubble in the memory of 1F1B",
     ),
     "v_half": Schedule(
@@ -310,6 +315,8 @@ class DataSource:
       companion: ending of a file next to each of them that is read with it, "" if there is none.
       version: "module:function" of a source without a path: returns a text that changes whenever
         the documents do. "" for documents that never change.
+      needs_tokenizer: whether the documents stand for text. Ids of another source are drawn, as
+        many as `data.tokenizer` has or, if the model has fewer, as the model has.
       summary: a phrase for `--help`.
     """
 
@@ -318,6 +325,7 @@ class DataSource:
     suffixes: tuple[str, ...] = ("",)
     companion: str = ""
     version: str = ""
+    needs_tokenizer: bool = True
     summary: str = ""
 
 
@@ -345,6 +353,7 @@ SOURCES: dict[str, DataSource] = {
     "synthetic": DataSource(
         _SOURCES + "tokens:synthetic",
         needs_path=False,
+        needs_tokenizer=False,
         summary="random tokens, made as they are read",
     ),
     "text": DataSource(_SOURCES + "text:text", summary="text files, each a document"),
@@ -357,10 +366,19 @@ SOURCES: dict[str, DataSource] = {
 }
 
 
+@dataclass(frozen=True)
 class Tokenizer(Variant):
-    """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments."""
+    """A tokenizer that needs no file, `data.tokenizer`: a class built without arguments.
+
+    Attributes:
+      vocab_size: number of its ids; 0 = not known before it is built.
+    """
+
+    vocab_size: int = 0
 
 
 TOKENIZERS: dict[str, Tokenizer] = {
-    "byte": Tokenizer("maxpipe.data.tokenizers:ByteTokenizer", summary="bytes of UTF-8")
+    "byte": Tokenizer(
+        "maxpipe.data.tokenizers:ByteTokenizer", summary="bytes of UTF-8", vocab_size=259
+    )
 }

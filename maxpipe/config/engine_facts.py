@@ -1,4 +1,4 @@
-"""The facts about every engine, as part of the catalogue; data only."""
+"""Hold the facts about every engine, as part of the catalogue; data only."""
 
 from dataclasses import dataclass
 
@@ -37,8 +37,6 @@ class Engine:
         stages share the head's tokens.
       runs_csv: whether it runs the table of a CSV file.
       whole_rounds: whether the microbatches must be a multiple of the stages.
-      no_outside_layers: why all layers run in the pipeline, and what to do with those that do not
-        divide over the stages; empty if `pipeline.parallel_layers` may be fewer.
       auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
       several_processes: whether devices of several processes may take part.
     """
@@ -53,7 +51,6 @@ class Engine:
     lockstep: bool = False
     runs_csv: bool = False
     whole_rounds: bool = False
-    no_outside_layers: str = "it has no layers outside the pipeline"
     auto_stages: bool = False
     several_processes: bool = True
 
@@ -78,6 +75,7 @@ ENGINES: dict[str, Engine] = {
             "num_repeats",
             "num_layers_per_stage",
             "layers_per_stage",
+            "unit_times",
             "parallel_layers",
             "outside_layers",
             "delay_activation_forwarding",
@@ -97,7 +95,7 @@ ENGINES: dict[str, Engine] = {
     "circular": Engine(
         _ENGINES + "circular.engine:CircularEngine",
         "one program in which activations go around a ring of stages; JAX derives the backward",
-        unused=("overlap_slots", "skip_idle", "fsdp_prefetch", "memory_limit_gib"),
+        unused=("overlap_slots", "skip_idle", "fsdp_prefetch", "unit_times", "memory_limit_gib"),
         refusals=(
             Refusal(
                 "pipeline.overlap_slots",
@@ -120,12 +118,11 @@ ENGINES: dict[str, Engine] = {
             ),
         ),
         whole_rounds=True,
-        no_outside_layers="",
     ),
     "scheduled": Engine(
         _ENGINES + "scheduled.engine:ScheduledEngine",
         "one program whose ticks follow the table of a lockstep schedule",
-        unused=("scan_iterations", "scan_repeats", "memory_limit_gib"),
+        unused=("scan_iterations", "scan_repeats", "unit_times", "memory_limit_gib"),
         refusals=(
             Refusal("pipeline.scan_iterations", (False,), _LOOPS, _CIRCULAR),
             Refusal("pipeline.scan_repeats", (False,), _LOOPS, _CIRCULAR),
@@ -140,14 +137,11 @@ ENGINES: dict[str, Engine] = {
         "depend on the number of microbatches",
         lockstep=True,
         runs_csv=True,
-        no_outside_layers="",
     ),
     "mpmd": Engine(
         _ENGINES + "mpmd.engine:MpmdEngine",
         "a program per stage and kind of unit, dispatched from one process in the schedule's order",
         unused=(
-            "parallel_layers",
-            "outside_layers",
             "delay_activation_forwarding",
             "overlap_slots",
             "skip_idle",
@@ -180,9 +174,6 @@ ENGINES: dict[str, Engine] = {
                 "leave it empty",
             ),
         ),
-        no_outside_layers="each of its units runs on one stage, and a layer that all stages share "
-        "would make them wait for each other in every microbatch; stages may differ in their "
-        "number of layers at no cost (pipeline.layers_per_stage)",
         no_offloading="its residuals pass from one program to another on the device",
         one_program=False,
         runs_csv=True,

@@ -1,4 +1,4 @@
-"""Errors that a user can correct: collected, shown together, exit code 2."""
+"""Raise errors that a user can correct: collected, shown together, exit code 2."""
 
 import re
 from dataclasses import dataclass
@@ -35,6 +35,18 @@ class Problem:
             return f"{self.key} ({self.source}): {message}"
         place = self.key or self.source
         return f"{place}: {message}" if place else message
+
+
+class RefusedError(ValueError):
+    """One or more reasons why a request is refused; each is one line that begins with its key."""
+
+    def __init__(self, *reasons: str):
+        assert reasons
+        self.reasons = reasons
+        super().__init__(*reasons)
+
+    def __str__(self) -> str:
+        return "\n".join(self.reasons)
 
 
 class ConfigError(ValueError):

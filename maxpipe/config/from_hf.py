@@ -20,7 +20,7 @@ KEY = "model.from_hf"
 FILE = "config.json"
 VOCABULARY = "model.vocab_size"  # which may be larger than the file's
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a model with images says of its text part beside that part
+# What a model with images may say of its text part outside of it
 _OF_BOTH = ("tie_word_embeddings", *SPECIAL_IDS)
 
 

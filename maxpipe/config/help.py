@@ -1,4 +1,4 @@
-"""Help on keys and sections: what a key does, its type, default, legal values and engines."""
+"""Explain keys and sections: what a key does, its type, default, legal values and engines."""
 
 from collections.abc import Iterator
 

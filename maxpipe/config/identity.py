@@ -1,4 +1,4 @@
-"""What a run is: keys that decide what its saved state means, and how two configurations differ.
+"""Tell runs apart: keys that decide what saved state means, and how two configurations differ.
 
 A key of `GROUPS` stays what it is for all of a run, unless `checkpoint.accept_changes` names its
 group. A key of `FIXED` never changes. All other keys may change from one start to the next.

@@ -1,4 +1,4 @@
-"""MaxText's keys and ours, for error messages, translation and the tables of the documentation.
+"""Map MaxText's keys to ours, for error messages, translation and tables of the documentation.
 
 python -m maxpipe.config.maxtext            print the table
 python -m maxpipe.config.maxtext FILE.md    write it between the marks in that file
@@ -96,28 +96,67 @@ KEYS: dict[str, tuple[str, str]] = {
     "global_parameter_scale": (NONE, "write the sizes themselves"),
     "decoder_block": (
         "model.block",
-        "llama for llama2, mistral, qwen2 and qwen3; there are no others",
+        "llama for llama2, mistral, qwen2, qwen3, gemma2, mixtral and qwen3_moe; no others",
     ),
     "head_dim": ("model.head_dim", ""),
     "vocab_size": ("model.vocab_size", ""),
     "dtype": ("model.dtype", ""),
     "weight_dtype": ("model.param_dtype", ""),
     "logits_via_embedding": ("model.tie_embeddings", ""),
-    "normalize_embedding_logits": (NONE, "logits of tied embeddings are not divided: false"),
+    "normalize_embedding_logits": (
+        "model.logit_scale",
+        "true is written 1 / the root of model.embed_dim, with tied embeddings",
+    ),
+    "mlp_activations": (
+        "model.mlp_activation",
+        "silu for [silu, linear], gelu_tanh for [gelu, linear]",
+    ),
+    "mlp_bias": ("model.mlp_bias", "of experts; MaxText's dense blocks have none"),
     "dropout_rate": ("model.dropout", "the masks lie on the outputs of attention and MLP"),
     "enable_dropout": ("model.dropout", "false is written 0"),
     "z_loss_multiplier": ("model.z_loss", ""),
-    "final_logits_soft_cap": ("model.logit_soft_cap", "0 = no cap, where MaxText has null"),
+    "final_logits_soft_cap": (
+        "model.logit_soft_cap",
+        "0 = no cap, where MaxText has null; it caps logits of tied embeddings only",
+    ),
     "num_vocab_tiling": ("model.logit_tiles", ""),
     "use_qk_norm": ("model.qk_norm", ""),
     "attention_bias": ("model.attention_bias", ""),
+    "attention_sink": ("model.attention_sinks", ""),
+    "attention_type": (
+        "model.attention_kind",
+        "gqa for global, mla for mla; a window is model.attention_window",
+    ),
+    "sliding_window_size": (
+        "model.attention_window",
+        "with model.layer_pattern; MaxText's llama2, mistral, qwen and mixtral blocks have none",
+    ),
+    "attn_logits_soft_cap": ("model.attention_soft_cap", "0 = no cap, where MaxText has null"),
+    "use_post_attn_norm": ("model.norm_placement", "with use_post_ffw_norm: sandwich"),
+    "use_post_ffw_norm": ("model.norm_placement", "with use_post_attn_norm: sandwich"),
+    "num_experts": ("model.moe.experts", "0 = a dense MLP, where MaxText has 1"),
+    "num_experts_per_tok": ("model.moe.per_token", ""),
+    "base_moe_mlp_dim": ("model.moe.mlp_dim", "0 = model.mlp_dim"),
+    "routed_bias": (
+        "model.moe.logit_bias",
+        "for mixtral and qwen3_moe; DeepSeek's is model.moe.selection_bias",
+    ),
+    "capacity_factor": (
+        "model.moe.capacity_factor",
+        "of whole sequences; 0 = no bound, where MaxText has -1",
+    ),
     "attention": ("model.attention", "flash is called splash, autoselected auto"),
     "normalization_layer_epsilon": ("model.norm_eps", ""),
     "rope_max_timescale": ("model.rope_theta", ""),
     "rope_type": (
         "model.rope_scaling.factor",
-        "8 for llama3.1, as MaxText has it for model names that begin so; no YaRN",
+        "8 for llama3.1, as MaxText has it for model names that begin so; YaRN is not translated",
     ),
+    "rope_linear_scaling_factor": (
+        "model.rope_scaling.factor",
+        "with model.rope_scaling.type=linear",
+    ),
+    "local_rope_max_timescale": ("model.rope_theta_local", "0 = as global layers, not -1"),
     "rope_use_scale": ("model.rope_scaling.factor", "false is written 1"),
     # data
     "dataset_type": ("data.source", "other sources; --help data.source lists them"),

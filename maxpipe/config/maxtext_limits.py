@@ -1,4 +1,4 @@
-"""MaxText's keys that have no key here: which value each must have, and which play no part.
+"""List MaxText's keys that have no key here: the value each must have, and which play no part.
 
 `maxpipe.config.maxtext.KEYS` has those that have one. A name may hold wildcards, as in `sa_*`; a
 name that is written out goes before one with wildcards.
@@ -41,67 +41,107 @@ class Idle:
     names: str
 
 
-LIMITS = (
+# Of the model; they say nothing new where the decoder block has no counterpart.
+MODEL_LIMITS = (
     Limit(
-        "experts are not translated; translate the dense model and set model.moe.* by hand",
-        {"num_experts": 1, "shared_experts": 0, "mtp_num_layers": 0},
+        "experts that every token uses are in none of the blocks that are translated; "
+        "model.moe.shared_experts has them, as in configs/models/deepseek-v3.yml",
+        {"shared_experts": 0},
     ),
     Limit(
-        "the MLP is SwiGLU without biases",
+        "the loss is that of the next token; no layers predict later ones",
+        {"mtp_num_layers": 0},
+    ),
+    Limit(
+        "MaxText measures balance over the batch; set model.moe.balance_loss, which does within "
+        "each sequence, or model.moe.bias_rate in the result",
+        {"load_balance_loss_weight": 0},
+    ),
+    Limit(
+        "routing and layers as DeepSeek's are not translated; model.moe.router, scale, groups, "
+        "groups_per_token, bias_rate and model.first_dense_layers have them, as in "
+        "configs/models/deepseek-v3.yml",
         {
-            "mlp_activations": ["silu", "linear"],
-            "mlp_activations_limit": -1,
-            "mlp_bias": False,
-            "use_double_wide_mlp": False,
+            "routed_score_func": None,
+            "routed_scaling_factor": 1,
+            "routed_bias_update_rate": 0,
+            "n_routing_groups": -1,
+            "first_num_dense_layers": 0,
         },
     ),
     Limit(
-        "every layer attends to all earlier tokens of its document, without sinks or soft caps",
+        "routers choose by their logits, experts are in every layer after "
+        "model.first_dense_layers, and read all of model.embed_dim",
         {
-            "attention_type": "global",
-            "attention_sink": False,
-            "attn_logits_soft_cap": 0,
-            "moba": False,
-            "use_indexer": False,
-            "use_ragged_attention": False,
-            "share_kv_projections": False,
-            "num_kv_shared_layers": 0,
-            "attention_output_dim": -1,
-            "temperature_tuning": False,
-            "use_qk_clip": False,
-            "global_head_dim": 0,
-            "global_num_kv_heads": 0,
-            "inhomogeneous_layer_cycle_interval": 1,
+            "use_random_routing": False,
+            "first_num_hash_layers": 0,
+            "interleave_moe_layer_step": 1,
+            "moe_expert_input_dim": -1,
         },
     ),
     Limit(
-        "rotary embeddings turn all of a head in every layer, with Llama 3.1's scaling "
-        "(model.rope_scaling) or none",
+        "no token is left out for want of a buffer; model.moe.capacity_factor can bound experts",
+        {"ragged_buffer_factor": -1, "eval_ragged_buffer_factor": -1},
+        blocks=False,
+    ),
+    Limit(
+        "only MaxText's gpt_oss and deepseek blocks read it, which are not translated; "
+        "model.mlp_limit clamps the projections of the MLP, as in configs/models/gpt-oss-20b.yml",
+        {"mlp_activations_limit": -1},
+    ),
+    Limit("all layers have an MLP of model.mlp_dim", {"use_double_wide_mlp": False}),
+    Limit(
+        "a layer attends to all earlier tokens of its document, or to those in "
+        "model.attention_window, not to chosen ones",
+        {"moba": False, "use_indexer": False, "use_ragged_attention": False},
+    ),
+    Limit(
+        "every layer makes keys and values of its own; model.attention_kind=mla makes both of one "
+        "latent",
+        {"share_kv_projections": False, "num_kv_shared_layers": 0},
+    ),
+    Limit(
+        "all layers have the same heads, and outputs of model.embed_dim",
+        {"attention_output_dim": -1, "global_head_dim": 0, "global_num_kv_heads": 0},
+    ),
+    Limit(
+        "scores of attention are scaled by model.query_scale and bounded by "
+        "model.attention_soft_cap alone",
+        {"temperature_tuning": False, "use_qk_clip": False},
+    ),
+    Limit(
+        "kinds of layers are not translated; model.layer_pattern and model.first_dense_layers in "
+        "the result set them",
+        {"inhomogeneous_layer_cycle_interval": 1, "nope_layer_interval": -1},
+    ),
+    Limit(
+        "not translated; model.rope_fraction rotates a share of a head's channels, and "
+        "model.rope_theta is the base of global layers",
+        {"partial_rotary_factor": 1, "global_rope_max_timescale": -1},
+    ),
+    Limit(
+        "positions are those of text, in rotary embeddings whose fastest frequency is 1",
         {
             "rope_min_timescale": 1,
-            "rope_linear_scaling_factor": 1,
-            "local_rope_max_timescale": -1,
-            "global_rope_max_timescale": -1,
-            "partial_rotary_factor": 1,
-            "nope_layer_interval": -1,
             "use_mrope": False,
             "use_untrainable_positional_embedding": False,
             "trainable_position_size": -1,
         },
     ),
+    Limit("norms have learnt scales", {"qk_norm_with_scale": True, "v_norm_with_scale": True}),
     Limit(
-        "a layer has two norms with learnt scales, each before its half of the layer",
+        "there is one residual stream, and layers read nothing else",
         {
-            "use_post_attn_norm": False,
-            "use_post_ffw_norm": False,
-            "qk_norm_with_scale": True,
-            "v_norm_with_scale": True,
             "mhc_expansion_rate": 1,
             "engram_layers": [],
             "hidden_size_per_layer_input": 0,
             "vocab_size_per_layer_input": 0,
         },
     ),
+)
+
+LIMITS = (
+    *MODEL_LIMITS,
     Limit(
         "parameters start from a normal distribution of its own width",
         {"dense_init_scale": 1},
@@ -151,7 +191,7 @@ LIMITS = (
         blocks=False,
     ),
     Limit(
-        "the mesh has no such axis; use data, stage, fsdp, context or tensor",
+        "the mesh has no such axis; use data, stage, fsdp, context, tensor or expert",
         {
             f"{level}_{axis}_parallelism": 1
             for level in ("ici", "dcn")
@@ -232,17 +272,23 @@ LIMITS = (
 
 IDLE = (
     Idle(
-        "for mixtures of experts",
-        "num_experts_per_tok megablox sparse_matmul capacity_factor num_moe_* moe_* base_moe_* "
-        "te_moe_* te_ep_* te_gmm_* ragged_buffer_factor eval_ragged_buffer_factor ragged_gather_* "
-        "retry_dropless_* first_phase_* log_required_* load_balance_* use_random_routing "
-        "use_custom_sort_vjp router_topk_* use_ring_of_experts use_ragged_sort wi_tile_* wo_tile_* "
-        "eval_wi_tile_* eval_wo_tile_* use_gather_mosaic_kernel merge_gating_gmm use_tokamax_gmm "
-        "use_gmm_v2* norm_topk_prob return_routed_experts shard_exp_on_fsdp "
-        "shard_embed_moe_on_fsdp use_2d_fsdp_sharding first_num_* n_routing_groups topk_routing_* "
-        "routed_* interleave_moe_* float32_weight_sum float32_gate_logits quantize_router_proj "
+        "a matter of how experts are computed; model.moe.kernel and model.moe.dispatch choose here",
+        "megablox sparse_matmul num_moe_* moe_* te_moe_* te_ep_* te_gmm_* ragged_gather_* "
+        "retry_dropless_* first_phase_* log_required_* use_custom_sort_vjp router_topk_* "
+        "use_ring_of_experts use_ragged_sort wi_tile_* wo_tile_* eval_wi_tile_* eval_wo_tile_* "
+        "use_gather_mosaic_kernel merge_gating_gmm use_tokamax_gmm use_gmm_v2* "
+        "return_routed_experts shard_exp_on_fsdp shard_embed_moe_on_fsdp use_2d_fsdp_sharding "
         "use_batch_split_schedule batch_split_factor use_lineage",
     ),
+    Idle(
+        "weights of a token's experts add up to 1 in the blocks mixtral and qwen3_moe anyway",
+        "norm_topk_prob",
+    ),
+    Idle(
+        "routers and sums over experts compute in float32",
+        "float32_weight_sum float32_gate_logits quantize_router_proj",
+    ),
+    Idle("for n_routing_groups", "topk_routing_*"),
     Idle("for prediction of several tokens, which mtp_num_layers adds", "mtp_*"),
     Idle(
         "for quantization",
@@ -258,16 +304,20 @@ IDLE = (
         "position_id_per_seconds",
     ),
     Idle(
-        "for attention of other models, such as latent, sparse or windowed attention",
-        "q_lora_rank kv_lora_rank o_lora_rank o_groups qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim use_sliced_mla_proj use_mla_absorbed_mqa mla_* csa_* indexer_* moba_* "
-        "sliding_window_size chunk_attn_window_size causal_block_size qk_clip_threshold "
+        "for attention_type=mla, which is not translated; model.mla.* has the widths",
+        "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
+        "use_sliced_mla_proj use_mla_absorbed_mqa mla_*",
+    ),
+    Idle(
+        "for attention that no block has which is translated, such as sparse attention",
+        "o_lora_rank o_groups csa_* indexer_* moba_* chunk_attn_window_size "
+        "causal_block_size qk_clip_threshold "
         "compress_* compressed_* use_csa_* gdn_* use_qk_norm_in_gdn local_rope_proportion "
         "global_rope_proportion query_wa_proj kv_wa_proj engram* sinkhorn_iterations "
         "enable_mhc_lite use_mhc_* mhc_*",
     ),
     Idle(
-        "for YaRN, which rope_type chooses",
+        "for YaRN, which rope_type chooses and is not translated; model.rope_scaling.* has it",
         "max_position_embeddings original_max_position_embeddings rope_factor beta_fast beta_slow "
         "mscale rope_interleave rope_truncate rope_attention_scaling rope_pairwise",
     ),

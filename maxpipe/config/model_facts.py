@@ -91,17 +91,28 @@ GROUPED_KERNELS: dict[str, GroupedKernel] = {
 }
 
 
+@dataclass(frozen=True)
 class Dispatch(Variant):
     """How tokens reach experts of other devices, `model.moe.dispatch`.
 
     It is a function from the experts of one device to those of all.
+
+    Attributes:
+      platforms: backends that have the collectives, as JAX names them.
     """
+
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
 
 DISPATCHES: dict[str, Dispatch] = {
     "all_to_all": Dispatch(
         _EXPERTS + "exchange:all_to_all",
         summary="a token goes to the devices that have its experts",
+    ),
+    "ragged": Dispatch(
+        _EXPERTS + "exchange:ragged",
+        platforms=("tpu",),
+        summary="as all_to_all, without empty places on the way",
     ),
     "ring": Dispatch(_EXPERTS + "exchange:ring", summary="every device gets the tokens of all"),
 }

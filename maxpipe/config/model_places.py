@@ -1,4 +1,4 @@
-"""Where a model of Hugging Face lies: in a directory, in an object store, or on the hub.
+"""Find a model of Hugging Face: in a directory, in an object store, or on the hub.
 
 `hf:org/name` is a model of the hub unless there is a directory `org/name`; `hf:` and anything else
 is a directory. Object stores have URLs. What reads each place is in the catalogue.
@@ -20,6 +20,8 @@ SCHEME = "hf:"  # before a folder, where a key takes other things as well
 MAXTEXT = "maxtext:"  # before the directory of a checkpoint of MaxText, in `init_from`
 FOLDER_SCHEMES = (SCHEME, MAXTEXT)
 TOKENIZER = "tokenizer.json"
+PLAIN_IDS = "ids:"  # of data.tokenizer, before a number of ids that stand for no text
+LEAST_PLAIN_IDS = 2  # one of them ends documents
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
 _URL = re.compile(r"[a-z][a-z0-9]*://.+")
@@ -57,6 +59,10 @@ class ModelFolder(Protocol):
 
     def read(self, name: str) -> bytes:
         """Return a whole small file; raises FileNotFoundError if it is not there."""
+        ...
+
+    def digest(self) -> str:
+        """Return what differs between models: of a directory's files, a listing or a commit."""
         ...
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
@@ -110,6 +116,13 @@ def open_folder(value: str, key: str) -> ModelFolder:
     place = "store" if is_url(folder) else "directory" if is_directory(folder) else "hub"
     opened: ModelFolder = implementation(MODEL_PLACES[place])(folder, key)
     return opened
+
+
+def num_plain_ids(value: str) -> int:
+    """Return N of `data.tokenizer=ids:N`; 0 for another tokenizer, or if N is no such number."""
+    number = value.removeprefix(PLAIN_IDS) if value.startswith(PLAIN_IDS) else ""
+    is_number = number.isascii() and number.isdigit()
+    return int(number) if is_number and int(number) >= LEAST_PLAIN_IDS else 0
 
 
 def tokenizer_path(value: str) -> str:

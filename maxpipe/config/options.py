@@ -1,10 +1,10 @@
-"""All keys as one flat table: read and update them, and find what a misspelt key probably means."""
+"""Hold all keys as one flat table: read and update them, and correct a misspelt key."""
 
 import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from maxpipe.config.sections.fields import Bounds
 
 _CUTOFF = 0.6  # likeness from which on a key is proposed
 _PART = 0.7  # likeness of parts of a key from which on they are taken for each other
+_NUM = "num_"
+_SHORTEST_TYPO = 4  # letters of a word of which one may be mistaken
 _TYPO = 0.9  # a key more like one of MaxText than this is taken for a misspelling of it
 
 # What other trainers call our keys.
@@ -88,7 +90,7 @@ class Option:
 
     @property
     def choices(self) -> list[str]:
-        """The closed list of legal values; empty if there is none."""
+        """Return the closed list of legal values; empty if there is none."""
         if self.bounds.variants is not None:
             return [*self.bounds.also, *self.bounds.variants]
         return [str(choice) for choice in self.bounds.choices or ()]
@@ -134,46 +136,120 @@ def update(config: Config, values: Mapping[str, object]) -> Config:
 def unknown_key(key: str, is_section: bool = False) -> str:
     """Return the message for a key that does not exist.
 
-    It says how to do without a key that one may look for, else gives our name of a key of MaxText
-    or of another trainer, else the keys that are spelt alike, else the keys of the section.
+    It says how to do without a key that one may look for, or that a key is written below one that
+    is no section. Else it gives a key of the written section that differs in a letter, our name of
+    a key of MaxText or of another trainer, a key that is spelt alike, or all keys of the section.
     """
     section, _, last = key.rpartition(".")
     if last in _ABSENT:
         return f"unknown key; {_ABSENT[last]}"
-    is_a_last_word = any(name.rpartition(".")[2] == last for name in OPTIONS)
+    home = _existing_part(section)
+    if home in OPTIONS:
+        kind = "list" if isinstance(OPTIONS[home].default, list) else "value"
+        return f"unknown key; {home} takes a {kind} and is no section, see --help {home}"
+    if home and (near := _near(last, _names_in(home, is_section))):
+        return _did_you_mean(near)
+    is_a_last_word = any(_last(name) == last for name in OPTIONS)
     may_be_theirs = not is_section and not (section and is_a_last_word)
     if may_be_theirs and (theirs := maxtext_hint(last)):
         return theirs
     if near := nearest_keys(key, is_section):
-        return f"unknown key; did you mean {' or '.join(near)}?"
+        return _did_you_mean(near)
     misspelt = difflib.get_close_matches(last, KEYS, n=1, cutoff=_TYPO)
     if misspelt and (theirs := maxtext_hint(misspelt[0])):
         return f"unknown key; {theirs}"
-    if section in SECTIONS:
-        names = ", ".join(field.name for field in dataclasses.fields(SECTIONS[section]))
-        return f"unknown key; the keys of {section} are {names}"
+    if home:
+        names = ", ".join(field.name for field in dataclasses.fields(SECTIONS[home]))
+        return f"unknown key; the keys of {home} are {names}"
     top = ", ".join(name for name in SECTIONS if "." not in name)
     return f"unknown key; the sections are {top}, and --help SECTION lists their keys"
 
 
 def nearest_keys(key: str, is_section: bool = False) -> list[str]:
-    """Return up to three full keys, at any level, that `key` may stand for, the likeliest first.
+    """Return up to three full keys that `key` may stand for, the likeliest first.
 
-    Keys that end in the same word come before all others, those of the same section first; then
-    keys that other trainers call so; then keys that are spelt alike.
+    Keys of the written section, or of the part of it that exists, that differ in a letter come
+    first; then keys of any section that end in the same word; then what other trainers call so;
+    then keys of the written section that are spelt alike; then keys of any section that differ in a
+    letter. Without a section, keys of all sections count as written.
     """
     names = list(SECTIONS if is_section else OPTIONS)
     section, _, last = key.rpartition(".")
-    same = [name for name in names if name.rpartition(".")[2] == last]
-    if same:
+    home = _existing_part(section)
+    inside = _names_in(home, is_section) if home else names
+    if home and (near := _near(last, inside)):
+        return near[:3]
+    if same := [name for name in names if _last(name) == last]:
         return sorted(same, key=lambda name: -_likeness(name.rpartition(".")[0], section))[:3]
     if not is_section and last in SYNONYMS:
         return [*SYNONYMS[last]]
-    scores = {name: _spelling(name.rpartition(".")[2], last) for name in names}
-    best = max(_CUTOFF, *scores.values())
-    near = [name for name in names if scores[name] >= best - 1e-9]
-    inside = [name for name in near if name.rpartition(".")[0] == section]
-    return (inside or near)[:3]
+    return (_near(last, inside) or _alike(last, inside) or _near(last, names))[:3]
+
+
+def _existing_part(section: str) -> str:
+    """Return the longest beginning of a section's name that is a key or section; "" if none is."""
+    while section and section not in _TABLE:
+        section = section.rpartition(".")[0]
+    return section
+
+
+def _names_in(section: str, is_section: bool) -> list[str]:
+    """Return the full names of the keys, or of the sections, directly in a section."""
+    names = SECTIONS if is_section else OPTIONS
+    return [name for name in names if name.rpartition(".")[0] == section]
+
+
+def _did_you_mean(names: Iterable[str]) -> str:
+    return f"unknown key; did you mean {' or '.join(names)}?"
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _near(word: str, names: Iterable[str]) -> list[str]:
+    """Return the names whose last words are `word` but for a letter or a `num_`."""
+    pairs = {name: _comparable(_last(name), word) for name in names}
+    equal = [name for name, (last, own) in pairs.items() if last == own]
+    return equal or [name for name, pair in pairs.items() if _is_typo(*pair)]
+
+
+def _comparable(a: str, b: str) -> tuple[str, str]:
+    """Return two words to compare; if one is like `num_layers`, plurals of what both count."""
+    if not (a.startswith(_NUM) or b.startswith(_NUM)):
+        return a, b
+    counted, other = (word.removeprefix(_NUM).removesuffix("s") + "s" for word in (a, b))
+    return counted, other
+
+
+def _is_typo(a: str, b: str) -> bool:
+    """Return whether a letter more, less or other, or two in the other order, makes a word of one.
+
+    Words of less than four letters are too short to tell.
+    """
+    if min(len(a), len(b)) < _SHORTEST_TYPO:
+        return False
+    pairs = enumerate(zip(a, b, strict=False))
+    start = next((i for i, (left, right) in pairs if left != right), min(len(a), len(b)))
+    a, b = a[start:], b[start:]
+    is_swapped = a[:2] == b[:2][::-1] and a[2:] == b[2:]
+    return is_swapped or a[1:] == b[1:] or a[1:] == b or a == b[1:]
+
+
+def _alike(word: str, names: Iterable[str]) -> list[str]:
+    """Return the names whose last words hold `word`, or else are spelt most like it.
+
+    Where different ones hold it, as `model.dim` is held by embed_dim and mlp_dim, none is meant
+    more than the others.
+    """
+    lasts = {name: _last(name) for name in names}
+    holding = [name for name, last in lasts.items() if f"_{word}_" in f"_{last}_"]
+    if holding:
+        return holding if len({lasts[name] for name in holding}) == 1 else []
+    scores = {name: _spelling(last, word) for name, last in lasts.items()}
+    best = max(_CUTOFF, *scores.values(), 0.0)
+    near = [name for name in scores if scores[name] >= best - 1e-9]
+    return [name for name in near if "." not in name] or near
 
 
 def _spelling(a: str, b: str) -> float:

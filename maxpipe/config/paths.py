@@ -68,15 +68,15 @@ def _locate_one(key: str, path: str, directory: str, remarks: list[str]) -> str:
     scheme, folder = split_scheme(path)
     if not folder or os.path.isabs(folder) or folder.startswith("~") or "://" in folder:
         return path
-    beside = os.path.normpath(os.path.join(directory, folder))
-    if not _exists(beside):
+    located = os.path.normpath(os.path.join(directory, folder))
+    if not _exists(located):
         return path
     if _exists(folder):
         remarks.append(
-            f"{key}={scheme}{beside}: paths in a file are relative to it; {folder} in the working "
+            f"{key}={scheme}{located}: paths in a file are relative to it; {folder} in the working "
             "directory is not read"
         )
-    return scheme + beside
+    return scheme + located
 
 
 def _exists(path: str) -> bool:

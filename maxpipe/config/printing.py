@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 import yaml
 
-from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS
+from maxpipe.config.catalog import ENGINES, LR_SCHEDULES, OPTIMIZERS, SCHEDULES
 from maxpipe.config.files import COMMAND_LINE
 from maxpipe.config.load import Loaded, derive_known
 from maxpipe.config.options import OPTIONS, get, is_set
@@ -17,6 +17,7 @@ _SOURCE_COLUMN = 44
 _PIPELINE_KEYS = tuple(key for key in OPTIONS if key.startswith("pipeline."))
 _REASONS = {
     "model.head_dim": "model.embed_dim / model.num_query_heads",
+    "data.tokenizer": "data.source=synthetic needs no text, only ids that the model has",
     "optimizer.decay_steps": "steps",
     "optimizer.warmup_steps": "a twentieth of optimizer.decay_steps",
     "eval.global_batch_size": "data.global_batch_size",
@@ -107,26 +108,40 @@ def _unused_options(before: Config, resolved: Config) -> list[str]:
         lines.append(
             "pipeline.memory_limit_gib has no effect without pipeline.layers_per_stage=auto"
         )
+    schedule = resolved.pipeline.schedule
+    if (
+        before.pipeline.unit_times
+        and engine.takes("pipeline.unit_times")
+        and not (schedule in SCHEDULES and SCHEDULES[schedule].timed)
+    ):
+        timed = " and ".join(name for name, facts in SCHEDULES.items() if facts.timed)
+        lines.append(
+            f"pipeline.unit_times has no effect with pipeline.schedule={schedule}; "
+            f"the orders of {timed} follow it"
+        )
     return lines
 
 
 def _outside(c: Config) -> list[str]:
     """Return a line for each kind of layers outside the pipeline that there is."""
+    engine, place = ENGINES[c.pipeline.engine], c.pipeline.outside_layers
     outside = c.model.stacked_layers - c.pipeline.parallel_layers
-    if not ENGINES[c.pipeline.engine].has_stages:
+    if not engine.has_stages:
         return []
     lines = []
     if first := c.model.first_dense_layers:
         lines = [f"model.first_dense_layers={first}: they run with the embedding"]
     if not outside:
         return lines
+    how = "the stages as data parallelism"
+    if not engine.one_program:
+        how = f"the {'first' if place == 'before' else 'last'} chunk, on its stage alone"
     line = (
         f"pipeline.parallel_layers={c.pipeline.parallel_layers}: "
-        f"{outside} of {c.model.stacked_layers} layers run {c.pipeline.outside_layers} the "
-        "pipeline, with the stages as data parallelism"
+        f"{outside} of {c.model.stacked_layers} layers run {place} the pipeline, with {how}"
     )
     rows = c.data.global_batch_size // (c.pipeline.num_microbatches * data_shards(c))
-    if ENGINES[c.pipeline.engine].lockstep and rows % num_stages(c):
+    if engine.lockstep and rows % num_stages(c):
         line += (
             f"; a microbatch has {rows} row{'s' * (rows > 1)} on a device, which "
             f"{num_stages(c)} stages do not divide, so some compute padding"

@@ -1,4 +1,4 @@
-"""Names of TPU slices: libtpu's, such as v5p:4x4x4, and the cloud's, such as v5p-128.
+"""Read names of TPU slices: libtpu's, such as v5p:4x4x4, and the cloud's, such as v5p-128.
 
 libtpu names a slice by its grid of chips. The cloud names it by a number, which counts TensorCores
 on chips that have two of them (v4, v5p, tpu7x) and chips on the others (v5e, v6e).

@@ -1,4 +1,4 @@
-"""Standard output of a command: closed pipes, full disks, encodings with few characters, Ctrl-C."""
+"""Guard a command's standard output: closed pipes, full disks, narrow encodings, Ctrl-C."""
 
 import errno
 import io

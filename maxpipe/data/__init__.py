@@ -1,1 +1,1 @@
-"""From files to batches: sources, documents, tokenizers, order and mixture, packing, loader."""
+"""Turn files into batches: sources, documents, tokenizers, order, mixture, packing, loader."""

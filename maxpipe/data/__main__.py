@@ -1,9 +1,14 @@
-"""`python -m maxpipe.data show|check CONFIG.yml key=value ...`: look at data before a run reads it.
+"""Look at data before a run reads it: `maxpipe.data show|check CONFIG.yml key=value ...`.
 
 `show` prints a few rows as text, one line per segment, and measures the loader. `check` reads every
 document once and names those that would end a run. Neither builds a model. Exit codes: 0; 1 if
 `check` found such a document; 2 if the configuration or the data is wrong.
 """
+
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
 
 import argparse
 import math
@@ -16,7 +21,9 @@ import numpy as np
 
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
+from maxpipe.config.load import derive_known
 from maxpipe.data.check import check
+from maxpipe.data.loader import make_loader
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -51,16 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=DESCRIPTIONS[command],
         add_flags=_add_flags if command == "show" else None,
     )
+    config = derive_known(arguments.loaded.config)
     if command == "check":
-        return check(arguments.loaded.config)
-    show(arguments.loaded.config, arguments.flags.rows, arguments.flags.seconds)
+        return check(config)
+    show(config, arguments.flags.rows, arguments.flags.seconds)
     return 0
 
 
 def show(config: Config, num_rows: int, seconds: float) -> None:
     """Print `num_rows` rows of the first batch, then the speed of the loader over `seconds`."""
-    from maxpipe.data.loader import make_loader
-
     loader = make_loader(config, "train", range(config.data.global_batch_size))
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     batch = next(loader)
@@ -140,4 +146,4 @@ def _seconds(word: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ctrl_c.run(main)

@@ -1,4 +1,4 @@
-"""Documents: random access to texts or token ids, split into training and evaluation, encoding.
+"""Provide documents by index, as text or token ids, split into training and evaluation.
 
 A document is a file, a stretch of one (`Spans`), or whatever else a data source returns.
 """

@@ -1,4 +1,4 @@
-"""The files that `data.path` names, and what sources ask of them."""
+"""Find the files that `data.path` names, and check what sources ask of them."""
 
 import glob
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Fingerprints of a run's data and tokenizer: what a checkpoint says it was trained on.
+"""Fingerprint a run's data and tokenizer: what a checkpoint says it was trained on.
 
 A source is described by its files in the order in which they are read: names, sizes, and a digest
-of at most `READ_LIMIT` bytes of each (both ends and samples between them). Files of an object store
+of at most 64 KiB of each (both ends and samples between them). Files of an object store
 are described by their entity tags. A change of a large file that keeps its size and touches none of
 the samples goes unnoticed. Imports no JAX.
 """
@@ -24,13 +24,12 @@ from maxpipe.data.tokenizers import tokenizer_files
 from maxpipe.storage.local_files import (
     cache_directory,
     list_remote,
+    sampled_digest,
     version_of,
     write_atomically,
 )
 from maxpipe.storage.object_store import is_remote
 
-READ_LIMIT = 1 << 16  # bytes read of a file
-_END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples make the limit
 MOST_READ = 4096  # files of a source; of more files every n-th is read, and all sizes count
 NAMED = 64  # files whose names a fingerprint lists, for messages
 _CACHED_FROM = 64  # files; fewer are quicker to read than to remember
@@ -334,7 +333,7 @@ def data_digests(config: Config) -> dict[str, str]:
 
 
 def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
-    """Return a digest of a tokenizer's files; of one of the catalogue its name.
+    """Return a digest of a tokenizer's files; of one without files its name.
 
     Arguments are as for `load_tokenizer`.
 
@@ -353,26 +352,6 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
     except OSError as error:
         message = f"{file} cannot be read: {error.strerror}"
         raise ConfigError(Problem("data.tokenizer", message)) from error
-    return digest.hexdigest()
-
-
-def sampled_digest(path: str, size: int) -> str:
-    """Return a digest of the first `size` bytes of a file, of which `READ_LIMIT` are read.
-
-    Raises:
-      OSError: the file cannot be read.
-    """
-    digest = hashlib.blake2b(digest_size=8)
-    pieces = [(0, size)]
-    if size > READ_LIMIT:
-        middle = [
-            (_END + i * (size - 2 * _END - _SAMPLE) // (_NUM_SAMPLES - 1), _SAMPLE)
-            for i in range(_NUM_SAMPLES)
-        ]
-        pieces = [(0, _END), *middle, (size - _END, _END)]
-    with open(path, "rb", buffering=0) as file:
-        for start, length in pieces:
-            digest.update(os.pread(file.fileno(), length, start))
     return digest.hexdigest()
 
 
@@ -410,16 +389,24 @@ def _of_sources(corpora: Sequence[Corpus]) -> str:
 
 
 def _list_differences(before: Sequence[File], now: Sequence[File]) -> str:
-    """Return the names of up to three files that are new, gone or changed."""
+    """Return what became of up to three files that are new, gone or changed."""
     then = {file.name: file for file in before}
     names = {file.name: file for file in now}
     words = [f"{name} is gone" for name in then if name not in names]
     words += [f"{name} is new" for name in names if name not in then]
     words += [
-        f"{name} has other contents" for name in names if name in then and names[name] != then[name]
+        _difference(then[name], file)
+        for name, file in names.items()
+        if name in then and file != then[name]
     ]
     more = f" and {len(words) - 3} more" if len(words) > 3 else ""
     return (", ".join(words[:3]) or "files of the same name differ") + more
+
+
+def _difference(before: File, now: File) -> str:
+    if now.size < before.size:
+        return f"{now.name} is shorter: {before.size:,} -> {now.size:,} bytes"
+    return f"{now.name} has other contents"
 
 
 def _number(count: int) -> str:

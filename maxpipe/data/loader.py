@@ -1,4 +1,4 @@
-"""The loader: this process's rows of every batch, and their positions in the data.
+"""Load this process's rows of every batch, and keep their positions in the data.
 
 Batch N is a pure function of (seed, data configuration, N). Each of the B rows of the global batch
 is a stream of its own over documents (`maxpipe.data.rows`), whose state is three integers. A run
@@ -18,7 +18,7 @@ import numpy as np
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.data.documents import EncodedDocuments, Split, notes_of
-from maxpipe.data.tokenizers import load_tokenizer
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import grain
@@ -127,15 +127,7 @@ def make_loader(
     batch_size = global_batch_size(config, split)
     assert len(rows) > 0
     assert all(0 <= row < batch_size for row in rows)
-    tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
-    if tokenizer.vocab_size > config.model.num_token_ids:
-        message = (
-            f"{config.model.num_token_ids} is smaller than the tokenizer's vocabulary; "
-            f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
-        )
-        is_padded = config.model.num_token_ids < config.model.vocab_size
-        key = "model.unpadded_vocab_size" if is_padded else "model.vocab_size"
-        raise ConfigError(Problem(key, message))
+    tokenizer = open_tokenizer(config)
     documents, order = open_mixture(data, split, config.seed)
     if state is None:
         state = initial_state(rows, len(documents))
@@ -157,6 +149,25 @@ def make_loader(
     states = [state[worker::workers] for worker in range(workers)]
     iterators = prefetched(source, states, data.prefetch, processes=data.num_workers > 0)
     return Loader(iterators, state, len(documents), notes_of(documents))
+
+
+def open_tokenizer(config: Config) -> Tokenizer:
+    """Return the tokenizer of a run, all of whose ids the model has.
+
+    Raises:
+      ConfigError: it is not usable, or model.vocab_size is too small for it.
+    """
+    data = config.data
+    tokenizer = load_tokenizer(data.tokenizer, data.cache_dir)
+    if tokenizer.vocab_size > config.model.num_token_ids:
+        message = (
+            f"{config.model.num_token_ids} is smaller than the tokenizer's vocabulary; "
+            f"data.tokenizer={data.tokenizer} needs at least {tokenizer.vocab_size}"
+        )
+        is_padded = config.model.num_token_ids < config.model.vocab_size
+        key = "model.unpadded_vocab_size" if is_padded else "model.vocab_size"
+        raise ConfigError(Problem(key, message))
+    return tokenizer
 
 
 def global_batch_size(config: Config, split: Split) -> int:

@@ -1,4 +1,4 @@
-"""Mixtures of several sources: their documents, and the order in which they are drawn.
+"""Mix several sources: open their documents, and order how they are drawn.
 
 An order is a pure function of (seed, epoch, position). A mixture draws documents in rounds of
 `ROUND`: every source has its share (`data.mixture`) of a round, and the draws of a round are

@@ -1,4 +1,4 @@
-"""The rows of a batch: order of documents, packing into sequences, prefetching.
+"""Make the rows of a batch: order documents, pack them into sequences, prefetch.
 
 A document of tokens d_1..d_L becomes the (input, target) pairs of [bos, d_1..d_L, eos]: inputs are
 all but the last, targets all but the first (without bos if the tokenizer has none). A row's stream
@@ -87,12 +87,12 @@ class RowStream:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """The position of the next pair: epoch, position, offset."""
+        """Return the position of the next pair: epoch, position, offset."""
         return self._epoch, self._position, self._offset
 
     @property
     def offset(self) -> int:
-        """Pairs of the current document already used; 0 at the start of a document."""
+        """Return the pairs of the current document already used; 0 at the start of a document."""
         return self._offset
 
     def take(self, limit: int) -> tuple[np.ndarray, np.ndarray]:

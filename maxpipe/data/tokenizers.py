@@ -1,8 +1,8 @@
-"""Tokenizers: bytes, SentencePiece models and Hugging Face files.
+"""Turn text into token ids and back: bytes, SentencePiece models and Hugging Face files.
 
-`data.tokenizer` is a name of the catalogue, the path or URL of a tokenizer.json or SentencePiece
-model, or a model's folder, as in `maxpipe.config.model_places`. The libraries are imported when a
-file needs them.
+`data.tokenizer` is a name of the catalogue, `ids:N`, the path or URL of a tokenizer.json or
+SentencePiece model, or a model's folder, as in `maxpipe.config.model_places`. The libraries are
+imported when a file needs them.
 """
 
 import json
@@ -16,7 +16,12 @@ import numpy as np
 from maxpipe.config.catalog import TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation, optional
-from maxpipe.config.model_places import open_folder, tokenizer_folder, tokenizer_path
+from maxpipe.config.model_places import (
+    num_plain_ids,
+    open_folder,
+    tokenizer_folder,
+    tokenizer_path,
+)
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
 _CONFIG = "tokenizer_config.json"
@@ -66,12 +71,14 @@ def load_tokenizer(name_or_path: str, cache_dir: str = "") -> Tokenizer:
     if name_or_path in TOKENIZERS:
         tokenizer: Tokenizer = implementation(TOKENIZERS[name_or_path])()
         return tokenizer
+    if num_ids := num_plain_ids(name_or_path):
+        return PlainIds(num_ids)
     path = _local_path(name_or_path, cache_dir)
     return SentencePieceTokenizer(path) if path.endswith(".model") else HuggingFaceTokenizer(path)
 
 
 def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
-    """Return the files that make up a tokenizer, existing or not; empty for one of the catalogue.
+    """Return the files that make up a tokenizer, existing or not; empty for one that has none.
 
     Their names are those under which `load_tokenizer` finds them together in another directory.
     Arguments are as for `load_tokenizer`.
@@ -79,7 +86,7 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     Raises:
       ConfigError: an object store or the hub cannot be read.
     """
-    if name_or_path in TOKENIZERS:
+    if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
         return []
     file = Path(_local_path(name_or_path, cache_dir))
     if file.suffix == ".model":
@@ -153,6 +160,45 @@ class ByteTokenizer:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         content = bytes(token for token in np.asarray(ids).tolist() if token < 256)
         return content.decode("utf-8", errors="replace")
+
+
+class PlainIds:
+    """Ids that stand for no text, for random data; the last one ends a document.
+
+    A text is their numbers, such as `3 1 4`.
+
+    Args:
+      vocab_size: number of ids, at least 2.
+    """
+
+    bos_id: int | None = None
+    token_bytes: np.ndarray | None = None
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.eos_id = self.pad_id = vocab_size - 1
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids whose numbers are in the text, int32 [ids].
+
+        Raises:
+          ConfigError: it has other words.
+        """
+        words = text.split()
+        other = next((word for word in words if not self._is_id(word)), None)
+        if other is not None:
+            raise _problem(
+                f"{other[:20]!r} is not one of {self.vocab_size} ids, which stand for no text: a "
+                f'text of data.tokenizer=ids:{self.vocab_size} is their numbers, such as "0 1 0"'
+            )
+        return np.array(words, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the numbers of the ids, without ends of documents."""
+        return " ".join(str(token) for token in np.asarray(ids).tolist() if token != self.eos_id)
+
+    def _is_id(self, word: str) -> bool:
+        return word.isascii() and word.isdigit() and int(word) < self.vocab_size
 
 
 class SentencePieceTokenizer:

@@ -1,11 +1,10 @@
-"""Start JAX: simulated devices, several processes, the compilation cache.
+"""Start JAX: simulated devices, several processes.
 
 No other module reads from the environment how processes find each other.
 """
 
 import os
 from functools import partial
-from pathlib import Path
 
 import jax
 
@@ -13,7 +12,8 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import derive_known
 from maxpipe.config.rules.engines import check_processes
 from maxpipe.config.sections import Config
-from maxpipe.devices.simulated import start_threads, uses_cache
+from maxpipe.devices.compile_cache import start_compile_cache
+from maxpipe.devices.simulated import start_threads
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI
 # launch.
@@ -35,33 +35,6 @@ def start_jax(config: Config) -> None:
         start_threads(config, devices, announced_processes())
     start_processes(config.mesh.heartbeat_timeout_seconds)
     start_compile_cache(config)
-
-
-def start_compile_cache(config: Config) -> None:
-    """Use the persistent compilation cache, unless it is off or files cannot be run here."""
-    cache = compile_cache(config)
-    if cache is None or not uses_cache(config):
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
-    if not _is_writable(cache):
-        print(f"nothing is cached: {cache} cannot be written (compile.cache_dir)", flush=True)
-        jax.config.update("jax_enable_compilation_cache", False)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _is_writable(directory: Path) -> bool:
-    """Return whether files can be made in a directory, which may not exist yet."""
-    place = next(path for path in (directory, *directory.parents) if path.exists())
-    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
-
-
-def compile_cache(config: Config) -> Path | None:
-    """Return the directory of the persistent compilation cache, or None if it is off."""
-    if config.compile.cache_dir == "off":
-        return None
-    return Path(config.compile.cache_dir or Path(config.output_dir) / "compile_cache").absolute()
 
 
 def simulated_share(devices: int) -> int:

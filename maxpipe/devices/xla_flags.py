@@ -37,7 +37,7 @@ class Recommended:
         return " ".join(f"--{name}={value}" for name, value in self.flags.items())
 
 
-# Collectives run beside matrix products, cut into pieces where that helps. The head's tokens are
+# Collectives run during matrix products, cut into pieces where that helps. The head's tokens are
 # distributed over the stages while a chunk is computed.
 _OVERLAP = {
     "xla_tpu_enable_async_collective_fusion": "true",

@@ -1,4 +1,4 @@
-"""What a run keeps of the folder that it was imported from: all small files, but no weights.
+"""Keep the small files of the folder that a run was imported from, but no weights.
 
 With these copies a run is exported, and generates text, on machines that do not have the folder.
 """

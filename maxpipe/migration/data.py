@@ -4,7 +4,6 @@ import os
 
 from maxpipe.migration.translator import Translator
 
-LEAST_BYTE_VOCABULARY = 259  # ids of data.tokenizer=byte, which synthetic data is checked against
 HF_READERS = {"json": "jsonl", "parquet": "parquet", "text": "text"}
 GRAIN_READERS = {"arrayrecord": "array_record", "parquet": "parquet"}
 
@@ -17,9 +16,6 @@ def translate_data(t: Translator) -> None:
     match t.text("dataset_type"):
         case "synthetic":
             t.set("data.source", "synthetic", "dataset_type")
-            if 0 < t.integer("vocab_size") < LEAST_BYTE_VOCABULARY:
-                message = f"must be at least {LEAST_BYTE_VOCABULARY}, that of data.tokenizer=byte"
-                t.refuse("vocab_size", message)
         case "hf":
             _translate_hf(t)
             _translate_tokenizer(t)

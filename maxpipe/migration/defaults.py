@@ -1,4 +1,4 @@
-"""What MaxText 0.2.5 takes where its files and words say nothing.
+"""List what MaxText 0.2.5 takes where its files and words say nothing.
 
 Only keys that a translation reads are here, without those whose default is False, None or, for axes
 of the mesh, 1.
@@ -16,6 +16,17 @@ DEFAULTS: dict[str, Value] = {
     "base_mlp_dim": 7168,
     "base_num_decoder_layers": 16,
     "head_dim": 128,
+    "mlp_activations": ["silu", "linear"],
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "base_moe_mlp_dim": -1,
+    "sparse_matmul": True,
+    "capacity_factor": -1,
+    "attention_type": "global",
+    "attn_logits_soft_cap": 0,
+    "sliding_window_size": 0,
+    "local_rope_max_timescale": -1,
+    "rope_linear_scaling_factor": 1,
     "vocab_size": 32_000,
     "dtype": "bfloat16",
     "weight_dtype": "float32",

@@ -4,6 +4,7 @@ import math
 
 from maxpipe.config.sections import MESH_AXES
 from maxpipe.config.slices import canonical_topology, num_chips
+from maxpipe.migration.blocks import layers_per_layer
 from maxpipe.migration.translator import Translator
 
 # maxpipe's mesh axis -> the words of MaxText's axes whose sizes it multiplies.
@@ -128,7 +129,13 @@ def translate_pipeline(t: Translator) -> None:
             t.set("pipeline.num_microbatches", accumulated, "gradient_accumulation_steps")
         return
     t.set("pipeline.schedule", "circular", "ici_pipeline_parallelism")
-    t.copy("num_layers_per_pipeline_stage", "num_pipeline_repeats", "pipeline_parallel_layers")
+    t.copy("num_pipeline_repeats")
+    for key, ours in (
+        ("num_layers_per_pipeline_stage", "pipeline.num_layers_per_stage"),
+        ("pipeline_parallel_layers", "pipeline.parallel_layers"),
+    ):
+        count = t.integer(key, -1)
+        t.set(ours, count if count == -1 else count * layers_per_layer(t), key)
     is_delayed = t.is_on("pipeline_delay_activation_forwarding")
     microbatches = t.integer("num_pipeline_microbatches", -1)
     if accumulated > 1:

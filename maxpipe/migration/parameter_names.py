@@ -38,16 +38,16 @@ _NAMES: dict[Path, str] = {
     (LAYERS, "mlp", "up"): "mlp.wi_1.kernel",
     (LAYERS, "mlp", "down"): "mlp.wo.kernel",
 }
-# What MaxText's blocks never have, which would give their weights another meaning.
-_FIXED = {
-    "norm_placement": "pre",
-    "norm_offset": False,
-    "query_scale": 0,
-    "embed_scale": 1,
-    "residual_scale": 1,
-    "rope_fraction": 1,
-    "mlp_activation": "silu",
-    "qk_norm_scope": "head",
+# What these blocks of MaxText have; other values would give their weights another meaning.
+_LEGAL: dict[str, tuple[object, ...]] = {
+    "norm_placement": ("pre",),
+    "norm_offset": (False,),
+    "query_scale": (0,),
+    "embed_scale": (1,),
+    "residual_scale": (1,),
+    "rope_fraction": (1,),
+    "mlp_activation": ("silu", "gelu_tanh"),
+    "qk_norm_scope": ("head",),
 }
 
 
@@ -101,9 +101,12 @@ def parameters(m: ModelConfig) -> dict[Path, Parameter]:
 def model_problems(m: ModelConfig) -> list[Problem]:
     """Return a problem for each key of a resolved model that none of MaxText's blocks has."""
     problems = [
-        Problem(f"model.{key}", f"must be {value} for weights of MaxText, is {getattr(m, key)}")
-        for key, value in _FIXED.items()
-        if getattr(m, key) != value
+        Problem(
+            f"model.{key}",
+            f"must be {' or '.join(map(str, legal))} for weights of MaxText, is {getattr(m, key)}",
+        )
+        for key, legal in _LEGAL.items()
+        if getattr(m, key) not in legal
     ]
     unnamed = [".".join(path) for path, _ in _specs(m) if path not in _NAMES]
     if unnamed and not problems:

@@ -1,4 +1,4 @@
-"""The arrays of a MaxText checkpoint as parameters of ours: layers scanned or not, parts of each.
+"""Read the arrays of a MaxText checkpoint as parameters of ours: layers scanned or not, parts.
 
 With `scan_layers` a parameter of all layers is one array, [D, layers, ...] with
 `param_scan_axis=1`; without it each layer has arrays of its own.

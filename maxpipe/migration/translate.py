@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from maxpipe.config import Config, replace, resolve, to_yaml
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.maxtext import KEYS, SAME_NAMES, unknown_maxtext_key
-from maxpipe.config.maxtext_limits import idle_of, limit_of
+from maxpipe.config.maxtext_limits import MODEL_LIMITS, idle_of, limit_of
+from maxpipe.migration.blocks import block_of
 from maxpipe.migration.data import translate_data
 from maxpipe.migration.layout import (
     translate_batch,
@@ -84,6 +85,8 @@ def _check_keys(t: Translator) -> None:
     """Compare keys without a counterpart with the values that they must have, and report others."""
     for key, value in t.theirs.values.items():
         limit, idle, source = limit_of(key), idle_of(key), t.theirs.chosen.get(key)
+        if limit in MODEL_LIMITS and block_of(t) is None:
+            continue
         if limit and not same_value(value, limit.values[key]):
             if limit.blocks:
                 t.refuse(key, f"must be {_written(limit.values[key])}: {limit.advice}")

@@ -1,4 +1,4 @@
-"""`Translator`: MaxText's values in, maxpipe's out, with notes, problems and origins."""
+"""Turn MaxText's values into maxpipe's, with notes, problems and origins."""
 
 from dataclasses import dataclass, field
 

@@ -56,6 +56,8 @@ def inline(
 ) -> ClosedJaxpr:
     """Return the program with every call of a primitive in `calls` replaced by the call's body.
 
+    Equations keep the scopes in which they were traced.
+
     Args:
       program: as traced.
       calls: names of primitives.
@@ -82,15 +84,28 @@ def _evaluate(
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
-        inputs = [read(v) for v in eqn.invars]
         if eqn.primitive.name in calls:
-            outputs = _evaluate(next(inner_jaxprs(eqn)), inputs, calls)
+            body = _within_scopes(eqn, next(inner_jaxprs(eqn)))
+            outputs = _evaluate(body, [read(v) for v in eqn.invars], calls)
         else:
-            with eqn.ctx.manager:
-                outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-            outputs = outputs if eqn.primitive.multiple_results else [outputs]
+            # JAX evaluates an equation in its scopes (`jax.named_scope`), by which profiles read.
+            inputs = variables(eqn.invars)
+            alone = part(jaxpr, inputs, [eqn], eqn.outvars)
+            outputs = jax.core.eval_jaxpr(alone, (), *map(read, inputs))
         values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _within_scopes(call: JaxprEqn, body: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
+    """Return the body of a call, its equations in the scopes of the call and in their own."""
+
+    def within(eqn: JaxprEqn) -> JaxprEqn:
+        names = call.source_info.name_stack + eqn.source_info.name_stack
+        return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
+
+    jaxpr = open_jaxpr(body)
+    named = jaxpr.replace(eqns=list(map(within, jaxpr.eqns)))
+    return ClosedJaxpr(named, body.consts) if isinstance(body, ClosedJaxpr) else named
 
 
 def part(

@@ -1,7 +1,8 @@
 """Convert layer parameters between disk, [N, ...] in model order, and pipeline, [V + E, S, L, ...].
 
 Layers that run outside the pipeline are stored after the others, in E further rows as if there were
-more repeats, so that they are spread over the stages too. Letters: see `maxpipe.pipeline`.
+more repeats, so that they are spread over the stages too. Where each stage has a program of its own
+they are part of the first or the last chunk. Letters: see `maxpipe.pipeline`.
 
 Example: S=2, V=2, L=1 and one layer outside, after the pipeline, so N=5 and E=1:
 
@@ -129,6 +130,22 @@ class StageLayout:
         return [[int(i) for i in row if i < self.num_layers] for row in rows]
 
 
+def layers_in_chunks(config: Config) -> range:
+    """Return the model-order indices of the layers in chunks, which need not be all.
+
+    Layers outside the pipeline are among them where a unit runs on one stage: there they are part
+    of the first or the last chunk.
+
+    Args:
+      config: resolved.
+    """
+    total, inside = config.model.stacked_layers, config.pipeline.parallel_layers
+    if not ENGINES[config.pipeline.engine].one_program:
+        return range(total)
+    first = total - inside if config.pipeline.outside_layers == "before" else 0
+    return range(first, first + inside)
+
+
 def build_layout(config: Config) -> StageLayout:
     """Return which layer lives on which stage.
 
@@ -143,11 +160,18 @@ def build_layout(config: Config) -> StageLayout:
     if not engine.has_stages:
         return StageLayout.even(1, 1, config.model.stacked_layers)
     even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
+    sizes = list(pipeline.layers_per_stage or even)
+    num_outside = config.model.stacked_layers - pipeline.parallel_layers
+    is_before = pipeline.outside_layers == "before"
+    if not engine.one_program:
+        # A unit runs on one stage, so that of the first or the last chunk runs these layers too.
+        sizes[0 if is_before else -1] += num_outside
+        num_outside = 0
     return StageLayout(
         stages,
         pipeline.num_repeats,
-        tuple(pipeline.layers_per_stage or even),
-        num_outside=config.model.stacked_layers - pipeline.parallel_layers,
-        outside_first=pipeline.outside_layers == "before",
+        tuple(sizes),
+        num_outside=num_outside,
+        outside_first=is_before,
         placement="loop" if engine.one_program else build_table(config).placement,
     )

@@ -16,14 +16,16 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB
-from maxpipe.pipeline.schedules.load import build_table
+from maxpipe.pipeline.layout import layers_in_chunks
+from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
-from maxpipe.planning.simulate import Simulation, simulate
+from maxpipe.planning.simulate import Costs, Simulation, simulate
 from maxpipe.planning.stage_cut import balance_layers, chunk_sizes
 from maxpipe.planning.stage_memory import StageMemory
 from maxpipe.planning.stage_times import UnitTimes, unit_times
 
 LAYERS_KEY = "pipeline.layers_per_stage"
+TIMES_KEY = "pipeline.unit_times"
 LIMIT_KEY = "pipeline.memory_limit_gib"
 Sizes: TypeAlias = tuple[int, ...]  # layers of the chunks of a stage
 
@@ -89,7 +91,8 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     Raises:
       ScheduleError: the schedule cannot be built.
     """
-    table, times = run_table(config), unit_times(config)
+    # An order that follows the times of units depends on the sizes.
+    table, times = run_table(update(config, {LAYERS_KEY: [*sizes]})), unit_times(config)
     memory = StageMemory(config, table)
     return Prediction(
         list(sizes),
@@ -102,7 +105,7 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
 def uniform_sizes(config: Config) -> list[int] | None:
     """Return chunks of one size, or None if the layers do not divide."""
     chunks = run_table(config).num_chunks
-    size, remainder = divmod(config.pipeline.parallel_layers, chunks)
+    size, remainder = divmod(len(layers_in_chunks(config)), chunks)
     return None if remainder else [size] * chunks
 
 
@@ -149,7 +152,7 @@ def plan_stages(config: Config, limit: float) -> Prediction:
 
 
 def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str], None]) -> Config:
-    """Return the configuration with `pipeline.layers_per_stage` decided if it is auto.
+    """Return the configuration with `layers_per_stage` and `unit_times` decided if they are auto.
 
     Args:
       config: resolved.
@@ -159,13 +162,50 @@ def choose_stages(config: Config, chip_bytes: float | None, note: Callable[[str]
     Raises:
       ConfigError: nothing fits, or the schedule cannot be built.
     """
-    if config.pipeline.layers_per_stage != AUTO:
+    config = with_unit_times(config)
+    if config.pipeline.layers_per_stage == AUTO:
+        config = _with_stages(config, chip_bytes, note)
+    if _follows_times(config) and config.pipeline.unit_times:
+        note(_order_reason(config))
+    return config
+
+
+def with_unit_times(config: Config) -> Config:
+    """Return the configuration with `pipeline.unit_times` by FLOPs if it is auto and matters."""
+    if config.pipeline.unit_times != AUTO or not _follows_times(config):
         return config
+    times = unit_times(config)
+    numbers = [1.0, times.input_gradient, times.weight_gradient, 0.0, times.head]
+    return update(config, {TIMES_KEY: [float(f"{number:.4g}") for number in numbers]})
+
+
+def _follows_times(config: Config) -> bool:
+    pipeline = config.pipeline
+    return is_timed(pipeline.schedule) and ENGINES[pipeline.engine].takes(TIMES_KEY)
+
+
+def _order_reason(config: Config) -> str:
+    """Return a line that compares the order that follows `unit_times` with the published one."""
+    published = run_table(update(config, {TIMES_KEY: []}))
+    times = times_of_chunks(config)
+    assert times is not None, "chosen before"
+    costs = Costs(*times)
+    before, now = (simulate(table, costs) for table in (published, run_table(config)))
+    numbers = str(config.pipeline.unit_times).replace(" ", "")
+    return (
+        f"{TIMES_KEY}={numbers}: a step of {config.pipeline.schedule} takes {now.makespan:.4g}, "
+        f"{before.makespan:.4g} in the published order; "
+        f"bubble {now.bubble_fraction:.1%}, {before.bubble_fraction:.1%}"
+    )
+
+
+def _with_stages(config: Config, chip_bytes: float | None, note: Callable[[str], None]) -> Config:
     limit = memory_limit(config, chip_bytes)
     try:
         chosen, uniform = plan_stages(config, limit), uniform_sizes(config)
     except ScheduleError as error:
-        raise ConfigError(Problem("", str(error))) from error  # the message begins with the key
+        # Every reason begins with its key.
+        raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
     for line in _reasons(chosen, predict(config, uniform) if uniform else None, limit):
         note(line)
     return update(

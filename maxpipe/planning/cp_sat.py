@@ -251,10 +251,10 @@ def solve_exactly(
     status = solver.solve(model.model, report)
     bound = max(workload.lower_bound(), solver.best_objective_bound / model.scale)
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = model.orders(solver.value)
-        found_timing = workload.time(found)
-        if found_timing and workload.fits(found) and found_timing.makespan < timing.makespan:
-            return found, min(bound, found_timing.makespan)
+        solved = model.orders(solver.value)
+        solved_timing = workload.time(solved)
+        if solved_timing and workload.fits(solved) and solved_timing.makespan < timing.makespan:
+            return solved, min(bound, solved_timing.makespan)
     return orders, min(bound, timing.makespan)
 
 

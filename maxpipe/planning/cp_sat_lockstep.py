@@ -155,5 +155,5 @@ def solve_ticks(
     solver.best_bound_callback = report.on_bound
     status = solver.solve(model.model, report)
     bound = solver.best_objective_bound / scale + times.head
-    found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    return (model.values(solver) if found else None), bound
+    is_solved = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return (model.values(solver) if is_solved else None), bound

@@ -37,7 +37,7 @@ def gathers_ahead(config: Config, mesh: Mesh, note: Callable[[str], None]) -> bo
         return False
     if pipeline.fsdp_prefetch != "auto":
         return pipeline.fsdp_prefetch == "true"
-    # Simulated devices have nothing to overlap; GPUs run an all-gather beside computation as it is.
+    # Simulated devices have nothing to overlap; GPUs run an all-gather during computation as it is.
     devices = list(mesh.devices.flat)
     memory = device_memory(devices)
     if devices[0].platform != "tpu":

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from maxpipe.pipeline.schedules.table import IDLE, Table
+from maxpipe.pipeline.schedules.table import IDLE, Table, stages_of_chunks
+from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 
 PerStage = float | Sequence[float]
 
@@ -70,6 +71,20 @@ class Costs:
         if np.shape(getattr(self, _KEYS[kind])) == (table.num_chunks,):
             return self.of(kind, table.num_chunks)
         return self.of(kind, table.num_stages)[table.stage_of_chunk]
+
+    def unit_times(self, num_stages: int, num_repeats: int, placement: str) -> UnitTimes:
+        """Return times of stages as orders take them, which know no `collectives`.
+
+        Raises:
+          ValueError: there are not as many numbers as stages, or one is negative.
+        """
+        stage_of = stages_of_chunks(num_stages, num_repeats, placement)
+        forward, backward, input_gradient, weight_gradient = (
+            tuple(self.of(kind, num_stages)[stage_of].tolist()) for kind in "FBIW"
+        )
+        return UnitTimes(
+            forward, backward, input_gradient, weight_gradient, self.communication, self.head
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@
 
 The search starts from every named schedule of these sizes that fits, and from list scheduling under
 many policies; a tabu search improves the best of them, and CP-SAT proves a bound and improves them
-further. So the result is never worse than a named schedule of the same form.
+further. So the result is never worse than a named schedule. Both forms of tables are searched where
+either may be faster: lockstep ones spread the loss over the stages.
 """
 
 import math
@@ -23,6 +24,7 @@ from maxpipe.planning.simulate import Simulation, simulate
 from maxpipe.planning.solve_lockstep import solve_lockstep
 from maxpipe.planning.solver_task import NAME, Progress, Task
 
+FREE, LOCKSTEP = "free-running", "lockstep"
 STARTS = 4  # orders that the tabu search improves
 HEURISTICS = 1 / 3  # of the time, at most, before CP-SAT
 UNITS_TIMED = 600_000  # by the tabu search, from each of them
@@ -34,15 +36,17 @@ class Solution:
 
     Attributes:
       run: the best schedule.
-      bound: a makespan that no schedule of this form can beat.
-      named: the named schedules that fit, by makespan.
+      bound: a makespan that no schedule of the forms that were searched can beat.
+      named: the named schedules of these forms that fit, by makespan.
       exact: whether CP-SAT searched.
+      forms: of the tables that were searched, in words.
     """
 
     run: Simulation
     bound: float
     named: list[Simulation]
     exact: bool
+    forms: str
 
     @property
     def is_optimal(self) -> bool:
@@ -58,6 +62,8 @@ def solve(task: Task, seconds: float, progress: Progress) -> Solution:
       seconds: of search; 0 for the heuristics alone, which then take as long as they take.
       progress: called when there is something new.
     """
+    if task.lockstep is None:
+        return _solve_forms(task, seconds, progress)
     begin = time.monotonic()
     named = sorted(_named(task), key=lambda run: run.makespan)
     report = _since(begin, progress)
@@ -67,10 +73,27 @@ def solve(task: Task, seconds: float, progress: Progress) -> Solution:
     validate(table)
     run = simulate(table, task.costs)
     assert task.fits(run)
-    same_form = [other for other in named if other.table.lockstep == task.lockstep]
-    if same_form and same_form[0].makespan < run.makespan:  # by a loss spread over the stages
-        run = simulate(replace(same_form[0].table, name=NAME), task.costs)
-    return Solution(run, min(bound, run.makespan), named, exact)
+    forms = LOCKSTEP if task.lockstep else FREE
+    return Solution(run, min(bound, run.makespan), named, exact, forms)
+
+
+def _solve_forms(task: Task, seconds: float, progress: Progress) -> Solution:
+    """Return the faster of a free-running and a lockstep table.
+
+    Where the loss takes no time, ticks only delay units. In V placement no engine runs them.
+    """
+    free = replace(task, lockstep=False)
+    if not task.costs.head or task.placement != "loop":
+        return solve(free, seconds, progress)
+    # Lockstep tables are fewer; most of them are solved in a short time.
+    in_lockstep = solve(replace(task, lockstep=True), seconds / 2, progress)
+    running_free = solve(free, seconds / 2, progress)
+    return replace(
+        min(running_free, in_lockstep, key=lambda solution: solution.run.makespan),
+        bound=min(in_lockstep.bound, running_free.bound),
+        named=sorted(in_lockstep.named + running_free.named, key=lambda run: run.makespan),
+        forms=f"{FREE} or {LOCKSTEP}",
+    )
 
 
 def _since(begin: float, progress: Progress) -> Progress:
@@ -81,16 +104,24 @@ def _since(begin: float, progress: Progress) -> Progress:
 
 
 def _named(task: Task) -> Iterator[Simulation]:
-    """Yield the named schedules of a task's sizes and placement that fit its memory."""
+    """Yield the named schedules of a task's sizes, placement and form that fit its memory.
+
+    Without a head the order of a lockstep table may also run freely, in no more time. With one the
+    lockstep table spreads it over the stages, as no free-running table does.
+    """
+    forms = (True,) if task.lockstep else (False,) if task.costs.head else (False, True)
+    sizes = task.num_stages, task.num_microbatches, task.num_repeats
     for name, facts in SCHEDULES.items():
         if facts.repeats_for(task.num_repeats) != task.num_repeats:
             continue
-        table = load_schedule(name, task.num_stages, task.num_microbatches, task.num_repeats)
-        if table.placement != task.placement or (task.lockstep and not table.lockstep):
+        table = load_schedule(name, *sizes)
+        if table.placement != task.placement or table.lockstep not in forms:
             continue
-        run = simulate(table, task.costs)
-        if task.fits(run):
-            yield run
+        runs = [simulate(table, task.costs)]
+        if facts.timed:
+            timed = load_schedule(name, *sizes, times=task.workload.times)
+            runs.insert(0, simulate(timed, task.costs))
+        yield from [run for run in runs if task.fits(run)][:1]
 
 
 def _solve_free(

@@ -1,9 +1,9 @@
-"""What the schedule solver is asked for: sizes, placement, times of units, and memory."""
+"""Define what the schedule solver is asked for: sizes, placement, times of units, memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from maxpipe.pipeline.schedules.timed_orders import UnitTimes, Workload
+from maxpipe.pipeline.schedules.timed_orders import Workload
 from maxpipe.planning.simulate import Costs, Simulation
 
 NAME = "solved"  # of the tables that it finds
@@ -16,7 +16,8 @@ class Task:
     """What to solve.
 
     Attributes:
-      num_stages, num_microbatches, num_repeats, placement, lockstep: see `Table`.
+      num_stages, num_microbatches, num_repeats, placement: see `Table`.
+      lockstep: form of the table; None for whichever is faster.
       max_in_flight: chunks that may be in flight on a stage, at least `num_repeats`.
       costs: times of units of one chunk.
     """
@@ -25,20 +26,15 @@ class Task:
     num_microbatches: int
     num_repeats: int
     placement: str
-    lockstep: bool
+    lockstep: bool | None
     max_in_flight: int
     costs: Costs
 
     @property
     def workload(self) -> Workload:
         """Return the task as the search takes it."""
-        forward, backward, gradient, weight = (
-            tuple(self.costs.of(kind, self.num_stages).tolist()) for kind in "FBIW"
-        )
-        times = UnitTimes(
-            forward, backward, gradient, weight, self.costs.communication, self.costs.head
-        )
         sizes = self.num_stages, self.num_microbatches, self.num_repeats
+        times = self.costs.unit_times(self.num_stages, self.num_repeats, self.placement)
         return Workload(*sizes, self.placement, times, self.max_in_flight)
 
     def fits(self, run: Simulation) -> bool:

@@ -20,6 +20,7 @@ from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.chunk import remat_policy
+from maxpipe.pipeline.layout import layers_in_chunks
 from maxpipe.pipeline.schedules.table import Table
 from maxpipe.planning.footprint import layer_of
 from maxpipe.planning.layer_trace import trace_model
@@ -37,7 +38,7 @@ class UnitTimes:
       input_gradient: of a layer on average, with what it computes again.
       weight_gradient: of a layer.
       head: loss and its gradient.
-      extras: of each layer in the pipeline, in model order, what its forward and its input gradient
+      extras: of each layer in a chunk, in model order, what its forward and its input gradient
         take above the average; empty if layers are alike.
     """
 
@@ -101,7 +102,6 @@ def _flops(config: Config) -> tuple[float, float]:
 
 def _extras(config: Config) -> tuple[tuple[float, float], ...]:
     """Return `UnitTimes.extras`: attention of a layer with a window takes less."""
-    pipeline = config.pipeline
     kinds = [LOCAL if is_local(kind) else GLOBAL for kind in config.model.layer_kinds]
     if len({*kinds}) == 1:
         return ()
@@ -110,10 +110,8 @@ def _extras(config: Config) -> tuple[tuple[float, float], ...]:
     for kind in {*kinds}:
         of_kind = _flops(update(config, {"model.layer_pattern": [kind]}))
         extras[kind] = (of_kind[0] - forward) / forward, (of_kind[1] - input_gradient) / forward
-    is_after = pipeline.outside_layers == "before"
-    after_dense = config.model.first_dense_layers
-    first = len(kinds) - pipeline.parallel_layers if is_after else after_dense
-    return tuple(extras[kind] for kind in kinds[first : first + pipeline.parallel_layers])
+    after_dense = kinds[config.model.first_dense_layers :]
+    return tuple(extras[after_dense[i]] for i in layers_in_chunks(config))
 
 
 def _recomputed_flops(config: Config) -> float:

@@ -12,7 +12,13 @@ from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import chart_svg
 from maxpipe.render.page import page_html
-from maxpipe.render.request import UsageError, in_own_keys, parse_request, simulate_schedule
+from maxpipe.render.request import (
+    Collector,
+    UsageError,
+    in_own_keys,
+    parse_request,
+    simulate_schedules,
+)
 from maxpipe.render.solver import COMMAND, parse_task, search, solution_text
 from maxpipe.render.terminal import comparison_text, render_terminal, wants_colour
 
@@ -33,8 +39,6 @@ def launch(arguments: argparse.Namespace) -> None:
     if words and words[0] == COMMAND:
         _solve(arguments)
         return
-    if arguments.seconds is not None:
-        raise UsageError("--seconds: is for solve; a schedule that is given needs no search")
     if words and names_config(words[0]):
         _draw_configuration(arguments)
     else:
@@ -42,12 +46,15 @@ def launch(arguments: argparse.Namespace) -> None:
 
 
 def _draw_schedules(arguments: argparse.Namespace) -> None:
-    request = parse_request(arguments.words, arguments.compare)
+    collector = Collector()
+    _refuse_seconds(arguments, collector)
+    request = parse_request(arguments.words, arguments.compare, collector)
     several = arguments.compare or len(request.schedules) > 1
     for option in ("csv", "svg"):
         if getattr(arguments, option) and several:
-            raise UsageError(f"--{option}: name one schedule; it holds no more")
-    runs = [simulate_schedule(name, request, lenient=several) for name in request.schedules]
+            collector.refuse(f"--{option}: name one schedule; it holds no more")
+    collector.check()
+    runs = simulate_schedules(request, lenient=several)
     for run in runs:
         if run.table.note:
             print(in_own_keys(run.table.note), file=sys.stderr)
@@ -59,12 +66,15 @@ def _draw_schedules(arguments: argparse.Namespace) -> None:
 
 
 def _solve(arguments: argparse.Namespace) -> None:
+    collector = Collector()
     if arguments.compare:
-        raise UsageError("--compare: solve compares with named schedules anyway; leave it out")
+        collector.refuse("--compare: solve compares with named schedules anyway; leave it out")
     seconds = DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds
     if not 0 <= seconds < math.inf:
-        raise UsageError(f"--seconds {seconds:g}: must be a number, at least 0")
-    task = parse_task(arguments.words[1:])
+        collector.refuse(f"--seconds {seconds:g}: must be a number, at least 0")
+    task = collector.attempt(None, parse_task, arguments.words[1:])
+    collector.check()
+    assert task is not None
     solution = search(task, seconds)
     sizes = f"{task.num_stages} stages, {task.num_microbatches} microbatches"
     _write_files(arguments, [solution.run], f"{sizes}; times are of a chunk and one microbatch")
@@ -75,11 +85,14 @@ def _solve(arguments: argparse.Namespace) -> None:
 
 
 def _draw_configuration(arguments: argparse.Namespace) -> None:
+    collector = Collector()
+    _refuse_seconds(arguments, collector)
     if arguments.compare:
-        raise UsageError(
+        collector.refuse(
             "--compare: is for schedules by name; "
             "a configuration is compared with uniform stages anyway"
         )
+    collector.check()
     # Traces a layer of the model. Schedules by name need no JAX, which takes seconds to import.
     from maxpipe.render.stages import draw_configuration
 
@@ -88,6 +101,11 @@ def _draw_configuration(arguments: argparse.Namespace) -> None:
     if not _names_files(arguments):
         _print(drawing.runs[:1])
         sys.stdout.write("\n" + drawing.text)
+
+
+def _refuse_seconds(arguments: argparse.Namespace, collector: Collector) -> None:
+    if arguments.seconds is not None:
+        collector.refuse("--seconds: is for solve; a schedule that is given needs no search")
 
 
 def _names_files(arguments: argparse.Namespace) -> bool:

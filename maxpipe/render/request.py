@@ -1,14 +1,17 @@
 """Parse and simulate schedules that a command line names with `key=value` words."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
 from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.errors import RefusedError
 from maxpipe.pipeline.schedules.csv_files import csv_sizes
-from maxpipe.pipeline.schedules.load import is_csv, load_schedule
+from maxpipe.pipeline.schedules.load import check_named, is_csv, is_timed, load_schedule
 from maxpipe.planning.simulate import Costs, Simulation, simulate
 
 SIZES = {"stages": 4, "microbatches": 8, "repeats": 1}
@@ -20,11 +23,46 @@ OTHER_COSTS = {
     "collectives": "collectives",
     "activation_bytes": "activation_bytes",
 }
+TIMES = (*UNIT_COSTS, "comm", "head")
 KEYS = (*SIZES, *SWITCHES, *UNIT_COSTS, *OTHER_COSTS)
 
 
-class UsageError(ValueError):
-    """A command line that cannot be run; the message names the key."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class UsageError(RefusedError):
+    """A command line that cannot be run; every reason names its key."""
+
+
+class Collector:
+    """Tries the parts of a command line and keeps the reasons why some of them are refused.
+
+    Attributes:
+      reasons: so far, each once.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def refuse(self, reason: str) -> None:
+        """Keep a reason."""
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def attempt(self, stand_in: T, part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a part returns, or the stand-in where it raises a ValueError."""
+        try:
+            return part(*args, **kwargs)
+        except ValueError as error:
+            for reason in error.reasons if isinstance(error, RefusedError) else (str(error),):
+                self.refuse(reason)
+            return stand_in
+
+    def check(self) -> None:
+        """Raise UsageError with all reasons, if there are any."""
+        if self.reasons:
+            raise UsageError(*self.reasons)
 
 
 @dataclass(frozen=True)
@@ -36,12 +74,14 @@ class Request:
       sizes: the ones of `SIZES` that the command line gives.
       switches: the ones of `SWITCHES` that are on.
       costs: times of whole stages, not of chunks.
+      are_times_given: whether the command line gives any of them; orders then follow them.
     """
 
     schedules: tuple[str, ...]
     sizes: dict[str, int]
     switches: frozenset[str]
     costs: Costs
+    are_times_given: bool
 
     def subtitle(self, runs: Sequence[Simulation]) -> str:
         """Return sizes and costs in words."""
@@ -58,36 +98,99 @@ class Request:
         return ", ".join(words) + "; times are of a whole stage and one microbatch"
 
 
-def parse_request(words: Sequence[str], compare: bool) -> Request:
-    """Parse schedules and `key=value` words; without a schedule, `compare` means all of them.
+def parse_request(words: Sequence[str], compare: bool, collector: Collector) -> Request:
+    """Parse schedules and `key=value` words, and check what needs no table to be built.
 
-    Raises:
-      UsageError: a word is neither, or a value is not legal.
+    Args:
+      words: of the command line.
+      compare: without a schedule, take all of them.
+      collector: keeps why words are refused, which are then not in the request.
     """
     schedules = tuple(word for word in words if "=" not in word)
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
     for key in pairs:
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"{key}: there is no such key; {hint}keys are {', '.join(KEYS)}")
+            collector.refuse(no_key(key, KEYS, "there is"))
     if not schedules and not compare:
-        raise UsageError(f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file")
-    sizes = {key: parse_size(key, pairs[key]) for key in SIZES if key in pairs}
-    switches = frozenset(key for key in SWITCHES if key in pairs and parse_switch(key, pairs[key]))
-    return Request(schedules or tuple(SCHEDULES), sizes, switches, parse_costs(pairs))
+        collector.refuse(f"name a schedule, one of {', '.join(SCHEDULES)}, or a CSV file")
+    sizes = parse_sizes(pairs, collector)
+    switches = frozenset(
+        key
+        for key in SWITCHES
+        if key in pairs and collector.attempt(False, parse_switch, key, pairs[key])
+    )
+    costs = parse_costs(pairs, collector)
+    given = not pairs.keys().isdisjoint(TIMES)
+    request = Request(schedules or tuple(SCHEDULES), sizes, switches, costs, given)
+    lenient = compare or len(request.schedules) > 1
+    # How many times there must be is not known without the number of stages.
+    checked_costs = None if is_refused("stages", pairs, sizes) else costs
+    for name in request.schedules:
+        options = collector.attempt(None, options_of, name, request, lenient=lenient)
+        if options is not None:
+            _check_schedule(name, options, checked_costs, collector)
+    return request
+
+
+def simulate_schedules(request: Request, *, lenient: bool) -> list[Simulation]:
+    """Build and simulate all schedules of a request; `lenient` as in `options_of`.
+
+    Raises:
+      UsageError: some cannot be built; with all reasons.
+    """
+    collector = Collector()
+    runs = [
+        collector.attempt(None, simulate_schedule, name, request, lenient=lenient)
+        for name in request.schedules
+    ]
+    collector.check()
+    return [run for run in runs if run is not None]
 
 
 def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulation:
-    """Build and simulate one schedule.
-
-    Args:
-      name: schedule or CSV file.
-      request: sizes, options and costs.
-      lenient: leave out what the schedule does not have, instead of refusing it.
+    """Build and simulate one schedule; `lenient` as in `options_of`.
 
     Raises:
       ValueError: the schedule does not exist, is invalid, or does not go with the sizes or options.
+    """
+    options = options_of(name, request, lenient=lenient)
+    build = partial(
+        load_schedule,
+        name,
+        options.stages,
+        options.microbatches,
+        options.repeats,
+        forwarding_delay=options.forwarding_delay,
+        slack=options.slack,
+    )
+    table = build()
+    costs = chunk_costs(request.costs, table.num_stages, table.num_repeats)
+    if request.are_times_given and is_timed(name):
+        times = costs.unit_times(table.num_stages, table.num_repeats, table.placement)
+        table = build(times=times)
+    return simulate(table, costs)
+
+
+class Options(NamedTuple):
+    """What a schedule is built with, as in `load_schedule`."""
+
+    stages: int
+    microbatches: int
+    repeats: int
+    forwarding_delay: int
+    slack: int
+
+
+def options_of(name: str, request: Request, *, lenient: bool) -> Options:
+    """Return what to build one schedule with.
+
+    Args:
+      name: schedule or CSV file.
+      request: sizes and options.
+      lenient: leave out what the schedule does not have.
+
+    Raises:
+      ValueError: the file cannot be read.
     """
     sizes, switches = {**SIZES, **request.sizes}, request.switches
     if is_csv(name):
@@ -102,13 +205,28 @@ def simulate_schedule(name: str, request: Request, *, lenient: bool) -> Simulati
                 "overlap_slots": schedule.overlaps,
             }
             switches = frozenset(switch for switch in switches if has_switch[switch])
-    table = load_schedule(
-        name,
-        *sizes.values(),
+    return Options(
+        sizes["stages"],
+        sizes["microbatches"],
+        sizes["repeats"],
         forwarding_delay=2 if "delay_activation_forwarding" in switches else 1,
         slack=int("overlap_slots" in switches),
     )
-    return simulate(table, chunk_costs(request.costs, table.num_stages, table.num_repeats))
+
+
+def _check_schedule(name: str, options: Options, costs: Costs | None, collector: Collector) -> None:
+    """Keep what can be known to be wrong with one schedule before it is built."""
+    if not is_csv(name):
+        collector.attempt(None, check_named, name, *options)
+    if costs is not None and (is_csv(name) or name in SCHEDULES):
+        collector.attempt(None, chunk_costs, costs, options.stages, options.repeats)
+
+
+def no_key(key: str, keys: Sequence[str], subject: str) -> str:
+    """Return that there is no such key, and which there are; `subject` begins the sentence."""
+    near = difflib.get_close_matches(key, keys, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{key}: {subject} no such key; {hint}keys are {', '.join(keys)}"
 
 
 def in_own_keys(message: str) -> str:
@@ -117,6 +235,19 @@ def in_own_keys(message: str) -> str:
     for key, own in names.items():
         message = message.replace(key, own)
     return message
+
+
+def parse_sizes(pairs: dict[str, str], collector: Collector) -> dict[str, int]:
+    """Return the sizes that a command line gives, without those that are refused."""
+    sizes = {
+        key: collector.attempt(None, parse_size, key, pairs[key]) for key in SIZES if key in pairs
+    }
+    return {key: size for key, size in sizes.items() if size is not None}
+
+
+def is_refused(key: str, pairs: Mapping[str, str], sizes: Mapping[str, int]) -> bool:
+    """Return whether a command line gives a size that `parse_sizes` has left out."""
+    return key in pairs and key not in sizes
 
 
 def parse_size(key: str, value: str) -> int:
@@ -141,24 +272,29 @@ def parse_switch(key: str, value: str) -> bool:
     return value == "true"
 
 
-def parse_costs(pairs: dict[str, str]) -> Costs:
+def parse_costs(pairs: dict[str, str], collector: Collector) -> Costs:
     """Return the times of whole stages that a command line gives, or their defaults.
 
-    Raises:
-      UsageError: a value is not a number that is legal for its key.
+    Args:
+      pairs: values by key.
+      collector: keeps why values are refused, which count as 1 then.
     """
 
     def per_stage(key: str, default: float | list[float]) -> float | list[float]:
         if key not in pairs:
             return default
-        values = [parse_number(key, number) for number in pairs[key].split(",")]
+        values = [
+            collector.attempt(1.0, parse_number, key, number) for number in pairs[key].split(",")
+        ]
         return values[0] if len(values) == 1 else values
 
     backward = per_stage("backward", 2.0)
     # A split backward costs what a whole one does, unless its parts are given.
     half = [value / 2 for value in backward] if isinstance(backward, list) else backward / 2
     other = {
-        name: parse_number(key, pairs[key]) for key, name in OTHER_COSTS.items() if key in pairs
+        name: collector.attempt(1.0, parse_number, key, pairs[key])
+        for key, name in OTHER_COSTS.items()
+        if key in pairs
     }
     return Costs(
         forward=per_stage("forward", 1.0),
@@ -190,8 +326,16 @@ def chunk_costs(costs: Costs, num_stages: int, num_repeats: int) -> Costs:
     """Return the costs of a stage's chunks, which share its time equally.
 
     Raises:
-      ValueError: there are not as many times as stages.
+      UsageError: there are not as many times as stages; with all such keys.
     """
+    collector = Collector()
+    for kind in "FB":
+        collector.attempt(None, costs.of, kind, num_stages)
+    half = np.asarray(costs.backward) / 2
+    for kind, time in (("I", costs.input_gradient), ("W", costs.weight_gradient)):
+        if not np.array_equal(time, half):  # else what is wrong with it is said of backward
+            collector.attempt(None, costs.of, kind, num_stages)
+    collector.check()
     forward, backward, input_gradient, weight_gradient = (
         (costs.of(kind, num_stages) / num_repeats).tolist() for kind in "FBIW"
     )

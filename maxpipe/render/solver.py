@@ -1,6 +1,5 @@
 """Parse `solve` with its `key=value` words, search for the best schedule and print it."""
 
-import difflib
 import sys
 from collections.abc import Sequence
 from typing import TextIO
@@ -12,11 +11,14 @@ from maxpipe.render.request import (
     OTHER_COSTS,
     SIZES,
     UNIT_COSTS,
+    Collector,
     UsageError,
     chunk_costs,
+    is_refused,
+    no_key,
     parse_costs,
     parse_number,
-    parse_size,
+    parse_sizes,
     parse_switch,
 )
 from maxpipe.render.terminal import comparison_text
@@ -42,33 +44,41 @@ def parse_task(words: Sequence[str]) -> Task:
     """Parse the words after `solve`.
 
     Raises:
-      UsageError: a word is no key with a legal value; the message names the key.
+      UsageError: words are no keys with legal values; with all of them.
     """
+    collector = Collector()
     pairs: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UsageError(f"{word}: solve takes no schedule, only keys: {', '.join(KEYS)}")
-        if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"{key}: solve has no such key; {hint}keys are {', '.join(KEYS)}")
-        if key in pairs:
-            raise UsageError(f"{key}: is given twice; keep one")
-        pairs[key] = value
+            collector.refuse(f"{word}: solve takes no schedule, only keys: {', '.join(KEYS)}")
+        elif key not in KEYS:
+            collector.refuse(no_key(key, KEYS, "solve has"))
+        elif key in pairs:
+            collector.refuse(f"{key}: is given twice; keep one")
+        else:
+            pairs[key] = value
     placement = pairs.get("placement", "loop")
     if placement not in REPEATS:
-        raise UsageError(f"placement={placement}: must be loop or v")
-    sizes = {key: parse_size(key, pairs[key]) for key in SIZES if key in pairs}
-    stages, microbatches, repeats = ({**SIZES, "repeats": REPEATS[placement]} | sizes).values()
-    costs = chunk_costs(parse_costs(pairs), stages, repeats)
+        collector.refuse(f"placement={placement}: must be loop or v")
+    sizes = parse_sizes(pairs, collector)
+    defaults = {**SIZES, "repeats": REPEATS.get(placement, 1)}
+    stages, microbatches, repeats = (defaults | sizes).values()
+    costs = parse_costs(pairs, collector)
+    if not is_refused("stages", pairs, sizes):
+        costs = collector.attempt(costs, chunk_costs, costs, stages, repeats)
+    lockstep = None
+    if "lockstep" in pairs:
+        lockstep = collector.attempt(None, parse_switch, "lockstep", pairs["lockstep"])
+    in_flight = collector.attempt(1, _max_in_flight, pairs, microbatches, repeats)
+    collector.check()
     return Task(
         stages,
         microbatches,
         repeats,
         placement,
-        parse_switch("lockstep", pairs.get("lockstep", "false")),
-        _max_in_flight(pairs, microbatches, repeats),
+        lockstep,
+        in_flight,
         costs,
     )
 
@@ -132,8 +142,8 @@ def solution_text(solution: Solution) -> str:
     run = solution.run
     above = run.makespan / solution.bound - 1 if solution.bound > 0 else 0.0
     verdict = "no order is shorter" if solution.is_optimal else f"found: {above:.2%} above it"
-    form = "lockstep" if run.table.lockstep else "free-running"
     return (
         f"{comparison_text([run, *solution.named])}"
-        f"bound: no {form} order of these sizes takes less than {solution.bound:.6g}; {verdict}\n"
+        f"bound: no {solution.forms} order of these sizes takes less than {solution.bound:.6g}; "
+        f"{verdict}\n"
     )

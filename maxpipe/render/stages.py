@@ -10,12 +10,14 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.slices import canonical_topology, num_devices
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB, topology_memory
+from maxpipe.pipeline.layout import build_layout
 from maxpipe.planning.auto_stages import (
     Prediction,
     memory_limit,
     plan_stages,
     predict,
     uniform_sizes,
+    with_unit_times,
 )
 from maxpipe.planning.simulate import Simulation
 
@@ -47,7 +49,7 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
       ScheduleError: its schedule cannot be built.
     """
     loaded = load(path, overrides)
-    config = resolve(loaded, *_devices(loaded.config))
+    config = with_unit_times(resolve(loaded, *_devices(loaded.config)))
     engine = ENGINES[config.pipeline.engine]
     if not engine.has_stages:
         message = "one stage has no schedule to draw; 2 or more make a pipeline"
@@ -58,16 +60,14 @@ def draw_configuration(path: str, overrides: Sequence[str]) -> Drawing:
     if config.pipeline.layers_per_stage == AUTO:
         chosen = plan_stages(config, limit)
     else:
-        sizes = config.pipeline.layers_per_stage or even
-        assert sizes, "resolved layers have sizes of their own or are even"
-        chosen = predict(config, sizes)
+        chosen = predict(config, build_layout(config).chunk_sizes)
     predictions = [chosen]
     if uniform and uniform.sizes != chosen.sizes:
         predictions.append(uniform)
     return Drawing(
         [_named_after_chunks(prediction) for prediction in predictions],
         stages_text(chosen, uniform, None if engine.one_program else limit),
-        f"{path}, {config.pipeline.parallel_layers} layers; the forward of a layer takes 1",
+        f"{path}, {sum(chosen.sizes)} layers; the forward of a layer takes 1",
     )
 
 

@@ -3,14 +3,17 @@
 For use in programs that are manual over the axis. Sums over devices are float32, for accuracy;
 bfloat16 ones also abort XLA's CPU backend in partially manual programs.
 
-Letters: n devices along the axis, L entries of a device in the dimension that is split.
+Letters: n devices along the axis, L entries of a device in the dimension that is split, R rows.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.dtypes import float0
 
 CONTEXT_AXIS = "context"
 EXPERT_AXIS = "expert"
@@ -35,6 +38,65 @@ def swapped(x: jax.Array, axis_name: str) -> jax.Array:
     """Send entry i of [n, ...] to device i; return what each device has sent here, [n, ...]."""
     return lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0)
 
+
+class Routes(NamedTuple):
+    """Which rows a device sends to each device, itself included, and receives; int32 [n] each.
+
+    Attributes:
+      first: index of the first row for each device; those for one device are neighbours.
+      sent: number of rows for each device.
+      first_there: index of the first of them in the rows that the other device receives.
+      received: number of rows from each device.
+    """
+
+    first: jax.Array
+    sent: jax.Array
+    first_there: jax.Array
+    received: jax.Array
+
+
+def routes(sent: jax.Array, axis_name: str) -> tuple[Routes, Routes]:
+    """Return the routes of rows that lie in the order of their devices, and the routes back.
+
+    Received rows lie in the order of the devices that sent them, without gaps. `sent` is the number
+    of rows for each device, int32 [n].
+    """
+    own = lax.axis_index(axis_name)
+    counts = lax.all_gather(sent, axis_name)  # [n, n], from each device to each
+    before_sent = jnp.cumsum(counts, axis=1) - counts  # first row in what a device sends
+    before_received = jnp.cumsum(counts, axis=0) - counts  # and in what one receives
+    received = counts[:, own]
+    there = Routes(before_sent[own], sent, before_received[own], received)
+    return there, Routes(before_received[:, own], received, before_sent[:, own], sent)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def delivered(
+    x: jax.Array, there: Routes, back: Routes, num_received: int, axis_name: str
+) -> jax.Array:
+    """Send rows to other devices; return the rows received, [R, ...] -> [num_received, ...].
+
+    Rows that nothing is received for are zero. Gradients travel along the routes back.
+    """
+    empty = jnp.zeros((num_received, *x.shape[1:]), x.dtype)
+    return lax.ragged_all_to_all(x, empty, *there, axis_name=axis_name)
+
+
+def _delivered_backward(
+    num_received: int, axis_name: str, saved: tuple[Routes, Routes, int], gradient: jax.Array
+) -> tuple[jax.Array, Routes, Routes]:
+    there, back, num_sent = saved
+    x = delivered(gradient, back, there, num_sent, axis_name)
+    return x, *jax.tree.map(lambda a: np.zeros(a.shape, float0), (there, back))
+
+
+delivered.defvjp(
+    lambda x, there, back, *static: (
+        delivered(x, there, back, *static),
+        (there, back, x.shape[0]),
+    ),
+    _delivered_backward,
+)
 
 # (axis_name, dimension, nothing that the forward pass saves, gradient) -> (gradient of x,)
 gathered.defvjp(

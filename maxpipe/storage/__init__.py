@@ -1,1 +1,1 @@
-"""Files wherever they are: object stores, and local copies of what cannot be read in place."""
+"""Read and write files wherever they are: object stores, and local copies where needed."""

@@ -1,4 +1,4 @@
-"""The files of a model on Hugging Face's hub, through the library's cache on this machine.
+"""Read a model's files on Hugging Face's hub, through the library's cache on this machine.
 
 `HF_HUB_OFFLINE`, `HF_HOME`, `HF_TOKEN` and `HF_ENDPOINT` are the library's own. Without a network
 what is in its cache is used.
@@ -69,6 +69,11 @@ class HubFolder:
         """Return a whole file; raises FileNotFoundError if it is not there."""
         with self._explained():
             return self._path(name).read_bytes()
+
+    def digest(self) -> str:
+        """Return the commit, by which the library's cache names the directory of a model."""
+        with self._explained():
+            return self._path(_CONFIG).parent.name
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
         """Return the directory of the library's cache, with those of the files that exist."""

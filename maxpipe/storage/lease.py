@@ -1,4 +1,4 @@
-"""Leases: a place has one owner at a time, which proves that it lives by renewing its lease.
+"""Lease a place to one owner at a time, which proves that it lives by renewing its lease.
 
 A lease is one small file or object, `lease.json`, that names its owner. Whoever creates it owns the
 place. The owner renews it every `RENEW_SECONDS` from a thread and removes it at the end. A process
@@ -134,7 +134,7 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether `check` would raise."""
+        """Return whether `check` would raise."""
         return self._lost != ""
 
     def check(self) -> None:

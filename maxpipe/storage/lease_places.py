@@ -1,4 +1,4 @@
-"""Where leases lie: small files in a directory, or objects in an object store.
+"""Store leases as small files in a directory, or as objects in an object store.
 
 Both create a file or object only if there is none of that name, in one indivisible operation.
 Imports no JAX.
@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -71,11 +72,16 @@ class LeaseDirectory:
 
     def read(self, name: str) -> Entry | None:
         try:
-            # Opening a file makes NFS ask the server, which a stat alone need not do.
-            with (self._path / name).open(encoding="utf-8", errors="replace") as file:
-                return Entry(file.read(), os.fstat(file.fileno()).st_mtime)
+            # Opening a file makes NFS ask the server, which a stat alone need not do. A pipe is
+            # opened without waiting for a writer.
+            number = os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        with os.fdopen(number, "rb") as file:
+            status = os.fstat(number)
+            # Pipes and devices may never end; they name no owner, as a torn file does.
+            text = file.read() if stat.S_ISREG(status.st_mode) else b""
+            return Entry(text.decode(errors="replace"), status.st_mtime)
 
     def create(self, name: str, text: str) -> bool:
         self._path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Files on this machine: atomic writes, and local copies of remote and of compressed files.
+"""Write files atomically, and make local copies of remote and of compressed files.
 
 Rows of a batch read documents in any order, one at a time, which neither object stores nor
 compressed files allow. Such files are copied once to `data.cache_dir` and read from there.
@@ -27,6 +27,8 @@ GZIP, ZSTD = ".gz", ".zst"
 _PATH = "data.path"  # the key named in errors about a file itself
 _CACHE = "data.cache_dir"  # the key named in errors about the place of its copy
 _PIECE = 1 << 20  # bytes of a compressed file read at a time
+READ_LIMIT = 1 << 16  # bytes read of a file for its digest
+_END, _SAMPLE, _NUM_SAMPLES = 1 << 14, 1 << 12, 8  # two ends and eight samples make the limit
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
@@ -45,6 +47,26 @@ def write_atomically(path: Path, pieces: Iterable[bytes]) -> None:
     except OSError:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def sampled_digest(path: str, size: int) -> str:
+    """Return a digest of the first `size` bytes of a file, of which `READ_LIMIT` are read.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    pieces = [(0, size)]
+    if size > READ_LIMIT:
+        middle = [
+            (_END + i * (size - 2 * _END - _SAMPLE) // (_NUM_SAMPLES - 1), _SAMPLE)
+            for i in range(_NUM_SAMPLES)
+        ]
+        pieces = [(0, _END), *middle, (size - _END, _END)]
+    with open(path, "rb", buffering=0) as file:
+        for start, length in pieces:
+            digest.update(os.pread(file.fileno(), length, start))
+    return digest.hexdigest()
 
 
 def local_copy(

@@ -1,4 +1,4 @@
-"""The files of a model in a directory or in an object store; see `maxpipe.config.model_places`.
+"""Read a model's files in a directory or an object store; see `maxpipe.config.model_places`.
 
 Files of weights are read by byte ranges, so no file is in memory as a whole. Small files of object
 stores are copied to `data.cache_dir`.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.storage.local_files import cache_directory
+from maxpipe.storage.local_files import cache_directory, sampled_digest
 from maxpipe.storage.object_store import explained, open_store
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 REQUEST = 4 << 20  # bytes
 REQUESTS_AT_ONCE = 8
+_MODEL = ("config.json", ".safetensors")  # ends of the names of the files that are the model
 
 
 class LocalFile:
@@ -65,6 +66,11 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         """Return a whole file; raises FileNotFoundError if it is not there."""
         return (self._directory / name).read_bytes()
+
+    def digest(self) -> str:
+        """Return a digest of shape and weights, of which 64 KiB of each file are read."""
+        files = [self._directory / name for name in self.names() if name.endswith(_MODEL)]
+        return directory_digest(self._directory, files)
 
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
         """Return the directory itself."""
@@ -135,11 +141,18 @@ class StoreFolder:
         (file,) = self.open([name])
         return file.read(0, file.size).tobytes()
 
+    def digest(self) -> str:
+        """Return a digest of the sizes and entity tags of shape and weights."""
+        return _digest_of([self._facts(name) for name in self.names() if name.endswith(_MODEL)])
+
+    def _facts(self, name: str) -> tuple[object, ...]:
+        return (name, *map(self._files[name].get, ("size", "ETag", "etag")))
+
     def fetch(self, names: Sequence[str], cache_dir: str) -> Path:
         """Return a directory below `cache_dir` with copies of those files that exist."""
         present = [name for name in names if name in self._files]
-        facts = [(name, *map(self._files[name].get, ("size", "ETag", "etag"))) for name in present]
-        digest = hashlib.sha256(repr((self._url, facts)).encode()).hexdigest()[:24]
+        facts = [self._facts(name) for name in present]
+        digest = _digest_of((self._url, facts))
         directory = cache_directory(cache_dir) / f"model-{digest}"
         if directory.is_dir():
             return directory
@@ -153,12 +166,26 @@ class StoreFolder:
 
     @cached_property
     def _files(self) -> Mapping[str, Mapping[str, object]]:
-        """What the store says of each file, by name."""
+        """Return what the store says of each file, by name."""
         with explained(self._url, self._key):
             listed = self._store.ls(self._url, detail=True)
         return {
             entry["name"].rpartition("/")[2]: entry for entry in listed if entry["type"] == "file"
         }
+
+
+def directory_digest(directory: Path, files: Sequence[Path]) -> str:
+    """Return a digest of files of a directory: names, sizes, and 64 KiB of each.
+
+    Raises:
+      OSError: a file cannot be read.
+    """
+    sized = [(str(file.relative_to(directory)), file, file.stat().st_size) for file in files]
+    return _digest_of([(name, size, sampled_digest(str(f), size)) for name, f, size in sized])
+
+
+def _digest_of(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
 def _write_directory(directory: Path, contents: Mapping[str, bytes]) -> None:

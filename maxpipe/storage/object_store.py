@@ -1,4 +1,4 @@
-"""Object stores (`s3://`, `gs://`) through fsspec: libraries, options, and helpful errors."""
+"""Open object stores (`s3://`, `gs://`) through fsspec: libraries, options, helpful errors."""
 
 import threading
 import time
@@ -126,14 +126,19 @@ def open_store(url: str, key: str) -> "AbstractFileSystem":
       key: the configuration key or argument that gave the URL, such as `data.path`.
 
     Raises:
-      ConfigError: no library speaks the protocol, or it is not installed.
+      ConfigError: no library speaks the protocol, or it is not installed, or the URL holds
+        credentials.
     """
     protocol = _protocol_of(url)
     if protocol not in PROTOCOLS:
         known = ", ".join(f"{name}://" for name in PROTOCOLS)
         message = f"{url}: {protocol}:// is not supported; it may be {known}"
         raise ConfigError(Problem(key, message))
-    library, options, _ = PROTOCOLS[protocol]
+    library, options, credentials = PROTOCOLS[protocol]
+    if _holds_credentials(url):
+        # The library would take them for a part of the bucket's name, and quote it in its error.
+        message = f"{url}: a URL must not hold credentials; they come from {credentials}"
+        raise ConfigError(Problem(key, message))
     with optional(library, protocol, key):
         import fsspec
 
@@ -178,3 +183,12 @@ def unusable(url: str, error: Exception, key: str, action: str = "read") -> Conf
 
 def _protocol_of(url: str) -> str:
     return url.partition("://")[0]
+
+
+def _holds_credentials(url: str) -> bool:
+    """Return whether a URL has user:password@ before its bucket; a password may hold a slash."""
+    place = url.partition("://")[2]
+    bucket = place.partition("/")[0]
+    if "@" in bucket:
+        return True
+    return ":" in bucket and "@" in place and not bucket.startswith("arn:")

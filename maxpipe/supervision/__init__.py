@@ -1,4 +1,4 @@
-"""Supervision of a process from start to end: signals, deadlines, leases, an account of time."""
+"""Supervise a process from start to end: signals, deadlines, leases, an account of time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

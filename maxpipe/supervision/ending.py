@@ -1,4 +1,4 @@
-"""Leaving a process at once, whatever threads libraries have left, without losing what matters."""
+"""Leave a process at once, whatever threads libraries have left, without losing what matters."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Ending a process that cannot continue, and with it the other processes of the run."""
+"""End a process that cannot continue, and with it the other processes of the run."""
 
 import json
 import sys
@@ -112,7 +112,7 @@ def _listen(closed: threading.Event) -> None:
 
 def _end_all(code: int, error: Exception) -> None:
     """Post why this process ends, and leave with the others."""
-    reason = json.dumps((code, f"process {processes.index()}: {error}"))
+    reason = json.dumps((code, redacted(f"process {processes.index()}: {error}")))
     coordinator().key_value_set(_REASON, reason, allow_overwrite=True)
     _leave_together(code)
 

@@ -1,4 +1,4 @@
-"""One owner of a run: leases of its directory and of its place in an object store.
+"""Give a run one owner: leases of its directory and of its place in an object store.
 
 A second start of the same run is refused while the first one lives. Imports no JAX.
 """
@@ -32,7 +32,7 @@ class RunLease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether `check` would raise."""
+        """Return whether `check` would raise."""
         return any(lease.is_lost for lease in self._leases)
 
     def check(self) -> None:

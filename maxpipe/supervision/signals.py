@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: all processes finish the same step, save, and end."""
+"""Stop at SIGTERM and Ctrl-C: all processes finish the same step, save, and end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A deadline for progress: a run that hangs shows where, and ends so that it can be restarted."""
+"""Watch a run's progress: one that hangs shows where, and ends so that it can be restarted."""
 
 import faulthandler
 import sys

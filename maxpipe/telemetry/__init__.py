@@ -1,1 +1,1 @@
-"""What a run reports: console, metrics.jsonl, TensorBoard, account of time, profiler traces."""
+"""Report what a run does: console, metrics.jsonl, TensorBoard, account of time, traces."""

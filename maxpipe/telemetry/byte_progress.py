@@ -1,4 +1,4 @@
-"""How many bytes have been read: a bar on a terminal, a line every few seconds otherwise."""
+"""Show how many bytes have been read: a bar on a terminal, a line every few seconds otherwise."""
 
 import time
 from collections.abc import Callable
@@ -18,15 +18,19 @@ class ByteProgress:
     Args:
       label: what is read, at most eleven characters.
       total: bytes.
-      say: prints a line.
+      print_line: prints a line.
       stream: gets a bar if it is a terminal; None = lines in any case.
     """
 
     def __init__(
-        self, label: str, total: int, say: Callable[[str], None], stream: TextIO | None = None
+        self,
+        label: str,
+        total: int,
+        print_line: Callable[[str], None],
+        stream: TextIO | None = None,
     ):
         self._label = f"{label:<12}"
-        self._say = say
+        self._print_line = print_line
         self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
         self._bar: tqdm | None = None
         self.total = total
@@ -58,4 +62,4 @@ class ByteProgress:
             self._bar.update(done - self._bar.n)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
-            self._say(f"{self._label}{done / 1e9:.2f} of {self.total / 1e9:.2f} GB are read")
+            self._print_line(f"{self._label}{done / 1e9:.2f} of {self.total / 1e9:.2f} GB are read")

@@ -1,4 +1,4 @@
-"""The run on the console: a progress bar on a terminal, plain lines otherwise."""
+"""Show the run on the console: a progress bar on a terminal, plain lines otherwise."""
 
 import math
 import os
@@ -93,7 +93,7 @@ class Console:
             if is_first or progress.step % self._log_every == 0 or progress.step == self._total:
                 self._print_step()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print `text` on lines of its own, above the progress bar if there is one."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)

@@ -1,4 +1,4 @@
-"""Where the time of a run goes: an account of phases with goodput, and traces of a few steps."""
+"""Account for the time of a run by phases, with goodput, and trace a few steps."""
 
 import threading
 import time
@@ -135,7 +135,7 @@ class Profiler:
       profile_steps: `telemetry.profile_steps`: [first, last], counted from 1; empty = no trace.
       directory: JAX writes `plugins/profile/...` there; every process writes files of its own.
       is_required: `telemetry.required`: whether a trace that cannot be written ends the run.
-      say: prints a line.
+      print_line: prints a line.
     """
 
     def __init__(
@@ -144,12 +144,12 @@ class Profiler:
         directory: Path,
         *,
         is_required: bool = False,
-        say: Callable[[str], None] = print,
+        print_line: Callable[[str], None] = print,
     ):
         self._window = range(profile_steps[0], profile_steps[1] + 1) if profile_steps else range(0)
         self._directory = directory
         self._is_required = is_required
-        self._say = say
+        self._print_line = print_line
         self._is_tracing = False
 
     def before(self, step: int) -> None:
@@ -174,7 +174,7 @@ class Profiler:
             self._is_tracing = False
             with self._reported():
                 jax.profiler.stop_trace()
-                self._say(
+                self._print_line(
                     f"profiler trace written; to look at it, `pip install tensorboard xprof`, then "
                     f"`tensorboard --logdir {self._directory}` and its tab PROFILE"
                 )
@@ -190,4 +190,4 @@ class Profiler:
             if self._is_required:
                 raise TelemetryError(f"{reason} ({REQUIRED})") from error
             self._window = range(0)
-            self._say(f"warning: {reason}; training continues; {REQUIRED}=true would end it")
+            self._print_line(f"warning: {reason}; training continues; {REQUIRED}=true would end it")

@@ -1,4 +1,4 @@
-"""`Recorder`: the one object through which the training loop reports."""
+"""Record what the training loop reports, through the one object that it knows."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -72,7 +72,7 @@ class Recorder:
             str(run_dir / METRICS),
             lambda: MetricsFile(run_dir / METRICS, start_step),
             is_required=is_required,
-            say=self._console.say,
+            print_line=self._console.print_line,
             tries_again=True,
         )
         self._tensorboard = (
@@ -80,7 +80,7 @@ class Recorder:
                 str(run_dir / TENSORBOARD),
                 lambda: TensorBoard(run_dir / TENSORBOARD, start_step),
                 is_required=is_required,
-                say=self._console.say,
+                print_line=self._console.print_line,
             )
             if self._log_every
             else None
@@ -166,7 +166,7 @@ class Recorder:
             parts.append(f"{bits_per_byte:.4f} bits/byte")
         row = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
         self._metrics.use(lambda file: file.write(row))
-        self._console.say("  ".join([f"step {step}/{self._last_step}", *parts]))
+        self._console.print_line("  ".join([f"step {step}/{self._last_step}", *parts]))
         if self._tensorboard is not None:
             scalars = {f"eval/{name}": value for name, value in values.items()}
             self._tensorboard.use(lambda events: events.write(step, scalars))
@@ -185,12 +185,12 @@ class Recorder:
         row = goodput_row(seconds, metrics.lost_seconds if metrics else 0.0)
         self._metrics.use(lambda file: file.write({"step": step, **row}))
         self._console.close()  # prints the last step before the account
-        self._console.say(goodput_line(row))
+        self._console.print_line(goodput_line(row))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print `text` on lines of its own without breaking the progress bar."""
         if self._is_main:
-            self._console.say(text)
+            self._console.print_line(text)
 
     def close(self) -> None:
         """Show the last step and close the files; call it however the run ends."""

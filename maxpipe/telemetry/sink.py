@@ -1,4 +1,4 @@
-"""What happens when telemetry cannot be written: one warning, or the end of the run."""
+"""Handle telemetry that cannot be written: one warning, or the end of the run."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -13,7 +13,7 @@ class TelemetryError(RuntimeError):
 
 
 class Sink(Generic[Writer]):
-    """Holds a writer whose errors do not end training unless telemetry is required.
+    """Hold a writer whose errors do not end training unless telemetry is required.
 
     The first error is said once, with how many writes failed at the end.
 
@@ -21,7 +21,7 @@ class Sink(Generic[Writer]):
       name: of the file, for messages.
       open_writer: returns the writer; may raise OSError.
       is_required: `telemetry.required`.
-      say: prints a line.
+      print_line: prints a line.
       tries_again: whether a later write may succeed after one has failed; otherwise the writer is
         given up.
     """
@@ -32,12 +32,12 @@ class Sink(Generic[Writer]):
         open_writer: Callable[[], Writer],
         *,
         is_required: bool,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         tries_again: bool = False,
     ):
         self._name = name
         self._is_required = is_required
-        self._say = say
+        self._print_line = print_line
         self._tries_again = tries_again
         self._failures = 0
         self.writer: Writer | None = None
@@ -66,7 +66,7 @@ class Sink(Generic[Writer]):
         self.use(action)
         self.writer = None
         if self._tries_again and self._failures:
-            self._say(f"{self._name} lacks what could not be written {self._failures} times")
+            self._print_line(f"{self._name} lacks what could not be written {self._failures} times")
             self._failures = 0
 
     def _fail(self, error: OSError) -> None:
@@ -75,4 +75,4 @@ class Sink(Generic[Writer]):
         if self._is_required:
             raise TelemetryError(f"{reason} ({REQUIRED})") from error
         if self._failures == 1:
-            self._say(f"warning: {reason}; training continues; {REQUIRED}=true would end it")
+            self._print_line(f"warning: {reason}; training continues; {REQUIRED}=true would end it")

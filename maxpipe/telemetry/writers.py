@@ -1,4 +1,4 @@
-"""Where rows of metrics are written: `metrics.jsonl` and TensorBoard.
+"""Write rows of metrics to `metrics.jsonl` and TensorBoard.
 
 `metrics.jsonl` has one JSON object per line and is the record from which runs are compared and
 plotted. A finite number is written with the shortest digits that read back as the same float64, so

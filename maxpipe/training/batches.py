@@ -1,4 +1,4 @@
-"""Batches on their way from the hosts to the devices: placement, positions, fingerprints.
+"""Bring batches from the hosts to the devices: placement, positions, fingerprints.
 
 Letters: B rows of the global batch, R rows of this process, T tokens.
 """

@@ -1,4 +1,4 @@
-"""What a run that resumes has in common with its checkpoint, and what was changed since."""
+"""Compare a run that resumes with its checkpoint: what they share, what was changed since."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -58,7 +58,7 @@ def open_weights(config: Config) -> InitialWeights | None:
 
 
 def with_progress(weights: InitialWeights, progress: ByteProgress) -> ReadParameter:
-    """Return `weights.read`, which shows how much of all bytes has been read."""
+    """Wrap `weights.read` to show how much of all bytes has been read."""
     num_finished = 0  # elements of whole parameters
 
     def read(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -1,34 +1,32 @@
-"""From a loaded configuration to a finished run: starts JAX, builds the run, reports, trains."""
+"""Take a loaded configuration to a finished run: start JAX, build the run, report, train."""
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
-from importlib import metadata
 from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import maxpipe
 from maxpipe.checkpoint.errors import CheckpointDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change
-from maxpipe.config.load import Loaded, resolve
+from maxpipe.config.load import Loaded, derive_known, resolve
 from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
-from maxpipe.data.fingerprint import data_digests, fingerprint_data
+from maxpipe.data.fingerprint import fingerprint_data
 from maxpipe.data.loader import Loader, make_loader, moved_state
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
-from maxpipe.devices.agreement import check_agreement, source_digest
+from maxpipe.devices.agreement import check_agreement
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
@@ -43,6 +41,7 @@ from maxpipe.telemetry.byte_progress import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
+from maxpipe.training.contents import package_versions, run_contents
 from maxpipe.training.continuity import (
     DOCUMENTS,
     FINGERPRINT,
@@ -52,13 +51,13 @@ from maxpipe.training.continuity import (
     version_changes,
 )
 from maxpipe.training.initial_weights import InitialWeights, open_weights, with_progress
+from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.trainer import StateT, Trainer
 
 # Packages whose versions every checkpoint records.
-DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class BuildTrainer(Protocol):
@@ -82,7 +81,8 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
             # Before all else: with different programs a collective would never end.
             check_agreement(loaded.config, run_contents(loaded.config))
         devices = jax.devices()
-        config = resolve(loaded, len(devices), num_slices(devices))
+        with naming_all_inputs(derive_known(loaded.config)):
+            config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
             return run(config, loaded, build_mesh(config), supervision, build_trainer)
@@ -100,22 +100,24 @@ def run(
     for line in (*advice(mesh.devices.flat[0], os.environ), *explain_threads(config)):
         decisions.add(line)
     memory = device_memory(mesh.devices.reshape(-1).tolist())
-    config = choose_stages(config, memory, decisions.add)
+    with naming_all_inputs(config):
+        config = choose_stages(config, memory, decisions.add)
     directory, checkpointer = open_run_directory(config)
     last_step = finished_step(config, checkpointer)
     if last_step is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
-        finished = f"step {last_step} is saved, and steps={config.steps}; nothing to do"
-        log(f"{directory.root} is finished: {finished}")
+        for line in _describe_finished(config, directory, checkpointer, last_step):
+            log(line)
         return DONE
     started = time.perf_counter()
-    trainer = build_trainer(config, mesh, note=decisions.add)
-    current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
+    with naming_all_inputs(config):
+        trainer = build_trainer(config, mesh, note=decisions.add)
+        current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
     if not config.compile.load:
-        current.recorder.say("compiling   the first step, minutes for a large model")
+        current.recorder.print_line("compiling   the first step, minutes for a large model")
     exit_code = run_and_close(current, lambda: train(current))
     log(_farewell(current, exit_code, str(directory.root), time.perf_counter() - started))
     return exit_code
@@ -138,7 +140,8 @@ def _owned(config: Config) -> Iterator[RunLease]:
         lease = RunLease()
         if jax.process_index() == 0:
             root, mirror = RunDirectory(config).root, open_mirror(config)
-            lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
+            with naming_all_inputs(config):
+                lease = stack.enter_context(own_run(root, mirror, job_of_process(), log))
         processes.of_first_process(0)  # the others wait here until the run has its owner
         if not processes.share(RunDirectory(config).root):
             problem = f"not all processes see the same {RunDirectory(config).root}"
@@ -180,6 +183,19 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
         is_sound = False
         log(f"step {step} of steps={config.steps} is saved, but damaged: {error}")
     return step if processes.agree(is_sound) else None
+
+
+def _describe_finished(
+    config: Config, directory: RunDirectory, checkpointer: Checkpointer, step: int
+) -> list[str]:
+    """Return lines that a run has ended with `step`, and what this start asks for in vain."""
+    meta = checkpointer.record(step).meta
+    is_known = isinstance(meta.get("config"), Mapping)  # otherwise crafted: no run has saved it
+    changed = directory.check(config, meta, checkpointer.place) if is_known else []
+    lines = [f"changed since step {step}: {change}" for change in changed]
+    finished = f"step {step} is saved, and steps={config.steps}; nothing to do"
+    in_vain = ", so what has changed has no effect" if changed else ""
+    return [*lines, f"{directory.root} is finished: {finished}{in_vain}"]
 
 
 def start_run(
@@ -319,7 +335,7 @@ def _build_profiler(config: Config, directory: RunDirectory, recorder: Recorder)
         config.telemetry.profile_steps,
         directory.root / "profile",
         is_required=config.telemetry.required,
-        say=recorder.say,
+        print_line=recorder.print_line,
     )
 
 
@@ -333,27 +349,6 @@ def peak_seconds(config: Config, mesh: Mesh) -> float | None:
     flops = config.data.global_batch_size * length * model_flops_per_token(config.model, length)
     num_chips = mesh.size / devices_per_chip(devices)
     return flops / (chip.peak_flops[config.model.dtype] * num_chips)
-
-
-def run_contents(config: Config) -> dict[str, str]:
-    """Return digests and versions of what the result of a run depends on, by name.
-
-    Data and tokenizer have the names of the keys that give their paths. What cannot be read has its
-    error in place of a digest: if no process can read it, opening it says so later.
-    """
-    try:
-        contents = data_digests(config)
-    except ConfigError as error:
-        contents = {problem.key: problem.message for problem in error.problems}
-    contents |= {f"version of {name}": version for name, version in package_versions().items()}
-    return contents | {"code of maxpipe": source_digest()}
-
-
-def package_versions() -> dict[str, str]:
-    """Return the versions of maxpipe and of the packages that decide what a step computes."""
-    # maxpipe's own version comes from the package: run from a checkout, it need not be installed.
-    installed = {name: metadata.version(name) for name in DEPENDENCIES}
-    return {"maxpipe": maxpipe.__version__} | installed
 
 
 def _continue_loader(

@@ -1,4 +1,4 @@
-"""The training loop: batch, step, log, evaluate, save, next."""
+"""Run the training loop: batch, step, log, evaluate, save, next."""
 
 import math
 import time
@@ -75,6 +75,7 @@ def train(run: Run) -> int:
 
 def _train(run: Run) -> int:
     config, clock, signals = run.config, run.supervision.time, run.supervision.interruption
+    # `stop_after` ends this start early; schedules still end at `steps`.
     last_step = min(config.steps, config.stop_after or config.steps)
     step_log = StepLog(
         run.recorder, config.optimizer.max_consecutive_skips, run.supervision.watchdog.progress
@@ -114,6 +115,7 @@ def _train(run: Run) -> int:
                 save(run)
                 saved_step = run.step
             step_log.resume()
+        # 4. The last step is still pending: finish it, and save what is not saved yet.
         step_log.finish()
         if step_log.has_diverged:
             return _too_many_skips(run, step_log, saved_step)
@@ -121,6 +123,7 @@ def _train(run: Run) -> int:
             if config.checkpoint.every or config.checkpoint.every_minutes:
                 save(run)
             else:
+                # Without checkpoints, too, a state that is not finite must not pass for success.
                 with jax.transfer_guard("allow"):
                     run.checkpointer.check(run.step, run.state)
     return signals.exit_code if is_interrupted else DONE
@@ -143,6 +146,7 @@ def _due(run: Run) -> _Due:
     return _Due(
         evaluate=bool(every) and (step % every == 0 or step == run.config.steps),
         save=run.checkpointer.due(step),
+        # The trace of a step is complete only when the step is.
         trace=step in run.config.telemetry.profile_steps,
     )
 
@@ -152,6 +156,7 @@ def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
     run.step = step_log.last_step
     count = run.config.optimizer.max_consecutive_skips
     remedy = ""
+    # Not one finite step since the save: the saved state itself may lead here.
     if saved_step and saved_step == run.step - count:
         remedy = (
             f". They began with what is saved as step {saved_step}; if the next start ends like "
@@ -164,7 +169,7 @@ def _too_many_skips(run: Run, step_log: "StepLog", saved_step: int) -> int:
 def _diverged(run: Run, reason: str, remedy: str = "") -> int:
     """Report why a run cannot continue from its state, and return the exit code."""
     lower = "Lower optimizer.learning_rate and start again"
-    run.recorder.say(f"{reason}; stopped without saving. {lower}{remedy}")
+    run.recorder.print_line(f"{reason}; stopped without saving. {lower}{remedy}")
     return DIVERGED
 
 
@@ -174,9 +179,11 @@ def save(run: Run) -> None:
     Raises:
       LeaseLost: the run directory is gone or has another owner.
     """
+    # Look again, not only at the last renewal: a new owner's steps must not be overwritten.
     run.supervision.lease.verify()
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
+        # `checkpoint.keep_best` compares steps by this loss.
         meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
         run.checkpointer.save(run.step, run.trainer.to_canonical(run.state), rows, meta)
     run.supervision.watchdog.progress(f"the start of saving step {run.step}")
@@ -187,6 +194,7 @@ def evaluate(run: Run) -> None:
     loader = run.eval_loader
     assert loader is not None
     with run.supervision.time.phase("evaluation"):
+        # Losses are comparable only over the same batches.
         loader.restart()
         sums = []
         num_bytes = []
@@ -196,6 +204,7 @@ def evaluate(run: Run) -> None:
             if run.token_bytes is not None:
                 per_target = run.token_bytes[batch["targets"]] * (batch["weights"] > 0)
                 num_bytes.append(_sum(run.place_eval({"bytes": per_target})["bytes"]))
+        # The first wait: until here batches are only dispatched.
         sums, num_bytes = jax.device_get((sums, num_bytes))
         cross_entropy = sum(batch_sums["cross_entropy"] for batch_sums in sums)
         weight = sum(batch_sums["weight"] for batch_sums in sums)
@@ -228,6 +237,7 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
         run.profiler.close()
         try:
             with run.supervision.time.phase("checkpoint"):
+                # A directory that has another owner is left alone.
                 if not run.supervision.lease.is_lost:
                     run.checkpointer.close()
         finally:
@@ -278,6 +288,7 @@ class StepLog:
         """Wait for the pending step and record it."""
         if self._pending is None:
             return
+        # Forgotten first: an error below must not make `finish` wait for this step again.
         (step, metrics), self._pending = self._pending, None
         # Scalars, and figures of each layer as lists.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
@@ -289,7 +300,7 @@ class StepLog:
         if values["skipped"]:
             why = "a spike" if self.last_is_finite else "not finite"
             what = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-            self._recorder.say(
+            self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
         self._recorder.step(step, step_seconds=seconds, **values)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, chosen by `optimizer.schedule`.
+"""Compute learning rates by the schedule that `optimizer.schedule` names.
 
 The facts about them are in `maxpipe.config.catalog.LR_SCHEDULES`. Each maps (progress, config) to a
 share of the peak rate: progress is a float32 scalar that runs from 0 at the end of the warm-up to 1

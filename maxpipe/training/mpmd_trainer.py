@@ -1,4 +1,4 @@
-"""The trainer of the mpmd engine: each stage holds and updates its part of the state.
+"""Train with the mpmd engine: each stage holds and updates its part of the state.
 
 On disk the state is the same as that of other trainers. Its subtrees that mirror the parameters
 (the parameters themselves, an optimizer's moments) are joined from and split into the stages'

@@ -1,4 +1,4 @@
-"""The update of parameters: clipping, the optimizer's direction, decay and learning rate."""
+"""Update parameters: clipping, the optimizer's direction, decay and learning rate."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The optimizers that `optimizer.name` can name; `maxpipe.config.catalog.OPTIMIZERS` lists them.
+"""Build optimizers by `optimizer.name`; `maxpipe.config.catalog.OPTIMIZERS` lists the names.
 
 Each maps `optimizer.*` and the tree of `ParamSpec`s to an `optax.GradientTransformation` whose
 updates are descent directions: `Optimizer` adds weight decay and multiplies by minus the learning
@@ -27,12 +27,12 @@ MUON_MOMENTUM = 0.95
 
 
 def adamw(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019)."""
+    """Build AdamW (Loshchilov & Hutter 2019)."""
     return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
 
 
 def lion(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023): the sign of a momentum.
+    """Build Lion (Chen et al. 2023): the sign of a momentum.
 
     Its learning rate is a third to a tenth of AdamW's.
     """
@@ -40,12 +40,12 @@ def lion(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation
 
 
 def sgd(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
-    """Stochastic gradient descent with momentum beta1; beta1 = 0 keeps no state."""
+    """Build stochastic gradient descent with momentum beta1; beta1 = 0 keeps no state."""
     return optax.trace(config.beta1) if config.beta1 else optax.identity()
 
 
 def adafactor(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
-    """Adafactor (Shazeer & Stern 2018): second moments of a matrix as one row and one column.
+    """Build Adafactor (Shazeer & Stern 2018): second moments of a matrix as one row and one column.
 
     Updates are clipped to a root mean square of 1 and scaled by that of the parameter, so that
     learning rates are relative to the size of parameters: 1e-2 is usual. No first moment; the decay
@@ -63,7 +63,7 @@ def adafactor(config: OptimizerConfig, specs: Params) -> optax.GradientTransform
 
 
 def muon(config: OptimizerConfig, specs: Params) -> optax.GradientTransformation:
-    """Muon (Jordan 2024): the momentum of each matrix made orthogonal.
+    """Build Muon (Jordan 2024): the momentum of each matrix made orthogonal.
 
     Embeddings, head, norms and biases get AdamW. Updates of matrices have the root mean square of
     AdamW's, so that both share learning rate and weight decay (Liu et al. 2025, "Muon is Scalable

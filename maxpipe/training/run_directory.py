@@ -1,4 +1,4 @@
-"""The directory of a run: its paths, and which configuration owns it. Imports no JAX."""
+"""Lay out the directory of a run, and tell which configuration owns it. Imports no JAX."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -122,7 +122,8 @@ class RunDirectory:
         try:
             self.config_history.mkdir(exist_ok=True)
             earlier = sorted(self.config_history.glob("[0-9]*-step-*.yml"))
-            if not earlier or earlier[-1].read_bytes() != text:
+            is_file = earlier and earlier[-1].is_file()  # a pipe would never end
+            if not is_file or earlier[-1].read_bytes() != text:
                 number = int(earlier[-1].name.partition("-")[0]) + 1 if earlier else 1
                 write_atomically(self.config_history / f"{number:04}-step-{step}.yml", [text])
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Skipping steps whose loss or gradient norm lies far above those of recent steps."""
+"""Skip steps whose loss or gradient norm lies far above those of recent steps."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class SpikeFilter:
         self._deviations = config.spike_deviations
 
     def init(self) -> History | None:
-        """The history before the first step."""
+        """Return the history before the first step."""
         if not self._window:
             return None
         return History(jnp.zeros((2, self._window)), jnp.zeros((), jnp.int32))
@@ -51,7 +51,7 @@ class SpikeFilter:
     def __call__(
         self, history: History | None, loss: jax.Array, norm: jax.Array, finite: jax.Array
     ) -> tuple[jax.Array, History | None]:
-        """Judges one step.
+        """Judge one step.
 
         Args:
           history: of the steps before.

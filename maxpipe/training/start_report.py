@@ -1,4 +1,4 @@
-"""The report at the start of a run: what runs, what was decided automatically, and why."""
+"""Report at the start of a run what runs, what was decided automatically, and why."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The state of a run, and its layouts on devices and on disk.
+"""Hold the state of a run, and convert between its layouts on devices and on disk.
 
 On disk a layer parameter is [N, ...] in model order, and so is every leaf of the optimizer's state
 that belongs to it. Letters: N layers.

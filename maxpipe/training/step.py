@@ -1,4 +1,4 @@
-"""One training step as a pure function of state and batch."""
+"""Run one training step, a pure function of state and batch."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,16 +37,21 @@ def train_step(
       (state after the step, the engine's metrics and those of `judge_step`; figures of each layer's
       load take the place of the load).
     """
+    # 1. Loss and gradients of the global batch, by whichever engine.
     metrics, gradients = loss_and_gradients(state.params, batch, state.step_key())
     norm = global_norm(gradients)
+    # 2. Judge the step on the devices, so that the host need not wait for the loss.
     verdict = judge_step(optimizer, metrics["loss"], norm, state.step, state.skips, state.history)
+    # 3. Selection biases are moved by load. It is no gradient, so it comes after the norm.
     if (load := metrics.pop(EXPERT_LOAD, None)) is not None:
         gradients = place_load(gradients, load)
         metrics |= load_figures(load, metrics.pop(EXPERT_DROPS, None))
+    # 4. Update, or with a step that is refused keep parameters and moments as they are.
     with jax.named_scope("optimizer"):
         params, opt_state = optimizer.update(
             state.params, gradients, state.opt_state, state.step, norm, verdict.accept
         )
+    # The count goes on either way: a refused batch is not tried again.
     after = TrainState(state.step + 1, state.key, params, opt_state, verdict.skips, verdict.history)
     return after, metrics | verdict.metrics
 
@@ -82,6 +87,7 @@ def judge_step(
       loss, norm: float32 scalars of the step; the norm is that of all gradients.
       step, skips, history: of the state before the step.
     """
+    # One NaN in any gradient makes the norm of all NaN.
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     accept, history = optimizer.spike_filter(history, loss, norm, finite)
     skips = jnp.where(finite, 0, skips + 1).astype(jnp.int32)

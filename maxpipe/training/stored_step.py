@@ -1,4 +1,4 @@
-"""A compiled train step in a file, and a step that runs it instead of compiling its own.
+"""Store a compiled train step in a file, and run it instead of compiling a new one.
 
 The file holds the executable as the runtime writes it and, as JSON, what it was compiled from.
 Nothing is unpickled: the structure of arguments and results follows from the configuration. An

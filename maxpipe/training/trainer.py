@@ -1,4 +1,4 @@
-"""The contract of trainers, which own the live state, and the trainer of SPMD engines.
+"""Define trainers, which own the live state, and train with SPMD engines.
 
 What the training loop sees: a state that `step` replaces, and its form on disk, which is the same
 for all engines.

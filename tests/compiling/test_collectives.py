@@ -78,7 +78,24 @@ source_target_pairs={{0,1},{1,2}}
     assert {c.axes for c in found.values()} == {"stage"}
 
 
-def test_a_collective_fused_with_what_it_runs_beside_counts_once(mesh):
+def test_a_ragged_collective_counts_the_rows_that_may_travel(mesh):
+    text = """
+ENTRY %main (a: bf16[32,4], b: bf16[64,4], n: s32[4]) -> bf16[32,4] {
+  %a = bf16[32,4]{1,0} parameter(0)
+  %b = bf16[64,4]{1,0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  %there = bf16[64,4]{1,0} ragged-all-to-all(%a, %b, %n, %n, %n, /*index=5*/%n), \
+replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %back = bf16[32,4]{1,0} ragged-all-to-all(%there, %a, %n, %n, %n, /*index=5*/%n), \
+replica_groups={{0,1,2,3},{4,5,6,7}}
+}
+"""
+    (both,) = find_collectives(parse(text), mesh)
+    assert (both.kind, both.axes, both.count) == ("ragged-all-to-all", "stage", 2)
+    assert (both.bytes, both.sent_bytes) == (2 * 256, 2 * 192)
+
+
+def test_a_collective_fused_with_what_it_overlaps_counts_once(mesh):
     text = """
 %begin (a: bf16[8]) -> (bf16[8], bf16[32]) {
   %a = bf16[8]{0} parameter(0)

@@ -9,35 +9,19 @@ import sys
 import pytest
 
 from maxpipe.config import ConfigError, catalog, load, notes, resolve
-from maxpipe.config.catalog import (
-    BLOCKS,
-    ENGINES,
-    GROUPED_KERNELS,
-    KERNELS,
-    LR_SCHEDULES,
-    OPTIMIZERS,
-    REMAT_POLICIES,
-    ROUTERS,
-    SCHEDULES,
-    SOURCES,
-    TOKENIZERS,
-)
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES, SCHEDULES, TOKENIZERS
 from maxpipe.config.help import describe
 from maxpipe.config.imports import implementation
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.rules.stages import engines_of
 
+# Every table of the catalogue whose entries name an implementation.
 TABLES = {
-    "SCHEDULES": SCHEDULES,
-    "ENGINES": ENGINES,
-    "OPTIMIZERS": OPTIMIZERS,
-    "LR_SCHEDULES": LR_SCHEDULES,
-    "SOURCES": SOURCES,
-    "KERNELS": KERNELS,
-    "GROUPED_KERNELS": GROUPED_KERNELS,
-    "ROUTERS": ROUTERS,
-    "BLOCKS": BLOCKS,
-    "TOKENIZERS": TOKENIZERS,
+    name: table
+    for name, table in vars(catalog).items()
+    if isinstance(table, dict)
+    and not name.startswith("_")
+    and any(hasattr(entry, "implementation") for entry in table.values())
 }
 ENTRIES = [(table, name) for table, entries in TABLES.items() for name in entries]
 
@@ -113,7 +97,24 @@ def is_tokenizer(value):
     return inspect.isclass(value) and hasattr(value, "encode") and not parameters_of(value)
 
 
-# For each table: where implementations live, and which public objects there are variants.
+def is_model_type(value):
+    return inspect.isclass(value) and hasattr(value, "model_type") and hasattr(value, "write")
+
+
+def is_model_place(value):
+    return inspect.isclass(value) and hasattr(value, "names") and hasattr(value, "fetch")
+
+
+def is_weight_format(value):
+    return (
+        inspect.isclass(value)
+        and hasattr(value, "describe")
+        and hasattr(value, "read")
+        and parameters_of(value) == ["config"]
+    )
+
+
+# For each table: packages of the implementations, and which public objects there are variants.
 FAMILIES = {
     "SCHEDULES": ("maxpipe.pipeline.schedules", is_schedule),
     "ENGINES": ("maxpipe.pipeline.engines", is_engine),
@@ -126,21 +127,25 @@ FAMILIES = {
     "DISPATCHES": ("maxpipe.model.experts.exchange", is_dispatch),
     "BLOCKS": ("maxpipe.model", is_block),
     "TOKENIZERS": ("maxpipe.data.tokenizers", is_tokenizer),
+    "MODEL_TYPES": ("maxpipe.hf.families", is_model_type),
+    "MODEL_PLACES": ("maxpipe.storage", is_model_place),
+    "WEIGHT_FORMATS": ("maxpipe.hf maxpipe.migration", is_weight_format),
 }
 
 
-def modules_of(path):
-    module = importlib.import_module(path)
-    yield module
-    for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{path}."):
-        yield importlib.import_module(info.name)
+def modules_of(packages):
+    for package in packages.split():
+        module = importlib.import_module(package)
+        yield module
+        for info in pkgutil.walk_packages(getattr(module, "__path__", []), f"{package}."):
+            yield importlib.import_module(info.name)
 
 
-def variants_in(path, is_variant):
-    """Return "module:attribute" of the public variants that the modules under a path define."""
+def variants_in(packages, is_variant):
+    """Return "module:attribute" of the public variants that the modules of packages define."""
     return {
         f"{module.__name__}:{name}"
-        for module in modules_of(path)
+        for module in modules_of(packages)
         for name, value in vars(module).items()
         if not name.startswith("_")
         and getattr(value, "__module__", "") == module.__name__
@@ -155,6 +160,15 @@ def missing_entries(table):
     return variants_in(*FAMILIES[table]) - {
         entry.implementation for entry in TABLES[table].values()
     }
+
+
+def test_tokenizers_have_as_many_ids_as_the_table_says():
+    sizes = {name: implementation(entry)().vocab_size for name, entry in TOKENIZERS.items()}
+    assert sizes == {name: entry.vocab_size for name, entry in TOKENIZERS.items()}
+
+
+def test_every_table_has_a_family():
+    assert FAMILIES.keys() == TABLES.keys()
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -303,6 +317,7 @@ VALUES = {
     "num_repeats": ["pipeline.num_repeats=1"],
     "num_layers_per_stage": ["pipeline.num_layers_per_stage=1"],
     "layers_per_stage": ["pipeline.layers_per_stage=[2,2,2,2]"],
+    "unit_times": ["pipeline.unit_times=[1,1.4,0.9]"],
     "memory_limit_gib": ["pipeline.memory_limit_gib=8"],
     "parallel_layers": ["pipeline.parallel_layers=4"],
     "outside_layers": ["pipeline.outside_layers=before", "pipeline.parallel_layers=4"],
@@ -359,8 +374,8 @@ class TestEngines:
             lines = [line for line in notes(config, loaded) if "has no effect" in line]
             lines += [line for line in notes(config, loaded) if "have no effect" in line]
             is_read = not any(key in line.partition(" no effect")[0] for line in lines)
-        if (name, engine) == ("memory_limit_gib", "mpmd"):
-            is_read = True  # with layers_per_stage=auto
+        if name in ("memory_limit_gib", "unit_times") and engine == "mpmd":
+            is_read = True  # with layers_per_stage=auto, and with the schedules that follow times
         assert is_read == ENGINES[engine].takes(key)
 
     @pytest.mark.parametrize("engine", ENGINES)

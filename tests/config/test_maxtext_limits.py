@@ -42,6 +42,6 @@ def test_every_pattern_decides_about_a_key():
     assert [pattern for pattern, idle in PATTERNS if not decides(pattern, idle)] == []
 
 
-def test_key_of_nobody_has_no_verdict():
+def test_unknown_key_has_no_verdict():
     assert limit_of("hidden_size") is None
     assert idle_of("hidden_size") is None

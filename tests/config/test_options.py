@@ -58,6 +58,31 @@ def test_unknown_key_of_the_same_meaning_is_found(key, meant):
     assert unknown_key(key) == f"unknown key; did you mean {meant}?"
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("model.window", "model.attention_window"),
+        ("data.batch_size", "data.global_batch_size"),
+        ("model.moe.num_expert", "model.moe.experts"),
+        ("model.moe.num_experts", "model.moe.experts"),
+        ("model.layers", "model.num_layers"),
+        ("model.layer", "model.num_layers"),
+        ("pipeline.microbatch", "pipeline.num_microbatches"),
+        ("pipeline.num_repeat", "pipeline.num_repeats"),
+        ("pipeline.schedlue", "pipeline.schedule"),
+        ("data.foo.tokenizr", "data.tokenizer"),
+        ("optimizer.foo.lr", "optimizer.learning_rate"),
+    ],
+)
+def test_unknown_key_of_a_section_names_what_is_near_in_it(key, meant):
+    assert unknown_key(key) == f"unknown key; did you mean {meant}?"
+
+
+def test_unknown_key_that_differs_in_a_letter_from_one_of_another_section_names_that():
+    assert unknown_key("pipeline.num_layer") == "unknown key; did you mean model.num_layers?"
+    assert unknown_key("data.learning_rat") == "unknown key; did you mean optimizer.learning_rate?"
+
+
 def test_synonyms_name_our_keys_and_shadow_none():
     names = {key.rpartition(".")[2] for key in OPTIONS}
     for theirs, ours in SYNONYMS.items():
@@ -74,6 +99,12 @@ def test_synonyms_name_our_keys_and_shadow_none():
         "model.size",
         "pipeline.num_rabbits",
         "data.shards",
+        "model.dim",
+        "model.heads",
+        "data.foo.bar",
+        "data.window",
+        "eval.num_expert_groups",
+        "checkpoint.foo.bar.baz",
     ],
 )
 def test_unknown_key_that_is_like_none_names_the_keys_of_its_section(key):
@@ -82,6 +113,37 @@ def test_unknown_key_that_is_like_none_names_the_keys_of_its_section(key):
     assert message.startswith(f"unknown key; the keys of {section} are ")
     inside = {name.split(".")[1] for name in OPTIONS if name.startswith(f"{section}.")}
     assert set(message.partition(" are ")[2].split(", ")) == inside
+
+
+@pytest.mark.parametrize(
+    ("key", "parent", "kind"),
+    [
+        ("sharding.logical_axis_rules.embed", "sharding.logical_axis_rules", "list"),
+        ("sharding.logical_axis_rules.foo", "sharding.logical_axis_rules", "list"),
+        ("data.mixture.0.path", "data.mixture", "list"),
+        ("steps.remat_policy", "steps", "value"),
+        ("mesh.ici.stage.num_layers", "mesh.ici.stage", "value"),
+    ],
+)
+def test_unknown_key_below_a_list_or_a_value_says_that_it_is_no_section(key, parent, kind):
+    message = f"unknown key; {parent} takes a {kind} and is no section, see --help {parent}"
+    assert unknown_key(key) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("model.rope", "model.rope_scaling"),
+        ("model.mao", "the keys of model"),
+        ("model.rope_scalng", "model.rope_scaling"),
+        ("chekpoint", "checkpoint"),
+        ("data.foo", "the keys of data"),
+    ],
+)
+def test_unknown_section_names_the_nearest_or_the_keys_around_it(key, meant):
+    message = unknown_key(key, is_section=True)
+    hint = meant if " " in meant else f"did you mean {meant}?"
+    assert message.startswith(f"unknown key; {hint}")
 
 
 def test_unknown_key_without_a_section_names_the_sections():
@@ -93,16 +155,16 @@ def test_unknown_key_without_a_section_names_the_sections():
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("num_experts", "has no counterpart: experts are not translated"),
-        ("model.num_experts", "has no counterpart: experts are not translated"),
-        ("num_experts_per_tok", "plays no part here: for mixtures of experts"),
-        ("shared_experts", "has no counterpart: experts are not translated"),
-        ("mlp_activations", "has no counterpart: the MLP is SwiGLU"),
+        ("num_experts", "is called model.moe.experts here"),
+        ("model.num_experts", "is called model.moe.experts here"),
+        ("shared_experts", "has no counterpart: experts that every token uses"),
+        ("num_experts_per_tok", "is called model.moe.per_token here"),
+        ("mlp_activations", "is called model.mlp_activation here (silu for [silu, linear]"),
         ("grad_dtype", "has no counterpart: sums of squares"),
         ("mu_dtype", "has no counterpart: sums of squares"),
         ("shard_optimizer_over_data", "has no counterpart: the state stays on the devices"),
-        ("attention_type", "has no counterpart: every layer attends"),
-        ("moba_chunk_size", "plays no part here: for attention of other models"),
+        ("attention_type", "is called model.attention_kind here (gqa for global, mla for mla"),
+        ("moba_chunk_size", "plays no part here: for attention that no block has"),
         ("quantization", "has no counterpart: there is no quantization; train in bfloat16"),
         ("use_iota_embed", "plays no part here: a matter of how the same products"),
         ("enable_goodput_recording", "plays no part here: every run writes metrics.jsonl"),

@@ -1,7 +1,6 @@
 """Fingerprints of data: what they notice, how they tell changes apart, how little they read."""
 
 import json
-import os
 import time
 from dataclasses import asdict
 
@@ -12,12 +11,10 @@ from maxpipe.data import fingerprint as module
 from maxpipe.data.fingerprint import (
     APPENDED,
     CHANGED,
-    READ_LIMIT,
     REORDERED,
     SHORTENED,
     data_digests,
     fingerprint_data,
-    sampled_digest,
 )
 from maxpipe.storage.local_files import RemoteFile
 
@@ -96,6 +93,15 @@ def test_fingerprint_names_the_file_that_changed(config, corpus):
     assert change.text == "b.jsonl has other contents"
 
 
+def test_fingerprint_names_the_sizes_of_a_file_that_was_cut_shorter(config, corpus):
+    saved = recorded(config)
+    file = corpus / "c.jsonl"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:100])
+    (change,) = fingerprint_data(config).changes_since(saved)
+    assert change.text == f"c.jsonl is shorter: {size} -> 100 bytes"
+
+
 def test_fingerprint_notices_weights_sources_and_the_validation_set(config, corpus):
     entries = [
         {"source": "jsonl", "path": str(corpus / "a.jsonl"), "weight": 1.0},
@@ -167,23 +173,6 @@ def test_fingerprint_of_sources_without_a_path_is_stable():
         config = replace(Config(), **{"data.source": source})
         assert kinds(config, recorded(config)) == []
         assert set(data_digests(config)) == {"data.source", "data.tokenizer"}
-
-
-@pytest.mark.parametrize("place", [0, 5, (1 << 20) - 1, (1 << 20) - (1 << 14)])
-def test_sampled_digest_reads_both_ends_of_a_large_file_and_at_most_the_limit(
-    tmp_path, monkeypatch, place
-):
-    file = tmp_path / "large"
-    content = bytearray(1 << 20)
-    file.write_bytes(content)
-    lengths = []
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, n, at: lengths.append(n) or pread(fd, n, at))
-    before = sampled_digest(str(file), 1 << 20)
-    assert sum(lengths) == READ_LIMIT
-    content[place] = 1
-    file.write_bytes(content)
-    assert sampled_digest(str(file), 1 << 20) != before
 
 
 def test_fingerprint_of_many_files_is_quick_and_remembered(config, tmp_path, monkeypatch):

@@ -82,3 +82,10 @@ def test_show_invalid_flag_is_named(flag, capsys):
     error = capsys.readouterr().err
     assert f"argument {name}: expected a " in error
     assert f"got '{value}'" in error
+
+
+def test_show_of_random_ids_prints_their_numbers(capsys):
+    words = ["data.source=synthetic", "model.vocab_size=4", "data.sequence_length=8"]
+    main(["show", "configs/base.yml", *words, "--rows=1", "--seconds=0.05"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if "segment 1" in line)
+    assert {*line.partition("'")[2].rstrip("'").split()} <= {"0", "1", "2"}

@@ -173,3 +173,18 @@ class TestTokenBytes:
         plain.pre_tokenizer = pre_tokenizers.Whitespace()
         plain.save(str(tmp_path / "plain.json"))
         assert load_tokenizer(str(tmp_path / "plain.json")).token_bytes is None
+
+
+def test_plain_ids_are_written_as_numbers() -> None:
+    tokenizer = load_tokenizer("ids:32")
+    ids = tokenizer.encode("3 1\n30")
+    assert (ids.dtype, ids.tolist()) == (np.int32, [3, 1, 30])
+    assert tokenizer.decode([3, 1, 30, tokenizer.eos_id]) == "3 1 30"
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (32, None, 31)
+    assert tokenizer_files("ids:32") == []
+
+
+@pytest.mark.parametrize("text", ["def", "3 32", "-1", "1.5"])
+def test_plain_ids_other_text_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not one of 32 ids, which stand for no text"):
+        load_tokenizer("ids:32").encode(text)

@@ -56,6 +56,9 @@ def test_units_are_consistent(chip):
     assert 1e10 < chip.hbm_bytes < 1e12
     assert chip.ici_bandwidth < chip.hbm_bandwidth < 1e13
     assert chip.dcn_bandwidth is None or 1e9 < chip.dcn_bandwidth < chip.ici_bandwidth
+    if chip.products_per_cycle:
+        assert 0.9e9 < chip.peak_flops["bfloat16"] / 2 / chip.products_per_cycle < 2e9  # Hz
+    assert chip.matrix_efficiency is None or 0.5 < chip.matrix_efficiency < 1
 
 
 def test_devices_that_share_a_chip_share_its_memory():

@@ -1,29 +1,17 @@
-"""Starting JAX: processes, simulated devices and the compilation cache."""
+"""Starting JAX: processes and simulated devices."""
 
 import jax
 import pytest
 
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.devices.start import (
-    compile_cache,
     job_of_process,
     simulated_share,
-    start_compile_cache,
     start_jax,
     start_processes,
 )
 
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
-
-
-def test_compile_cache_is_in_the_output_directory_by_default(tmp_path):
-    config = replace(Config(), output_dir=str(tmp_path))
-    assert compile_cache(config) == tmp_path / "compile_cache"
-    assert compile_cache(replace(config, **{"compile.cache_dir": "off"})) is None
-    assert (
-        compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix()
-        == "/elsewhere"
-    )
 
 
 @pytest.mark.parametrize(
@@ -43,56 +31,6 @@ def test_job_of_process_is_named_by_launcher_or_slurm(monkeypatch, environment, 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert job_of_process() == job
-
-
-class TestCompileCache:
-    @pytest.fixture(autouse=True)
-    def _settings(self):
-        names = (
-            "enable_compilation_cache",
-            "compilation_cache_dir",
-            "persistent_cache_min_compile_time_secs",
-        )
-        before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
-        yield
-        for name, value in before.items():
-            jax.config.update(name, value)
-
-    def test_start_compile_cache_on_several_cpu_devices_needs_a_directory(
-        self, monkeypatch, tmp_path
-    ):
-        monkeypatch.setenv("NPROC", "128")
-        jax.config.update("jax_enable_compilation_cache", True)
-        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
-        assert jax.config.jax_enable_compilation_cache
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-        start_compile_cache(Config())
-        assert not jax.config.jax_enable_compilation_cache
-
-    @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 4)])
-    def test_start_compile_cache_on_other_devices_is_used(
-        self, backend, count, monkeypatch, tmp_path
-    ):
-        monkeypatch.setattr(jax, "default_backend", lambda: backend)
-        monkeypatch.setattr(jax, "device_count", lambda: count)
-        jax.config.update("jax_enable_compilation_cache", True)
-        start_compile_cache(replace(Config(), output_dir=str(tmp_path)))
-        assert jax.config.jax_enable_compilation_cache
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
-
-    @pytest.mark.parametrize("place", ["a file", "below a file"])
-    def test_start_compile_cache_that_cannot_be_written_is_off_and_said_once(
-        self, monkeypatch, tmp_path, capsys, place
-    ):
-        """JAX itself would warn of every program."""
-        monkeypatch.setenv("NPROC", "128")
-        (tmp_path / "a file").touch()
-        cache = tmp_path / {"a file": "a file", "below a file": "a file/cache"}[place]
-        jax.config.update("jax_enable_compilation_cache", True)
-        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(cache)}))
-        assert not jax.config.jax_enable_compilation_cache
-        said = f"nothing is cached: {cache} cannot be written (compile.cache_dir)\n"
-        assert capsys.readouterr().out == said
 
 
 class TestStartOfProcesses:

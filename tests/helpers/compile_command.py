@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from maxpipe.config import Config
+
 ROOT = Path(__file__).parents[2]
 
 tpu_aot = [
@@ -60,3 +62,13 @@ NARROW = (
     "data.sequence_length=128",
     "pipeline.num_repeats=1",
 )
+
+
+def narrow_preset(config: Config) -> list[str]:
+    """Return the words that make a preset small, with one layer on each stage."""
+    stages, latent = config.mesh.size("stage"), config.model.attention_kind == "mla"
+    words = [w for w in NARROW if not (latent and w.startswith("model.num_kv_heads"))]
+    if config.model.first_dense_layers:  # and one outside the pipeline of each kind
+        one = f"model.num_layers={stages + 2}", f"pipeline.parallel_layers={stages}"
+        return [*words, "model.first_dense_layers=1", *one]
+    return [*words, f"model.num_layers={stages}"]

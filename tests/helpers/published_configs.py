@@ -1,6 +1,6 @@
 """What config.json of published models says of their shape, by the name of the preset.
 
-The values are those of the files on Hugging Face's hub, of the model that is named beside each;
+The values are those of the files on Hugging Face's hub, of the model that is named with each;
 keys that say nothing of the shape are left out.
 """
 

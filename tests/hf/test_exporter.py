@@ -58,7 +58,7 @@ def content_of(file):
     return json.loads(file.read_text())
 
 
-def test_special_ids_beside_the_text_part_of_a_model_with_images_are_kept(folder, tmp_path):
+def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folder, tmp_path):
     """A text part that has an id itself wins, and null is none."""
     text = content_of(folder / "config.json") | {"eos_token_id": None, "pad_token_id": 3}
     del text["bos_token_id"]

@@ -1,11 +1,13 @@
 """A translation loads, resolves and has MaxText's sizes; what cannot be is refused, all at once."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from maxpipe.config import Config, ConfigError, load, resolve
 from maxpipe.config.options import get
+from maxpipe.migration.blocks import SHIPPED
 
 PIPELINE = [
     "base_num_decoder_layers=8",
@@ -100,6 +102,65 @@ def test_run_has_maxtexts_defaults(translated):
             {"model.num_layers": 32, "model.embed_dim": 4096, "model.mlp_dim": 4 * 7168},
         ),
         ("dropout_rate=0.1", {"model.dropout": 0.1}),
+        (
+            "attn_logits_soft_cap=50 attention_sink=true",
+            {"model.attention_soft_cap": 50, "model.attention_sinks": True},
+        ),
+        ("mlp_activations=[gelu,linear]", {"model.mlp_activation": "gelu_tanh"}),
+        (
+            "logits_via_embedding=true base_emb_dim=1024 final_logits_soft_cap=30",
+            {"model.logit_scale": 1 / 32, "model.logit_soft_cap": 30},
+        ),
+        (
+            "logits_via_embedding=true normalize_embedding_logits=false",
+            {"model.logit_scale": 1, "model.tie_embeddings": True},
+        ),
+        (
+            "rope_linear_scaling_factor=4",
+            {"model.rope_scaling.type": "linear", "model.rope_scaling.factor": 4},
+        ),
+        (
+            "model_name=mixtral-8x7b ici_expert_parallelism=4 routed_bias=true mlp_bias=true",
+            {
+                "mesh.ici.expert": 4,
+                "model.moe.experts": 8,
+                "model.moe.per_token": 2,
+                "model.moe.mlp_dim": 14336,
+                "model.moe.router": "topk_softmax",
+                "model.moe.capacity_factor": 0,
+                "model.moe.logit_bias": True,
+                "model.mlp_bias": True,
+            },
+        ),
+        (
+            "model_name=qwen3-30b-a3b global_parameter_scale=8",
+            {
+                "model.num_layers": 96,
+                "model.moe.experts": 128,
+                "model.moe.per_token": 8,
+                "model.moe.mlp_dim": 1536,
+                "model.qk_norm": True,
+            },
+        ),
+        (
+            "model_name=gemma2-9b local_rope_max_timescale=5000",
+            {
+                "model.num_layers": 42,
+                "model.layer_pattern": ["local", "global"],
+                "model.attention_window": 4096,
+                "model.attention_soft_cap": 50,
+                "model.logit_soft_cap": 30,
+                "model.logit_scale": 3584**-0.5,
+                "model.mlp_activation": "gelu_tanh",
+                "model.norm_placement": "sandwich",
+                "model.rope_theta_local": 5000,
+            },
+        ),
+        (
+            "model_name=gemma2-9b ici_pipeline_parallelism=4 num_layers_per_pipeline_stage=1 "
+            "pipeline_parallel_layers=20",
+            {"pipeline.num_layers_per_stage": 2, "pipeline.parallel_layers": 40},
+        ),
         ("dropout_rate=0.1 enable_dropout=false", {"model.dropout": 0}),
         ("attention=flash", {"model.attention": "splash"}),
         ("attention=cudnn_flash_te hardware=gpu", {"model.attention": "auto"}),
@@ -129,6 +190,7 @@ def test_run_has_maxtexts_defaults(translated):
             {"telemetry.profile_steps": [5, 7]},
         ),
         ("hardware=cpu", {"mesh.simulated_devices": 8}),
+        ("vocab_size=32", {"model.vocab_size": 32, "data.source": "synthetic"}),
         (
             "dataset_type=hf hf_path=json hf_train_files=a.jsonl tokenizer_path=t.json",
             {"data.source": "jsonl", "data.path": "a.jsonl", "data.tokenizer": "t.json"},
@@ -148,18 +210,70 @@ def test_words_set_our_keys(translated, words, values):
 @pytest.mark.parametrize(
     ("words", "devices", "key", "advice"),
     [
-        ("num_experts=8", 8, "num_experts", "must be 1: .*experts are not translated"),
+        ("num_experts=8", 8, "num_experts", "llama2 has no experts; mixtral and qwen3_moe have"),
+        ("mtp_num_layers=1", 8, "mtp_num_layers", "no layers predict later ones"),
+        ("shared_experts=1", 8, "shared_experts", r"model\.moe\.shared_experts has them"),
+        (
+            "load_balance_loss_weight=0.01",
+            8,
+            "load_balance_loss_weight",
+            r"model\.moe\.balance_loss",
+        ),
+        ("routed_score_func=sigmoid", 8, "routed_score_func", r"model\.moe\.router"),
+        (
+            "attention_type=mla",
+            8,
+            "attention_type",
+            r"model\.attention_kind=mla .*deepseek-v3\.yml",
+        ),
+        ("attention_type=chunk", 8, "attention_type", r"model\.layer_pattern"),
+        ("mlp_activations=[relu,linear]", 8, "mlp_activations", r"use \[silu, linear\] or \[gelu"),
+        ("mlp_activations_limit=7", 8, "mlp_activations_limit", r"model\.mlp_limit"),
+        ("nope_layer_interval=4", 8, "nope_layer_interval", r"model\.layer_pattern"),
+        ("partial_rotary_factor=0.5", 8, "partial_rotary_factor", r"model\.rope_fraction"),
+        ("ici_diloco_parallelism=2", 8, "ici_diloco_parallelism", "tensor or expert"),
+        ("decoder_block=mixtral", 8, "base_moe_mlp_dim", "-1 is no width"),
+        (
+            "decoder_block=mixtral base_moe_mlp_dim=64",
+            8,
+            "base_moe_mlp_dim",
+            "64 differs from base_mlp_dim",
+        ),
+        (
+            "model_name=mixtral-8x7b capacity_factor=1.5 sparse_matmul=false",
+            8,
+            "capacity_factor",
+            r"model\.moe\.capacity_factor",
+        ),
+        ("model_name=mixtral-8x7b ici_expert_parallelism=3", 9, "mesh.ici.expert", "do not divide"),
+        (
+            "model_name=mixtral-8x7b load_parameters_path=/a",
+            8,
+            "load_parameters_path",
+            "init_from=hf:DIR",
+        ),
+        (
+            "decoder_block=gemma2 sliding_window_size=8 use_post_attn_norm=true",
+            8,
+            "use_post_ffw_norm",
+            "must be true like use_post_attn_norm",
+        ),
+        ("decoder_block=gemma2", 8, "normalization_layer_epsilon", "must be 1e-06"),
+        (
+            "model_name=gemma2-9b local_rope_max_timescale=5 rope_linear_scaling_factor=2",
+            8,
+            "rope_linear_scaling_factor",
+            "leaves out local layers",
+        ),
         ("quantization=int8", 8, "quantization", "must be empty: .*bfloat16"),
-        ("decoder_block=gemma2", 8, "decoder_block", "llama2, mistral, qwen2, qwen3"),
-        ("logits_via_embedding=true", 8, "normalize_embedding_logits", "set false"),
-        ("rope_type=yarn", 8, "rope_type", "use default or llama3.1"),
+        ("decoder_block=gpt3", 8, "decoder_block", "llama2, mistral, qwen2, qwen3, gemma2"),
+        ("rope_type=yarn", 8, "rope_type", "use default or llama3.1.*type=yarn is legal"),
         ("opt_type=adam_pax", 8, "opt_type", "use adamw, muon or sgd"),
         ("opt_type=muon", 8, "muon_consistent_rms", "must be 0.2"),
         ("dataset_type=tfds", 8, "dataset_type", "use dataset_type=grain"),
         ("dataset_type=hf hf_path=c4", 8, "hf_path", "download its files"),
         ("dataset_type=grain", 8, "grain_train_files", "names no files"),
         ("dataset_type=grain", 8, "tokenizer_path", r"name ends in \.model"),
-        ("vocab_size=32", 8, "vocab_size", "at least 259"),
         ("remat_policy=fastest", 8, "remat_policy", "is not among full, "),
         ("load_parameters_path=gs://a", 8, "init_from", "copy the step"),
         ("load_full_state_path=/a", 8, "load_full_state_path", "load_parameters_path reads"),
@@ -178,13 +292,24 @@ def test_what_stands_in_the_way_is_refused_with_advice(refused, words, devices, 
     assert re.search(advice, refusals[key]), refusals
 
 
+SHIPPED_MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+@pytest.mark.parametrize("block", SHIPPED)
+def test_block_without_counterpart_is_answered_with_the_shipped_model(refused, block):
+    refusals = refused(f"decoder_block={block}", "shared_experts=1", "attention_type=mla")
+    assert list(refusals) == ["decoder_block"]
+    (file,) = re.findall(r"configs/models/(\S+\.yml)", refusals["decoder_block"])
+    assert (SHIPPED_MODELS / file).is_file()
+
+
 def test_every_problem_is_listed_at_once(refused):
     words = "model_name=llama3-8b head_dim=64 num_experts=2 foo=1 dtype=float16 opt_type=lion bar"
     assert list(refused(*words.split())) == [
         "",
         "head_dim",
-        "num_experts",
         "foo",
+        "num_experts",
         "opt_type",
         "model.dtype",
     ]
@@ -206,6 +331,14 @@ def test_problem_of_our_key_names_maxtexts(translated):
         ("learning_rate_schedule_steps=10", "keep its last learning rate, where MaxText has 0"),
         ("attention_bias=true", "decoder_block=llama2 does not read it"),
         ("profiler=nsys", "profiler=nsys: left out"),
+        ("use_post_attn_norm=true", "decoder_block=llama2 does not read it"),
+        ("mlp_bias=true", "decoder_block=llama2 does not read it"),
+        ("sliding_window_size=8", "decoder_block=llama2 does not read it"),
+        ("attention_type=local_sliding", "model.attention_window in the result"),
+        ("final_logits_soft_cap=30", "MaxText caps the logits of tied embeddings only"),
+        ("model_name=mixtral-8x7b capacity_factor=2", "does not read it with sparse_matmul=true"),
+        ("model_name=qwen3-30b-a3b", "norm_topk_prob=true: left out: weights of a token's experts"),
+        ("ragged_buffer_factor=1", "no token is left out for want of a buffer"),
     ],
 )
 def test_what_differs_is_noted(translated, words, note):

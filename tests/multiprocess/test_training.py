@@ -80,6 +80,18 @@ sys.exit(train.main(sys.argv[1:] + own))
 """
 
 
+# Each process finds files of its own under the same relative names.
+FILES_OF_ITS_OWN = """
+import os, sys
+
+os.chdir(os.environ["JAX_PROCESS_ID"])
+sys.path.insert(0, "")
+from maxpipe import train
+
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
 def train(tmp_path, processes, arguments, name):
     """Start some processes and wait until all have ended."""
     if processes == 1:
@@ -258,3 +270,28 @@ def test_train_failed_save_in_one_process_ends_all_with_1(tmp_path, monkeypatch,
     assert "error: saving checkpoint" in started[bad].output
     assert f"error in process {bad}: saving checkpoint" in started[1 - bad].output
     assert checkpoints(tmp_path / "base") == []
+
+
+@pytest.mark.slow
+def test_train_files_of_the_same_name_with_other_contents_exit_with_2(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (0, 1):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / "table.csv").write_text(("F0,F1,B0,B1\n" * 2, "F0,B0,F1,B1\n" * 2)[number])
+        (directory / "mine.py").write_text(
+            "import optax\n"
+            "from maxpipe.config.catalog import OPTIMIZERS, Optimizer\n"
+            "OPTIMIZERS['mine'] = Optimizer('mine:build', moments=0)\n"
+            f"def build(config):\n    return optax.scale({number + 1}.0)\n"
+        )
+    words = ("pipeline.schedule=table.csv", "--import", "mine", "optimizer.name=mine")
+    with members(
+        tmp_path, 2, command(tmp_path, *ENDLESS, *words), program=FILES_OF_ITS_OWN
+    ) as started:
+        codes, output = ends(started)
+    assert codes == [2, 2], output
+    for process in started:
+        for name in ("pipeline.schedule", "code of mine"):
+            assert f"{name}: the processes of this run differ: " in process.output
+    assert not (tmp_path / "base").exists()

@@ -48,6 +48,26 @@ def test_inline_opens_nested_calls_and_leaves_others(calls, closed) -> None:
     assert jax.core.eval_jaxpr(flat.jaxpr, flat.consts, 2.0) == [jnp.cos(jnp.sin(2.0))]
 
 
+def test_inline_keeps_the_scopes_of_calls_and_of_what_they_call() -> None:
+    @jax.jit
+    def inner(x):
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    def twice(x):
+        with jax.named_scope("outer"):
+            x = jax.checkpoint(inner)(x)
+        return jnp.cos(inner(x))
+
+    flat = inline(jax.make_jaxpr(twice)(1.0), CALLS + CHECKPOINTS)
+    scopes = [str(eqn.source_info.name_stack) for eqn in flat.jaxpr.eqns]
+    assert list(zip(names(flat.jaxpr.eqns), scopes, strict=True)) == [
+        ("sin", "outer/inner"),
+        ("sin", "inner"),
+        ("cos", ""),
+    ]
+
+
 def test_ancestors_of_an_output_compute_it() -> None:
     jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(jnp.cos(x)), jnp.exp(x)))(1.0).jaxpr
     equations = ancestors(jaxpr.eqns, jaxpr.outvars[:1])

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import ConfigError
+from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.pipeline.schedules.load import load_schedule
+from maxpipe.pipeline.schedules.load import build_table, load_schedule
 from maxpipe.planning.auto_stages import (
     choose_stages,
     plan_stages,
@@ -30,6 +31,38 @@ def every_cut(total, chunks):
     for cuts in combinations(range(1, total), chunks - 1):
         ends = [*cuts, total]
         yield [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "zb_h2"])
+def test_order_follows_unit_times_of_the_configuration(schedule):
+    """Given, or by FLOPs; transfers of a quarter of a forward make the published order wait."""
+    sizes = {"pipeline.schedule": schedule, "pipeline.remat_policy": "minimal"}
+    published = config_of(**sizes)
+    assert choose_stages(published, None, [].append).pipeline.unit_times == []
+    given = config_of(**sizes, **{"pipeline.unit_times": [1.0, 1.4, 0.9, 1.0]})
+    assert to_csv(build_table(given)) != to_csv(build_table(published))
+    lines = []
+    auto = config_of(**sizes, **LARGE_HEAD, **{"pipeline.unit_times": [-1]})
+    chosen = choose_stages(auto, None, lines.append)
+    times = unit_times(chosen)
+    assert chosen.pipeline.unit_times == pytest.approx(
+        [1, times.input_gradient, times.weight_gradient, 0, times.head], rel=1e-3
+    )
+    (line,) = [line for line in lines if line.startswith("pipeline.unit_times=[1.0,")]
+    took = re.search(rf"a step of {schedule} takes (\S+), (\S+) in the published order", line)
+    assert float(took[1]) <= float(took[2])
+    sizes = chosen.pipeline.layers_per_stage
+    now = predict(chosen, sizes).run
+    before = predict(update(chosen, {"pipeline.unit_times": []}), sizes).run
+    assert now.makespan < before.makespan or now.bubble < before.bubble
+    assert f"{now.makespan:.4g}" == took[1]
+
+
+def test_unit_times_auto_stay_with_a_schedule_that_has_no_use_for_them():
+    config = config_of(**{"pipeline.unit_times": [-1]})
+    lines = []
+    assert choose_stages(config, None, lines.append).pipeline.unit_times == [-1]
+    assert not any("unit_times" in line for line in lines)
 
 
 @settings(max_examples=25, deadline=None)
@@ -122,7 +155,7 @@ def test_a_smaller_limit_moves_layers_to_later_stages():
     ]
 
 
-def test_a_lockstep_table_is_an_order_of_units_where_nobody_waits_for_ticks():
+def test_a_lockstep_table_is_an_order_of_units_where_no_unit_waits_for_ticks():
     """GPipe's last stage is busy from its first forward on; one backward of the first follows."""
     config = config_of(2, **{"pipeline.schedule": "gpipe", "model.num_layers": 3})
     prediction = predict(config, [1, 2])
@@ -193,7 +226,7 @@ def test_a_csv_file_that_fits_nowhere_is_not_tried_with_other_microbatches(tmp_p
         choose_stages(config, 1.0, print)
 
 
-def test_full_rematerialisation_is_not_advised_beside_a_policy_of_ones_own():
+def test_full_rematerialisation_is_not_advised_next_to_a_policy_of_ones_own():
     custom = {"pipeline.remat_policy": "custom", "pipeline.remat_tensors.mlp_up": "device"}
     config = config_of(**custom, **{"pipeline.schedule": "1f1b", "pipeline.engine": "mpmd"})
     least = max(plan_stages(config, inf).memory)
@@ -240,7 +273,9 @@ def test_times_of_layers_are_those_of_their_kinds_and_of_their_places():
     assert np.add(local, of_all) == pytest.approx(0)
     assert times.of_layers(2, 4) == pytest.approx(4 * times.layer)
     inside = {"pipeline.parallel_layers": 4, "pipeline.layers_per_stage": [2, 2]}
-    inside |= {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"}
     for place, extra in (("after", of_all), ("before", local)):
-        config = config_of(2, **WINDOWS, **inside, **{"pipeline.outside_layers": place})
-        assert unit_times(config).extras == (extra,) * 4
+        inside |= {"pipeline.outside_layers": place}
+        spmd = {"pipeline.engine": "circular", "pipeline.schedule": "gpipe"}
+        assert unit_times(config_of(2, **WINDOWS, **inside, **spmd)).extras == (extra,) * 4
+        # There the layers outside are part of a chunk.
+        assert unit_times(config_of(2, **WINDOWS, **inside)).extras == times.extras

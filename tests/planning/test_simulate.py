@@ -101,7 +101,7 @@ def test_delayed_forwarding_hides_transfers_that_are_no_longer_than_a_slot():
         assert simulate(table, Costs(1, 2, communication=1.5)).makespan > free
 
 
-def test_slack_lets_collectives_run_beside_the_other_slot():
+def test_slack_lets_collectives_run_during_the_other_slot():
     S, M, F, B = 4, 16, 1.0, 2.0
     costs = Costs(F, B, collectives=0.25)
     plain = simulate(build("lockstep_1f1b", S, M), costs)

@@ -11,7 +11,7 @@ from maxpipe.pipeline.schedules.list_scheduling import policies, schedule_units
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.pipeline.schedules.order import place, stage_orders
 from maxpipe.pipeline.schedules.throttled import throttled
-from maxpipe.pipeline.schedules.timed_orders import Orders, UnitTimes, Workload
+from maxpipe.pipeline.schedules.timed_orders import Orders, Workload
 from maxpipe.pipeline.schedules.validate import validate
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.planning.solve import solve
@@ -23,10 +23,7 @@ UNEVEN = Costs([1, 1.5, 0.5], [2, 3, 1], [1, 2, 0.5], [1, 1, 0.5], 0.2)
 
 
 def workload(S, M, V, placement, costs, max_in_flight):
-    times = [tuple(costs.of(kind, S).tolist()) for kind in "FBIW"]
-    return Workload(
-        S, M, V, placement, UnitTimes(*times, costs.communication, costs.head), max_in_flight
-    )
+    return Workload(S, M, V, placement, costs.unit_times(S, V, placement), max_in_flight)
 
 
 @pytest.fixture(autouse=True)
@@ -114,10 +111,10 @@ def test_improve_joins_and_moves_units_and_keeps_the_memory():
 
 
 CASES = [
-    (4, 8, 1, "loop", False, 5),
+    (4, 8, 1, "loop", None, 5),
     (4, 8, 1, "loop", False, 8),
-    (3, 6, 2, "loop", False, 7),
-    (3, 6, 2, "v", False, 6),
+    (3, 6, 2, "loop", None, 7),
+    (3, 6, 2, "v", None, 6),
     (4, 4, 2, "v", False, 4),
     (4, 8, 1, "loop", True, 8),
     (3, 7, 2, "loop", True, 11),
@@ -130,9 +127,9 @@ def test_solve_is_never_worse_than_a_named_schedule_that_fits(
 ):
     """However short the search is."""
     monkeypatch.setattr("maxpipe.planning.solve.UNITS_TIMED", 5_000)
-    for costs in (SPLIT, CHEAP_B, Costs(1, 2, 1, 1)):
+    for costs in (SPLIT, CHEAP_B, Costs(1, 2, 1, 1), Costs(1, 2, 1, 1, head=2)):
         solution = found(Task(S, M, V, placement, lockstep, cap, costs))
-        assert solution.run.table.lockstep == lockstep
+        assert lockstep in (None, solution.run.table.lockstep)
         assert solution.run.peak_in_flight.max() <= cap
         assert solution.bound <= solution.run.makespan + 1e-9
         named = [
@@ -141,12 +138,48 @@ def test_solve_is_never_worse_than_a_named_schedule_that_fits(
             if facts.repeats_for(V) == V
             and (run := simulate(load_schedule(name, S, M, V), costs)).table.placement == placement
             and run.peak_in_flight.max() <= cap
+            # A head that is spread over the stages is for lockstep tables alone.
             and (run.table.lockstep or not lockstep)
+            and (not run.table.lockstep or lockstep is not False or not costs.head)
         ]
+        assert {run.table.name for run in solution.named} == {run.table.name for run in named}
         assert len(solution.named) == len(named) > 0
-        # With a head, lockstep tables have it spread over the stages, which is another program.
-        same_form = [run for run in named if run.table.lockstep == lockstep]
-        assert all(solution.run.makespan <= run.makespan + 1e-9 for run in same_form)
+        assert all(solution.run.makespan <= run.makespan + 1e-9 for run in named)
+        assert all(solution.run.makespan <= run.makespan + 1e-9 for run in solution.named)
+
+
+@pytest.mark.parametrize(
+    ("lockstep", "makespan", "forms"),
+    [
+        (None, 17, "free-running or lockstep"),
+        (False, 21.5, "free-running"),
+        (True, 17, "lockstep"),
+    ],
+)
+def test_solve_with_a_large_head_takes_the_form_that_is_faster(lockstep, makespan, forms):
+    """The last of four stages computes it alone, or each stage a quarter."""
+    solution = found(Task(4, 4, 2, "loop", lockstep, 8, Costs(0.5, 1, 0.5, 0.5, head=2)))
+    assert solution.run.makespan == pytest.approx(makespan)
+    assert solution.run.makespan <= solution.named[0].makespan
+    assert solution.run.table.lockstep == (lockstep is not False)
+    assert solution.forms == forms
+    assert solution.bound <= makespan + 1e-9
+
+
+def test_solve_lists_the_order_of_a_named_schedule_that_follows_the_times():
+    (adapted,) = [
+        run
+        for run in found(Task(4, 8, 2, "v", False, 8, Costs(1, 2.3, 1.4, 0.9))).named
+        if run.table.name == "zb_v"
+    ]
+    published = simulate(load_schedule("zb_v", 4, 8, 2), Costs(1, 2.3, 1.4, 0.9))
+    assert adapted.bubble < published.bubble - 0.5
+
+
+def test_solve_lists_the_published_order_if_only_that_fits():
+    solution = found(Task(4, 8, 1, "loop", False, 7, Costs(1, 2.3, 1.4, 0.9)))
+    (run,) = [run for run in solution.named if run.table.name == "zb_h2"]
+    assert run.peak_in_flight.max() == 7
 
 
 def test_solve_under_a_cap_that_no_named_schedule_fits_still_finds_one():

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,7 +10,8 @@ import threading
 import pytest
 from helpers.training_process import DEADLINE_SECONDS, command, steps_of
 
-from maxpipe import train
+from maxpipe import ctrl_c, train
+from maxpipe.__main__ import COMMANDS
 from maxpipe.config.terminal import CLOSED_PIPE, INTERRUPTED, emit, no_tracebacks
 from maxpipe.generate import _utf8
 
@@ -20,11 +22,14 @@ import os, runpy, signal, sys
 
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == sys.argv[1]:
+        if name == imported:
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
+module, imported = sys.argv[1:3]
+del sys.argv[1:3]
 sys.meta_path.insert(0, Interrupt())
-runpy.run_module("maxpipe.train", run_name="__main__", alter_sys=True)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
@@ -61,12 +66,51 @@ def test_schedule_reader_ends_ends_quietly(arguments):
     assert code in (0, CLOSED_PIPE)
 
 
-@pytest.mark.parametrize("module", ["maxpipe.config.cli", "maxpipe.supervision"])
-def test_train_interrupted_while_modules_are_imported_says_one_line(module):
-    words = [sys.executable, "-c", INTERRUPTED_BY_AN_IMPORT, module, "configs/base.yml"]
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("maxpipe.train", "maxpipe.config"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                *((f"maxpipe.{name}", "maxpipe.config") for name in COMMANDS if name != "train"),
+                ("maxpipe.train", "maxpipe.supervision"),
+                ("maxpipe", "maxpipe.schedule"),
+            ]
+        ),
+    ],
+)
+def test_command_interrupted_while_modules_are_imported_says_one_line(module, imported):
+    words = [sys.executable, "-c", INTERRUPTED_BY_AN_IMPORT, module, imported, "schedule"]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == INTERRUPTED
-    assert ended.stderr.strip() == "stopped by Ctrl-C; nothing was being trained"
+    assert ended.stderr.strip() == "stopped by Ctrl-C"
+
+
+def test_ctrl_c_is_an_exception_in_main_and_no_traceback_around_it(monkeypatch, capfd):
+    handlers = []
+
+    def end(code):
+        raise SystemExit(code)
+
+    def main():
+        handlers.append(signal.getsignal(signal.SIGINT))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ctrl_c.os, "_exit", end)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        ctrl_c.expect()
+        with pytest.raises(SystemExit, match="130"):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(SystemExit, match="130"):
+            ctrl_c.run(main)
+        with pytest.raises(SystemExit, match="3"):
+            ctrl_c.run(lambda: 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert handlers == [signal.default_int_handler]
+    assert capfd.readouterr().err == "\nstopped by Ctrl-C\n" * 2
 
 
 def test_train_in_a_thread_trains_and_says_that_signals_are_left_alone(tmp_path, capfd):

@@ -174,6 +174,20 @@ def test_lease_that_names_no_owner_expires(place, lines, text):
     assert waiting.seconds > LEASE_SECONDS - 2
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_lease_pipe_or_device_in_its_place_expires(place, lines, make):
+    place.create("other", "")
+    make(place._path / NAME)
+    os.utime(place._path / NAME, (0, 0), follow_symlinks=False)
+
+    def own():
+        acquire(place, Owner.this_process("job", 2), lines.append, sleep=Waiting()).release()
+
+    Deadline(20).wait(own)  # reading it would never end
+    assert "taken over from process 0 on an unknown host" in lines[-1]
+    assert names(place) == ["other"]
+
+
 def test_lease_is_taken_over_by_one_of_many(place, lines):
     dead_owner(place)
     leases, refused = [], []

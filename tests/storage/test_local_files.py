@@ -1,4 +1,4 @@
-"""Compressed files: unpacked completely, once, and again when they change."""
+"""Digests of files; compressed files: unpacked completely, once, and again when they change."""
 
 import gzip
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config.errors import ConfigError
-from maxpipe.storage.local_files import unpacked
+from maxpipe.storage.local_files import READ_LIMIT, sampled_digest, unpacked
 
 zstandard = pytest.importorskip("zstandard", reason="needs the extra `data`")
 
@@ -70,3 +70,20 @@ def test_unpacked_unwritable_cache_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"^data\.cache_dir: cannot keep a copy of "):
         unpacked(str(tmp_path / "a.gz"), str(tmp_path / "file" / "cache"))
+
+
+@pytest.mark.parametrize("place", [0, 5, (1 << 20) - 1, (1 << 20) - (1 << 14)])
+def test_sampled_digest_reads_both_ends_of_a_large_file_and_at_most_the_limit(
+    tmp_path, monkeypatch, place
+):
+    file = tmp_path / "large"
+    content = bytearray(1 << 20)
+    file.write_bytes(content)
+    lengths = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, n, at: lengths.append(n) or pread(fd, n, at))
+    before = sampled_digest(str(file), 1 << 20)
+    assert sum(lengths) == READ_LIMIT
+    content[place] = 1
+    file.write_bytes(content)
+    assert sampled_digest(str(file), 1 << 20) != before

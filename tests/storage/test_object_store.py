@@ -52,3 +52,31 @@ def test_mirror_store_that_never_answers_is_given_up(monkeypatch, s3):
         # s3fs alone would wait for this one without end.
         with pytest.raises(StoreSilent):
             mirror.write_file("config.yml", b"steps: 1\n")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIAKEY:pass-word@bucket/runs",
+        "s3://AKIAKEY:pass/-word@bucket/runs",
+        "gs://pass-word@bucket/runs",
+    ],
+)
+def test_open_store_url_with_credentials_is_refused_without_showing_them(url):
+    with pytest.raises(ConfigError) as caught:
+        open_store(url, "checkpoint.mirror")
+    shown = str(caught.value)
+    assert "word" not in shown
+    assert f"{url[:5]}***@bucket/runs: a URL must not hold credentials; they come from " in shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/models/a:b@2024/x",
+        "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/mine/a@b",
+    ],
+)
+def test_open_store_signs_that_are_no_credentials_are_let_pass(url):
+    pytest.importorskip("s3fs", reason="needs the extra `s3`")
+    assert open_store(url, "data.path").protocol

@@ -83,6 +83,13 @@ def test_an_explained_error_of_one_of_several_is_posted_before_it_leaves(
     assert capsys.readouterr().err == printed
 
 
+def test_an_explained_error_is_posted_without_the_secrets_in_its_urls(store):
+    with pytest.raises(Left), failing_fast():
+        raise CheckpointSaveError("copying to s3://me:pass-word@bucket/runs failed")
+    reason = "process 1: copying to s3://***@bucket/runs failed"
+    assert json.loads(*store.posted.values()) == [1, reason]
+
+
 def test_an_explained_error_that_jax_has_caused_gives_jax_time_to_end_the_process(
     store, monkeypatch
 ):

@@ -76,7 +76,7 @@ def test_console_resumed_run_prints_its_first_step():
 def test_console_log_every_0_prints_text_only():
     stream = io.StringIO()
     console = run(stream, 30, log_every=0)
-    console.say("saved")
+    console.print_line("saved")
     console.close()
     assert stream.getvalue() == "saved\n"
 
@@ -99,7 +99,7 @@ def test_console_unknown_peak_leaves_out_mfu():
 def test_console_on_terminal_draws_bar_and_text_lines():
     stream = Terminal()
     console = run(stream, 5, total_steps=5)
-    console.say("eval loss 2.0")
+    console.print_line("eval loss 2.0")
     console.close()
     assert "step 5/5" in stream.getvalue()
     assert "|" in stream.getvalue()

@@ -50,7 +50,7 @@ def test_profiler_writes_trace(tmp_path):
 
 def test_profiler_trace_names_the_viewer_and_its_failure_ends_nothing(tmp_path, monkeypatch):
     said = []
-    profiler = Profiler([1, 1], tmp_path, say=said.append)
+    profiler = Profiler([1, 1], tmp_path, print_line=said.append)
     profiler.before(1)
     profiler.after(1)
     assert f"tensorboard --logdir {tmp_path}" in said[0]
@@ -61,7 +61,7 @@ def test_profiler_trace_names_the_viewer_and_its_failure_ends_nothing(tmp_path, 
 
     monkeypatch.setattr(jax.profiler, "original", jax.profiler.stop_trace, raising=False)
     monkeypatch.setattr(jax.profiler, "stop_trace", fail)
-    profiler = Profiler([1, 2], tmp_path, say=said.append)
+    profiler = Profiler([1, 2], tmp_path, print_line=said.append)
     profiler.before(1)
     profiler.close()
     profiler.before(2)

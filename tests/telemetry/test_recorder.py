@@ -149,7 +149,7 @@ def test_recorder_other_process_writes_and_prints_nothing(tmp_path, capsys):
     r = recorder(tmp_path, is_main=False)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)
     r.evaluation(1, 2.0)
-    r.say("hello")
+    r.print_line("hello")
     r.close()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""

@@ -76,7 +76,7 @@ class Recorder:
     def step(self, step, loss, grad_norm, learning_rate, step_seconds, **extra):
         self.notes.append(f"log {step}: {loss:g}")
 
-    def say(self, text):
+    def print_line(self, text):
         self.notes.append(text)
 
 

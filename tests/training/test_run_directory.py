@@ -1,5 +1,6 @@
 """Test the claim of a run directory: the same run may continue, another may not."""
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
 from maxpipe.config import CheckpointConfig, Config, ConfigError, load, replace
+from maxpipe.storage.object_store import Deadline
 from maxpipe.training.run_directory import RunDirectory
 
 
@@ -157,6 +159,24 @@ def test_claim_in_an_unwritable_output_dir_is_a_config_error(config, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="output_dir: cannot write to"):
         claim(replace(config, output_dir=str(tmp_path / "file")))
+
+
+def test_keep_config_adds_what_differs_from_the_newest(config):
+    run = RunDirectory(config)
+    claim(config)
+    for step, rate in [(0, 1.0), (10, 1.0), (20, 2.0)]:
+        run.keep_config(replace(config, **{"optimizer.learning_rate": rate}), step)
+    kept = sorted(file.name for file in run.config_history.iterdir())
+    assert kept == ["0001-step-0.yml", "0002-step-20.yml"]
+
+
+def test_keep_config_pipe_in_place_of_the_newest_is_not_read(config):
+    run = RunDirectory(config)
+    claim(config)
+    run.config_history.mkdir()
+    os.mkfifo(run.config_history / "0007-step-10.yml")
+    Deadline(20).wait(lambda: run.keep_config(config, 10))  # reading it would never end
+    assert load(run.config_history / "0008-step-10.yml").config == config
 
 
 def test_run_directory_import_does_not_import_jax():

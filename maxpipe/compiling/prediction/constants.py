@@ -12,14 +12,6 @@ from dataclasses import dataclass
 
 from maxpipe.devices.chips import ATTENTION_EFFICIENCY, LINK_EFFICIENCY, Chip
 
-# Multiply-accumulates in a cycle of one JAX device: matrix units of 128 x 128, of v6e 256 x 256.
-_PRODUCTS_PER_CYCLE = {
-    "v4": 8 * 128**2,
-    "v5e": 4 * 128**2,
-    "v5p": 8 * 128**2,
-    "v6e": 4 * 256**2,
-}
-
 
 @dataclass(frozen=True)
 class Constants:
@@ -54,14 +46,13 @@ class Constants:
 
 def constants_of(chip: Chip, devices_per_chip: int = 1) -> Constants | None:
     """Return the constants of a device of a chip; None if the clock is unknown."""
-    products = _PRODUCTS_PER_CYCLE.get(chip.name)
-    if products is None:
+    if chip.products_per_cycle is None:
         return None
     peak = chip.peak_flops["bfloat16"]
     return Constants(
         chip=chip.name,
         # A v4 chip of two JAX devices shares its matrix units among them, at the same clock.
-        clock=peak / (2 * products),
+        clock=peak / (2 * chip.products_per_cycle),
         peak_flops=peak / devices_per_chip,
         attention_efficiency=ATTENTION_EFFICIENCY,
         hbm_bandwidth=chip.hbm_bandwidth / devices_per_chip,

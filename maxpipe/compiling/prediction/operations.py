@@ -165,8 +165,8 @@ class Prices:
             for name in names
             for inner in self._module.computations[name].instructions.values()
         ]
-        found = (_RENDEZVOUS.search(text) or _CHANNEL.search(text) for text in texts)
-        return next((match[1] for match in found if match), "")
+        matches = (_RENDEZVOUS.search(text) or _CHANNEL.search(text) for text in texts)
+        return next((match[1] for match in matches if match), "")
 
     def _candidates(
         self, computation: Computation, instruction: Instruction

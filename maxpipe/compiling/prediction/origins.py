@@ -130,8 +130,8 @@ def _table(text: str, title: str) -> Mapping[int, str]:
 
 def _value(entry: str, key: str) -> int:
     """Return a number of an entry such as {file_name_id=1 line=266}; 0 if it is not there."""
-    found = re.search(rf"\b{key}=(\d+)", entry)
-    return int(found[1]) if found else 0
+    match = re.search(rf"\b{key}=(\d+)", entry)
+    return int(match[1]) if match else 0
 
 
 def _short(file: str) -> str:

@@ -89,9 +89,9 @@ class _Walker:
         for instruction in computation.instructions.values():
             name, opcode = instruction.name, instruction.opcode
             origin = self._origins.of(instruction)
-            here = place
+            phase_place = place
             if origin.phase is not None:
-                here = place._replace(phase=f"phase_{origin.phase}")
+                phase_place = place._replace(phase=f"phase_{origin.phase}")
             if _is_start(instruction):
                 moved = self._prices.transfer(computation, instruction)
                 begin = max(clock, free_from.get(moved.links, 0.0))
@@ -101,7 +101,7 @@ class _Walker:
                 under_way |= dict.fromkeys(self._keys(instruction), transfer)
                 events.append(Event(name, begin, transfer.end, moved, origin))
                 if moved.seconds is None:
-                    self._spend(name, moved, origin, here, 0.0)
+                    self._spend(name, moved, origin, phase_place, 0.0)
             elif opcode.endswith("-update"):
                 for transfer in (under_way[n] for n in instruction.operands if n in under_way):
                     under_way[name] = transfer
@@ -109,17 +109,17 @@ class _Walker:
                 for transfer in self._awaited(computation, instruction, under_way):
                     end = max(clock, transfer.end)
                     began = transfer.name, transfer.price, transfer.origin
-                    self._spend(*began, here, end - clock)
+                    self._spend(*began, phase_place, end - clock)
                     if end > clock:
                         name, moved, source = began
                         events.append(Event(name, clock, end, moved, source, is_wait=True))
                     clock = end
-            elif event := self._control(computation, instruction, origin, here, clock):
+            elif event := self._control(computation, instruction, origin, phase_place, clock):
                 events.append(event)
                 clock = event.end
             elif price := self._prices.of(computation, instruction):
                 seconds = price.seconds or 0.0
-                self._spend(name, price, origin, here, seconds)
+                self._spend(name, price, origin, phase_place, seconds)
                 events.append(Event(name, clock, clock + seconds, price, origin))
                 if price.collective:
                     # Nothing else runs meanwhile.

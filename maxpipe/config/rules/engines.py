@@ -5,6 +5,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.options import OPTIONS, get, is_set
 from maxpipe.config.rules.rule import Rule, rule
 from maxpipe.config.sections import Config
+from maxpipe.config.values import AUTO
 
 _REMAT_TENSORS = tuple(key for key in OPTIONS if key.startswith("pipeline.remat_tensors."))
 
@@ -118,6 +119,20 @@ def check_known_split_backwards(c: Config) -> None:
         check_split_backwards(c)
 
 
+@rule("pipeline.unit_times")
+def check_unit_times(c: Config) -> None:
+    """Check that there are times of F, I and W, and at most of a transfer and the head."""
+    times = c.pipeline.unit_times
+    if times in ([], AUTO) or (3 <= len(times) <= 5 and min(times) >= 0 and min(times[:3]) > 0):
+        return
+    message = (
+        f"{times} must be the times of a layer's forward, input gradient and weight gradient, "
+        "greater than 0, and then, where there are any, of a transfer and of the head; "
+        "such as [1, 1.4, 0.9, 0.1], or auto"
+    )
+    raise ConfigError(Problem("pipeline.unit_times", message))
+
+
 def check_split_backwards(c: Config) -> None:
     """Check that the backward of a layer can be split, and that splitting it saves work.
 
@@ -193,4 +208,5 @@ ENGINE_RULES = (
     check_scan_repeats,
     check_prefetch,
     check_known_split_backwards,
+    check_unit_times,
 )

@@ -9,12 +9,15 @@ from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.model_places import (
+    LEAST_PLAIN_IDS,
     MAXTEXT,
+    PLAIN_IDS,
     SCHEME,
     TOKENIZER,
     folder_of,
     is_url,
     maxtext_directory,
+    num_plain_ids,
     tokenizer_folder,
     tokenizer_path,
 )
@@ -100,11 +103,19 @@ def check_tokenizer(c: Config) -> None:
     if name.startswith(SCHEME):
         _check_tokenizer_folder(name)
         return
+    if name.startswith(PLAIN_IDS):
+        if not num_plain_ids(name):
+            message = (
+                f"{name!r} is not of the form {PLAIN_IDS}N, with a number of ids of at least "
+                f"{LEAST_PLAIN_IDS}"
+            )
+            raise ConfigError(Problem("data.tokenizer", message))
+        return
     is_path = "/" in name or name.endswith((".json", ".model")) or os.path.exists(name)
     if name not in names and not is_path:
         message = (
             f"{name!r} is neither {', '.join(names)} nor the path of a tokenizer.json or "
-            f".model, nor hf:DIR{nearest(name, names)}"
+            f".model, nor hf:DIR, nor {PLAIN_IDS}N{nearest(name, names)}"
         )
         raise ConfigError(Problem("data.tokenizer", message))
 
@@ -120,6 +131,31 @@ def _check_tokenizer_folder(value: str) -> None:
     else:
         remedy = f"give hf:DIR with a downloaded folder that has a {TOKENIZER}"
     raise ConfigError(Problem("data.tokenizer", f"there is no {file}; {remedy}"))
+
+
+@rule(
+    "data.tokenizer",
+    "data.source",
+    "data.eval_path",
+    "data.mixture",
+    "model.vocab_size",
+    "model.unpadded_vocab_size",
+    writes=("data.tokenizer",),
+)
+def derive_tokenizer(c: Config) -> Updates:
+    """Draw random ids from the model's vocabulary where it is smaller than the tokenizer's.
+
+    Otherwise they stay those of the tokenizer, so that a run draws the same ones forever.
+    """
+    num_ids, name = c.model.num_token_ids, c.data.tokenizer
+    if num_plain_ids(name) > num_ids:
+        message = f"has ids that model.vocab_size={num_ids} has not; use {PLAIN_IDS}{num_ids}"
+        raise ConfigError(Problem("data.tokenizer", f"{name} {message}"))
+    read = [entry["source"] for entry in c.data.mixture] or [c.data.source]
+    if c.data.eval_path or any(SOURCES[source].needs_tokenizer for source in read):
+        return {}
+    is_smaller = name in TOKENIZERS and num_ids < TOKENIZERS[name].vocab_size
+    return {"data.tokenizer": f"{PLAIN_IDS}{num_ids}"} if is_smaller else {}
 
 
 @rule("data.source", "data.path", "data.eval_path", "data.mixture")
@@ -332,6 +368,7 @@ RUN_RULES = (
     check_tokenizer,
     check_data_path,
     check_mixture,
+    derive_tokenizer,
     check_resume,
     check_accept_changes,
     check_mirror,

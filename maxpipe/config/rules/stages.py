@@ -102,10 +102,10 @@ def derive_parallel_layers(c: Config) -> Updates:
             f"{layers} is more than {_stacked(c)}; nearest legal: {total}, or -1 for all layers"
         )
         raise ConfigError(Problem(_PARALLEL_LAYERS, message))
-    if layers < total and engine.no_outside_layers:
+    if layers < total and not engine.takes(_PARALLEL_LAYERS):
         message = (
-            f"{layers} is not for the {c.pipeline.engine} engine: {engine.no_outside_layers}; "
-            f"use {total} or -1, or pipeline.schedule=circular or lockstep_1f1b"
+            f"{layers} is not for the {c.pipeline.engine} engine, which has no layers outside the "
+            f"pipeline; use {total} or -1, or pipeline.schedule=circular, lockstep_1f1b or 1f1b"
         )
         raise ConfigError(Problem(_PARALLEL_LAYERS, message))
     if layers == total and c.pipeline.outside_layers == "before" and engine.has_stages:
@@ -221,6 +221,12 @@ def _automatic_layers(c: Config) -> Updates:
             f"{' or '.join(able)} runs"
         )
         raise ConfigError(Problem("pipeline.layers_per_stage", message))
+    if (inside := c.pipeline.parallel_layers) < total:
+        message = (
+            f"auto distributes all layers, and {_PARALLEL_LAYERS}={inside} gives one stage "
+            f"{total - inside} more; use {_PARALLEL_LAYERS}=-1, or list the layers of each chunk"
+        )
+        raise ConfigError(Problem("pipeline.layers_per_stage", message))
     repeats = fixed_repeats(c.pipeline.schedule) or max(1, c.pipeline.num_repeats)
     if total < stages * repeats:
         message = f"{total} layers are too few for {stages} stages x {repeats} repeats"
@@ -251,7 +257,9 @@ def _indivisible(c: Config, repeats: int, per_stage: int) -> ConfigError:
     is_all = _total_key(c) == "model.num_layers"
     if not (is_all and (c.model.from_hf or c.model.first_dense_layers)):
         choices.append(f"{_total_key(c)}={multiples_around(total, unit)}")
-    has_outside = not ENGINES[c.pipeline.engine].no_outside_layers
+    # Where each stage has a program of its own, uneven stages cost nothing and balance better.
+    engine = ENGINES[c.pipeline.engine]
+    has_outside = engine.one_program and engine.takes(_PARALLEL_LAYERS)
     if has_outside and total == c.model.stacked_layers and total > unit:
         inside = total // unit * unit
         choices.append(f"{_PARALLEL_LAYERS}={inside} (the others run outside the pipeline)")

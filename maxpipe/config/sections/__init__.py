@@ -1,4 +1,4 @@
-"""The typed configuration: `Config` and its sections, in the order of the YAML file."""
+"""Define the configuration: `Config` and its sections, in the order of the YAML file."""
 
 from dataclasses import dataclass, field
 

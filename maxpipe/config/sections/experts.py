@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a layer's MLP, `model.moe.*`."""
+"""Configure a mixture of experts in the place of a layer's MLP, `model.moe.*`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""`option(...)`: a dataclass field that carries its help text and its legal values."""
+"""Declare dataclass fields that carry their help text and their legal values: `option(...)`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

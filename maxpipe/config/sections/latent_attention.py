@@ -1,4 +1,4 @@
-"""Multi-head latent attention, `model.mla.*`."""
+"""Configure multi-head latent attention, `model.mla.*`."""
 
 from dataclasses import dataclass
 

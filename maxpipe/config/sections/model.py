@@ -1,4 +1,4 @@
-"""What is trained: the shape of the model and the options of its decoder block, `model.*`."""
+"""Configure the model: its shape and the options of its decoder block, `model.*`."""
 
 from dataclasses import dataclass, field, replace
 
@@ -114,7 +114,8 @@ class ModelConfig:
     mlp_dim: int = option(1024, "hidden width of the gated MLP", minimum=1)
     vocab_size: int = option(
         320,
-        "rows of the embedding table; at least the size of the tokenizer's vocabulary",
+        "rows of the embedding table; at least the size of the tokenizer's vocabulary, except for "
+        "data.source=synthetic",
         minimum=2,
     )
     unpadded_vocab_size: int = option(

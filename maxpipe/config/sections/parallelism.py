@@ -1,4 +1,4 @@
-"""How training is spread over devices: `mesh.*`, `sharding.*` and `pipeline.*`."""
+"""Configure how training is spread over devices: `mesh.*`, `sharding.*` and `pipeline.*`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,6 +148,13 @@ class PipelineConfig:
         "chunks per stage (-1 = 1)",
         derived=True,
     )
+    unit_times: list[float] = option(  # noqa: RUF009
+        [],
+        "times that the order of zb_v and zb_h2 follows: of a layer's forward, input gradient and "
+        "weight gradient, then of a transfer between stages and of loss and head (0, 0), all for "
+        "one microbatch and in one unit; auto = by FLOPs, transfers 0; empty = the published order",
+        derived=True,
+    )
     memory_limit_gib: float = option(
         0,
         "with layers_per_stage=auto, the estimated memory that a device may use, in GiB; "
@@ -156,8 +163,8 @@ class PipelineConfig:
     )
     parallel_layers: int = option(
         -1,
-        "layers in the pipeline; the others run outside it, with the stages as data parallelism; "
-        "-1 = all",
+        "layers in the pipeline; the others run outside it, with the stages as data parallelism, "
+        "or with its first or last chunk (mpmd); -1 = all",
         minimum=1,
         derived=True,
     )

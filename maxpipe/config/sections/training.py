@@ -1,4 +1,4 @@
-"""How a model is trained: data, optimizer, checkpoints, telemetry and compilation."""
+"""Configure training: data, optimizer, checkpoints, telemetry and compilation."""
 
 from dataclasses import dataclass
 from typing import NotRequired, TypedDict
@@ -42,8 +42,9 @@ class DataConfig:
     )
     tokenizer: str = option(
         "byte",
-        "byte, the path or URL of a Hugging Face tokenizer.json or of a SentencePiece .model, or "
-        "hf:DIR, s3://..., gs://... or hf:org/name, whose tokenizer.json is taken",
+        "byte, the path or URL of a Hugging Face tokenizer.json or of a SentencePiece .model, "
+        "hf:DIR, s3://..., gs://... or hf:org/name, whose tokenizer.json is taken, or ids:N, N ids "
+        "that stand for no text",
     )
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24

@@ -1,4 +1,4 @@
-"""Data sources, chosen by `data.source`; `maxpipe.config.catalog.SOURCES` holds their facts.
+"""Read documents from a `data.source`; `maxpipe.config.catalog.SOURCES` holds the facts.
 
 A source is a function of `data.*` that returns `maxpipe.data.documents.Documents`. It finds out how
 many documents there are and reads their contents when they are asked for. `open_documents` splits

@@ -1,4 +1,4 @@
-"""ArrayRecord files: one `tf.train.Example` per record, its document in the feature "text".
+"""Read ArrayRecord files: a `tf.train.Example` per record, its document in feature "text".
 
 TFDS writes such files. They are read without TensorFlow, by decoding as much of protocol buffers'
 wire format as an Example needs: an Example is {1: Features}, Features is {1: entry}*, an entry

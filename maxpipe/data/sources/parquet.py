@@ -1,4 +1,4 @@
-"""Parquet files: one document per row, in the column "text" (strings) or "tokens" (lists of ids).
+"""Read parquet files: a document per row, in column "text" (strings) or "tokens" (lists of ids).
 
 Reading a row of a parquet file means reading the thousands of rows around it. Each file is
 therefore rewritten once as an uncompressed Arrow file of that column alone, which is memory-mapped;

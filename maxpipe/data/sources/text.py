@@ -1,4 +1,4 @@
-"""Sources of text: one document per file, per module of Python's library, or per line of JSON."""
+"""Read text: one document per file, per module of Python's library, or per line of JSON."""
 
 import hashlib
 import json

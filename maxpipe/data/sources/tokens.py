@@ -1,4 +1,4 @@
-"""Token ids: memory-mapped files of ids made in advance, and random ids.
+"""Provide token ids: memory-mapped files of ids made in advance, and random ids.
 
 Files are flat little-endian .bin files or one-dimensional .npy files. A .bin file holds uint16 if
 the vocabulary of `data.tokenizer` has at most 65,536 ids, uint32 otherwise.

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and types with its experts: a sigmoid router with a bias, and first dense layers."""
+"""Translate DeepSeek-V3 and types with its experts: a biased sigmoid router, first dense layers."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""Types whose layers all have a mixture of experts in the place of the MLP."""
+"""Translate types whose layers all have a mixture of experts in the place of the MLP."""
 
 from typing import Any, ClassVar
 

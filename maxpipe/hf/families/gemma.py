@@ -1,4 +1,4 @@
-"""Gemma 2 and 3: windows, norms before and after sublayers, 1 + scale, GeGLU, scaled embeddings."""
+"""Translate Gemma 2 and 3: windows, norms around sublayers, 1 + scale, GeGLU, scaled embeddings."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""gpt-oss: sinks, windows in every other layer, and experts with biases and a clamped SwiGLU."""
+"""Translate gpt-oss: sinks, windows in every other layer, biased experts, a clamped SwiGLU."""
 
 from typing import Any, ClassVar
 

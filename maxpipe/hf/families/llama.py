@@ -1,4 +1,4 @@
-"""Llama and the types that differ from it by a few options: norms first, SwiGLU, RoPE."""
+"""Translate Llama and types that differ by a few options: norms first, SwiGLU, RoPE."""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused projections, a rotation of a part of each head, longrope."""
+"""Translate Phi-3 and Phi-4: Llama with fused projections, partly rotated heads, longrope."""
 
 from typing import ClassVar
 

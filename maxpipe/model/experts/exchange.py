@@ -1,43 +1,71 @@
 """Compute experts that devices along mesh axis `expert` share: take tokens there, and results back.
 
-Each device has tokens of its own and E / n of the experts. Both ways are exact, and drop nothing by
+Each device has tokens of its own and E / n of the experts. All ways are exact, and drop nothing by
 themselves:
 
     ring          every device gets the tokens of all, computes what its experts add to each, and
                   the sums over devices go back
     all_to_all    a token goes to each device that has an expert of its own, in a buffer that has a
                   place for every token
+    ragged        the same without empty places on the way, by a collective that CPUs lack
 
 Letters: B sequences, T tokens of each, N = B T, k experts of a token, E experts, n devices along
 the axis, D embed.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxpipe.config import ConfigError, Problem
+from maxpipe.config.catalog import DISPATCHES
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.model.experts.dispatch import Layout, Places, collect, spread
 from maxpipe.model.experts.mixture import ExpertsFn, ExpertWeights, MultiplyFn
-from maxpipe.sharding.collectives import EXPERT_AXIS, gathered, summed, swapped
+from maxpipe.sharding.collectives import (
+    EXPERT_AXIS,
+    delivered,
+    gathered,
+    routes,
+    summed,
+    swapped,
+)
 
 KEY = "model.moe.dispatch"
 SPARSE_CALL = "sparse_rows_"  # begins the name of a call that uses "a_of_b" of its rows
 
 
-def choose_dispatch(moe: MoEConfig, devices: int, note: Callable[[str], None]) -> str:
+def choose_dispatch(
+    moe: MoEConfig, devices: int, platform: str, note: Callable[[str], None]
+) -> str:
     """Return the name of a way; an automatic choice is printed with its reason.
 
-    There is more than one device along the axis; `note` prints a line.
+    Args:
+      moe: options of the model's experts.
+      devices: n, more than one.
+      platform: of the devices, as JAX names it.
+      note: prints a line.
+
+    Raises:
+      ConfigError: the configured way needs a collective that the platform lacks.
     """
     if moe.dispatch == "auto":
         note(
             f"{KEY}=ring: over {devices} devices it moves no more than all_to_all, whose buffers "
             "have a place for every token on every device"
         )
-    return "ring" if moe.dispatch == "auto" else moe.dispatch
+        return "ring"
+    platforms = DISPATCHES[moe.dispatch].platforms
+    if platform not in platforms:
+        message = (
+            f"{moe.dispatch} needs a collective of {' and '.join(platforms)}, which {platform} "
+            "lacks; use ring or all_to_all"
+        )
+        raise ConfigError(Problem(KEY, message))
+    return moe.dispatch
 
 
 def ring(experts: ExpertsFn) -> ExpertsFn:
@@ -56,6 +84,30 @@ def ring(experts: ExpertsFn) -> ExpertsFn:
 
 def all_to_all(experts: ExpertsFn) -> ExpertsFn:
     """Return `experts` for tokens of all devices, in a program that is manual over the axis."""
+    return _sent(experts, _buffers)
+
+
+def ragged(experts: ExpertsFn) -> ExpertsFn:
+    """Return `experts` for tokens of all devices, in a program that is manual over the axis."""
+    return _sent(experts, _packed_rows)
+
+
+class Transport(NamedTuple):
+    """How a device's tokens travel to the devices that they go to.
+
+    Attributes:
+      places: of each token's rows, one for each device [N, n], among R.
+      there: sends rows [R, ...]; returns those of all devices, [n N, ...], zeros where none is.
+      back: sends rows [n N, ...] where they came from, [R, ...].
+    """
+
+    places: Places
+    there: Callable[[jax.Array], jax.Array]
+    back: Callable[[jax.Array], jax.Array]
+
+
+def _sent(experts: ExpertsFn, transport_for: Callable[[jax.Array, int], Transport]) -> ExpertsFn:
+    """Return `experts` for tokens that are sent to each device that has an expert of their own."""
 
     def run(
         x: jax.Array, choice: jax.Array, combine: jax.Array, weights: ExpertWeights
@@ -63,27 +115,48 @@ def all_to_all(experts: ExpertsFn) -> ExpertsFn:
         per_token, width = choice.shape[-1], x.shape[-1]
         devices, num_own = lax.axis_size(EXPERT_AXIS), weights.gate.shape[0]
         tokens, flat = x.reshape(-1, width), choice.reshape(-1, per_token)
-        count = tokens.shape[0]
-        # 1. A place in the buffers [n, N] for each token, on each device with an expert of its own.
-        places, buffer = _places(flat // num_own, devices), (devices, count)
-
-        # 2. There, with all its experts, of which a device computes its own: [n B, T, ...].
-        def there(values: jax.Array) -> jax.Array:
-            received = swapped(values.reshape(*buffer, -1), EXPERT_AXIS)  # [n, N, ...]
-            return received.reshape(-1, x.shape[1], values.shape[-1])
-
+        # 1. A row for each token and device that it goes to: [R].
+        places, there, back = transport_for(flat // num_own, devices)
+        # 2. There, with all its experts, of which a device computes its own.
         tokens_of = places.assignments // devices
-        none = num_own * devices  # an expert that no device has
-        sent_choice = jnp.take(flat, tokens_of, axis=0, mode="fill", fill_value=none)
-        choice_there = _own(there(sent_choice), weights)
+        # Rows without a token have expert -1, which no device has: as zeros come from nowhere, too.
+        sent_choice = 1 + jnp.take(flat, tokens_of, axis=0, mode="fill", fill_value=-1)
+        choice_there = _own(there(sent_choice) - 1, weights)
         combine_there = there(spread(combine.reshape(-1, per_token), places))
-        y = experts(there(spread(tokens, places)), choice_there, combine_there, weights)
-        # 3. Back, and summed: [n B, T, D] -> [n, N, D] -> [N, n, D] -> [B, T, D].
-        back = swapped(y.reshape(*buffer, width), EXPERT_AXIS)
-        parts = collect(back.reshape(-1, width), places).astype(jnp.float32)
+        x_there = there(spread(tokens, places))
+        x_there, choice_there, combine_there = (
+            a.reshape(-1, x.shape[1], a.shape[-1])  # [n N, ...] -> [n B, T, ...]
+            for a in (x_there, choice_there, combine_there)
+        )
+        y = experts(x_there, choice_there, combine_there, weights)
+        # 3. Back, and summed: [n B, T, D] -> [R, D] -> [N, n, D] -> [B, T, D].
+        parts = collect(back(y.reshape(-1, width)), places).astype(jnp.float32)
         return jnp.sum(parts, axis=1).astype(x.dtype).reshape(x.shape)
 
     return run
+
+
+def _buffers(devices_of: jax.Array, devices: int) -> Transport:
+    """Return the transport by buffers with a place for every token on every device."""
+    count = devices_of.shape[0]
+
+    def swap(rows: jax.Array) -> jax.Array:
+        buffers = rows.reshape(devices, count, -1)  # [n N, W] -> [n, N, W]
+        return swapped(buffers, EXPERT_AXIS).reshape(rows.shape)
+
+    return Transport(_places(devices_of, devices), swap, swap)
+
+
+def _packed_rows(devices_of: jax.Array, devices: int) -> Transport:
+    """Return the transport of rows without gaps, in the order of devices."""
+    places = _places(devices_of, devices, is_packed=True)
+    out, home = routes(places.sizes, EXPERT_AXIS)
+    num_sent, num_received = places.assignments.size, devices * devices_of.shape[0]
+    return Transport(
+        places,
+        lambda rows: delivered(rows, out, home, num_received, EXPERT_AXIS),
+        lambda rows: delivered(rows, home, out, num_sent, EXPERT_AXIS),
+    )
 
 
 def sparse(multiply: MultiplyFn, devices: int) -> MultiplyFn:
@@ -112,17 +185,23 @@ def _own(choice: jax.Array, weights: ExpertWeights) -> jax.Array:
     return jnp.where((own >= 0) & (own < count), own, count)
 
 
-def _places(devices_of: jax.Array, devices: int) -> Places:
-    """Give each token a row in the buffer of each device that it goes to, [n, N] rows.
+def _places(devices_of: jax.Array, devices: int, *, is_packed: bool = False) -> Places:
+    """Give each token a row in the buffer of each device that it goes to.
 
-    `devices_of` is the device of each of its experts, int32 [N, k].
+    Args:
+      devices_of: device of each of its experts, int32 [N, k].
+      devices: n.
+      is_packed: whether rows have no gaps, R = N min(k, n) of them; otherwise each device has N.
     """
-    count = devices_of.shape[0]
+    count, per_token = devices_of.shape
+    num_rows = count * (min(per_token, devices) if is_packed else devices)
     goes = jnp.any(devices_of[:, :, None] == jnp.arange(devices), axis=1)  # [N, n]
+    sizes = jnp.sum(goes, axis=0, dtype=jnp.int32)
+    first = jnp.cumsum(sizes) - sizes if is_packed else jnp.arange(devices) * count
     slot = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1
-    rows = jnp.where(goes, jnp.arange(devices) * count + slot, devices * count)
     # Tokens that do not go to a device have no row; the index beyond the last is dropped.
+    rows = jnp.where(goes, first + slot, num_rows)
     numbers = jnp.arange(count * devices, dtype=jnp.int32)
-    empty = jnp.full(devices * count, count * devices, jnp.int32)
+    empty = jnp.full(num_rows, count * devices, jnp.int32)
     assignments = empty.at[rows.reshape(-1)].set(numbers, mode="drop")
-    return Places(rows.astype(jnp.int32), assignments, jnp.sum(goes, axis=0, dtype=jnp.int32))
+    return Places(rows.astype(jnp.int32), assignments, sizes)

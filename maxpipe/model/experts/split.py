@@ -75,8 +75,8 @@ def build_experts(
         experts = experts_with(layout, kernel.multiply, gating(config))
     else:
         multiply = sparse(kernel.multiply, devices)
-        dispatch = implementation(DISPATCHES[choose_dispatch(config.moe, devices, note)])
-        experts = dispatch(experts_with(layout, multiply, gating(config)))
+        dispatch = DISPATCHES[choose_dispatch(config.moe, devices, platform, note)]
+        experts = implementation(dispatch)(experts_with(layout, multiply, gating(config)))
     return per_device(experts, rules, always=name != EVERYWHERE)
 
 

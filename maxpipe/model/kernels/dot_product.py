@@ -72,6 +72,7 @@ def attend(
         return jax.nn.dot_product_attention(q, k, v, mask=mask)
     num_kv_heads = k.shape[2]
     grouped = q.reshape(*q.shape[:2], num_kv_heads, -1, q.shape[3])  # [B, P, K, G, C]
+    # [B, K, G, P, T], in float32: the softmax of bfloat16 scores is too coarse.
     scores = jnp.einsum("bpkgc,btkc->bkgpt", grouped, k, preferred_element_type=jnp.float32)
     scores /= math.sqrt(q.shape[3])
     if soft_cap:
@@ -84,6 +85,7 @@ def attend(
         log_z = jnp.logaddexp(log_z, sink)
     weights = jnp.exp(scores - log_z).astype(v.dtype)
     context = jnp.einsum("bkgpt,btkv->bpkgv", weights, v)
+    # [B, P, K, G, V] -> [B, P, H, V]
     return context.reshape(*q.shape[:3], v.shape[3])
 
 

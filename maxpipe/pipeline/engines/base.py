@@ -28,6 +28,7 @@ ParamsT = TypeVar("ParamsT")
 LayerT = TypeVar("LayerT")
 
 
+# One object for all engines, so that the builder makes any of them the same way.
 @dataclass(frozen=True)
 class EngineInputs:
     """What every engine is built from.
@@ -67,6 +68,7 @@ def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | f
       auxiliary: sums over sequences.
       scale: inverse of the number of sequences.
     """
+    # Counts are figures of the whole batch, no means over sequences.
     return {"loss": loss} | {
         name: value if name in COUNTS else scale * value for name, value in auxiliary.items()
     }
@@ -74,6 +76,7 @@ def metrics_of(loss: jax.Array, auxiliary: AuxiliaryLosses, scale: jax.Array | f
 
 def sum_of(metrics: Metrics) -> jax.Array:
     """Return the training loss, the sum of the losses that `metrics_of` returns."""
+    # The loss of tokens is the first metric, see `metrics_of`.
     total, *auxiliary = (value for name, value in metrics.items() if name not in COUNTS)
     return sum(auxiliary, total)
 

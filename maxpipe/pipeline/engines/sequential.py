@@ -44,6 +44,7 @@ class SequentialEngine(SpmdEngine):
         self.weights = Weights(
             inputs.rules, inputs.program.specs, self.layer_axes, (self._num_layers,)
         )
+        # Padding layers only serve to make stages even, and here there are none.
         layer_fn = layer_function(inputs.program, self._prepare_layer, padded=False)
         self._policy = remat_policy(inputs.config)
         self._layer_fn = checkpoint(layer_fn, self._policy)
@@ -68,6 +69,7 @@ class SequentialEngine(SpmdEngine):
         weight = microbatches.weight_sum(batch)
         num_sequences = batch["tokens"].shape[0]
 
+        # The divisors are global, so the losses of microbatches add up to that of the batch.
         def loss(params: Params, micro: Batch) -> tuple[jax.Array, Metrics]:
             loss_sum, _, aux = self._forward(params, micro, key)
             metrics = metrics_of(loss_sum / weight, aux, 1 / num_sequences)
@@ -108,6 +110,7 @@ class SequentialEngine(SpmdEngine):
         self, params: Params, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, AuxiliaryLosses]:
         """Return the sums (loss, cross-entropy, auxiliary losses) of one microbatch [B, T]."""
+        # Embedding and head, in the dtype of computation, gathered over axes that split storage.
         outer = self.weights.gather_outer(
             self._program.cast({n: params[n] for n in ("embed", "head")})
         )
@@ -116,6 +119,7 @@ class SequentialEngine(SpmdEngine):
         side, first = microbatches.side_inputs(batch), outer["embed"].get("first", {})
         x = apply_first_layers(self._program, first, lambda p: p, self._policy, x, side, key)
         index = jnp.asarray(self.layer_index())
+        # Always a scan: one layer is compiled, whatever their number.
         x, aux = apply_layers(self._layer_fn, params["layers"], index, x, side, key, scan=True)
         # The head saves its input alone: logits would be the largest tensors of the step.
         head = checkpoint(self._program.head_loss, RematPolicy())

@@ -1,4 +1,4 @@
-"""V-Half and V-Min: a building block, repeated for every microbatch and squeezed.
+"""Build V-Half and V-Min: a block, repeated for every microbatch and squeezed.
 
 The building block (Qi et al., arXiv:2405.15362) says when one microbatch passes a stage: F down
 through the first chunks, F back through the second ones, I down again, and I back. Chunks are in V

@@ -1,4 +1,4 @@
-"""The circular pipeline and GPipe: all forwards, then all backwards, breadth first over chunks.
+"""Build the circular pipeline and GPipe: all forwards, then all backwards, chunk by chunk.
 
 Letters: S stages, M microbatches, V repeats, d forwarding delay. Ticks are lockstep. The backward
 mirrors the forward in time, as differentiating the forward loop does.

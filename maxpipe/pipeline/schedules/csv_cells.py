@@ -1,4 +1,4 @@
-"""The cells of a CSV file: units, and what torch writes besides them."""
+"""Parse the cells of a CSV file: units, and what torch writes besides them."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""Tables as CSV, in the notation of torch.distributed.pipelining.
+"""Read and write tables as CSV, in the notation of torch.distributed.pipelining.
 
 No header; one row per stage; a cell such as `2F0` is global chunk, kind, microbatch; an empty cell
 is idle. In a free-running table a column is a tick. In a lockstep table a tick is two columns: F,

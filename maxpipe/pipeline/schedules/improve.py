@@ -2,7 +2,8 @@
 
 The critical path leads from the unit that ends last back to time 0, each unit on it starting when
 the one before it ends, on the same stage or with its input. Only a change of order on that path can
-make a step shorter.
+make a step shorter; and only one on the path to the end of the longest span that span, since a
+stage starts as early as it can.
 """
 
 import math
@@ -16,7 +17,14 @@ TENURE = 12  # moves for which a pair of units that was swapped stays as it is
 CANDIDATES = 40  # moves that are tried from one place
 
 
-def improve(workload: Workload, orders: Orders, max_trials: int, until: float = math.inf) -> Orders:
+def improve(
+    workload: Workload,
+    orders: Orders,
+    max_trials: int,
+    until: float = math.inf,
+    *,
+    by_span: bool = False,
+) -> Orders:
     """Return orders that take no more time: the best of a search that starts from the given ones.
 
     Args:
@@ -24,17 +32,23 @@ def improve(workload: Workload, orders: Orders, max_trials: int, until: float = 
       orders: legal ones that fit the memory.
       max_trials: orders that are timed; the search is deterministic if it gets so far.
       until: time of `time.monotonic` at which the search stops.
+      by_span: whether the longest span is to be short, instead of the makespan.
     """
+
+    def cost(timing: Timing) -> Cost:
+        costs = timing.makespan, timing.span
+        return costs[::-1] if by_span else costs
 
     timing = workload.time(orders)
     assert timing is not None
-    best, best_cost, current = orders, _cost(timing), orders
-    bound = workload.lower_bound()
+    best, best_cost, current = orders, cost(timing), orders
+    bound = max(workload.work) if by_span else workload.lower_bound()
     tabu: dict[Move, int] = {}
     trials = step = 0
     while trials < max_trials and best_cost[0] > bound + TOLERANCE and time.monotonic() < until:
         step += 1
-        path = _critical_path(workload, current, timing)
+        last = timing.last_of_span if by_span else timing.last
+        path = _critical_path(workload, current, timing, last)
         options: list[tuple[Cost, Move, Orders, Timing]] = []
         # 1. Time the orders that one move makes, except those that contradict the inputs.
         for move, neighbour in neighbours(workload, current, path):
@@ -44,7 +58,7 @@ def improve(workload: Workload, orders: Orders, max_trials: int, until: float = 
             tried = workload.time(neighbour)
             if tried is None:
                 continue
-            value = _cost(tried)
+            value = cost(tried)
             # A recent swap is not undone, unless that gives the best order so far.
             if tabu.get(move, 0) < step or value < best_cost:
                 options.append((value, move, neighbour, tried))
@@ -54,7 +68,7 @@ def improve(workload: Workload, orders: Orders, max_trials: int, until: float = 
         value, move, current, timing = min(options, key=lambda option: option[:2])
         # The length varies with the step, so that the search does not run in a circle.
         tabu[move[::-1]] = step + TENURE + step % 7
-        # 3. Of orders with equal makespan the one with the shorter span is better.
+        # 3. Of orders with equal makespan the one with the shorter span is better, or the reverse.
         if value[0] < best_cost[0] - TOLERANCE or (
             value[0] < best_cost[0] + TOLERANCE and value[1] < best_cost[1] - TOLERANCE
         ):
@@ -62,18 +76,14 @@ def improve(workload: Workload, orders: Orders, max_trials: int, until: float = 
     return best
 
 
-def _cost(timing: Timing) -> Cost:
-    return timing.makespan, timing.span
-
-
-def _critical_path(workload: Workload, orders: Orders, timing: Timing) -> list[int]:
-    """Return the units of a critical path, the last one first."""
+def _critical_path(workload: Workload, orders: Orders, timing: Timing, last: int) -> list[int]:
+    """Return the units of the critical path that leads to one, the last one first."""
     before = {
         unit: row[index - 1] if index else -1
         for row in orders.stages
         for index, unit in enumerate(row)
     }
-    unit = timing.last
+    unit = last
     path = [unit]
     while True:
         previous, needed = before[unit], workload.needs[unit]

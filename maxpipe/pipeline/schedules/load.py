@@ -1,12 +1,13 @@
 """Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
-from maxpipe.config.catalog import SCHEDULES, Schedule
+from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
-from maxpipe.config.values import nearest
+from maxpipe.config.values import AUTO, nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv
 from maxpipe.pipeline.schedules.table import ScheduleError, Table
+from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 
 
 def is_csv(schedule: str) -> bool:
@@ -29,7 +30,28 @@ def build_table(config: Config) -> Table:
         pipeline.num_repeats,
         forwarding_delay=2 if pipeline.delay_activation_forwarding else 1,
         slack=int(pipeline.overlap_slots),
+        times=times_of_chunks(config),
     )
+
+
+def is_timed(schedule: str) -> bool:
+    """Return whether the order of a schedule may follow the times of units."""
+    return schedule in SCHEDULES and SCHEDULES[schedule].timed
+
+
+def times_of_chunks(config: Config) -> UnitTimes | None:
+    """Return the times of the chunks by `pipeline.unit_times`; None without, or if still auto."""
+    pipeline = config.pipeline
+    if pipeline.unit_times in ([], AUTO):
+        return None
+    forward, gradient, weight, communication, head = (*pipeline.unit_times, 0.0, 0.0)[:5]
+    chunks = num_stages(config) * pipeline.num_repeats
+    sizes: list[float] = [*pipeline.layers_per_stage]
+    if pipeline.layers_per_stage in ([], AUTO):
+        sizes = [pipeline.parallel_layers / chunks] * chunks
+    of_layer = forward, gradient + weight, gradient, weight
+    f, b, i, w = (tuple(time * size for size in sizes) for time in of_layer)
+    return UnitTimes(f, b, i, w, communication, head)
 
 
 def load_schedule(
@@ -40,6 +62,7 @@ def load_schedule(
     *,
     forwarding_delay: int = 1,
     slack: int = 0,
+    times: UnitTimes | None = None,
 ) -> Table:
     """Build the table of a schedule of the catalogue, or read that of a CSV file; it is valid.
 
@@ -51,6 +74,7 @@ def load_schedule(
       forwarding_delay: ticks from sending to first use; 2 is
         `pipeline.delay_activation_forwarding`.
       slack: ticks between the last chunk's F and its B; 1 is `pipeline.overlap_slots`.
+      times: of units, for the order of a schedule that follows them; others are what they are.
 
     Raises:
       ValueError: there is no such schedule.
@@ -65,55 +89,62 @@ def load_schedule(
             forwarding_delay=forwarding_delay,
             slack=slack,
         )
-    if schedule not in SCHEDULES:
-        raise ValueError(
-            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "
-            f"({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
-        )
+    check_named(schedule, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
     facts = SCHEDULES[schedule]
-    _check(schedule, facts, num_stages, num_microbatches, num_repeats, forwarding_delay, slack)
-    options: dict[str, int] = {}
+    options: dict[str, int | UnitTimes] = {}
     if facts.repeats is None:
         options["num_repeats"] = num_repeats
     if facts.delays:
         options["forwarding_delay"] = forwarding_delay
     if facts.overlaps:
         options["slack"] = slack
+    if facts.timed and times:
+        options["times"] = times
     table: Table = implementation(facts)(num_stages, num_microbatches, **options)
     return table
 
 
-def _check(
-    name: str,
-    facts: Schedule,
+def check_named(
+    schedule: str,
     num_stages: int,
     num_microbatches: int,
     num_repeats: int,
     forwarding_delay: int,
     slack: int,
 ) -> None:
-    """Raise ScheduleError if a size is below 1 or the schedule does not have an option."""
+    """Check that a schedule of the catalogue has these sizes and options; as `load_schedule`.
+
+    Raises:
+      ValueError: there is no such schedule.
+      ScheduleError: sizes are below 1, or it does not have options; with all reasons.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(
+            f"pipeline.schedule={schedule!r} does not exist; choose one of {', '.join(SCHEDULES)} "
+            f"({OWN_VARIANTS}){nearest(schedule, [*SCHEDULES])}"
+        )
+    facts = SCHEDULES[schedule]
     sizes = {
         "mesh.ici.stage": num_stages,
         "pipeline.num_microbatches": num_microbatches,
         "pipeline.num_repeats": num_repeats,
     }
-    for key, size in sizes.items():
-        if size < 1:
-            raise ScheduleError(f"{key}={size}: must be at least 1")
-    if num_repeats != facts.repeats_for(num_repeats):
+    reasons = [f"{key}={size}: must be at least 1" for key, size in sizes.items() if size < 1]
+    if num_repeats >= 1 and num_repeats != facts.repeats_for(num_repeats):
         chunks = "one chunk" if facts.repeats == 1 else f"{facts.repeats} chunks"
-        raise ScheduleError(
-            f"pipeline.num_repeats={num_repeats}: schedule {name} has {chunks} per stage; "
+        reasons.append(
+            f"pipeline.num_repeats={num_repeats}: schedule {schedule} has {chunks} per stage; "
             f"set it to {facts.repeats}, or use lockstep_1f1b, interleaved_1f1b or circular"
         )
     if forwarding_delay > 1 and not facts.delays:
-        raise ScheduleError(
-            f"pipeline.delay_activation_forwarding=true: schedule {name} has no fixed ticks to "
+        reasons.append(
+            f"pipeline.delay_activation_forwarding=true: schedule {schedule} has no fixed ticks to "
             f"delay; set it to false, or use lockstep_1f1b or circular"
         )
     if slack > 0 and not facts.overlaps:
-        raise ScheduleError(
-            f"pipeline.overlap_slots=true: no tick of schedule {name} has an F and a B slot to "
+        reasons.append(
+            f"pipeline.overlap_slots=true: no tick of schedule {schedule} has an F and a B slot to "
             f"overlap; set it to false, or use lockstep_1f1b"
         )
+    if reasons:
+        raise ScheduleError(*reasons)

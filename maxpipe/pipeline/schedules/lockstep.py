@@ -1,4 +1,4 @@
-"""Lockstep 1F1B and lockstep zero bubble: tables for one SPMD program, all stages in the same tick.
+"""Build lockstep 1F1B and lockstep zero bubble, for one SPMD program: all stages share a tick.
 
 Letters: S stages, M microbatches, V repeats, d forwarding delay, N ticks; F, B, I and W the time of
 a unit of one chunk.

@@ -1,4 +1,4 @@
-"""Orders that differ from given ones by a move of a unit on the critical path.
+"""Move a unit on the critical path to get orders that differ little from given ones.
 
 A move brings a unit before or after its neighbours on the stage, or joins an I and its W to a B, or
 splits a B.
@@ -24,10 +24,8 @@ def neighbours(
             continue
         yield from _moves_of_block(workload, orders, stage, index[block[0]][1], position)
         block = [unit]
-    if min(workload.times.backward) < max(
-        i + w
-        for i, w in zip(workload.times.input_gradient, workload.times.weight_gradient, strict=True)
-    ):
+    _, backward, gradient, weight, *_ = workload.times
+    if any(b < i + w for b, i, w in zip(backward, gradient, weight, strict=True)):
         yield from _joins(workload, orders, path, index)
 
 

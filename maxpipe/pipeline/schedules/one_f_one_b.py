@@ -1,4 +1,4 @@
-"""1F1B, eager 1F1B and interleaved 1F1B: a few forwards, then forward and backward in turn.
+"""Build 1F1B, eager 1F1B and interleaved 1F1B: a few forwards, then forward and backward in turn.
 
 Tables are free-running: a stage starts the next unit of its order once the unit's input has
 arrived. Letters: S stages, M microbatches, V repeats; F and B the time of a forward and a backward

@@ -1,4 +1,4 @@
-"""Orders of units on each stage, and the free-running table that follows from them.
+"""Order units on each stage, and place them in the free-running table that follows.
 
 A unit is a tuple (kind, microbatch, global chunk); an order is the list of a stage's units.
 """

@@ -1,4 +1,4 @@
-"""Slots for what a table has in flight: interval colouring of four stores.
+"""Assign slots to what a table has in flight: interval colouring of four stores.
 
 A store is a number of equal slots on every stage. A value's lifetime is the inclusive range of
 ticks [first, last]; two values may share a slot if their lifetimes do not meet.

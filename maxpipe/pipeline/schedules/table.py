@@ -1,4 +1,4 @@
-"""A schedule as a table: for every tick and stage, the unit of work of each kind that runs there.
+"""Represent a schedule as a table: which unit of each kind a stage runs in each tick.
 
 Letters: N ticks, S stages, M microbatches, V repeats (chunks per stage), G = V * S global
 chunks.
@@ -41,13 +41,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.errors import RefusedError
+
+# In slot order, in which a lockstep tick runs them.
 KINDS = ("F", "B", "I", "W")
 # Column of each kind within a lockstep tick of a CSV file.
 LOCKSTEP_COLUMN = {"F": 0, "B": 1, "I": 1, "W": 2}
 IDLE = -1
 
 
-class ScheduleError(ValueError):
+class ScheduleError(RefusedError):
     """A schedule cannot be built, is invalid, or cannot run on the engine."""
 
 
@@ -103,6 +106,7 @@ class Table:
         assert self.microbatch.keys() == self.chunk.keys()
         for array in (*self.microbatch.values(), *self.chunk.values()):
             assert array.shape == (self.num_ticks, self.num_stages)
+            # What is cached below, and plans made from a table, must stay true.
             array.flags.writeable = False
 
     @property
@@ -128,6 +132,7 @@ class Table:
     def global_chunk(self, chunk: np.ndarray | int, stage: np.ndarray | int) -> np.ndarray:
         """Return the position in the model of a stage's chunk; broadcasts."""
         chunk, stage = np.asarray(chunk), np.asarray(stage)
+        # Odd chunks of a V run back through the stages.
         back = (self.placement == "v") & (chunk % 2 == 1)
         return chunk * self.num_stages + np.where(back, self.num_stages - 1 - stage, stage)
 
@@ -142,6 +147,7 @@ class Table:
 
         A unit that a table has twice by mistake has the later tick.
         """
+        # -1 remains where the table lacks a unit, which validation reports.
         ticks = {}
         for kind in self.kinds:
             tick, stage, microbatch, chunk = self.units(kind)
@@ -155,6 +161,7 @@ class Table:
         `BI` gives the ticks of input gradients, `BW` those of weight gradients.
         """
         merged = np.full((self.num_microbatches, self.num_chunks), -1)
+        # A unit has one of the kinds at most, and -1 is below any tick.
         for kind in set(kinds) & self.ticks.keys():
             np.maximum(merged, self.ticks[kind], out=merged)
         return merged
@@ -167,6 +174,7 @@ class Table:
 
 def stages_of_chunks(num_stages: int, num_repeats: int, placement: str) -> np.ndarray:
     """Return int [G]: the stage that holds each global chunk."""
+    # Global chunk g is the (g // S)-th of its stage in both placements.
     repeat, stage = np.divmod(np.arange(num_repeats * num_stages), num_stages)
     return np.where((placement == "v") & (repeat % 2 == 1), num_stages - 1 - stage, stage)
 
@@ -196,6 +204,7 @@ def from_ticks(
     for kind, tick in ticks.items():
         microbatch[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
         chunk[kind] = np.full((num_ticks, num_stages), IDLE, np.int32)
+        # Scatter: [M, G] by microbatch and global chunk -> [N, S] by tick and stage.
         m, c = np.nonzero(tick >= 0)
         microbatch[kind][tick[m, c], stage[c]] = m
         chunk[kind][tick[m, c], stage[c]] = c // num_stages
@@ -215,6 +224,7 @@ def from_ticks(
 
 def forward_only(table: Table) -> Table:
     """Return the table's F units alone, for evaluation, up to the tick of the last of them."""
+    # An evaluation ends with the last F.
     num_ticks = 1 + int(table.ticks["F"].max())
     return replace(
         table,
@@ -236,9 +246,11 @@ def phases(table: Table) -> list[Phase]:
 
     A phase is what one loop of a compiled program can cover.
     """
+    # bool [N, kinds]: whether any stage has such a unit
     active = np.stack(
         [(table.microbatch[kind] != IDLE).any(axis=1) for kind in table.kinds], axis=1
     )
+    # A phase begins wherever a row differs from the one before.
     starts = [0, *(1 + np.flatnonzero((active[1:] != active[:-1]).any(axis=1))).tolist()]
     stops = [*starts[1:], table.num_ticks]
     return [
@@ -254,6 +266,7 @@ def table_text(table: Table) -> str:
     units of a lockstep tick are joined by `+`.
     """
     cells = [[""] * table.num_ticks for _ in range(table.num_stages)]
+    # By kinds first, so that the units of a lockstep tick are joined in slot order.
     for kind in table.kinds:
         for tick, stage, microbatch, chunk in zip(*table.units(kind), strict=True):
             unit = Unit(kind, int(microbatch), int(table.global_chunk(chunk, stage)))
@@ -261,6 +274,7 @@ def table_text(table: Table) -> str:
             cells[stage][tick] += ("+" if cells[stage][tick] else "") + text
     rows = [["tick", *map(str, range(table.num_ticks))]]
     rows += [[f"stage {stage}", *row] for stage, row in enumerate(cells)]
+    # Columns are as wide as their widest cell.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (" ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A lockstep table under any cap on activations in flight: units run as soon as they may."""
+"""Build a lockstep table under any cap on activations in flight: units run as soon as they may."""
 
 import numpy as np
 

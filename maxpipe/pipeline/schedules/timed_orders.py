@@ -1,4 +1,4 @@
-"""Orders of units with the times that units take: when each runs, and what waits for what.
+"""Time orders of units: when each runs, and what waits for what.
 
 Letters: S stages, M microbatches, V repeats, G = V * S global chunks, N = M * G.
 
@@ -19,10 +19,10 @@ TOLERANCE = 1e-9
 
 
 class UnitTimes(NamedTuple):
-    """Times of units of one chunk, one number for each stage, and of what is between them.
+    """Times of the units of each global chunk, and of what is between them.
 
     Attributes:
-      forward, backward, input_gradient, weight_gradient: time of an F, B, I, W, [S] each.
+      forward, backward, input_gradient, weight_gradient: time of an F, B, I, W, [G] each.
       communication: time of one transfer between stages.
       head: time of loss and its gradient for one microbatch, after the last chunk's F.
     """
@@ -50,6 +50,7 @@ class Timing(NamedTuple):
       span: longest time from a stage's first unit to its last.
       start, end: of each unit, [3N]; the end of a unit that does not run is negative.
       last: the unit that ends last.
+      last_of_span: the last unit of the stage with the longest span.
     """
 
     makespan: float
@@ -57,6 +58,7 @@ class Timing(NamedTuple):
     start: list[float]
     end: list[float]
     last: int
+    last_of_span: int
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,7 @@ class Workload:
         """Return the time of each unit, [3N]; backwards as I."""
         times, last = self.times, self.num_chunks - 1
         rows = (times.forward, times.input_gradient, times.weight_gradient)
-        durations = [
-            row[stage]
-            for row in rows
-            for _ in range(self.num_microbatches)
-            for stage in self.stage_of
-        ]
+        durations = [time for row in rows for time in row * self.num_microbatches]
         for microbatch in range(self.num_microbatches):
             durations[microbatch * self.num_chunks + last] += times.head
         return durations
@@ -109,8 +106,16 @@ class Workload:
     @cached_property
     def whole_durations(self) -> list[float]:
         """Return the time of each pair's B, [N]."""
-        row = [self.times.backward[stage] for stage in self.stage_of]
-        return row * self.num_microbatches
+        return list(self.times.backward * self.num_microbatches)
+
+    @cached_property
+    def work(self) -> list[float]:
+        """Return the least time that each stage computes, [S]."""
+        times, work = self.times, [0.0] * self.num_stages
+        work[self.stage_of[-1]] += times.head
+        for f, b, i, w, stage in zip(*times[:4], self.stage_of, strict=True):
+            work[stage] += f + min(b, i + w)
+        return [self.num_microbatches * time for time in work]
 
     @cached_property
     def needs(self) -> list[int]:
@@ -219,22 +224,18 @@ class Workload:
             start,
             end,
             orders.stages[free.index(makespan)][-1],
+            orders.stages[spans.index(span)][-1],
         )
 
     def lower_bound(self) -> float:
         """Return a time that no order can beat: a stage's work after its first input arrives."""
         times, stage_of = self.times, self.stage_of
-        arrival, bounds, seen = 0.0, [], set()
+        arrival, bounds = 0.0, []
         # The first forward of a stage has passed all chunks before it; all its work comes after.
         for chunk, stage in enumerate(stage_of):
-            if stage not in seen:
-                seen.add(stage)
-                split = times.input_gradient[stage] + times.weight_gradient[stage]
-                backward = min(split, times.backward[stage])
-                work = self.num_repeats * (times.forward[stage] + backward)
-                work += times.head if stage == stage_of[-1] else 0.0
-                bounds.append(arrival + self.num_microbatches * work)
-            arrival += times.forward[stage]
+            if stage not in stage_of[:chunk]:
+                bounds.append(arrival + self.work[stage])
+            arrival += times.forward[chunk]
             if chunk + 1 < len(stage_of) and stage_of[chunk + 1] != stage:
                 arrival += times.communication
         return max(bounds)

@@ -1,4 +1,4 @@
-"""ZB-V and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
+"""Build ZB-V and DualPipeV: two chunks per stage in V placement, s and 2S-1-s on stage s.
 
 Orders are written as strings: a letter is a kind of unit, small for the stage's second chunk.
 """
@@ -6,11 +6,13 @@ Orders are written as strings: a letter is a kind of unit, small for the stage's
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
+from maxpipe.pipeline.schedules.adapt import adapt
 from maxpipe.pipeline.schedules.order import RawUnit, place
 from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 
 
-def zb_v(num_stages: int, num_microbatches: int) -> Table:
+def zb_v(num_stages: int, num_microbatches: int, times: UnitTimes | None = None) -> Table:
     """Build ZB-V: no bubble in the memory of 1F1B; Qi et al., arXiv:2401.10241, section 6.
 
     With F, I and W of a chunk all equal and M >= 2S - 1
@@ -18,14 +20,15 @@ def zb_v(num_stages: int, num_microbatches: int) -> Table:
         bubble     0, within each stage's own span
         in flight  2S chunks on every stage, the memory of 1F1B's first stage
 
-    With fewer microbatches the order is that of 2S - 1 without those that are missing. An example
-    with S=2, M=3, V=2:
+    With fewer microbatches the order is that of 2S - 1 without those that are missing. With `times`
+    the order is adapted to them in the same memory. An example with S=2, M=3, V=2:
 
         tick    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
         stage 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         stage 1     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
-    return _without_missing("zb_v", _zb_v_order, num_stages, num_microbatches, 2 * num_stages - 1)
+    table = _without_missing("zb_v", _zb_v_order, num_stages, num_microbatches, 2 * num_stages - 1)
+    return adapt(table, times, max_in_flight=2 * num_stages) if times else table
 
 
 def dualpipe_v(num_stages: int, num_microbatches: int) -> Table:

@@ -1,14 +1,16 @@
-"""ZB-H1, also interleaved, and ZB-H2: the backward is split into I and W; W fills the bubble.
+"""Build ZB-H1, also interleaved, and ZB-H2: backwards split into I and W; W fills the bubble.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, whose B is our I. Only I is on the
 critical path: the stage before waits for it, while W can run at any later time. Letters: S stages,
 M microbatches, V repeats; F, I and W the time of a unit. Tables are free-running.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from maxpipe.pipeline.schedules.adapt import adapt
 from maxpipe.pipeline.schedules.order import (
     RawUnit,
     depth_first,
@@ -18,6 +20,7 @@ from maxpipe.pipeline.schedules.order import (
     split_backward,
 )
 from maxpipe.pipeline.schedules.table import Table
+from maxpipe.pipeline.schedules.timed_orders import UnitTimes
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> Table:
@@ -90,7 +93,7 @@ def _with_weight_gradients(units: Iterable[RawUnit], lag: int) -> Iterator[RawUn
     yield from due
 
 
-def zb_h2(num_stages: int, num_microbatches: int) -> Table:
+def zb_h2(num_stages: int, num_microbatches: int, times: UnitTimes | None = None) -> Table:
     """Build ZB-H2: twice the memory of 1F1B, almost no bubble.
 
     Stage s runs 2(S-s) - 1 forwards, then I and F in turn, and runs each W 2s units after its I.
@@ -102,6 +105,9 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Table:
     The spans of the stages are shifted against each other. A synchronous optimizer waits for the
     last stage; the whole gain needs one that lets the first stages start their next step earlier
     (section 4 of the paper).
+
+    With `times` the order is adapted to them, with up to 2S in flight, as the paper's ZB-2p: stages
+    run as many forwards at first as fit into the time until their first gradient arrives.
 
     An example with S=3, M=5. No stage idles between its first and its last unit:
 
@@ -117,4 +123,41 @@ def zb_h2(num_stages: int, num_microbatches: int) -> Table:
         )
         for stage in range(num_stages)
     ]
-    return place("zb_h2", num_stages, num_microbatches, 1, orders)
+    table = place("zb_h2", num_stages, num_microbatches, 1, orders)
+    if times is None:
+        return table
+    most = 2 * num_stages
+    others = [
+        [
+            [
+                unit
+                for unit in split_backward(stage, num_microbatches, count, lag=0)
+                if unit[0] != "W"
+            ]
+            for stage, count in enumerate(_warmups(times, most, is_eager))
+        ]
+        for is_eager in (False, True)
+    ]
+    return adapt(table, times, most, others)
+
+
+def _warmups(times: UnitTimes, max_in_flight: int, is_eager: bool) -> list[int]:
+    """Return how many forwards each stage runs before its first I, never fewer than the next stage.
+
+    Args:
+      times: of units of stages.
+      max_in_flight: of the first stage; each stage after it has one less.
+      is_eager: whether the last one may delay the first I.
+    """
+    counts: list[int] = []
+    # From the start of the last stage's first F until its gradient is there, then a stage more.
+    gap = times.head
+    for stage in reversed(range(len(times.forward))):
+        forward = times.forward[stage]
+        gap += forward
+        fitting = gap / forward + 1e-9 if forward else math.inf
+        most = max_in_flight - stage
+        count = most if fitting >= most else int(fitting) + is_eager * (fitting % 1 > 1e-6)
+        counts.append(max(count, 1 + counts[-1] if counts else 1))
+        gap += times.input_gradient[stage] + 2 * times.communication
+    return counts[::-1]

@@ -48,9 +48,13 @@ def layout_of(engine: str, layers: int, stages: int, repeats: int) -> Layout:
     chunk, outside = divmod(layers, chunks)
     if not facts.has_stages:
         return Layout(layers, 0, is_uneven=False)
-    if not outside or not chunk or not facts.no_outside_layers:
+    if not outside:
+        return Layout(chunk, 0, is_uneven=False)
+    if chunk and facts.auto_stages:
+        return Layout(chunk + 1, 0, is_uneven=True)
+    if chunk and facts.takes("pipeline.parallel_layers"):
         return Layout(chunk, outside, is_uneven=False)
-    return Layout(chunk + 1, 0, is_uneven=True) if facts.auto_stages else Layout(0, 0, False)
+    return Layout(0, 0, is_uneven=False)
 
 
 class Legality:

@@ -8,6 +8,7 @@ from maxpipe.devices.chips import (
     ATTENTION_EFFICIENCY,
     CHIPS,
     LINK_EFFICIENCY,
+    MATRIX_EFFICIENCY,
     Chip,
     chip_of,
 )
@@ -15,12 +16,10 @@ from maxpipe.planning.search.links import AxisLinks, axis_links
 from maxpipe.planning.search.space import Axes, Grid
 
 CPU = "cpu"
-# Share of the peak that large products reach by XLA's own estimates: squares of 2048 to 8192 in
-# bfloat16, compiled with libtpu 0.0.42 for one chip.
-_MATRIX_EFFICIENCY = {"v5e": 0.92, "v5p": 0.91, "v6e": 0.72}
-_OTHER_CHIPS = 0.9
 # Simulated devices share a machine whose speed is not known: only ratios of times mean anything.
-_NOMINAL = Chip("cpu", {"bfloat16": 1e10, "float32": 1e10}, 0.0, 1e9, 1e9, 1e9)
+_NOMINAL = Chip(
+    "cpu", {"bfloat16": 1e10, "float32": 1e10}, 0.0, 1e9, 1e9, 1e9, matrix_efficiency=1.0
+)
 
 
 class Machine(NamedTuple):
@@ -32,7 +31,6 @@ class Machine(NamedTuple):
       grid: chips in each dimension of a slice.
       devices, slices, hosts: JAX devices over all slices; slices; processes.
       peak: FLOP/s of a device in the model's dtype.
-      matrix_efficiency: share of the peak that matrix products reach.
       hbm: bytes/s of a device's memory.
       capacity: bytes of a device; None if unknown.
       is_timed: whether the chip's figures are known, so that seconds mean seconds.
@@ -45,7 +43,6 @@ class Machine(NamedTuple):
     slices: int
     hosts: int
     peak: float
-    matrix_efficiency: float
     hbm: float
     capacity: float | None
     is_timed: bool
@@ -62,6 +59,11 @@ class Machine(NamedTuple):
         for size in self.grid:
             count *= size
         return count
+
+    @property
+    def matrix_efficiency(self) -> float:
+        """Return the share of the peak that matrix products reach."""
+        return self.chip.matrix_efficiency or MATRIX_EFFICIENCY
 
     def attention_peak(self) -> float:
         """Return the FLOP/s of attention kernels."""
@@ -103,7 +105,7 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
             raise ValueError(f"{topology!r}: give the number of devices, such as cpu:8")
         count = int(number) if number else max(1, config.mesh.simulated_devices)
         return Machine(
-            f"{CPU}:{count}", _NOMINAL, (count,), count, 1, 1, _NOMINAL.peak_flops[dtype], 1.0,
+            f"{CPU}:{count}", _NOMINAL, (count,), count, 1, 1, _NOMINAL.peak_flops[dtype],
             _NOMINAL.hbm_bandwidth, None, False,
         )  # fmt: skip
     gpu = next((c for c in CHIPS if c.torus is None and c.name.lower() == name.lower()), None)
@@ -113,7 +115,7 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
         count = int(number)
         return Machine(
             f"{gpu.name}:{count}", gpu, (count,), count * slices, slices, slices,
-            gpu.peak_flops[dtype], _OTHER_CHIPS, gpu.hbm_bandwidth, gpu.hbm_bytes, True,
+            gpu.peak_flops[dtype], gpu.hbm_bandwidth, gpu.hbm_bytes, True,
         )  # fmt: skip
     canonical = canonical_topology(topology)
     check_grid(canonical)
@@ -124,6 +126,5 @@ def machine_of(topology: str, slices: int, config: Config) -> Machine:
     return Machine(
         canonical, chip, sizes, num_devices(canonical) * slices, slices,
         hosts_of(canonical) * slices, chip.peak_flops[dtype] / per_chip,
-        _MATRIX_EFFICIENCY.get(chip.name, _OTHER_CHIPS), chip.hbm_bandwidth / per_chip,
-        chip.hbm_bytes / per_chip, True,
+        chip.hbm_bandwidth / per_chip, chip.hbm_bytes / per_chip, True,
     )  # fmt: skip

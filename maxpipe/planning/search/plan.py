@@ -1,4 +1,4 @@
-"""Plan: search, check the best by the configuration's own rules, and say why the others lost."""
+"""Search, check the best by the configuration's own rules, and say why the others lost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

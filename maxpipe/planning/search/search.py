@@ -111,7 +111,7 @@ def price(
     try:
         memory, seconds = memory_bytes(sizes), step_seconds(sizes, machine)
     except ScheduleError as error:
-        fallen[f"pipeline.schedule: {error}"] += int(legal.sum())
+        fallen[f"pipeline.schedule: {'; '.join(error.reasons)}"] += int(legal.sum())
         return None
     flat = [np.broadcast_to(values, block.shape).reshape(-1) for values in (memory, *seconds)]
     return Priced(block, legal.reshape(-1), flat[0], Seconds(*flat[1:]))

@@ -3,7 +3,8 @@
 import pytest
 from helpers.engines import tiny
 
-from maxpipe.config import ConfigError, notes
+from maxpipe.config import ConfigError, catalog, notes
+from maxpipe.config.values import AUTO
 
 CIRCULAR = {
     "pipeline.schedule": "circular",
@@ -90,9 +91,9 @@ def refusal(**values):
             "use per_iteration",
         ),
         (
-            MPMD | {"pipeline.parallel_layers": 4},
-            "pipeline.parallel_layers",
-            "pipeline.schedule=circular or lockstep_1f1b",
+            MPMD | {"pipeline.parallel_layers": 4, "pipeline.layers_per_stage": AUTO},
+            "pipeline.layers_per_stage",
+            "gives one stage 4 more; use pipeline.parallel_layers=-1",
         ),
         (MPMD | {"pipeline.overlap_slots": True}, "pipeline.overlap_slots", "lockstep_1f1b"),
         (MPMD | {"pipeline.fsdp_gather": "per_repeat"}, "pipeline.fsdp_gather", "use once"),
@@ -151,6 +152,12 @@ def test_option_without_meaning_is_refused(values, key, expected):
     assert expected in problems[key]
 
 
+@pytest.mark.parametrize("times", [[1.0, 1.4], [1.0, 0.0, 0.9], [1.0, 1.4, 0.9, -0.1], [1.0] * 6])
+def test_unit_times_that_are_not_of_f_i_and_w_are_refused(times):
+    message = refusal(**MPMD, **{"pipeline.unit_times": times})["pipeline.unit_times"]
+    assert "such as [1, 1.4, 0.9, 0.1], or auto" in message
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -193,6 +200,21 @@ def test_layers_indivisible_propose_layers_outside():
     assert "pipeline.parallel_layers=6 (the others run outside the pipeline)" in message
 
 
+def test_layers_indivisible_on_mpmd_propose_uneven_stages_alone():
+    message = refusal(**MPMD | {"model.num_layers": 7})["model.num_layers"]
+    assert "pipeline.layers_per_stage=[4,3]" in message
+    assert "pipeline.parallel_layers" not in message
+
+
+def test_layers_outside_on_an_engine_that_does_not_read_them_are_refused(monkeypatch):
+    entry = catalog.Engine("another.package:Engine", "new", unused=("parallel_layers",))
+    monkeypatch.setitem(catalog.ENGINES, "new", entry)
+    monkeypatch.setitem(catalog.SCHEDULES, "new", catalog.Schedule("module:new", engines=("new",)))
+    values = CIRCULAR | {"pipeline.schedule": "new", "pipeline.parallel_layers": 4}
+    message = refusal(**values)["pipeline.parallel_layers"]
+    assert "4 is not for the new engine, which has no layers outside the pipeline; use 8" in message
+
+
 def test_parallel_layers_indivisible_are_refused():
     message = refusal(**CIRCULAR | {"pipeline.parallel_layers": 5})["pipeline.parallel_layers"]
     assert "pipeline.parallel_layers=5 does not divide" in message
@@ -231,11 +253,20 @@ def test_notes_name_a_third_gathered_repeat(microbatches, delayed, expected):
     assert any("three gathered repeats" in line for line in notes(config)) == expected
 
 
-@pytest.mark.parametrize("engine", [CIRCULAR, SCHEDULED], ids=["circular", "scheduled"])
+@pytest.mark.parametrize(
+    ("engine", "how"),
+    [
+        (CIRCULAR, "the stages as data parallelism"),
+        (SCHEDULED, "the stages as data parallelism"),
+        (MPMD, "the last chunk, on its stage alone"),
+    ],
+    ids=["circular", "scheduled", "mpmd"],
+)
 @pytest.mark.parametrize(("layers", "expected"), [(4, True), (-1, False)])
-def test_notes_name_layers_outside_the_pipeline(engine, layers, expected):
+def test_notes_name_layers_outside_the_pipeline(engine, how, layers, expected):
     lines = notes(tiny(**engine | {"pipeline.parallel_layers": layers}))
-    assert any("4 of 8 layers run after the pipeline" in line for line in lines) == expected
+    line = f"4 of 8 layers run after the pipeline, with {how}"
+    assert any(line in of_run for of_run in lines) == expected
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(1, True), (3, True), (2, False), (4, False)])

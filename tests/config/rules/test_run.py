@@ -2,6 +2,8 @@
 
 import pytest
 
+from maxpipe.config import resolve
+
 
 @pytest.mark.parametrize("name", ["a/b", "../x", "..", ".hidden", "", "a b", "-x", "x\n"])
 def test_run_name_with_path_is_refused(problems, name):
@@ -117,3 +119,41 @@ def test_directory_in_an_object_store_is_refused(problems, key):
 def test_keep_best_names_all_that_it_lacks(problems):
     refusals = problems("checkpoint.keep_best=1", "eval.every=0", "checkpoint.every=0")
     assert "give eval.every and checkpoint.every, which is 0" in refusals["checkpoint.keep_best"]
+
+
+RANDOM = "data.source=synthetic"
+_MIXTURES = {
+    "random": "data.mixture=[{source: synthetic, weight: 1}]",
+    "text": "data.mixture=[{source: synthetic, weight: 1}, {source: python_stdlib, weight: 1}]",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "tokenizer"),
+    [
+        ((RANDOM, "model.vocab_size=32"), "ids:32"),
+        ((RANDOM, "model.vocab_size=320", "model.unpadded_vocab_size=32"), "ids:32"),
+        ((_MIXTURES["random"], "model.vocab_size=32"), "ids:32"),
+        ((RANDOM, "model.vocab_size=258"), "ids:258"),
+        ((RANDOM, "model.vocab_size=259"), "byte"),
+        ((RANDOM, "model.vocab_size=32", "data.tokenizer=ids:16"), "ids:16"),
+        (("model.vocab_size=32",), "byte"),
+        ((_MIXTURES["text"], "model.vocab_size=32"), "byte"),
+    ],
+)
+def test_random_ids_of_a_small_vocabulary_need_no_tokenizer(resolved, words, tokenizer):
+    config = resolved(*words)
+    assert config.data.tokenizer == tokenizer
+    assert resolve(config, 4) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("data.tokenizer=ids:64", "model.vocab_size=32"), "ids:64 has ids that model.vocab_size"),
+        (("data.tokenizer=ids:1",), "is not of the form ids:N"),
+        (("data.tokenizer=ids:many",), "is not of the form ids:N"),
+    ],
+)
+def test_plain_ids_that_the_model_has_not_are_refused(problems, words, message):
+    assert message in problems(RANDOM, *words)["data.tokenizer"]

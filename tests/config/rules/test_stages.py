@@ -145,6 +145,15 @@ def test_notes_memory_limit_needs_auto_stages(base):
         assert (line in notes(resolve(loaded, 4), loaded)) is expected
 
 
+def test_notes_unit_times_need_a_schedule_that_follows_them(base):
+    for schedule, has_effect in (("zb_h1", False), ("zb_h2", True)):
+        words = [f"pipeline.schedule={schedule}", "pipeline.unit_times=auto"]
+        loaded = load(base, words)
+        line = f"pipeline.unit_times has no effect with pipeline.schedule={schedule}; "
+        line += "the orders of zb_h2 and zb_v follow it"
+        assert (line in notes(resolve(loaded, 4), loaded)) is not has_effect
+
+
 def test_layout_auto_is_refused_by_circular(problems):
     refusals = problems(AUTO)
     assert list(refusals) == ["pipeline.layers_per_stage"]

@@ -100,3 +100,21 @@ def test_synthetic_documents_are_reproducible_and_in_range() -> None:
     assert max(lengths) <= 128
     ids = np.concatenate(drawn)
     assert set(ids.tolist()) == set(range(259)) - {257}
+
+
+def test_synthetic_documents_of_a_small_vocabulary_are_in_range() -> None:
+    documents = implementation(SOURCES["synthetic"])(
+        DataConfig(source="synthetic", sequence_length=64, tokenizer="ids:32")
+    )
+    assert {token for i in range(30) for token in documents[i].tolist()} == {*range(31)}
+
+
+def test_synthetic_documents_of_a_tokenizer_stay_what_they_were() -> None:
+    documents = implementation(SOURCES["synthetic"])(
+        DataConfig(source="synthetic", sequence_length=2)
+    )
+    assert [documents[i].tolist() for i in range(3)] == [
+        [164, 131, 69, 79],
+        [132, 194],
+        [67, 28, 77, 106],
+    ]

@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.ragged import ragged_all_to_all
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxpipe.config import ConfigError
 from maxpipe.config.sections.experts import MoEConfig
 from maxpipe.model.experts.blocks import Blocks
 from maxpipe.model.experts.capacity import layout_for
 from maxpipe.model.experts.dispatch import arrange
-from maxpipe.model.experts.exchange import all_to_all, choose_dispatch, ring, sparse
+from maxpipe.model.experts.exchange import all_to_all, choose_dispatch, ragged, ring, sparse
 from maxpipe.model.experts.mixture import ExpertWeights, experts_with
 from maxpipe.planning.jaxpr_flops import program_flops
 
@@ -56,8 +58,17 @@ def the_same_experts(rng):
     return jnp.broadcast_to(jnp.array([0, 1, 2], jnp.int32), (4, 6, PER_TOKEN))
 
 
-@pytest.mark.parametrize("choice", [any_experts, the_same_experts])
-def test_shared_experts_drop_nothing_and_have_the_gradients_of_one_device(mesh, choice):
+def few_of_any(rng):
+    """Some tokens are dropped by some of their experts, which have no number then."""
+    return jnp.where(jnp.asarray(rng.random((4, 6, 1)) < 0.5), EXPERTS, any_experts(rng))
+
+
+@pytest.mark.parametrize("dispatch", [ring, all_to_all, ragged])
+@pytest.mark.parametrize("choice", [any_experts, the_same_experts, few_of_any])
+def test_shared_experts_compute_every_choice_with_the_gradients_of_one_device(
+    mesh, choice, dispatch, monkeypatch
+):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     x, chosen, combine, weights = operands(choice)
 
     def value_and_gradients(experts):
@@ -70,11 +81,10 @@ def test_shared_experts_drop_nothing_and_have_the_gradients_of_one_device(mesh, 
         experts_with(layout_for(Blocks.layout, MOE), Blocks.multiply, gate_up)
     )
     layout = layout_for(Blocks.layout, MOE, DEVICES)
-    for dispatch in (ring, all_to_all):
-        shared = dispatch(experts_with(layout, Blocks.multiply, gate_up))
-        split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
-        actual = value_and_gradients(split)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
+    shared = dispatch(experts_with(layout, Blocks.multiply, gate_up))
+    split = jax.shard_map(shared, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    actual = value_and_gradients(split)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, expected)
 
 
 def test_blocks_without_rows_of_this_device_are_not_multiplied():
@@ -123,9 +133,15 @@ def test_flops_of_shared_experts_are_within_a_third_of_those_of_chosen_ones(mesh
 
 def test_auto_takes_the_ring_and_says_why():
     said = []
-    assert choose_dispatch(MoEConfig(experts=8), 4, said.append) == "ring"
+    assert choose_dispatch(MoEConfig(experts=8), 4, "cpu", said.append) == "ring"
     assert said[0].startswith("model.moe.dispatch=ring: over 4 devices it moves no more")
-    assert choose_dispatch(MoEConfig(experts=8, dispatch="all_to_all"), 4, said.append) == (
-        "all_to_all"
-    )
+    moe = MoEConfig(experts=8, dispatch="all_to_all")
+    assert choose_dispatch(moe, 4, "cpu", said.append) == "all_to_all"
     assert len(said) == 1
+
+
+def test_a_way_that_the_platform_lacks_is_refused_with_the_others():
+    moe = MoEConfig(experts=8, dispatch="ragged")
+    assert choose_dispatch(moe, 4, "tpu", print) == "ragged"
+    with pytest.raises(ConfigError, match="of tpu, which cpu lacks; use ring or all_to_all"):
+        choose_dispatch(moe, 4, "cpu", print)

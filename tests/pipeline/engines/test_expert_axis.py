@@ -3,9 +3,13 @@
 from dataclasses import replace
 from itertools import product
 
+import jax
 import pytest
 from helpers.engines import LATENT, EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.ragged import ragged_all_to_all
+
+from maxpipe.config.catalog import DISPATCHES
 
 ROWS = 16
 EXPERTS = {
@@ -122,6 +126,15 @@ def assert_equals_one_device(layout, dispatch, devices, values):
 def test_losses_and_gradients_equal_those_of_one_device(name):
     layout, dispatch, values = MIXED[name]
     assert_equals_one_device(layout, dispatch, 2, values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["sequential", "lockstep_1f1b", "circular"])
+def test_ragged_dispatch_equals_one_device(layout, monkeypatch):
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    everywhere = replace(DISPATCHES["ragged"], platforms=("cpu",))
+    monkeypatch.setitem(DISPATCHES, "ragged", everywhere)
+    assert_equals_one_device(layout, "ragged", 4, CAPACITY)
 
 
 @pytest.mark.grid

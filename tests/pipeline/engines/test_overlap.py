@@ -74,7 +74,7 @@ def gathers(body):
 
 
 @pytest.mark.parametrize(("microbatches", "ahead"), [(4, 1), (2, 2)])
-def test_per_repeat_gathers_the_next_repeat_beside_the_iterations_of_this_one(microbatches, ahead):
+def test_per_repeat_gathers_the_next_repeat_during_the_iterations_of_this_one(microbatches, ahead):
     """With as many microbatches as stages a whole repeat ahead."""
     step = traced(
         **{

@@ -38,3 +38,15 @@ def test_load_schedule_with_an_option_that_it_does_not_have_is_refused(
 ):
     with pytest.raises(ScheduleError, match=message):
         load_schedule(name, *sizes, **options)
+
+
+def test_load_schedule_with_several_problems_gives_every_reason():
+    with pytest.raises(ScheduleError) as caught:
+        load_schedule("1f1b", 0, 4, 2, forwarding_delay=2, slack=1)
+    keys = [reason.partition("=")[0] for reason in caught.value.reasons]
+    assert keys == [
+        "mesh.ici.stage",
+        "pipeline.num_repeats",
+        "pipeline.delay_activation_forwarding",
+        "pipeline.overlap_slots",
+    ]

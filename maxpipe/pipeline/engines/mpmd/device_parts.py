@@ -45,6 +45,7 @@ class DeviceParts:
         self._mesh = mesh
         self._inputs = inputs
         self.totals = totals
+        # Empty where each unit gathers its own weights.
         self.gathers = {
             v: rows.gathers[path] for v, path in paths.items() if rows.once and path in rows.gathers
         }
@@ -66,17 +67,21 @@ class DeviceParts:
           values: that it takes as its two lists of values, and that it writes.
           arguments: its two lists of inputs of the program.
         """
+        # Specs name the manual axes alone: the partitioner lays out the others as it sees fit.
         totals = [self.totals[output] for output in outputs]
         sums = [only(total.stacked, self._axes) for total in totals]
+        # Values that units hand on have one dimension more, for the devices: [n, ...].
         donated, retained, writes = ([PartitionSpec(self._axes)] * len(part) for part in values)
         fixed, varying = ([only(self._inputs[v], self._axes) for v in part] for part in arguments)
 
         def per_device(
             sums: Arrays, donated: Arrays, retained: Arrays, fixed: Arrays, varying: Arrays
         ) -> tuple[Arrays, Arrays]:
+            # Of that dimension a device has length 1: [1, ...] -> [...].
             own = [x[0] if t.axes else x for x, t in zip(sums, totals, strict=True)]
             parts = [x[0] for x in donated], [x[0] for x in retained]
             results, written = run(own, *parts, fixed, varying)
+            # [...] -> [1, ...], which the manual program joins to [n, ...].
             stacked = [x[None] if t.axes else x for x, t in zip(results, totals, strict=True)]
             return stacked, [jnp.asarray(x)[None] for x in written]
 
@@ -90,7 +95,9 @@ class DeviceParts:
         def gather(shards: Arrays) -> Arrays:
             return [g.gather(x) for g, x in zip(gathers, shards, strict=True)]
 
+        # From the shards at rest to what units take.
         whole = [only(self._inputs[v], self._axes) for v in inputs]
+        # An executable is called what its function is called, in reports and profiles.
         run = self._manual(gather, mesh, ([only(g.spec, self._axes) for g in gathers],), whole)
         run.__name__ = name
         return jax.jit(run, out_shardings=[NamedSharding(mesh, self._inputs[v]) for v in inputs])
@@ -102,6 +109,7 @@ class DeviceParts:
         def reduce(sums: Arrays) -> Arrays:
             return [total.reduce(x) for total, x in zip(totals, sums, strict=True)]
 
+        # From a sum for each device to the part of the total that each has to keep.
         before = [only(total.stacked, self._axes) for total in totals]
         after = [only(total.spec, self._axes) for total in totals]
         run = self._manual(reduce, mesh, (before,), after)
@@ -122,6 +130,7 @@ class DeviceParts:
     def running_sum(self, output: int, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return the running sum of an output, given one device's term of it."""
         total = self.totals[output]
+        # Each device along `total.axes` has a sum of its own until the step is over.
         shape = self.whole(part, total.running).shape
         if total.axes:
             shape = (math.prod(self._mesh.shape[axis] for axis in total.axes), *shape)
@@ -130,6 +139,7 @@ class DeviceParts:
     def _manual(
         self, f: Callable[..., Results], mesh: Mesh, in_specs: object, out_specs: object
     ) -> Callable[..., Results]:
+        # As the units were traced, see `tracer`: nothing tracks what varies over the axes.
         return jax.shard_map(
             f,
             mesh=mesh,

@@ -61,6 +61,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self.meshes = stage_meshes(inputs.mesh)
         stage_of_chunk = self.table.stage_of_chunk.tolist()
         self.loss_stage = stage_of_chunk[-1]
+        # Mesh axes along which the devices of a stage have rows of their own.
         manual = manual_axes(inputs.rules)
         check_gather(inputs.config.fsdp_gather, manual, inputs.rules)
         self.model = MarkedModel(inputs, stage_of_chunk, manual)
@@ -75,8 +76,10 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             self.model.abstract(stage, mesh) for stage, mesh in enumerate(self.meshes)
         )
         self._owned = [list(by_path({"params": tree})) for tree in self.abstract]
+        # The owner has the copy that is updated; other stages get theirs in every step.
         self._owner = {path: stage for stage, paths in enumerate(self._owned) for path in paths}
         all_params = {name: tree for params in self.abstract for name, tree in params.items()}
+        # Several stages have chunks, of which the line above keeps those of the last.
         all_params["chunks"] = {
             chunk: tree for params in self.abstract for chunk, tree in params["chunks"].items()
         }
@@ -135,6 +138,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
     ) -> tuple[Metrics, StageParams]:
         # 1. Run all units; each stage has sums of what its own units add to.
         data = jax.random.key_data(key)
+        # Stages have no device in common, so each gets a copy of the key.
         keys = [
             jax.device_put(data, NamedSharding(mesh, PartitionSpec())) if self._needs_key else None
             for mesh in self.meshes
@@ -146,6 +150,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         # without a gradient, which the stage of the loss has. They follow the losses.
         first = len(metrics)
         for stage, stage_sums in enumerate(sums):
+            # A copy of the names, since what belongs elsewhere is taken out on the way.
             for output in list(stage_sums):
                 path = self._paths[output - first]
                 owner = self._owner[path]
@@ -186,6 +191,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         outputs = [*self._losses, *(f"gradient of {keystr(path)}" for path in self._paths)]
         texts = dump(program, inputs, outputs)
         name_of = dict(zip(program.inputs, inputs, strict=True))
+        # These run once for each chunk, so they are no units of the sliced program.
         for chunk, (gathered, _) in runner.gathers.items():
             lines = [f"  gathers {name_of[v]}\n" for v in gathered]
             texts[UnitName("gather", chunk)] = f"gather{chunk}\n{''.join(lines)}"
@@ -223,6 +229,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             self.meshes,
             batch_spec=self.batch_spec,
             param_specs=self._specs,
+            # Losses are scalars; a gradient lies as its parameter does.
             output_specs=[PartitionSpec()] * len(self._losses) + [*self._specs.values()],
             needs_key=self._needs_key,
             rows=self._rows,
@@ -240,6 +247,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
             cross_entropy,
             self._all_params,
             batch,
+            # The same stages as in training, so that parameters stay where they are.
             forward_only(self.table),
             self.meshes,
             batch_spec=self.batch_spec,
@@ -285,6 +293,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
 
 def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
     """Return the mesh of each stage: all axes, `stage` with size 1."""
+    # The axis stays, with size 1, so that specs of the whole mesh are legal on a stage.
     axis = mesh.axis_names.index("stage")
     return tuple(
         Mesh(np.take(mesh.devices, [stage], axis), mesh.axis_names)
@@ -301,6 +310,7 @@ def _padded(batch: Batch, multiple: int) -> Batch:
     """Pad the rows as `microbatches.pad_rows` does, keeping the layout of the batch."""
     if batch["tokens"].shape[0] % multiple == 0:
         return batch
+    # Stages cut their microbatches out of shards, which padding must leave in place.
     shardings = {name: x.sharding for name, x in batch.items()}
     pad = jax.jit(microbatches.pad_rows, static_argnums=1, out_shardings=shardings)
     return pad(batch, multiple)

@@ -25,6 +25,7 @@ def check_program(program: SlicedProgram, table: Table) -> None:
             f"{table.num_chunks}; call mark_stage_boundary after each chunk, the last one "
             f"too, before the loss"
         )
+    # The kinds of a program follow from whether it was differentiated, and how it was sliced.
     kinds = {name.kind for name in program.computations}
     if kinds == {"F"} and table.kinds != ("F",):
         raise ValueError(
@@ -36,6 +37,7 @@ def check_program(program: SlicedProgram, table: Table) -> None:
             "the function has gradients, but the table has no backwards; pass the loss itself, or "
             "the table of a schedule"
         )
+    # Only split backwards have units W.
     if ("W" in kinds) != ("W" in table.kinds):
         raise ValueError(
             f"the program is cut into {', '.join(sorted(kinds))}, but the table has "
@@ -50,6 +52,7 @@ def check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
             f"there are {len(meshes)} meshes, but the table ({table.name}) has {table.num_stages} "
             f"stages; give one mesh for each stage"
         )
+    # One PartitionSpec says how an array lies before and after a transfer between stages.
     names = {mesh.axis_names for mesh in meshes}
     if len(names) > 1:
         listed = ", ".join(map(str, sorted(names)))
@@ -57,6 +60,7 @@ def check_meshes(meshes: Sequence[Mesh], table: Table) -> None:
             f"the meshes have the axes {listed}; give all the same names, with size 1 for an axis "
             f"that a stage does not use"
         )
+    # Stages that share a device would take turns on it, which no schedule foresees.
     devices = [device for mesh in meshes for device in mesh.devices.flat]
     shared = sorted({str(device) for device in devices if devices.count(device) > 1})
     if shared:
@@ -79,6 +83,7 @@ def check_layouts(program: ClosedJaxpr, meshes: Sequence[Mesh]) -> None:
         if eqn.primitive.name == "sharding_constraint":
             mesh = getattr(eqn.params["sharding"], "mesh", None)
             remedy = "constrain to NamedSharding(meshes[0].abstract_mesh, spec)"
+            # An abstract mesh becomes that of whichever stage runs the equation.
             if isinstance(mesh, Mesh):
                 raise ValueError(
                     f"a sharding constraint names the devices of one stage, but its code may run "
@@ -89,6 +94,7 @@ def check_layouts(program: ClosedJaxpr, meshes: Sequence[Mesh]) -> None:
             remedy = "call jax.shard_map with mesh=meshes[0].abstract_mesh"
         else:
             continue
+        # Sizes count here, unlike in a PartitionSpec: the equation was traced for so many devices.
         if mesh is not None and any(mesh.shape != stage_mesh.shape for stage_mesh in meshes):
             sizes = ", ".join(str(dict(stage_mesh.shape)) for stage_mesh in meshes)
             raise ValueError(
@@ -123,6 +129,7 @@ def layout(
     unknown = [axis for axis in _axes(spec) if axis not in mesh.axis_names]
     if unknown:
         raise ValueError(f"{where}: its mesh has the axes {', '.join(mesh.axis_names)}")
+    # The caller has asked for these axes, so none may be left out silently.
     if len(spec) > len(x.shape) or fitted(spec, x.shape, mesh) != spec:
         raise ValueError(f"{where}: the mesh {dict(mesh.shape)} does not divide it")
     return NamedSharding(mesh, spec)
@@ -134,6 +141,7 @@ def fitted(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> PartitionSp
     def divides(entry: str | tuple[str, ...] | None, length: int) -> bool:
         return length % math.prod(mesh.shape[axis] for axis in _axes([entry])) == 0
 
+    # A spec may be shorter than the shape: the dimensions that it lacks are not split.
     entries = list(zip(spec, shape, strict=False))
     if all(divides(entry, length) for entry, length in entries):
         return spec

@@ -13,6 +13,7 @@ _LOOP = (
     "write the loop over stages in Python with a mark at the end of each pass; a loop over the "
     "layers of one stage, between two marks, may stay"
 )
+# By primitive: what users call it, and what to write instead.
 _REMEDIES = (
     dict.fromkeys(jaxprs.CHECKPOINTS, ("jax.checkpoint", "apply it to the code between two marks"))
     | {"scan": ("a lax.scan or lax.fori_loop", _LOOP), "while": ("a lax.while_loop", _LOOP)}
@@ -27,6 +28,7 @@ def check_marks_are_open(program: ClosedJaxpr) -> None:
 
 def _check_open(jaxpr: Jaxpr) -> None:
     for eqn in jaxpr.eqns:
+        # Slicing opens calls such as those of jax.jit, so marks may lie in them.
         if eqn.primitive.name in jaxprs.CALLS:
             for inner in jaxprs.inner_jaxprs(eqn):
                 _check_open(jaxprs.open_jaxpr(inner))
@@ -60,11 +62,13 @@ def check_phases(flat: ClosedJaxpr) -> None:
         raise ValueError(
             "the program has no stage marks; call mark_stage_boundary after each chunk"
         )
+    # Reverse mode transposes the marks of tangents; only forward mode leaves them.
     if TANGENT in phases:
         raise ValueError(
             "the stage marks were differentiated in forward mode, as by jax.jvp or jax.hessian; "
             "slice jax.value_and_grad of a loss"
         )
+    # Reverse mode computes the whole forward first, then the backward from the last mark on.
     if phases in (forward, forward + [BACKWARD] * len(forward)):
         return
     if phases.count(BACKWARD) < len(forward):
@@ -78,9 +82,11 @@ def check_phases(flat: ClosedJaxpr) -> None:
 def _without_gradient(jaxpr: Jaxpr, marks: Sequence[JaxprEqn]) -> str:
     """Return why some forward mark has no backward one."""
     read = {v for eqn in jaxpr.eqns for v in variables(eqn.invars)} | {*variables(jaxpr.outvars)}
+    # The two usual mistakes are told by mark; what is left concerns the function as a whole.
     forward = [eqn for eqn in marks if eqn.params["phase"] == FORWARD]
     for index, eqn in enumerate(forward):
         name = f"stage mark {index} of {len(forward)} (counted from 0 in the order of the calls)"
+        # Differentiation drops what no loss depends on, and the backward mark with it.
         if read.isdisjoint(eqn.outvars):
             return f"nothing uses the result of {name}; write x = mark_stage_boundary(x)"
         if not any(jnp.issubdtype(shaped(v).dtype, jnp.inexact) for v in eqn.outvars):

@@ -114,6 +114,7 @@ class MarkedModel:
 
     def init(self, stage: int, key: jax.Array) -> Params:
         """Return initial values of the parameters that a stage owns, whatever the layout."""
+        # A value depends on seed, parameter and layer: no stage needs what others draw.
         specs = self._program.specs
         outer = parameters.init_params({n: specs[n] for n in ("embed", "head")}, key)
 
@@ -140,6 +141,7 @@ class MarkedModel:
         """
         x, aux = self._forward(params, micro, key, remat=True)
         loss_sum, _ = self._head(params, x, micro)
+        # Scaled in each microbatch, so that plain sums over microbatches are global means.
         metrics = metrics_of(loss_sum * scales[0], aux, scales[1])
         return sum_of(metrics), metrics
 

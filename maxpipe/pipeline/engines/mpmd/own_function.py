@@ -66,6 +66,7 @@ class PipelinedProgram(Generic[ResultT]):
         specs = [PartitionSpec() for _ in self._result_shapes]
         self._stage_of_result: dict[int, int] = {}
         if has_gradients:
+            # Gradients have the order of the parameters.
             for i, v in enumerate(owner, first_gradient(results, shapes.params)):
                 specs[i], self._stage_of_result[i] = self._inputs[v].spec, owner[v]
         self._sum_shardings = [
@@ -82,6 +83,7 @@ class PipelinedProgram(Generic[ResultT]):
         )
         for stage, outputs in enumerate(self._runner.outputs):
             for output in sorted(outputs):
+                # Gradients have the stage of their parameter; others one that adds to them.
                 self._stage_of_result.setdefault(output, stage)
         self._layouts = [
             {
@@ -106,6 +108,7 @@ class PipelinedProgram(Generic[ResultT]):
         varying: list[list[ArraysByVar]] = []
         sums: Sums = []
         for stage, layouts in enumerate(self._layouts):
+            # A stage gets what its own units read, no more.
             arrays = {v: jax.device_put(leaves[v], layouts[v]) for v in layouts}
             fixed.append({v: x for v, x in arrays.items() if not self._inputs[v].varies})
             names = self._varying(stage)
@@ -139,8 +142,10 @@ class PipelinedProgram(Generic[ResultT]):
     def _part(self, v: Var, x: jax.Array, microbatch: int) -> jax.Array:
         """Return the rows of one microbatch, or its PRNG keys."""
         if self._inputs[v].kind == "batch":
+            # [B, ...] -> [B / M, ...]: neighbouring rows, as a caller would cut them.
             rows = x.shape[0] // self._num_microbatches
             return x[microbatch * rows : (microbatch + 1) * rows]
+        # Microbatches must not draw the same random numbers.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, microbatch))(x.ravel())
         return keys.reshape(x.shape)
 
@@ -177,6 +182,7 @@ class PipelinedProgram(Generic[ResultT]):
     def _finished(self, output: int, total: jax.Array) -> jax.Array:
         if self._divisor > 1:
             total = total / self._divisor
+        # Integers keep the wider dtype of their sum, which counts further.
         dtype = self._result_shapes[output].dtype
         return total.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else total
 
@@ -189,6 +195,7 @@ def _first_reader(sliced: SlicedProgram, v: Var, stage_of_chunk: list[int]) -> i
 
 def _sum_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype in which results are summed over microbatches."""
+    # In bfloat16 a sum soon swallows small terms.
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.promote_types(dtype, jnp.float32)
     return jnp.promote_types(dtype, jnp.int32)

@@ -40,6 +40,7 @@ class Arguments(NamedTuple):
         Raises:
           ValueError: the batch's arrays do not have the same number of rows, a multiple of M.
         """
+        # For each number of rows the first array that has it, for the message.
         rows: dict[int, str] = {}
         for path, x in tree_leaves_with_path(self.batch):
             name = f"batch{keystr(path)}"
@@ -60,6 +61,7 @@ class Arguments(NamedTuple):
                 f"arrays of the batch differ in rows: {listed}; pass what is no row of the batch "
                 f"after it, as an argument that all microbatches share"
             )
+        # [B, ...] -> [B / M, ...]
         micro = jax.tree.map(
             lambda x: x.update(shape=(x.shape[0] // num_microbatches, *x.shape[1:])), self.batch
         )
@@ -69,6 +71,7 @@ class Arguments(NamedTuple):
 def _shape(x: object) -> jax.ShapeDtypeStruct:
     """Return shape and dtype that JAX gives an argument; a traced program has no layouts yet."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        # NumPy arrays and Python numbers get the dtype that JAX would give them.
         return _shape(jax.eval_shape(jnp.asarray, x))
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
@@ -134,6 +137,7 @@ def inputs(arguments: Arguments, settings: Settings) -> list[Input]:
             strict=True,
         )
     ]
+    # Nothing says how further arguments may be split: each device has them whole.
     for path, x in tree_leaves_with_path(arguments.shared):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         name = f"further argument {keystr(path)}"
@@ -148,6 +152,7 @@ def _specs(name: str, prefix: object, tree: object) -> list[PartitionSpec]:
         return isinstance(node, PartitionSpec)
 
     try:
+        # A spec stands for the subtree below it, as in the shardings that jax.jit takes.
         full = jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: spec, part), prefix, tree, is_leaf=is_spec
         )
@@ -175,6 +180,7 @@ def first_gradient(results: object, params: object) -> int:
         return _shapes(tree) == _shapes(params)
 
     if isinstance(results, tuple) and len(results) == 2:
+        # If both look like the parameters, they are taken for those of value_and_grad.
         if is_gradient(results[1]):  # jax.value_and_grad
             return len(jax.tree.leaves(results[0]))
         if is_gradient(results[0]):  # jax.grad with has_aux

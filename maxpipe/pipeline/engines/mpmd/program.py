@@ -107,6 +107,7 @@ class SlicedProgram:
         # Constants are bound here, so that callers pass values and inputs only.
         constants = [v for v in self.constants if v in used(computation)]
         terms = {output: list(atoms) for output, atoms in computation.outputs.items()}
+        # `eval_jaxpr` returns a flat list, which the tree takes apart again.
         results, tree = jax.tree.flatten((list(computation.writes), terms))
         jaxpr = part(self.flat.jaxpr, [*constants, *inputs], computation.equations, results)
         values = [self.constants[v] for v in constants]
@@ -125,6 +126,7 @@ def shape_of(atom: Atom) -> jax.ShapeDtypeStruct:
 
 def used(computation: Computation) -> set[Var]:
     """Return all variables that a computation's equations, writes and outputs name."""
+    # Literals stand in the equations themselves.
     atoms = [v for eqn in computation.equations for v in eqn.invars]
     atoms += [*computation.writes, *(v for terms in computation.outputs.values() for v in terms)]
     return {v for v in atoms if not isinstance(v, Literal)}
@@ -153,6 +155,7 @@ def dump(
     inputs = input_names or [f"input {i}" for i in range(len(program.inputs))]
     outputs = output_names or [f"output {i}" for i in range(program.num_outputs)]
     names = dict(zip(program.inputs, inputs, strict=True))
+    # All units first: the text of one names those that read its values later.
     readers: dict[Var, list[UnitName]] = {}
     for computation in program.computations.values():
         names |= {v: f"{computation.name}.{i}" for i, v in enumerate(computation.writes)}

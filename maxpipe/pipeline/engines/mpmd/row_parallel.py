@@ -46,6 +46,7 @@ class RowParallel:
 
     def unit_spec(self, path: KeyPath, spec: PartitionSpec) -> PartitionSpec:
         """Return the layout in which units take an input that lies in `spec` at rest."""
+        # Without `once` units take shards, and gather them where they use them.
         gathers = self.once and path in self.gathers
         return without(spec, self.gathers[path].gathered_axes) if gathers else spec
 
@@ -66,6 +67,7 @@ class RowParallel:
         """
         if self.once and path in self.gathers:
             x = jax.ShapeDtypeStruct(x.shape, self.gathers[path].dtype_of(x))
+        # What `specs` does not name, such as scales and the key, is whole on each device.
         counts = split_counts(only(specs.get(path, PartitionSpec()), self.axes), mesh, len(x.shape))
         shape = tuple(n // count for n, count in zip(x.shape, counts, strict=True))
         return jax.ShapeDtypeStruct(shape, x.dtype)
@@ -170,6 +172,7 @@ class Total(NamedTuple):
         """Return the sum over devices of one device's sum, scattered into `spec`."""
         if not self.axes:
             return x
+        # A scatter sums over the axes that it scatters over; psum has the rest.
         scattered = self.gather.gathered_axes if self.gather else ()
         x = self.gather.scatter(x[0]) if self.gather else x[0]
         return psum(x, [axis for axis in self.axes if axis not in scattered])
@@ -200,6 +203,7 @@ def total_of(
 
 def split_counts(spec: PartitionSpec, mesh: AbstractMesh, ndim: int) -> list[int]:
     """Return into how many parts each dimension is split."""
+    # A spec may be shorter than the array: further dimensions are not split.
     entries = [*spec, *[None] * (ndim - len(spec))]
     names = [e if isinstance(e, tuple) else (e,) if e else () for e in entries]
     return [math.prod(mesh.shape[axis] for axis in axes) for axes in names]

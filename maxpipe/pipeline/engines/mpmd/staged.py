@@ -107,6 +107,7 @@ class StagedProgram:
         key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))) if needs_key else None
         micro = jax.eval_shape(self._microbatches, batch)[0]
         arguments = {"params": params, "micro": micro, "scales": (scale, scale), "key": key}
+        # Before `rows` turns shapes into those of one device: what gathers start from.
         at_rest = by_path(arguments)
         specs = dict(param_specs)
         # Microbatches lie as batches do.
@@ -125,6 +126,7 @@ class StagedProgram:
         # 2. Connect the inputs of the program with leaves of the argument.
         self.paths = list(by_path(arguments))
         self._path_of = dict(zip(self.program.inputs, self.paths, strict=True))
+        # What has no layout, such as scales and the key, is whole on each device.
         self._specs = {v: specs.get(path, PartitionSpec()) for v, path in self._path_of.items()}
         # 3. Prepare the stages.
         self._parts: DeviceParts | None = None
@@ -142,6 +144,7 @@ class StagedProgram:
             {output: NamedSharding(mesh, spec) for output, spec in enumerate(output_specs)}
             for mesh in meshes
         ]
+        # A unit takes these of its microbatch, all other inputs as they are.
         varying = self._inputs(self.program.inputs, "micro")
         self.runner = Runner(self.program, table, meshes, varying, self._sum_shardings, self._parts)
         needs = self.runner.needs
@@ -181,6 +184,7 @@ class StagedProgram:
             # Each stage cuts microbatches out of its own copy of the batch, so none is sent.
             local = {name: local_view(x, mesh) for name, x in batch.items()}
             inputs = StepInputs(*self._prepare[stage](local, keys[stage]))
+            # Parameters go to the units as they are, without a copy.
             arrays = {v: params[stage][self._path_of[v]] for v in self._params[stage]}
             fixed.append(arrays | dict(zip(self._shared[stage], inputs.shared, strict=True)))
             varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in inputs.micro])
@@ -199,6 +203,7 @@ class StagedProgram:
         for name in self.program.computations:
             stage, executable = self._stage_of_chunk[name.chunk], self.runner.executables[name]
             mesh = self._meshes[stage]
+            # The first unit of a chunk is its forward; its weights have to be there by then.
             if name.kind == "F" and name.chunk in self.runner.gathers:
                 yield stage, UnitName("gather", name.chunk), self._compiled_gather(name.chunk)
             compiled = executable.run.lower(
@@ -236,12 +241,14 @@ class StagedProgram:
     def _value(
         self, v: Var, specs: Mapping[Var, PartitionSpec], mesh: Mesh
     ) -> jax.ShapeDtypeStruct:
+        # The trace has one device's part of a value, the executable those of all, [n, ...].
         x = shape_of(v) if self._parts is None else self._parts.stacked(shape_of(v))
         return x.update(sharding=NamedSharding(mesh, specs[v]))
 
     def _input(
         self, v: Var, specs: Mapping[Var, PartitionSpec], mesh: Mesh
     ) -> jax.ShapeDtypeStruct:
+        # An input is not stacked: its parts make up the array as it lies on the stage.
         x = shape_of(v) if self._parts is None else self._parts.whole(shape_of(v), specs[v])
         return x.update(sharding=NamedSharding(mesh, specs[v]))
 
@@ -261,6 +268,7 @@ class StagedProgram:
             scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
             shared = by_path({"scales": scales, "key": key})
             micro = [by_path({"micro": arrays}) for arrays in self._microbatches(batch)]
+            # Lists by position, since jax.tree cannot sort paths as keys of a dictionary.
             return (
                 [shared[path] for path in shared_paths],
                 [[arrays[path] for path in micro_paths] for arrays in micro],

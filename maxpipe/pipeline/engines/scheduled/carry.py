@@ -91,7 +91,9 @@ def write_all(stores: Sequence[jax.Array], slot: PlanArray, values: Sequence[jax
 def add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients: Params) -> Carry:
     """Add a chunk's gradients [L, ...] to this stage's [V, L, ...], zeros if the slot is idle."""
 
+    # A choice, no product with 0: an idle slot may have computed NaN.
     def add_chunk(total: jax.Array, g: jax.Array) -> jax.Array:
+        # [L, ...] into row `chunk` of [V, L, ...]
         return total.at[chunk].add(jnp.where(active, g, 0).astype(total.dtype))
 
     return carry._replace(layer_gradients=jax.tree.map(add_chunk, carry.layer_gradients, gradients))

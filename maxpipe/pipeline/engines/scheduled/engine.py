@@ -152,11 +152,13 @@ class ScheduledEngine(SpmdEngine):
     ) -> tuple[Metrics, Params]:
         """Return (losses, gradients like `params`); see `base.Engine`."""
         batch = microbatches.prepared(batch, self._inputs.context)
+        # Divisors are those of the global batch, hence computed outside the manual program.
         scales = 1 / microbatches.weight_sum(batch), jnp.float32(1 / batch["tokens"].shape[0])
         key_data = jax.random.key_data(key) if self._program.needs_key else None
         out_specs = (PartitionSpec(), param_specs(self._inputs))
         run = self._manual(self._train, out_specs, num_replicated=2)
         metrics, gradients = run(batch, self._with_outside(params), scales, key_data)
+        # The program has these layers as parts of their own; parameters do not.
         if first := gradients.pop("first"):
             gradients["embed"] |= {"first": first}
         if outside := gradients.pop("outside"):
@@ -238,6 +240,7 @@ class ScheduledEngine(SpmdEngine):
         return apply_layers(layer_fn, weights, index, x, side, key, scan=scan, gathered=gathered)
 
     def _prepare_layer(self, layer: Params) -> Params:
+        # Weights are gathered before the loop, in the layer itself, or a slot ahead.
         if self._gather_once:
             return layer
         if not self._gathers_ahead:

@@ -60,14 +60,15 @@ class ShardedLayers:
           (activations [R, T, D], auxiliary losses summed over layers and sequences).
         """
         num_rows, share = inputs.side.positions.shape[0], x.shape[0]
+        # [B, ...] -> [R, ...]
         side = jax.tree.map(own_share, inputs.side)
         if num_rows == share * lax.axis_size("stage"):
             return self._apply(weights, x, LayerInputs(side, inputs.key))
 
         # Some stages have rows of padding, whose auxiliary losses do not count.
         def row(x: jax.Array, side: SideInputs) -> tuple[jax.Array, AuxiliaryLosses]:
-            one = jax.tree.map(lambda a: a[None], side)
-            y, aux = self._apply(weights, x[None], LayerInputs(one, inputs.key))
+            side_of_row = jax.tree.map(lambda a: a[None], side)
+            y, aux = self._apply(weights, x[None], LayerInputs(side_of_row, inputs.key))
             return y[0], aux
 
         y, aux = jax.vmap(row)(x, side)
@@ -108,7 +109,9 @@ class ShardedLayers:
         Returns:
           (gradient for x [B, T, D] on every stage, gradients for `weights` of this share).
         """
+        # Nothing was stored in the tick of the forward, so it is computed again.
         (_, aux), vjp = jax.vjp(lambda w, x: self(w, x, inputs), weights, own_share(x))
         daux = jax.tree.map(lambda a: jnp.full_like(a, aux_scale), aux)
+        # The gradient that leaves the first chunk is on stage 0 alone; all need rows of it.
         weight_gradients, dx = vjp((share_from(dy, source=0), daux))
         return joined_shares(dx, x.shape[0]), weight_gradients

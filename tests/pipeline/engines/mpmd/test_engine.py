@@ -9,7 +9,9 @@ import pytest
 from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
 
+from maxpipe.config.options import update
 from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.slots import activation_slots
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.planning.solve import solve
@@ -68,6 +70,16 @@ def test_mpmd_engine_with_a_table_that_was_solved_equals_sequential(tmp_path):
     path.write_text(to_csv(table))
     config = config_of(schedule=str(path), layers=2, remat="minimal")
     mpmd = MpmdUnderTest(config)
+    assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
+
+
+@pytest.mark.parametrize(("schedule", "repeats"), [("zb_v", 2), ("zb_h2", 1)])
+def test_mpmd_engine_with_an_order_that_follows_unit_times_equals_sequential(schedule, repeats):
+    case = {"schedule": schedule, "repeats": repeats, "tied": True, "remat": "minimal"}
+    config = config_of(**case)
+    timed = update(config, {"pipeline.unit_times": [1.0, 1.4, 0.9, 0.5, 0.7]})
+    assert to_csv(build_table(timed)) != to_csv(build_table(config))
+    mpmd = MpmdUnderTest(timed)
     assert_same(mpmd.train(make_batch(ROWS)), reference(config.model, ROWS))
 
 

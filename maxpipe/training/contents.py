@@ -1,0 +1,110 @@
+"""Name what the result of a run depends on besides its configuration, for processes to compare."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import maxpipe
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.model_places import maxtext_directory, open_folder
+from maxpipe.config.options import OPTIONS, get
+from maxpipe.config.sections import Config
+from maxpipe.data.fingerprint import data_digests
+from maxpipe.devices.agreement import source_digest
+from maxpipe.pipeline.schedules.load import is_csv
+from maxpipe.storage.local_files import sampled_digest
+from maxpipe.storage.model_folders import directory_digest
+
+DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_RUNTIMES = ("libtpu",)  # installed where they are needed
+
+
+def run_contents(config: Config) -> dict[str, str]:
+    """Return digests and versions of what the result of a run depends on, by name.
+
+    What a key's path leads to has the name of the key. What cannot be read has its error in place
+    of a digest: if no process can read it, opening it says so later.
+    """
+    contents = _data_digests(config)
+    for key, digest in _PATHS.items():
+        if value := str(get(config, key)):
+            try:
+                contents[key] = digest(key, value)
+            except (ConfigError, OSError) as error:
+                contents[key] = str(error)
+    contents |= {f"code of {name}": _code_digest(name) for name in own_packages(config)}
+    contents |= {f"version of {name}": version for name, version in _all_versions().items()}
+    return contents | {"code of maxpipe": source_digest()}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of maxpipe and of the packages that decide what a step computes."""
+    # maxpipe's own version comes from the package: run from a checkout, it need not be installed.
+    installed = {name: metadata.version(name) for name in DEPENDENCIES}
+    return {"maxpipe": maxpipe.__version__} | installed
+
+
+def own_packages(config: Config) -> list[str]:
+    """Return the top-level packages of the variants in use that are not maxpipe's own."""
+    names = set()
+    for key, option in OPTIONS.items():
+        variant = (option.bounds.variants or {}).get(str(get(config, key)))
+        implementation = getattr(variant, "implementation", "")
+        names.add(implementation.partition(":")[0].partition(".")[0])
+    return sorted(names - {"", "maxpipe"})
+
+
+def _all_versions() -> dict[str, str]:
+    versions = package_versions()
+    for name in _RUNTIMES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "none"
+    return versions
+
+
+def _data_digests(config: Config) -> dict[str, str]:
+    try:
+        return data_digests(config)
+    except ConfigError as error:
+        return {problem.key: problem.message for problem in error.problems}
+
+
+def _model_digest(key: str, value: str) -> str:
+    if directory := maxtext_directory(value):
+        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
+        return directory_digest(Path(directory), files)
+    return open_folder(value, key).digest()
+
+
+def _schedule_digest(key: str, value: str) -> str:
+    return _file_digest(key, value) if is_csv(value) else value
+
+
+def _file_digest(key: str, value: str) -> str:
+    return sampled_digest(value, Path(value).stat().st_size)
+
+
+# Keys whose values are paths, and what to compare in their place.
+_PATHS: Mapping[str, Callable[[str, str], str]] = {
+    "model.from_hf": _model_digest,
+    "init_from": _model_digest,
+    "pipeline.schedule": _schedule_digest,
+    "compile.load": _file_digest,
+}
+
+
+def _code_digest(package: str) -> str:
+    """Return a digest of a package's Python files, or of a module's one."""
+    spec = find_spec(package)
+    if spec is None or not spec.origin:
+        return "not found"
+    file = Path(spec.origin)
+    files = sorted(file.parent.rglob("*.py")) if spec.submodule_search_locations else [file]
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(str(path.relative_to(file.parent)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

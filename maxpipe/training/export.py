@@ -1,0 +1,90 @@
+"""Write a checkpoint of a run for `maxpipe.export`: as a folder of Hugging Face or as one file."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.record import Record
+from maxpipe.checkpoint.run_argument import check_block, find_step
+from maxpipe.checkpoint.steps import StepStore
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import from_record
+from maxpipe.config.sections import Config
+from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
+from maxpipe.generation.launch import find_tokenizer
+from maxpipe.hf.exporter import export
+from maxpipe.hf.model_types import choose_family
+from maxpipe.hf.origin import ORIGIN, origin_of
+from maxpipe.hf.single_file import export_file
+from maxpipe.training.continuity import version_of
+
+DONE, NOT_READ = 0, 1  # exit codes
+
+
+def launch(flags: argparse.Namespace) -> int:
+    """Write the checkpoint that a command line names, and return the exit code.
+
+    Args:
+      flags: of `maxpipe.export`.
+
+    Raises:
+      ConfigError: there is no such checkpoint, no type of model fits, or the target cannot be
+        written.
+    """
+    store = open_steps(flags.run_dir, "RUN_DIR")
+    step = find_step(store, flags.step)
+    try:
+        record = store.record(step)
+        config = from_record(record.meta["config"])
+        check_block(config)
+        dtype = flags.dtype or config.model.param_dtype
+        if flags.safetensors:
+            target = Path(flags.safetensors)
+            with store.local_copy(step) as directory:
+                count = export_file(directory, record, config, target, dtype)
+            print(f"{target}: step {step}, {count} tensors")
+            return DONE
+        target = Path(flags.hf)
+        with store.local_files(TOKENIZER) as companions, store.local_files(ORIGIN) as kept:
+            origin = origin_of(config, kept)
+            family = choose_family(config, flags.type, origin)
+            with store.local_copy(step) as directory:
+                names = export(
+                    directory,
+                    record,
+                    config,
+                    target,
+                    family=family,
+                    dtype=dtype,
+                    file_bytes=int(flags.file_size * 1e9),
+                    companions=companions,
+                    origin=origin,
+                    tokenizer=_tokenizer_of(config, record, store),
+                    version=version_of(record.meta),
+                )
+    except OSError as error:
+        flag, place = (
+            ("--safetensors", flags.safetensors) if flags.safetensors else ("--hf", flags.hf)
+        )
+        message = f"cannot write to {place}: {error.strerror or error}"
+        raise ConfigError(Problem(flag, message)) from None
+    except (CheckpointDamaged, CheckpointUnreadable) as error:
+        print(f"error: {store}/{step}: {error}", file=sys.stderr)
+        return NOT_READ
+    print(f"{target}: step {step} as {family.model_type}: {', '.join(names)}")
+    if not any(name.startswith("tokenizer") for name in names):
+        source = f"data.tokenizer={config.data.tokenizer}"
+        print(f"no tokenizer is written: the run has no files of {source}")
+    return DONE
+
+
+def _tokenizer_of(config: Config, record: Record, store: StepStore) -> Tokenizer | None:
+    """Return the tokenizer of a run, None if it is not there any more, which is said."""
+    try:
+        return find_tokenizer(None, config, record.meta, store)
+    except ConfigError as error:
+        reason = error.problems[0].message
+        print(f"warning: the ids of special tokens are not known: {reason}", file=sys.stderr)
+        return None

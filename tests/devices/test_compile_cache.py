@@ -1,0 +1,142 @@
+"""The persistent compilation cache: its directory, and what is damaged in it."""
+
+import sys
+import warnings
+import zlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from maxpipe.config import Config, replace
+from maxpipe.devices.compile_cache import compile_cache, remove_damaged, start_compile_cache
+
+
+def test_compile_cache_is_in_the_output_directory_by_default(tmp_path):
+    config = replace(Config(), output_dir=str(tmp_path))
+    assert compile_cache(config) == tmp_path / "compile_cache"
+    assert compile_cache(replace(config, **{"compile.cache_dir": "off"})) is None
+    assert (
+        compile_cache(replace(config, **{"compile.cache_dir": "/elsewhere"})).as_posix()
+        == "/elsewhere"
+    )
+
+
+class TestCompileCache:
+    @pytest.fixture(autouse=True)
+    def _settings(self):
+        names = (
+            "enable_compilation_cache",
+            "compilation_cache_dir",
+            "persistent_cache_min_compile_time_secs",
+        )
+        before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+        yield
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+    def test_start_compile_cache_on_several_cpu_devices_needs_a_directory(
+        self, monkeypatch, tmp_path
+    ):
+        monkeypatch.setenv("NPROC", "128")
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
+        assert jax.config.jax_enable_compilation_cache
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        start_compile_cache(Config())
+        assert not jax.config.jax_enable_compilation_cache
+
+    @pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("tpu", 4)])
+    def test_start_compile_cache_on_other_devices_is_used(
+        self, backend, count, monkeypatch, tmp_path
+    ):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(jax, "device_count", lambda: count)
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), output_dir=str(tmp_path)))
+        assert jax.config.jax_enable_compilation_cache
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compile_cache")
+
+    @pytest.mark.parametrize("place", ["a file", "below a file"])
+    def test_start_compile_cache_that_cannot_be_written_is_off_and_said_once(
+        self, monkeypatch, tmp_path, capsys, place
+    ):
+        """JAX itself would warn of every program."""
+        monkeypatch.setenv("NPROC", "128")
+        (tmp_path / "a file").touch()
+        cache = tmp_path / {"a file": "a file", "below a file": "a file/cache"}[place]
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(cache)}))
+        assert not jax.config.jax_enable_compilation_cache
+        said = f"nothing is cached: {cache} cannot be written (compile.cache_dir)\n"
+        assert capsys.readouterr().out == said
+
+    def test_damaged_entry_is_replaced_and_said_in_one_line(
+        self, monkeypatch, tmp_path, capsys, warned
+    ):
+        """JAX itself would warn at every start, and keep the damaged entry."""
+        monkeypatch.setenv("NPROC", "128")
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        entry = compile_doubling(tmp_path)
+        sound = entry.read_bytes()
+        entry.write_bytes(sound[: len(sound) // 2])
+        assert compile_doubling(tmp_path) == entry
+        assert len(entry.read_bytes()) > len(sound) // 2
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"an entry of {tmp_path} was damaged and is removed: jit_doubled is")
+        compile_doubling(tmp_path)
+        assert capsys.readouterr().out == ""
+        assert warned == []
+
+    def test_other_warnings_are_shown_as_before(self, tmp_path, monkeypatch, warned):
+        monkeypatch.setenv("NPROC", "128")
+        jax.config.update("jax_enable_compilation_cache", True)
+        start_compile_cache(replace(Config(), **{"compile.cache_dir": str(tmp_path)}))
+        warnings.warn("something else", stacklevel=1)
+        assert warned == ["something else"]
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """Return the texts of the warnings that Python shows."""
+    texts = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: texts.append(str(message)))
+        yield texts
+
+
+def compile_doubling(cache):
+    """Compile a program as a new process would; return its entry in the cache."""
+    jax.clear_caches()
+    compilation_cache.reset_cache()
+
+    @jax.jit
+    def doubled(x):
+        return 2 * x
+
+    doubled(jnp.ones(3)).block_until_ready()
+    (entry,) = cache.glob("jit_doubled-*-cache")
+    return entry
+
+
+def test_remove_damaged_leaves_what_is_sound_of_other_programs_or_of_another_library(
+    tmp_path, monkeypatch
+):
+    sound = zlib.compress(b"machine code")
+    contents = {
+        "jit_step-1-cache": sound,
+        "jit_step-2-cache": sound[:-3],
+        "jit_step-3-cache": b"",
+        "jit_step-4-cache": b"\x28\xb5\x2f\xfd of another environment",
+        "jit_other-1-cache": b"damaged",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    assert remove_damaged(tmp_path, "jit_step") == 2
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["jit_other-1-cache", "jit_step-1-cache", "jit_step-4-cache"]

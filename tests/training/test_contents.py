@@ -1,0 +1,85 @@
+"""What processes compare: digests of what the paths of a configuration lead to."""
+
+from importlib import metadata
+
+import pytest
+from helpers.hf_folder import write_folder
+
+import maxpipe
+from maxpipe.config import Config, replace
+from maxpipe.config.catalog import OPTIMIZERS, Optimizer
+from maxpipe.training import contents as module
+from maxpipe.training.contents import package_versions, run_contents
+
+
+def of(key, value):
+    return run_contents(replace(Config(), **{key: str(value)}))[key]
+
+
+def test_package_versions_without_installation_have_the_checkouts_version(monkeypatch):
+    def installed(name):
+        if name == "maxpipe":
+            raise metadata.PackageNotFoundError(name)
+        return "1.2.3"
+
+    monkeypatch.setattr(module.metadata, "version", installed)
+    assert package_versions() == {"maxpipe": maxpipe.__version__} | dict.fromkeys(
+        module.DEPENDENCIES, "1.2.3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [("pipeline.schedule", "a.csv"), ("compile.load", "step")]
+)
+def test_files_are_compared_by_content_wherever_they_are(tmp_path, key, name):
+    for directory, text in (("a", "F0,B0"), ("b", "F0,B0"), ("c", "B0,F0")):
+        (tmp_path / directory).mkdir()
+        (tmp_path / directory / name).write_text(text)
+    a, b, c = (of(key, tmp_path / directory / name) for directory in "abc")
+    assert a == b != c
+    assert "No such file" in of(key, tmp_path / name)
+
+
+def test_schedules_of_the_catalogue_are_compared_by_name():
+    assert of("pipeline.schedule", "zb_v") == "zb_v"
+
+
+@pytest.mark.parametrize("key", ["model.from_hf", "init_from"])
+def test_models_are_compared_by_shape_and_weights(tmp_path, key):
+    scheme = "hf:" if key == "init_from" else ""
+    folders = [write_folder(tmp_path / name) for name in "ab"]
+    a, b = (of(key, f"{scheme}{folder}") for folder in folders)
+    assert a == b
+    (folders[1] / "README.md").write_text("other words")
+    assert of(key, f"{scheme}{folders[1]}") == a
+    weights = folders[1] / "1.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 0x80  # the sign of the last number
+    weights.write_bytes(content)
+    assert of(key, f"{scheme}{folders[1]}") != a
+
+
+def test_steps_of_maxtext_are_compared_by_all_their_files(tmp_path):
+    (tmp_path / "0" / "items").mkdir(parents=True)
+    file = tmp_path / "0" / "items" / "chunk"
+    file.write_bytes(b"one")
+    before = of("init_from", f"maxtext:{tmp_path}")
+    file.write_bytes(b"two")
+    assert of("init_from", f"maxtext:{tmp_path}") != before
+
+
+@pytest.mark.parametrize("file", ["mine_0.py", "mine_1/inner.py"])
+def test_code_of_variants_in_use_is_compared(tmp_path, monkeypatch, file):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text("rate = 1")
+    name = file.removesuffix(".py").replace("/", ".")
+    monkeypatch.setitem(OPTIMIZERS, "mine", Optimizer(f"{name}:build", moments=0))
+    key = f"code of {name.partition('.')[0]}"
+    assert key not in run_contents(Config())
+    config = replace(Config(), **{"optimizer.name": "mine"})
+    before = run_contents(config)[key]
+    path.write_text("rate = 2")
+    assert run_contents(config)[key] != before
