@@ -22,10 +22,11 @@ from helpers.documentation import (
     fences,
     titled_files,
 )
-from helpers.training_process import TINY_MODEL
+from helpers.hf_folder import write_folder
+from helpers.training_process import TINY, TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import generate, plan, schedule, train
+from maxpipe import export, generate, plan, schedule, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -42,6 +43,7 @@ OPERATIONS = PAGES["docs/operations.md"]
 MAINS = {
     "maxpipe.train": train.main,
     "maxpipe.generate": generate.main,
+    "maxpipe.export": export.main,
     "maxpipe.compile": compile_command.main,
     "maxpipe.plan": plan.main,
     "maxpipe.schedule": schedule.main,
@@ -59,6 +61,11 @@ SMALL = [
     "mesh.simulated_devices=0",
     "mesh.ici.fsdp=4",
 ]
+# A run from a folder of Hugging Face, which the commands after it export.
+FOLDER = "models/Qwen3-8B"
+IMPORT = next(line for line in commands(PAGES["docs/families.md"]) if "run_name=mine" in line)
+IMPORTED_RUN = "runs/mine"
+SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: each command is a run or a compilation of minutes, and has
 # tests of its own.
 CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
@@ -102,10 +109,19 @@ def place(tmp_path_factory):
     for page in ("docs/extending.md", "docs/own_models.md", "docs/python.md"):
         for name, text in titled_files(page).items():
             (directory / name).write_text(text, encoding="utf-8")
+    (directory / "models").mkdir()
+    write_folder(directory / FOLDER, "qwen3")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
         yield directory
+
+
+@pytest.fixture(scope="module")
+def imported(place):
+    """Make the run from a folder of Hugging Face."""
+    assert train.main([*shlex.split(IMPORT)[3:], *SMALL_IMPORT]) == 0
+    assert (place / IMPORTED_RUN / "checkpoints" / "1").is_dir()
 
 
 def test_readme_has_the_first_run():
@@ -119,8 +135,10 @@ def test_readme_has_at_most_150_lines():
 @pytest.mark.parametrize(
     "command", reversed(COMMANDS), ids=lambda command: f"{COMMANDS[command]}:{command}"
 )
-def test_command(command, place, capfd):
+def test_command(command, place, capfd, request):
     words = shlex.split(command)
+    if command == IMPORT or IMPORTED_RUN in words:
+        request.getfixturevalue("imported")
     words += ["--seconds=1"] if words[3:4] == ["solve"] else []
     named = [word for word in words if re.match(r"(configs|scripts|examples|docs)/", word)]
     assert [word for word in named if not (place / word).exists()] == []

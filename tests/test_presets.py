@@ -1,12 +1,16 @@
 """Test that presets have the published sizes, and commands that fit their chips and a laptop."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+from helpers.published_configs import PUBLISHED
 
 from maxpipe.config import load, resolve
+from maxpipe.config.from_hf import read_shape
+from maxpipe.hf.matching import shape_problems
 from maxpipe.planning.flops import active_parameter_count, parameter_count
 
 PRESETS = Path(__file__).parents[1] / "configs" / "models"
@@ -59,6 +63,13 @@ def test_presets_all_have_a_published_size():
 def test_preset_has_the_published_parameter_count(name):
     assert parameter_count(for_slice(name).model) == PARAMETERS[name]
     assert f"{PARAMETERS[name]:,} parameters" in path_of(name).read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_preset_has_the_shape_that_the_published_file_says(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    shape = read_shape(str(tmp_path))
+    assert shape_problems(for_slice(name), shape, "") == []
 
 
 # Parameters that a token uses, as the names of the models say them in thousands of millions

@@ -70,6 +70,9 @@ class TestFinishedRun:
         ):
             assert text in before_steps
 
+    def test_weights_of_a_fresh_run_are_said_to_be_random(self, finished):
+        assert "weights     random, seed 0" in finished[1].splitlines()
+
     def test_console_shows_the_last_step_and_the_end(self, finished):
         assert "step 6/6  loss" in finished[1]
         assert "done: 6 steps" in finished[1]

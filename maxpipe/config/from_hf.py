@@ -19,6 +19,9 @@ from maxpipe.config.values import nearest
 KEY = "model.from_hf"
 FILE = "config.json"
 VOCABULARY = "model.vocab_size"  # which may be larger than the file's
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What a model with images may say of its text part outside of it
+_OF_BOTH = ("tie_word_embeddings", *SPECIAL_IDS)
 
 
 class Shape(NamedTuple):
@@ -62,7 +65,7 @@ def read_shape(folder: str, key: str = KEY) -> Shape:
 
 
 def read_config_json(folder: str, key: str = KEY) -> dict[str, Any]:
-    """Return a folder's config.json; of a model with images its text part.
+    """Return a folder's config.json; of a model with images its text part with its special ids.
 
     Raises:
       ConfigError: it cannot be read.
@@ -87,8 +90,8 @@ def _read_file(value: str, key: str) -> tuple[dict[str, Any], str]:
         raise ConfigError(Problem(key, f"{source} is not a JSON object"))
     text = content.get("text_config")
     if isinstance(text, dict) and content.get("model_type") not in MODEL_TYPES:
-        outer = {key: content[key] for key in ("tie_word_embeddings",) if key in content}
-        content = {**outer, **text}
+        outer = {key: content[key] for key in _OF_BOTH if text.get(key) is None and key in content}
+        content = {**text, **outer}
     return content, source
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from maxpipe.checkpoint.reader import PARAMS, read_arrays
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.config.from_hf import FILE, read_config_json
+from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import Tokenizer, main_file
 from maxpipe.hf.family import Family
@@ -85,7 +85,7 @@ def export(
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
         ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
         if copy_companions(unfinished, companions, origin):
-            ids |= {name: content[name] for name in ids if content.get(name) is not None}
+            ids |= {name: content[name] for name in SPECIAL_IDS if content.get(name) is not None}
         content |= ids
         if ids and not (unfinished / GENERATION).exists():
             write_json(unfinished / GENERATION, ids)

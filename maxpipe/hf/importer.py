@@ -5,7 +5,7 @@ A process reads what its own shards need, so a model need not fit on any host.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial
 
 import jax
@@ -60,7 +60,9 @@ class HfWeights:
             tensors = read_folder(folder)
             stored = joined({text_name(name): tensor for name, tensor in tensors.items()})
             stored = dequantised(stored, folder)
-        except (SafetensorsError, OSError) as error:
+        except SafetensorsError as error:
+            raise ConfigError(*(Problem(KEY, line) for line in error.problems)) from None
+        except OSError as error:
             raise ConfigError(Problem(KEY, str(error))) from None
         self._num_layers = config.model.stacked_layers
         expected = tensor_names(list(self._rules.values()), self._num_layers)
@@ -84,7 +86,12 @@ class HfWeights:
             lines.append(f"init_from   not part of the model: {', '.join(kinds)}")
         return lines
 
-    def read(self, path: ParameterPath, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(
+        self,
+        path: ParameterPath,
+        like: jax.ShapeDtypeStruct,
+        advance: Callable[[float], None] = lambda share: None,
+    ) -> jax.Array:
         """Return a parameter in the layout on disk, [stacked_layers, ...] if it is of layers.
 
         Each tensor is read once, whatever number of devices has parts of it.
@@ -92,6 +99,7 @@ class HfWeights:
         Args:
           path: of the parameter.
           like: shape, dtype and sharding of the result.
+          advance: is called with the share that has been read, after each layer.
         """
         assert isinstance(like.sharding, Sharding)
         places = like.sharding.addressable_devices_indices_map(like.shape)
@@ -101,11 +109,15 @@ class HfWeights:
             parts = self._read_tensor(rule, 0, {*regions.values()}, like.dtype)
             shards = [jax.device_put(parts[region], device) for device, region in regions.items()]
         else:
-            shards = self._read_layers(rule, regions, like.dtype)
+            shards = self._read_layers(rule, regions, like.dtype, advance)
         return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
 
     def _read_layers(
-        self, rule: Rule, regions: Mapping[jax.Device, Region], dtype: np.dtype
+        self,
+        rule: Rule,
+        regions: Mapping[jax.Device, Region],
+        dtype: np.dtype,
+        advance: Callable[[float], None],
     ) -> list[jax.Array]:
         """Return each device's shard of a parameter of layers.
 
@@ -118,6 +130,7 @@ class HfWeights:
                 parts = self._read_tensor(rule, layer, {r[1:] for r in layer_regions}, dtype)
                 for region in layer_regions:
                     shards[region][layer - region[0][0]] = parts[region[1:]]
+                advance((layer + 1) / self._num_layers)
             return [jax.device_put(shards[region], device) for device, region in regions.items()]
         values = {
             device: jnp.empty(shape_of(region), dtype, device=device)
@@ -132,6 +145,7 @@ class HfWeights:
                     values[device] = _replace_layer(values[device], *part)
             # The next layer is read after this one is freed.
             jax.block_until_ready([*values.values()])
+            advance((layer + 1) / self._num_layers)
         return [*values.values()]
 
     def _layers(self, regions: Iterable[Region]) -> Iterator[tuple[int, set[Region]]]:

@@ -42,7 +42,18 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsError(Exception):
-    """A file is not what the format says; the message names it."""
+    """Files are not what the format says.
+
+    Args:
+      problems: a line for each, which names the file.
+    """
+
+    def __init__(self, *problems: str):
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class WeightTensor(Protocol):
@@ -178,7 +189,8 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
     """Return the tensors of a model's folder by name: of the files of its index, or of all files.
 
     Raises:
-      SafetensorsError: there are no files, one is damaged, or the index names what is not there.
+      SafetensorsError: there are no files, or the index names what is not there; a problem for
+        each file that is damaged.
       ConfigError: an object store or the hub cannot be read.
     """
     try:
@@ -195,8 +207,14 @@ def read_folder(folder: ModelFolder) -> dict[str, StoredTensor]:
     except FileNotFoundError as error:
         raise SafetensorsError(f"{folder} lacks {error}, which its index names") from None
     tensors: dict[str, StoredTensor] = {}
+    problems: list[str] = []
     for file in files:
-        tensors |= read_header(file)
+        try:
+            tensors |= read_header(file)
+        except SafetensorsError as error:
+            problems += error.problems
+    if problems:
+        raise SafetensorsError(*problems)
     if lost := sorted({*weight_map} - tensors.keys()):
         raise SafetensorsError(f"{folder}: {_some(lost)} of the index are in no file")
     return tensors

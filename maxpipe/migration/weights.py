@@ -3,6 +3,7 @@
 A process reads what its own shards need, so a model need not fit on any host.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -60,7 +61,12 @@ class MaxTextWeights:
         """Return lines about what is read and how it is changed."""
         return [f"{KEY}   {line}" for line in self._lines]
 
-    def read(self, path: ParameterPath, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(
+        self,
+        path: ParameterPath,
+        like: jax.ShapeDtypeStruct,
+        advance: Callable[[float], None] = lambda share: None,
+    ) -> jax.Array:
         """Return a parameter in the layout on disk, [num_layers, ...] if it is of layers.
 
         Host memory holds one device's shard at a time, and the chunks of the file that it is in.
@@ -68,6 +74,7 @@ class MaxTextWeights:
         Args:
           path: of the parameter.
           like: shape, dtype and sharding of the result.
+          advance: is called with the share that has been read, after each device's shard.
 
         Raises:
           ConfigError: a file is damaged.
@@ -76,7 +83,8 @@ class MaxTextWeights:
         places = like.sharding.addressable_devices_indices_map(like.shape)
         boxes = {device: box_of(index, like.shape) for device, index in places.items()}
         shards: dict[jax.Device, jax.Array] = {}
-        for box in dict.fromkeys(boxes.values()):
+        different = dict.fromkeys(boxes.values())
+        for count, box in enumerate(different, start=1):
             try:
                 values = self._stored.read(path, box).astype(like.dtype)
             except (ValueError, OSError) as error:
@@ -85,6 +93,7 @@ class MaxTextWeights:
             owners = [device for device, own_box in boxes.items() if own_box == box]
             shards |= {device: jax.device_put(values, device) for device in owners}
             jax.block_until_ready([shards[device] for device in owners])
+            advance(count / len(different))
         in_order = [shards[device] for device in boxes]
         return jax.make_array_from_single_device_arrays(like.shape, like.sharding, in_order)
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -76,15 +76,8 @@ class Console:
         self._unprinted: Progress | None = None
         self._bar: tqdm | None = None
         if log_every and self._stream.isatty():
-            has_size = _has_size(self._stream)
-            self._bar = tqdm(
-                total=total_steps,
-                initial=start_step,
-                file=self._stream,
-                bar_format="{desc} |{bar}|",
-                dynamic_ncols=has_size,
-                ncols=None if has_size else 120,
-                nrows=None if has_size else 40,
+            self._bar = open_bar(
+                self._stream, total=total_steps, initial=start_step, bar_format="{desc} |{bar}|"
             )
 
     def step(self, progress: Progress) -> None:
@@ -153,6 +146,23 @@ def _largest(values: Sequence[float]) -> list[tuple[float, int]]:
     """Return the largest of the layers' values and its layer; nothing if no layer has one."""
     numbers = [(value, layer) for layer, value in enumerate(values) if not math.isnan(value)]
     return [max(numbers)] if numbers else []
+
+
+def open_bar(stream: TextIO, **options: Any) -> tqdm:
+    """Return a progress bar on a terminal.
+
+    Args:
+      stream: the terminal.
+      options: of tqdm.
+    """
+    has_size = _has_size(stream)
+    return tqdm(
+        file=stream,
+        dynamic_ncols=has_size,
+        ncols=None if has_size else 120,
+        nrows=None if has_size else 40,
+        **options,
+    )
 
 
 def _has_size(stream: TextIO) -> bool:

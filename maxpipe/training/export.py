@@ -74,6 +74,9 @@ def launch(flags: argparse.Namespace) -> int:
         print(f"error: {store}/{step}: {error}", file=sys.stderr)
         return NOT_READ
     print(f"{target}: step {step} as {family.model_type}: {', '.join(names)}")
+    if not any(name.startswith("tokenizer") for name in names):
+        source = f"data.tokenizer={config.data.tokenizer}"
+        print(f"no tokenizer is written: the run has no files of {source}")
     return DONE
 
 

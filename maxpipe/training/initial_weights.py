@@ -1,7 +1,6 @@
 """Open the weights that a new run starts from, `init_from`, and report how far they are read."""
 
 import math
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,9 +10,8 @@ from maxpipe.config.catalog import WEIGHT_FORMATS
 from maxpipe.config.imports import implementation
 from maxpipe.config.model_places import maxtext_directory
 from maxpipe.config.sections import Config
+from maxpipe.telemetry.byte_progress import ByteProgress
 from maxpipe.training.trainer import ReadParameter
-
-SECONDS_OF_PROGRESS = 5.0  # between two lines about weights that are read
 
 
 class InitialWeights(Protocol):
@@ -30,12 +28,18 @@ class InitialWeights(Protocol):
         """Return lines about what is read and what is left out."""
         ...
 
-    def read(self, path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(
+        self,
+        path: tuple[str, ...],
+        like: jax.ShapeDtypeStruct,
+        advance: Callable[[float], None] = ...,
+    ) -> jax.Array:
         """Return a parameter in the layout on disk, [num_layers, ...] if it is of layers.
 
         Args:
           path: of the parameter.
           like: shape, dtype and sharding of the result.
+          advance: is called with the share of the parameter that has been read, as it grows.
         """
         ...
 
@@ -53,20 +57,22 @@ def open_weights(config: Config) -> InitialWeights | None:
     return weights
 
 
-def with_progress(weights: InitialWeights, print_line: Callable[[str], None]) -> ReadParameter:
-    """Wrap `weights.read` to print every few seconds how much of all bytes has been read."""
-    num_elements = 0
-    next_line = time.monotonic() + SECONDS_OF_PROGRESS
+def with_progress(weights: InitialWeights, progress: ByteProgress) -> ReadParameter:
+    """Wrap `weights.read` to show how much of all bytes has been read."""
+    num_finished = 0  # elements of whole parameters
 
     def read(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
-        nonlocal num_elements, next_line
-        value = weights.read(path, like)
-        num_elements += math.prod(like.shape)
-        if time.monotonic() >= next_line:
-            next_line = time.monotonic() + SECONDS_OF_PROGRESS
-            gigabytes = weights.num_bytes / 1e9
-            done = gigabytes * num_elements / weights.num_elements
-            print_line(f"init_from   {done:.2f} of {gigabytes:.2f} GB are read")
+        nonlocal num_finished
+        before, size = num_finished, math.prod(like.shape)
+
+        def advance(share: float) -> None:
+            # A padded vocabulary has more elements than the files.
+            done = min(1.0, (before + share * size) / weights.num_elements)
+            progress.show(round(done * weights.num_bytes))
+
+        value = weights.read(path, like, advance)
+        num_finished += size
+        advance(1.0)
         return value
 
     return read

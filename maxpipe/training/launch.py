@@ -1,6 +1,7 @@
 """Take a loaded configuration to a finished run: start JAX, build the run, report, train."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,6 +37,7 @@ from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
 from maxpipe.supervision.failure import failing_fast
 from maxpipe.supervision.run_lease import RunLease, own_run
+from maxpipe.telemetry.byte_progress import ByteProgress
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.training.batches import BatchPlacer
@@ -283,10 +285,13 @@ def _initial_state(
     """Return the state before the first step, with the weights of `init_from` if there are any."""
     state = trainer.init(jax.random.key(config.seed))
     if weights is None:
+        log(f"weights     random, seed {config.seed}")
         return state
     for line in weights.describe():
         log(line)
-    return trainer.replace_parameters(state, with_progress(weights, log))
+    terminal = sys.stdout if jax.process_index() == 0 else None
+    with ByteProgress("init_from", weights.num_bytes, log, terminal) as progress:
+        return trainer.replace_parameters(state, with_progress(weights, progress))
 
 
 def token_bytes(config: Config) -> np.ndarray | None:

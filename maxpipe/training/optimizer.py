@@ -102,6 +102,8 @@ class Optimizer:
         ) -> jax.Array:
             if is_bias(spec):
                 return balanced(p, g, self._bias_rate)
+            if not config.learning_rate:
+                return p  # p - 0 would turn -0.0 into 0.0
             p32 = p.astype(jnp.float32)
             decay = config.weight_decay if decays else 0.0
             return (p32 - rate * (direction + decay * p32)).astype(p.dtype)

@@ -1,10 +1,10 @@
 """Measure how much host memory reading weights of Hugging Face takes besides the weights.
 
-python scripts/benchmark/read_weights.py [DIR] [--layers N] [--width N] [--vocabulary N]
+python scripts/benchmark/read_weights.py [DIR] [--layers N] [--width N] [--vocabulary N] [--dtype D]
 
-DIR gets a random model of Llama's kind in float32, if it has none yet. The model is then read onto
-one simulated device, whose memory is the host's. Pages of mapped files do not count: the system
-takes them back when it needs memory.
+DIR gets a random model of Llama's kind, if it has none yet. The model is then read onto one
+simulated device, whose memory is the host's, as float32. Pages of mapped files do not count: the
+system takes them back when it needs memory.
 """
 
 import argparse
@@ -49,12 +49,12 @@ def write_config(directory: Path, layers: int, width: int, vocabulary: int) -> C
     return resolve(replace(Config(), **values, init_from=f"hf:{directory}"), 1)
 
 
-def write_model(file: Path, config: Config) -> None:
+def write_model(file: Path, config: Config, dtype: np.dtype) -> None:
     """Write random tensors."""
     rules = tensor_rules(Llama(), ModelProgram(config.model))
     shapes = tensor_names(rules, config.model.num_layers)
-    data = write_file(file, [(name, np.dtype(np.float32), s) for name, s in shapes.items()])
-    block = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32).view(np.uint8)
+    data = write_file(file, [(name, dtype, shape) for name, shape in shapes.items()])
+    block = np.random.default_rng(0).standard_normal(1 << 20).astype(dtype).view(np.uint8)
     for first in range(0, len(data), len(block)):
         data[first : first + len(block)] = block[: len(data) - first]
     data.flush()
@@ -102,15 +102,16 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", nargs="?", type=Path)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32_000)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = flags.directory or Path(temporary)
         config = write_config(directory, flags.layers, flags.width, flags.vocabulary)
         if not (directory / "model.safetensors").exists():
-            write_model(directory / "model.safetensors", config)
+            write_model(directory / "model.safetensors", config, jnp.dtype(flags.dtype))
         started = time.perf_counter()
         size, more = measure(config)
         seconds = time.perf_counter() - started

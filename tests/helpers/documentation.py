@@ -19,7 +19,8 @@ def fences(language: str, text: str = TEXT) -> list[str]:
 
 def commands(text: str) -> list[str]:
     """Return all lines of shell fences, and inline code that is a command, without comments."""
-    lines = [line for fence in fences("bash", text) for line in fence.splitlines()]
+    joined = [fence.replace("\\\n", " ") for fence in fences("bash", text)]
+    lines = [line for fence in joined for line in fence.splitlines()]
     lines += re.findall(r"`(python (?:-m [\w.]+ |scripts/)[^`]*)`", text)
     words = (shlex.join(shlex.split(line, comments=True)) for line in lines)
     return [*dict.fromkeys(command for command in words if command)]

@@ -13,13 +13,20 @@ from maxpipe.config.from_hf import read_shape
 from maxpipe.hf.families.deepseek import DeepseekV3
 from maxpipe.hf.families.experts import Mixtral
 from maxpipe.hf.families.gemma import Gemma3
+from maxpipe.hf.families.llama import Qwen3
 from maxpipe.hf.families.phi import Phi3
 from maxpipe.hf.safetensors import INDEX, write_file
 from maxpipe.hf.tensors import tensor_names, tensor_rules
 from maxpipe.model.program import ModelProgram
 
 SMALL = {"vocab_size": 320, "num_hidden_layers": 4}
-FAMILIES = {"deepseek_v3": DeepseekV3, "gemma3": Gemma3, "mixtral": Mixtral, "phi3": Phi3}
+FAMILIES = {
+    "deepseek_v3": DeepseekV3,
+    "gemma3": Gemma3,
+    "mixtral": Mixtral,
+    "phi3": Phi3,
+    "qwen3": Qwen3,
+}
 
 
 def write_weights(path: Path, tensors: dict[str, np.ndarray]) -> None:
@@ -58,6 +65,8 @@ def write_folder(path: Path, name: str = "gemma3") -> Path:
     shapes = tensor_names(tensor_rules(FAMILIES[name](), ModelProgram(model)), model.stacked_layers)
     drawn = weights(shapes, is_gemma=name == "gemma3")
     tensors = {n: x.astype(ml_dtypes.bfloat16) for n, x in drawn.items()}
+    for x in tensors.values():
+        x.flat[0] = -0.0  # which arithmetic easily loses
     halves = [*tensors][::2], [*tensors][1::2]
     for i, half in enumerate(halves):
         write_weights(path / f"{i}.safetensors", {n: tensors[n] for n in half})

@@ -82,20 +82,16 @@ def test_trainer_has_the_weights_of_the_folder_in_any_layout(folder, name, layou
     assert not np.asarray(params["embed"]["embedding"])[320:].any()
 
 
-def test_progress_is_said_in_bytes_after_some_seconds(monkeypatch):
-    clock = iter([0, 3, 6, 6, 7, 12, 12])  # a second reading follows each line
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    weights = SimpleNamespace(
-        read=lambda path, like: path, num_bytes=16_000_000_000, num_elements=80
-    )
-    lines = []
-    read = with_progress(weights, lines.append)
-    leaf = jax.ShapeDtypeStruct((4, 5), np.float32)
-    assert [read((name,), leaf) for name in "abcd"] == [("a",), ("b",), ("c",), ("d",)]
-    assert lines == [
-        "init_from   8.00 of 16.00 GB are read",
-        "init_from   16.00 of 16.00 GB are read",
-    ]
+def test_progress_counts_the_bytes_of_every_layer(folder):
+    config = config_of(folder(), "mesh.ici.fsdp=4", "model.vocab_size=512")
+    trainer = build_trainer(config, make_mesh(config), note=lambda line: None)
+    weights, shown = HfWeights(config), []
+    read = with_progress(weights, SimpleNamespace(show=shown.append))
+    trainer.replace_parameters(trainer.init(jax.random.key(0)), read)
+    assert shown == sorted(shown)
+    assert shown[-1] == weights.num_bytes
+    # A layer of an MLP's matrix, in bfloat16
+    assert config.model.embed_dim * config.model.mlp_dim * 2 in np.diff(shown)
 
 
 def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
@@ -123,6 +119,21 @@ def test_all_tensors_that_do_not_fit_are_named_at_once(folder):
     ]
 
 
+def test_every_damaged_file_is_a_problem_of_its_own(folder):
+    path = folder()
+    config = config_of(path, "mesh.ici.fsdp=4")
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError) as caught:
+        HfWeights(config)
+    problems = [(problem.key, problem.message) for problem in caught.value.problems]
+    assert len(problems) == len(files) == 2
+    for (key, message), file in zip(problems, files, strict=True):
+        assert key == "init_from"
+        assert message.startswith(f"{file} is cut off: ")
+
+
 def test_weights_in_fp8_are_refused_in_one_line(folder):
     path = folder()
     config = config_of(path, "mesh.ici.fsdp=4")
@@ -142,12 +153,13 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     """A step with a learning rate of 0 and without weight decay leaves every bit."""
     path = folder()
     words = [word for word in command(tmp_path / "runs")[1:] if not word.startswith("model.")]
-    words += [f"model.from_hf={path}", f"init_from=hf:{path}", "steps=1", "optimizer.name=sgd"]
+    words += [f"model.from_hf={path}", f"init_from=hf:{path}", "steps=1"]
     words += ["optimizer.learning_rate=0", "optimizer.weight_decay=0", "mesh.ici.fsdp=4"]
     words += ["mesh.simulated_devices=0", f"data.tokenizer=hf:{path}"]
     assert train.main([command("")[0], *words]) == 0
     output = capsys.readouterr().out
     assert f"init_from   {path}: 0.00 GB in " in output
+    assert "weights     random" not in output
     target = tmp_path / "exported"
     arguments = [str(tmp_path / "runs" / "base"), "--hf", str(target), "--dtype", "bfloat16"]
     assert export_command.main([*arguments, "--file-size", "0.00005"]) == 0
@@ -205,7 +217,9 @@ def test_run_from_a_folder_is_exported_byte_by_byte(folder, tmp_path, capsys, mo
     assert "exists; name a new directory" in capsys.readouterr().err
     # The checkpoint wins over the folder at the next start.
     assert train.main([command("")[0], *words, "steps=2"]) == 0
-    assert f"init_from=hf:{path} is not read: the run continues" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"init_from=hf:{path} is not read: the run continues" in output
+    assert "weights     random" not in output
 
 
 def test_flags_of_a_folder_are_refused_for_one_file(capsys):

@@ -99,6 +99,18 @@ class TestFolder:
         with pytest.raises(SafetensorsError, match="is damaged"):
             read_folder(LocalFolder(tmp_path))
 
+    def test_every_file_that_is_damaged_is_named(self, tmp_path):
+        for name in ("one", "two", "three"):
+            write(tmp_path / f"{name}.safetensors", {name: TENSORS["c"]})
+        (tmp_path / "one.safetensors").write_bytes(b"x")
+        (tmp_path / "two.safetensors").write_bytes(struct.pack("<Q", 2) + b"[]")
+        with pytest.raises(SafetensorsError) as caught:
+            read_folder(LocalFolder(tmp_path))
+        one, two = caught.value.problems
+        assert one == f"{tmp_path}/one.safetensors is no safetensors file, or it is cut off"
+        assert two.startswith(f"{tmp_path}/two.safetensors has a damaged header: ")
+        assert str(caught.value) == f"{one}; {two}"
+
     def test_files_of_pytorch_are_refused_with_the_remedy(self, tmp_path):
         (tmp_path / "pytorch_model.bin").touch()
         with pytest.raises(SafetensorsError, match=r"save_pretrained\(safe_serialization=True\)"):

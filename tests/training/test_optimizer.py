@@ -97,6 +97,20 @@ def test_adamw_equals_numpy():
     assert_close(run(CONFIG, 4)[0], adamw_by_hand(4))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_learning_rate_of_zero_leaves_every_bit(name):
+    """A direction below 0 times a rate of 0 is -0.0, which makes 0.0 of a parameter of -0.0."""
+    config = dataclasses.replace(CONFIG, name=name, learning_rate=0.0, weight_decay=0.0)
+    optimizer = Optimizer(config, SPECS)
+    params = {name: jnp.asarray(x).at[..., 0].set(-0.0) for name, x in values(0).items()}
+    state = optimizer.init(params)
+    gradients = jax.tree.map(lambda x: -jnp.ones_like(x), params)
+    rest = jnp.int32(0), global_norm(gradients), jnp.bool_(True)
+    after, _ = jax.jit(optimizer.update)(params, gradients, state, *rest)
+    for name, before in params.items():
+        assert np.asarray(after[name]).tobytes() == np.asarray(before).tobytes()
+
+
 def test_clipping_scales_all_gradients_to_the_global_norm():
     def scale(gradients):
         norm = math.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values()))

@@ -111,8 +111,17 @@ def test_layers_that_differ_equal_the_unrolled_model_with_two_tensor_shards(engi
     assert_same(subject.train(make_batch(ROWS)), unrolled())
 
 
-@pytest.mark.parametrize("engine", ["circular", pytest.param("scheduled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "circular",
+        pytest.param("scheduled", marks=pytest.mark.slow),
+        pytest.param("mpmd", marks=pytest.mark.slow),
+        pytest.param("sequential", marks=pytest.mark.slow),
+    ],
+)
 def test_layers_that_differ_equal_the_unrolled_model_with_two_parts_of_sequences(engine):
     """Windows count tokens, not the places of a split sequence."""
     config = config_of(engine, **{"mesh.ici.context": 2})
-    assert_same(EngineUnderTest(config).train(make_batch(ROWS)), unrolled())
+    subject = MpmdUnderTest(config) if engine == "mpmd" else EngineUnderTest(config)
+    assert_same(subject.train(make_batch(ROWS)), unrolled())

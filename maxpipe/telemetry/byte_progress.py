@@ -1,0 +1,65 @@
+"""Show how many bytes have been read: a bar on a terminal, a line every few seconds otherwise."""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from tqdm import tqdm
+
+from maxpipe.telemetry.console import open_bar
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class ByteProgress:
+    """Show a growing number of bytes; as a context manager, end the bar's line.
+
+    Args:
+      label: what is read, at most eleven characters.
+      total: bytes.
+      print_line: prints a line.
+      stream: gets a bar if it is a terminal; None = lines in any case.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        print_line: Callable[[str], None],
+        stream: TextIO | None = None,
+    ):
+        self._label = f"{label:<12}"
+        self._print_line = print_line
+        self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+        self._bar: tqdm | None = None
+        self.total = total
+        if stream is not None and stream.isatty():
+            self._bar = open_bar(
+                stream,
+                total=total,
+                desc=self._label,
+                unit="B",
+                unit_scale=True,
+                bar_format="{desc}|{bar}| {n_fmt}B of {total_fmt}B, {rate_fmt}",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, done: int) -> None:
+        """Show that `done` bytes of all have been read; a line only if the last is old enough."""
+        if self._bar is not None:
+            self._bar.update(done - self._bar.n)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + SECONDS_BETWEEN_LINES
+            self._print_line(f"{self._label}{done / 1e9:.2f} of {self.total / 1e9:.2f} GB are read")

@@ -1,0 +1,102 @@
+"""What an export writes besides weights, and what is there after it was killed."""
+
+import dataclasses
+import json
+import signal
+
+import numpy as np
+import pytest
+from helpers.engines import canonical_params
+from helpers.hf_folder import importing, write_folder
+from helpers.training_process import TrainingProcess
+
+from maxpipe import export
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.config import replace
+from maxpipe.hf.safetensors import read_folder
+from maxpipe.model.program import ModelProgram
+from maxpipe.storage.model_folders import LocalFolder
+from maxpipe.training.run_directory import RunDirectory
+
+# Prints a line when all weights and config.json are written, and goes on no further.
+EXPORT_THAT_STOPS = """
+import sys, time
+from maxpipe import export
+from maxpipe.hf import exporter
+
+def write_json(path, content, write=exporter.write_json):
+    write(path, content)
+    if path.name == "config.json":
+        print("config.json is written", flush=True)
+        time.sleep(600)
+
+exporter.write_json = write_json
+export.main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "model")
+
+
+def save_run(folder, **values):
+    """Write step 1 of a run with random weights of a folder's shape; return its directory."""
+    config = replace(importing(folder), output_dir=str(folder.parent), run_name="run", **values)
+    directory = RunDirectory(config)
+    directory.root.mkdir()
+    directory.keep_origin(config)
+    checkpoints = Checkpointer(directory.checkpoints, config.checkpoint)
+    state = {"params": canonical_params(ModelProgram(config.model))}
+    meta = {"config": dataclasses.asdict(config)}
+    checkpoints.save(1, state, np.zeros((1, 1), np.int64), meta)
+    checkpoints.close()
+    return str(directory.root)
+
+
+def content_of(file):
+    return json.loads(file.read_text())
+
+
+def test_special_ids_outside_the_text_part_of_a_model_with_images_are_kept(folder, tmp_path):
+    """A text part that has an id itself wins, and null is none."""
+    text = content_of(folder / "config.json") | {"eos_token_id": None, "pad_token_id": 3}
+    del text["bos_token_id"]
+    ids = {"bos_token_id": 4, "eos_token_id": [1, 106], "pad_token_id": 0}
+    wrapper = {"model_type": "gemma3", "text_config": text, "vision_config": {}, **ids}
+    (folder / "config.json").write_text(json.dumps(wrapper))
+    (folder / "generation_config.json").unlink()
+    target = tmp_path / "exported"
+    assert export.main([save_run(folder), "--hf", str(target)]) == 0
+    expected = ids | {"pad_token_id": 3}
+    assert content_of(target / "generation_config.json") == expected
+    assert content_of(target / "config.json").items() >= expected.items()
+
+
+def test_run_on_bytes_is_exported_without_a_tokenizer_which_is_said(folder, tmp_path, capsys):
+    target = tmp_path / "exported"
+    run = save_run(folder, init_from="")
+    assert export.main([run, "--hf", str(target)]) == 0
+    assert not [*target.glob("tokenizer*")]
+    line = "no tokenizer is written: the run has no files of data.tokenizer=byte\n"
+    assert capsys.readouterr().out.endswith(line)
+    # The imported tokenizer goes with the imported model.
+    imported = folder.parent / "imported"
+    (folder.parent / "run").rename(folder.parent / "bytes")
+    assert export.main([save_run(folder), "--hf", str(imported)]) == 0
+    assert (imported / "tokenizer.json").is_file()
+    assert "no tokenizer" not in capsys.readouterr().out
+
+
+def test_export_that_is_killed_leaves_nothing_under_its_name(folder, tmp_path):
+    run, target = save_run(folder), tmp_path / "exports" / "exported"
+    words = [run, "--hf", str(target)]
+    with TrainingProcess(tmp_path / "log", words, program=EXPORT_THAT_STOPS) as process:
+        process.wait_for("config.json is written")
+        process.send(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert not target.exists()
+    (unfinished,) = target.parent.iterdir()
+    assert unfinished.name.startswith(".exported.unfinished-")
+    assert export.main(words) == 0
+    assert read_folder(LocalFolder(target)).keys() == read_folder(LocalFolder(folder)).keys()

@@ -1,0 +1,41 @@
+"""Bytes that have been read, on a terminal and in a log."""
+
+import io
+
+import pytest
+
+from maxpipe.telemetry.byte_progress import ByteProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [None, io.StringIO()], ids=["none", "file"])
+def test_lines_come_every_few_seconds(monkeypatch, stream):
+    # The start, then each call; a second reading follows each line.
+    clock = iter([0, 3, 6, 6, 7, 12, 12])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    lines = []
+    with ByteProgress("init_from", 16_000_000_000, lines.append, stream) as progress:
+        for gigabytes in (4, 8, 12, 16):
+            progress.show(gigabytes * 10**9)
+    assert lines == [
+        "init_from   8.00 of 16.00 GB are read",
+        "init_from   16.00 of 16.00 GB are read",
+    ]
+
+
+def test_terminal_gets_a_bar_in_bytes_and_no_lines():
+    lines, stream = [], Terminal()
+    with ByteProgress("init_from", 16_000_000_000, lines.append, stream) as progress:
+        progress.show(4_000_000_000)
+        progress.show(16_000_000_000)
+    assert lines == []
+    last = stream.getvalue()
+    first = last.split("\r")[1]
+    assert first.startswith("init_from   |")
+    assert "| 0.00B of 16.0GB" in first
+    assert "| 16.0GB of 16.0GB, " in last
+    assert last.endswith("B/s\n")
