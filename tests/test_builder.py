@@ -212,8 +212,9 @@ def test_train_step_operations_are_named_by_part_for_profiles(values, scopes):
 def test_operations_of_units_on_the_mpmd_engine_are_named_by_part_for_profiles():
     config = tiny(**PIPELINE | {"pipeline.schedule": "1f1b", "model.num_layers": 2})
     trainer = build_trainer(config, make_mesh(config))
-    for _, unit, compiled in trainer.engine.compile():
-        named = words_of(re.findall(r'op_name="([^"]*/[^"]*)"', compiled.as_text()))
+    for program in trainer.engine.compile():
+        unit, text = program.name, program.compiled.as_text()
+        named = words_of(re.findall(r'op_name="([^"]*/[^"]*)"', text))
         assert {str(unit), "layer", "attention", "mlp"} <= named
         # The head's backward belongs to the last forward, as in the table.
         assert ("embedding" in named, "head" in named) == (unit.chunk == 0, str(unit) == "F1")
