@@ -74,6 +74,9 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "lockstep_1f1b_bfloat16": [
         "pipeline.schedule=lockstep_1f1b",
         "model.dtype=bfloat16",
+        # Adam makes whole updates of the rounding of bfloat16, which differs between machines.
+        "optimizer.name=sgd",
+        "optimizer.learning_rate=0.3",
         "pipeline.remat_policy=custom",
         "pipeline.remat_tensors.context=device",
         "pipeline.remat_tensors.mlp_gate=device",
