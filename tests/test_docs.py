@@ -87,7 +87,7 @@ SCRIPTS = {
     "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
     "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
 }
-FOLLOW = ("repeats", "batch")
+FOLLOW = ("repeats", "executed", "batch")
 # Installing, testing and drawing are the business of other programs.
 OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 
