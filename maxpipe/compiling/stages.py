@@ -3,8 +3,7 @@
 The memory of a stage is its state and what the schedule keeps in flight there, both from shapes,
 and what the largest of its programs works with, from the compiler. Residuals in the host's memory
 take memory of a device while a program uses them, and those of one more while they are copied. On
-TPUs every program is timed,
-and the simulator composes the times in the order of the schedule.
+TPUs every program is timed, and the simulator composes the times in the order of the schedule.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES
-from maxpipe.config.rules.stages import num_stages
+from maxpipe.config.rules.stages import chunk_layers, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.pipeline.schedules.load import build_table
@@ -159,19 +159,12 @@ def build_layout(config: Config) -> StageLayout:
     engine = ENGINES[pipeline.engine]
     if not engine.has_stages:
         return StageLayout.even(1, 1, config.model.stacked_layers)
-    even = [pipeline.num_layers_per_stage] * (stages * pipeline.num_repeats)
-    sizes = list(pipeline.layers_per_stage or even)
-    num_outside = config.model.stacked_layers - pipeline.parallel_layers
-    is_before = pipeline.outside_layers == "before"
-    if not engine.one_program:
-        # A unit runs on one stage, so that of the first or the last chunk runs these layers too.
-        sizes[0 if is_before else -1] += num_outside
-        num_outside = 0
+    sizes = chunk_layers(config)
     return StageLayout(
         stages,
         pipeline.num_repeats,
         tuple(sizes),
-        num_outside=num_outside,
-        outside_first=is_before,
+        num_outside=config.model.stacked_layers - sum(sizes),
+        outside_first=pipeline.outside_layers == "before",
         placement="loop" if engine.one_program else build_table(config).placement,
     )

@@ -91,8 +91,9 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     Raises:
       ScheduleError: the schedule cannot be built.
     """
-    # An order that follows the times of units depends on the sizes.
-    table, times = run_table(update(config, {LAYERS_KEY: [*sizes]})), unit_times(config)
+    # An order that follows the times of units depends on the sizes, which leave no layer outside.
+    sized = update(config, {LAYERS_KEY: [*sizes], "pipeline.parallel_layers": sum(sizes)})
+    table, times = run_table(sized), unit_times(config)
     memory = StageMemory(config, table)
     return Prediction(
         list(sizes),

@@ -87,6 +87,27 @@ def tiny(**values: Any) -> Config:
     return resolve(config, math.prod(getattr(config.mesh.ici, axis) for axis in MESH_AXES))
 
 
+def with_layers_outside(place: str, num_outside: int, **values: Any) -> Config:
+    """Return two stages of two layers, four microbatches, and layers outside the pipeline.
+
+    Args:
+      place: of `pipeline.outside_layers`.
+      num_outside: layers outside.
+      **values: full key -> value, with one of `pipeline.schedule`.
+    """
+    inside = sum(values.get("pipeline.layers_per_stage", (2, 2)))
+    return tiny(
+        **{
+            "pipeline.num_microbatches": 4,
+            "pipeline.parallel_layers": inside,
+            "pipeline.outside_layers": place,
+            "model.num_layers": inside + num_outside,
+            "mesh.ici.stage": 2,
+        }
+        | values
+    )
+
+
 def make_mesh(config: Config) -> jax.sharding.Mesh:
     """Build the mesh of a configuration over as many devices as it needs."""
     sizes = [getattr(config.mesh.ici, axis) for axis in MESH_AXES]

@@ -7,14 +7,16 @@ from math import inf
 
 import numpy as np
 import pytest
+from helpers.engines import tiny
 from helpers.stage_configs import PRESETS, config_of, preset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import ConfigError
 from maxpipe.config.options import update
+from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
-from maxpipe.pipeline.schedules.load import build_table, load_schedule
+from maxpipe.pipeline.schedules.load import build_table, load_schedule, times_of_chunks
 from maxpipe.planning.auto_stages import (
     choose_stages,
     plan_stages,
@@ -56,6 +58,26 @@ def test_order_follows_unit_times_of_the_configuration(schedule):
     before = predict(update(chosen, {"pipeline.unit_times": []}), sizes).run
     assert now.makespan < before.makespan or now.bubble < before.bubble
     assert f"{now.makespan:.4g}" == took[1]
+
+
+@pytest.mark.parametrize(("place", "expected"), [("before", (3, 1, 1, 1)), ("after", (1, 1, 1, 3))])
+def test_unit_times_count_layers_outside_the_pipeline_once_with_their_chunk(place, expected):
+    config = tiny(
+        **{
+            "mesh.ici.stage": 2,
+            "pipeline.schedule": "zb_v",
+            "pipeline.num_microbatches": 4,
+            "model.num_layers": 6,
+            "pipeline.parallel_layers": 4,
+            "pipeline.outside_layers": place,
+            "pipeline.unit_times": [1.0, 2.0, 0.5],
+        }
+    )
+    times = times_of_chunks(config)
+    assert (times.forward, times.weight_gradient) == (expected, tuple(n / 2 for n in expected))
+    # The simulation of the sizes follows the same order as the run.
+    table = predict(config, build_layout(config).chunk_sizes).run.table
+    assert to_csv(table) == to_csv(build_table(config))
 
 
 def test_unit_times_auto_stay_with_a_schedule_that_has_no_use_for_them():

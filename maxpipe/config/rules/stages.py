@@ -40,6 +40,20 @@ def num_stages(c: Config) -> int:
     return c.mesh.size("stage")
 
 
+def chunk_layers(c: Config) -> list[int]:
+    """Return the number of layers of each chunk in model order; `c` is resolved, its stages chosen.
+
+    Layers outside the pipeline are part of the first or the last chunk where a unit runs on one
+    stage, and of none elsewhere.
+    """
+    pipeline, chunks = c.pipeline, num_stages(c) * c.pipeline.num_repeats
+    sizes = list(pipeline.layers_per_stage or [pipeline.num_layers_per_stage] * chunks)
+    if not ENGINES[pipeline.engine].one_program:
+        is_before = pipeline.outside_layers == "before"
+        sizes[0 if is_before else -1] += c.model.stacked_layers - pipeline.parallel_layers
+    return sizes
+
+
 @rule("pipeline.schedule")
 def check_schedule(c: Config) -> None:
     """Check that the schedule is in the catalogue or a CSV file."""

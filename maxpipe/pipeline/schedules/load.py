@@ -2,7 +2,7 @@
 
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
-from maxpipe.config.rules.stages import num_stages
+from maxpipe.config.rules.stages import chunk_layers, num_stages
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO, nearest
 from maxpipe.pipeline.schedules.csv_files import load_csv
@@ -45,10 +45,11 @@ def times_of_chunks(config: Config) -> UnitTimes | None:
     if pipeline.unit_times in ([], AUTO):
         return None
     forward, gradient, weight, communication, head = (*pipeline.unit_times, 0.0, 0.0)[:5]
-    chunks = num_stages(config) * pipeline.num_repeats
-    sizes: list[float] = [*pipeline.layers_per_stage]
-    if pipeline.layers_per_stage in ([], AUTO):
+    if pipeline.layers_per_stage == AUTO:
+        chunks = num_stages(config) * pipeline.num_repeats
         sizes = [pipeline.parallel_layers / chunks] * chunks
+    else:
+        sizes = [float(size) for size in chunk_layers(config)]
     of_layer = forward, gradient + weight, gradient, weight
     f, b, i, w = (tuple(time * size for size in sizes) for time in of_layer)
     return UnitTimes(f, b, i, w, communication, head)

@@ -6,6 +6,7 @@ alike, so it looks nothing up by index.
 
 import dataclasses
 from functools import cache
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -96,32 +97,16 @@ def unrolled():
     return Result(float(value), jax.tree.map(np.asarray, gradients))
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "scheduled",
-        pytest.param("mpmd", marks=pytest.mark.slow),
-        pytest.param("circular", marks=pytest.mark.slow),
-        pytest.param("sequential", marks=pytest.mark.slow),
-    ],
-)
-def test_layers_that_differ_equal_the_unrolled_model_with_two_tensor_shards(engine):
-    config = config_of(engine, **{"mesh.ici.tensor": 2})
-    subject = MpmdUnderTest(config) if engine == "mpmd" else EngineUnderTest(config)
-    assert_same(subject.train(make_batch(ROWS)), unrolled())
+# Windows count tokens, not the places of a split sequence.
+DEFAULT_SPLITS = (("scheduled", "tensor"), ("circular", "context"))
+SPLITS = [
+    pytest.param(*split, marks=[] if split in DEFAULT_SPLITS else [pytest.mark.slow])
+    for split in product(("scheduled", "mpmd", "circular", "sequential"), ("tensor", "context"))
+]
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        "circular",
-        pytest.param("scheduled", marks=pytest.mark.slow),
-        pytest.param("mpmd", marks=pytest.mark.slow),
-        pytest.param("sequential", marks=pytest.mark.slow),
-    ],
-)
-def test_layers_that_differ_equal_the_unrolled_model_with_two_parts_of_sequences(engine):
-    """Windows count tokens, not the places of a split sequence."""
-    config = config_of(engine, **{"mesh.ici.context": 2})
+@pytest.mark.parametrize(("engine", "axis"), SPLITS)
+def test_layers_that_differ_equal_the_unrolled_model_with_two_devices_along_an_axis(engine, axis):
+    config = config_of(engine, **{f"mesh.ici.{axis}": 2})
     subject = MpmdUnderTest(config) if engine == "mpmd" else EngineUnderTest(config)
     assert_same(subject.train(make_batch(ROWS)), unrolled())

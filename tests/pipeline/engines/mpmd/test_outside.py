@@ -1,30 +1,20 @@
 """Layers outside the pipeline on the mpmd engine: those of the first or the last chunk's units."""
 
 import pytest
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.engines import (
+    EngineUnderTest,
+    assert_same,
+    make_batch,
+    reference,
+    tiny,
+    with_layers_outside,
+)
 from helpers.mpmd_under_test import MpmdUnderTest
 
 from maxpipe.config import catalog
 
 # A block with an auxiliary loss.
 catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
-
-
-def config_of(place, num_outside, schedule, **values):
-    """Two stages of two layers, four microbatches, and layers outside."""
-    inside = sum(values.get("pipeline.layers_per_stage", (2, 2)))
-    return tiny(
-        **{
-            "pipeline.engine": "mpmd",
-            "pipeline.schedule": schedule,
-            "pipeline.num_microbatches": 4,
-            "pipeline.parallel_layers": inside,
-            "pipeline.outside_layers": place,
-            "model.num_layers": inside + num_outside,
-            "mesh.ici.stage": 2,
-        }
-        | values
-    )
 
 
 CASES = {
@@ -95,13 +85,13 @@ IN_EVERY_RUN = ("1f1b", "v_placement", "interleaved")
 )
 def test_gradients_with_layers_outside_the_pipeline_equal_sequential(case):
     place, num_outside, schedule, values = CASES[case]
-    config = config_of(place, num_outside, schedule, **values)
+    config = with_layers_outside(place, num_outside, **{"pipeline.schedule": schedule} | values)
     rows = config.data.global_batch_size
     assert_same(MpmdUnderTest(config).train(make_batch(rows)), reference(config.model, rows))
 
 
 def test_evaluate_with_layers_outside_the_pipeline_equals_sequential():
-    config = config_of("before", 1, "1f1b")
+    config = with_layers_outside("before", 1, **{"pipeline.schedule": "1f1b"})
     batch = make_batch(10, seed=1)
     plain = tiny(**{"pipeline.engine": "sequential", "model.num_layers": 5})
     expected = EngineUnderTest(plain).evaluate(batch)

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.engines import EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.engines import (
+    EngineUnderTest,
+    assert_same,
+    make_batch,
+    reference,
+    tiny,
+    with_layers_outside,
+)
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -19,23 +26,7 @@ from maxpipe.pipeline.manual import MANUAL_AXES, psum
 catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
 
 
-def config_of(place, num_outside, **values):
-    """Two stages of two layers, four microbatches, and layers outside."""
-    inside = sum(values.get("pipeline.layers_per_stage", (2, 2)))
-    return tiny(
-        **{
-            "pipeline.engine": "scheduled",
-            "pipeline.schedule": "lockstep_1f1b",
-            "pipeline.num_microbatches": 4,
-            "pipeline.parallel_layers": inside,
-            "pipeline.outside_layers": place,
-            "model.num_layers": inside + num_outside,
-            "mesh.ici.stage": 2,
-        }
-        | values
-    )
-
-
+LOCKSTEP = {"pipeline.schedule": "lockstep_1f1b"}
 # With 12 rows in four microbatches two stages share three rows, and one of the second is padding.
 CASES = {
     "tied": ("after", 3, {"model.tie_embeddings": True, "mesh.ici.fsdp": 2}),
@@ -96,7 +87,7 @@ CASES = {
 )
 def test_gradients_with_layers_outside_the_pipeline_are_exact(case):
     place, num_outside, values = CASES[case]
-    config = config_of(place, num_outside, **values)
+    config = with_layers_outside(place, num_outside, **LOCKSTEP | values)
     rows = config.data.global_batch_size
     actual = EngineUnderTest(config, idle_fill=math.nan).train(make_batch(rows))
     assert_same(actual, reference(config.model, rows))
@@ -106,7 +97,7 @@ def test_gradients_with_layers_outside_the_pipeline_are_exact(case):
     ("place", "rows"), [("after", 10), pytest.param("before", 24, marks=pytest.mark.slow)]
 )
 def test_evaluate_with_layers_outside_the_pipeline_is_exact(place, rows):
-    config = config_of(place, 1, **{"model.dropout": 0.2})
+    config = with_layers_outside(place, 1, **LOCKSTEP | {"model.dropout": 0.2})
     batch = make_batch(rows, seed=1)
     plain = {"pipeline.engine": "sequential", "model.num_layers": 5, "model.dropout": 0.2}
     expected = EngineUnderTest(tiny(**plain)).evaluate(batch)
