@@ -60,14 +60,14 @@ def test_order_follows_unit_times_of_the_configuration(schedule):
     assert f"{now.makespan:.4g}" == took[1]
 
 
-@pytest.mark.parametrize(("place", "expected"), [("before", (3, 1, 1, 1)), ("after", (1, 1, 1, 3))])
+@pytest.mark.parametrize(("place", "expected"), [("before", (2, 1, 1, 1)), ("after", (1, 1, 1, 2))])
 def test_unit_times_count_layers_outside_the_pipeline_once_with_their_chunk(place, expected):
     config = tiny(
         **{
             "mesh.ici.stage": 2,
             "pipeline.schedule": "zb_v",
             "pipeline.num_microbatches": 4,
-            "model.num_layers": 6,
+            "model.num_layers": 5,
             "pipeline.parallel_layers": 4,
             "pipeline.outside_layers": place,
             "pipeline.unit_times": [1.0, 2.0, 0.5],
