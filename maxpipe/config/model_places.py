@@ -21,6 +21,7 @@ MAXTEXT = "maxtext:"  # before the directory of a checkpoint of MaxText, in `ini
 FOLDER_SCHEMES = (SCHEME, MAXTEXT)
 TOKENIZER = "tokenizer.json"
 PLAIN_IDS = "ids:"  # of data.tokenizer, before a number of ids that stand for no text
+CHATML = "chatml"  # of data.chat_template: a template that needs no file
 LEAST_PLAIN_IDS = 2  # one of them ends documents
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision

@@ -9,6 +9,7 @@ from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.model_places import (
+    CHATML,
     LEAST_PLAIN_IDS,
     MAXTEXT,
     PLAIN_IDS,
@@ -171,6 +172,27 @@ def check_data_path(c: Config) -> None:
     if c.data.path and not c.data.mixture and _reads_no_path(source):
         message = f"data.source={source} reads no path: {_propose_readers('data.source=')}"
         raise ConfigError(Problem("data.path", message))
+
+
+@rule("data.chat_template", "data.source", "data.mixture", "data.tokenizer")
+def check_chat_template(c: Config) -> None:
+    """Check that conversations have a template, and that one is given for conversations only."""
+    read = [entry["source"] for entry in c.data.mixture] or [c.data.source]
+    chats = [source for source in read if source in SOURCES and SOURCES[source].is_chat]
+    value = c.data.chat_template
+    if value and not chats:
+        names = ", ".join(name for name, facts in SOURCES.items() if facts.is_chat)
+        message = f"lays out conversations, which data.source={read[0]} has not; these do: {names}"
+        raise ConfigError(Problem("data.chat_template", message))
+    if chats and not value and c.data.tokenizer in TOKENIZERS:
+        message = (
+            f"data.tokenizer={c.data.tokenizer} has no chat template of its own: set "
+            f"data.chat_template={CHATML}, or give a file with a Jinja template"
+        )
+        raise ConfigError(Problem("data.chat_template", message))
+    if value not in ("", CHATML) and not os.path.exists(value):
+        message = f"{value!r} is neither {CHATML} nor a file{nearest(value, [CHATML])}"
+        raise ConfigError(Problem("data.chat_template", message))
 
 
 def _reads_no_path(source: object) -> bool:
@@ -368,6 +390,7 @@ RUN_RULES = (
     check_tokenizer,
     check_data_path,
     check_mixture,
+    check_chat_template,
     derive_tokenizer,
     check_resume,
     check_accept_changes,
