@@ -13,12 +13,13 @@ from maxpipe.config.model_places import (
     LEAST_PLAIN_IDS,
     MAXTEXT,
     PLAIN_IDS,
+    RUN,
     SCHEME,
     TOKENIZER,
     folder_of,
     is_url,
-    maxtext_directory,
     num_plain_ids,
+    split_scheme,
     tokenizer_folder,
     tokenizer_path,
 )
@@ -51,12 +52,12 @@ def check_run_name(c: Config) -> None:
 @rule("init_from")
 def check_init_from(c: Config) -> None:
     """Check the form of what a run starts from."""
-    if c.init_from.startswith(MAXTEXT):
-        directory = maxtext_directory(c.init_from)
+    scheme, directory = split_scheme(c.init_from)
+    if scheme in (MAXTEXT, RUN):
         if not directory or is_url(directory):
             message = (
-                f"{c.init_from!r} is not of the form maxtext:DIR, with a directory of this "
-                "machine; copy the step from the object store, or mount it"
+                f"{c.init_from!r} is not of the form {scheme}DIR, with a directory of this "
+                "machine; copy it from the object store, or mount it"
             )
             raise ConfigError(Problem("init_from", message))
         return
@@ -65,8 +66,8 @@ def check_init_from(c: Config) -> None:
     if c.init_from and not is_named and not is_url(folder):
         message = (
             f"{c.init_from!r} is not of the form hf:DIR, with a directory of this machine that "
-            "has config.json and *.safetensors, hf:org/name, a model of the hub, s3://..., or "
-            "maxtext:DIR, a step of MaxText"
+            "has config.json and *.safetensors, hf:org/name, a model of the hub, s3://..., "
+            "run:DIR, another run, or maxtext:DIR, a step of MaxText"
         )
         raise ConfigError(Problem("init_from", message))
 
