@@ -37,6 +37,14 @@ def test_leave_ends_with_code_after_last_acts(second, printed):
     assert (ended.returncode, ended.stdout) == (42, printed)
 
 
+def test_leave_does_not_repeat_last_acts_of_a_context_that_has_ended():
+    code = "from maxpipe.supervision.ending import at_end, leave\n"
+    code += "with at_end(lambda: print('once')): pass\nleave(42)"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (42, "once\n")
+
+
 def test_leave_without_streams_ends_with_the_code():
     """Standard output may be closed, a broken pipe, or missing as in a service."""
     code = "import sys; from maxpipe.supervision.ending import leave; sys.stdout = None; leave(42)"
