@@ -24,6 +24,7 @@ class Store:
     def __init__(self):
         self.posted = {}
         self.events = []
+        self.asked_in_vain = threading.Event()
 
     def key_value_set(self, key, value, allow_overwrite=False):
         self.posted[key] = value
@@ -31,6 +32,7 @@ class Store:
 
     def key_value_try_get(self, key):
         if key not in self.posted:
+            self.asked_in_vain.set()
             raise jax.errors.JaxRuntimeError("NOT_FOUND")
         return self.posted[key]
 
@@ -51,6 +53,7 @@ def store(monkeypatch):
     monkeypatch.setattr(failure, "coordinator", lambda: store)
     monkeypatch.setattr(failure, "leave", leave)
     monkeypatch.setattr(failure, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: store.events.append("wait"))
     return store
 
 
@@ -90,13 +93,49 @@ def test_an_explained_error_is_posted_without_the_secrets_in_its_urls(store):
     assert json.loads(*store.posted.values()) == [1, reason]
 
 
-def test_an_explained_error_that_jax_has_caused_gives_jax_time_to_end_the_process(
-    store, monkeypatch
-):
-    monkeypatch.setattr(failure.time, "sleep", lambda seconds: store.events.append("wait"))
+def test_an_explained_error_that_jax_has_caused_gives_jax_time_to_end_the_process(store):
+    cause = OSError("no answer")
+    cause.__cause__ = jax.errors.JaxRuntimeError("the coordinator")
     with pytest.raises(Left), failing_fast():
-        raise CheckpointSaveError("failed") from jax.errors.JaxRuntimeError("the coordinator")
+        raise CheckpointSaveError("failed") from cause
     assert store.events == ["wait", "post", "barrier", 1]
+
+
+def test_process_0_ends_after_the_others_which_need_its_service(store, monkeypatch):
+    monkeypatch.setattr(processes, "index", lambda: 0)
+    with pytest.raises(Left), failing_fast():
+        raise CheckpointSaveError("failed")
+    assert store.events == ["post", "barrier", "wait", 1]
+
+
+def test_an_explained_error_ends_the_process_though_another_is_stuck(store, monkeypatch):
+    def expire(key, timeout):
+        assert timeout < 10_000, "a process has to end within 10 s"
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr(store, "wait_at_barrier", expire)
+    with pytest.raises(Left), failing_fast():
+        raise CheckpointSaveError("failed")
+    assert store.events == ["post", 1]
+
+
+def test_an_unforeseen_error_of_one_of_several_ends_it_at_once_with_a_traceback(store, capsys):
+    with pytest.raises(Left), failing_fast():
+        raise ValueError("unforeseen")
+    assert store.events == [1]
+    assert "Traceback" in (printed := capsys.readouterr().err)
+    assert "ValueError: unforeseen" in printed
+
+
+@pytest.mark.parametrize("error", [ValueError("unforeseen"), ConfigError(Problem("seed", "bad"))])
+def test_other_errors_of_a_single_process_are_left_to_the_command(error, capsys):
+    def fail():
+        assert listeners() == []
+        raise error
+
+    with pytest.raises(type(error)), failing_fast():
+        fail()
+    assert capsys.readouterr().err == ""
 
 
 def test_an_error_of_jax_in_one_of_several_is_left_to_jax(store):
@@ -112,3 +151,20 @@ def test_a_process_leaves_with_the_code_and_the_reason_of_another(store, capsys,
         failure._listen(threading.Event())
     assert store.events == ["post", "barrier", code]
     assert capsys.readouterr().err == f"\n{kind} in process 0: the disk is full\n"
+
+
+def listeners():
+    return [thread for thread in threading.enumerate() if thread.name == "ends"]
+
+
+def test_a_process_leaves_for_the_reason_of_another_whatever_it_does(store, monkeypatch, capsys):
+    left = threading.Event()
+    monkeypatch.setattr(failure, "leave", lambda code: (store.events.append(code), left.set()))
+    with failing_fast():
+        assert len(listeners()) == 1
+        assert store.asked_in_vain.wait(60)
+        store.key_value_set(failure._REASON, json.dumps((1, "process 0: the disk is full")))
+        assert left.wait(60)
+    assert store.events[:3] == ["post", "barrier", 1]
+    assert capsys.readouterr().err.startswith("\nerror in process 0: the disk is full\n")
+    assert listeners() == []
