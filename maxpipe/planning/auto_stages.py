@@ -16,7 +16,7 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB
-from maxpipe.pipeline.layout import layers_in_chunks
+from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.planning.simulate import Costs, Simulation, simulate
@@ -101,6 +101,23 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
         simulate(table, times.costs(sizes, table)),
         np.array([memory.bytes(s, _of_stage(table, sizes, s)) for s in range(table.num_stages)]),
     )
+
+
+def bubble_fraction(config: Config) -> float:
+    """Return the idle share of the stages' time, from 0 to 1.
+
+    One program computes equal chunks, padding among them. Where each stage has programs of its own,
+    chunks take as long as their layers do, and the last one as long as the head besides.
+
+    Args:
+      config: resolved, its stages chosen.
+
+    Raises:
+      ScheduleError: the schedule cannot be built.
+    """
+    if ENGINES[config.pipeline.engine].one_program:
+        return simulate(build_table(config)).bubble_fraction
+    return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
 
 
 def uniform_sizes(config: Config) -> list[int] | None:

@@ -18,6 +18,7 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table, load_schedule, times_of_chunks
 from maxpipe.planning.auto_stages import (
+    bubble_fraction,
     choose_stages,
     plan_stages,
     predict,
@@ -184,6 +185,22 @@ def test_a_lockstep_table_is_an_order_of_units_where_no_unit_waits_for_ticks():
     backward, head = prediction.times.layer - 1, prediction.times.head
     assert prediction.run.makespan == pytest.approx(1 + 8 * (2 + head + 2 * backward) + backward)
     assert run_table(config).num_ticks == 1 + 2 * 8 + 1
+
+
+def test_bubble_is_that_of_the_chunks_that_stages_hold():
+    """1F1B: a first stage of five layers never waits, one of a single layer at both ends does."""
+    small = {"model.num_layers": 6, "model.vocab_size": 64}
+
+    def of(*sizes, **values):
+        return config_of(2, **small, **{"pipeline.layers_per_stage": [*sizes]}, **values)
+
+    assert bubble_fraction(of(5, 1)) == 0
+    times = unit_times(of(1, 5))
+    last = 8 * (5 * times.layer + times.head)
+    assert bubble_fraction(of(1, 5)) == pytest.approx(times.layer / (times.layer + last))
+    # One program computes five layers on either stage, in 8 + 1 ticks.
+    program = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"}
+    assert bubble_fraction(of(5, 1, **program)) == pytest.approx(1 / 9)
 
 
 def chosen(config, chip_bytes=None):
