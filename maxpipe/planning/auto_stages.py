@@ -142,17 +142,19 @@ def plan_stages(config: Config, limit: float) -> Prediction:
     """
     table, times = run_table(config), unit_times(config)
     memory = StageMemory(config, table)
-    head_stage = int(table.stage_of_chunk[-1])
+    first_stage, head_stage = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
 
     @cache
     def fits(stage: int, sizes: Sizes) -> bool:
         return memory.bytes(stage, sizes) <= limit
 
     def time(stage: int, first: int, sizes: Sizes) -> float:
-        count, head = sum(sizes), times.head if stage == head_stage else 0.0
+        count, ends = sum(sizes), times.head if stage == head_stage else 0.0
+        if stage == first_stage:
+            ends += times.first_layers
         # Several chunks of a stage do not lie one after another: layers count as average ones.
         layers = times.of_layers(first, count) if len(sizes) == 1 else times.layer * count
-        return layers + head
+        return layers + ends
 
     sizes = _distribute(
         config,
@@ -252,12 +254,13 @@ def _distribute(
         stage, the first layer if it has one chunk, and the sizes.
     """
     total, times = config.pipeline.parallel_layers, unit_times(config)
-    head_stage = table.stage_of_chunk[-1]
+    first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]
 
     @cache
     def chunks(stage: int, layers: int) -> Sizes:
         head = times.head / times.layer if stage == head_stage else 0.0
-        return tuple(chunk_sizes(layers, table.num_repeats, head))
+        first = times.first_layers / times.layer if stage == first_stage else 0.0
+        return tuple(chunk_sizes(layers, table.num_repeats, head, first))
 
     def cost_of(stage: int, first: int, count: int) -> float:
         return cost(stage, first, chunks(stage, count)) if count >= table.num_repeats else inf

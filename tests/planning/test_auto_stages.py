@@ -81,6 +81,37 @@ def test_unit_times_count_layers_outside_the_pipeline_once_with_their_chunk(plac
     assert to_csv(table) == to_csv(build_table(config))
 
 
+# As many FLOPs in a first dense layer as in another: two experts of half the width, and a router.
+FIRST = {
+    "model.num_layers": 20,
+    "model.first_dense_layers": 4,
+    "model.vocab_size": 64,
+    "model.moe.experts": 2,
+    "model.moe.mlp_dim": 96,
+    "pipeline.remat_policy": "none",
+}
+
+
+def test_the_first_stage_has_fewer_layers_beside_first_dense_ones():
+    assert plan_stages(config_of(**FIRST), inf).sizes == [1, 5, 5, 5]
+    none = FIRST | {"model.first_dense_layers": 0}
+    assert plan_stages(config_of(**none), inf).sizes == [5, 5, 5, 5]
+
+
+def test_first_dense_layers_belong_to_the_first_chunk_of_a_stage_with_several():
+    values = {"pipeline.schedule": "zb_v", "model.num_layers": 18, "model.first_dense_layers": 2}
+    sizes = plan_stages(config_of(2, **FIRST | values), inf).sizes
+    # Seven layers and the two dense ones, then nine: the stage's second chunk is the model's last.
+    assert (sizes[0] + sizes[3], sizes[1] + sizes[2]) == (7, 9)
+    assert sizes[3] - sizes[0] in (1, 3)
+
+
+def test_unit_times_count_first_dense_layers_with_the_first_chunk():
+    values = {"pipeline.layers_per_stage": [2, 4, 5, 5], "pipeline.unit_times": [1.0, 1.0, 0.5]}
+    config = config_of(**FIRST | values)
+    assert times_of_chunks(config).forward == (6, 4, 5, 5)
+
+
 def test_unit_times_auto_stay_with_a_schedule_that_has_no_use_for_them():
     config = config_of(**{"pipeline.unit_times": [-1]})
     lines = []
@@ -128,12 +159,7 @@ def test_a_stage_is_all_its_chunks(schedule):
     )
 
 
-# Models with first dense layers are refused.
-@pytest.mark.parametrize(
-    "path",
-    [path for path in PRESETS if "first_dense_layers:" not in path.read_text(encoding="utf-8")],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("schedule", "repeats"),
     [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)],
