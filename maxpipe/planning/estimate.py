@@ -94,7 +94,7 @@ def estimate(config: Config) -> Memory:
     at_rest = total_parameters(config)
     is_gathered = (
         config.mesh.size("fsdp") > 1
-        and pipeline.fsdp_gather != "per_iteration"
+        and pipeline.gathers_whole
         and ENGINES[pipeline.engine].has_stages
     )
     gathered = total_parameters(config, ("fsdp",)) if is_gathered else 0.0

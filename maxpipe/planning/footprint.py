@@ -157,7 +157,7 @@ def weights_in_use(config: Config, layers: float) -> float:
       layers: of a chunk.
     """
     pipeline, has_stages = config.pipeline, ENGINES[config.pipeline.engine].has_stages
-    if config.mesh.size("fsdp") == 1 or (has_stages and pipeline.fsdp_gather != "per_iteration"):
+    if config.mesh.size("fsdp") == 1 or (has_stages and pipeline.gathers_whole):
         return 0.0
     layer = device_parameters(config, "layers", whole_over=STORAGE_AXES)
     return layer * (itemsize(config.model.dtype) * (layers if has_stages else 1.0) + 4.0)

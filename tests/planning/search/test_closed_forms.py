@@ -1,5 +1,7 @@
 """The closed forms of many candidates are those of one; patterns are those of whole tables."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ from maxpipe.planning.search.links import axis_links
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.patterns import pattern
+from maxpipe.planning.search.plan import priced_configuration
 from maxpipe.planning.search.search import Outcome, price, search
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.sizes import BlockSizes
@@ -229,3 +232,22 @@ def test_sizes_vary_along_their_own_dimension(config, facts):
     # More microbatches need less memory at a time.
     assert (np.diff(np.broadcast_to(memory, block.shape), axis=0) <= 0).mean() > 0.9
     assert isinstance(Seconds(1.0, 2.0, 3.0).step, float)
+
+
+def test_gather_mode_auto_is_left_to_the_search(config):
+    for choices in ({}, {"pipeline.fsdp_gather": ["auto"]}):
+        modes = Space(config, 8, 1, choices).values("pipeline.fsdp_gather", "scheduled")
+        assert modes == ["per_iteration", "per_repeat", "once"]
+
+
+def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
+    values = {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
+
+    def priced(mode):
+        config = resolve(replace(Config(), **SIZES, **values, **{"pipeline.fsdp_gather": mode}), 8)
+        request = SimpleNamespace(machine=machine_of("v5p:2x2x2", 1, config))
+        return priced_configuration(config, request)
+
+    auto, once, iteration = map(priced, ("auto", "once", "per_iteration"))
+    assert auto.gather == once.gather == "once"
+    assert float(auto.seconds.step) == float(once.seconds.step) != float(iteration.seconds.step)
