@@ -14,7 +14,7 @@ import faulthandler
 from collections.abc import Sequence
 
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.rules.run import check_trains
 from maxpipe.supervision import supervise
 from maxpipe.supervision.ending import run_command
 
@@ -28,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train a language model from one YAML file.",
     )
     config = arguments.loaded.config
-    if config.compile.save:
-        remedy = "give it to python -m maxpipe.compile, and compile.load=FILE here"
-        raise ConfigError(Problem("compile.save", f"training stores no executable; {remedy}"))
+    check_trains(config)
     with supervise(config.telemetry) as supervision:
         # JAX and everything built on it are imported here, once the configuration is known good.
         from maxpipe.builder import build_trainer

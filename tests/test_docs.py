@@ -83,6 +83,13 @@ SCRIPTS = {
     ],
     "examples/gpipe.py": [sys.executable, "examples/gpipe.py", "--help"],  # has a test of its own
     # Has a test of its own.
+    "examples/train_in_python.py": [
+        sys.executable,
+        "-m",
+        "py_compile",
+        "examples/train_in_python.py",
+    ],
+    # Has a test of its own.
     "examples/own_model_mpmd.py": [sys.executable, "examples/own_model_mpmd.py", "--help"],
     "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
     "sbatch": ["bash", "-n", f"{LAUNCH}/slurm.sbatch"],
@@ -148,8 +155,8 @@ def test_command(command, place, capfd, request):
         run_module(words[2], words[3:])
     elif script := next((word for word in words[:2] if word in SCRIPTS), None):
         run(*SCRIPTS[script])
-    elif words[:2] == ["python", "sweep.py"]:
-        pass  # run by test_main_trains_twice_in_one_process
+    elif words[1:2] in (["begin.py"], ["rates.py"]):
+        pass  # run by test_scripts_of_the_python_page_train
     elif words[:2] == ["python", "scripts/follow.py"]:
         assert words[2] in FOLLOW  # run by tests/scripts/test_follow.py
     elif words[0] == "python":
@@ -178,13 +185,16 @@ def run(*words):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_main_trains_twice_in_one_process(place, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *SMALL])
-    runpy.run_path("sweep.py")
+def test_scripts_of_the_python_page_train(place, monkeypatch, capsys):
+    for script in ("begin.py", "rates.py"):
+        monkeypatch.setattr(sys, "argv", [script, *SMALL])
+        runpy.run_path(script)
     printed = capsys.readouterr().out
+    assert re.search(r"^2 \d\.\d+$", printed, re.MULTILINE)
+    assert "(1, 3, 320)\n" in printed
     for rate in ("1e-3", "3e-3"):
         assert re.search(
-            rf"^learning rate {rate}: exit code 0, last loss \d", printed, re.MULTILINE
+            rf"^learning rate {rate}: last loss \d.* after step 2$", printed, re.MULTILINE
         )
         assert (place / "runs" / f"rate-{rate}" / "checkpoints" / "2").is_dir()
 

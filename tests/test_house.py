@@ -19,6 +19,7 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 # The one-way rule of docs/architecture.md: a package imports only from later rows.
 TIERS = (
     ("commands",),
+    ("api",),
     ("builder",),
     ("training",),
     ("compiling", "render", "generation"),
