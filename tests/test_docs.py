@@ -26,7 +26,7 @@ from helpers.hf_folder import write_folder
 from helpers.training_process import TINY, TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import export, generate, plan, schedule, train
+from maxpipe import export, generate, plan, runs, schedule, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -46,6 +46,7 @@ MAINS = {
     "maxpipe.export": export.main,
     "maxpipe.compile": compile_command.main,
     "maxpipe.plan": plan.main,
+    "maxpipe.runs": runs.main,
     "maxpipe.schedule": schedule.main,
     "maxpipe.checkpoint": checkpoint.main,
     "maxpipe.data": data.main,
@@ -121,6 +122,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
+        shutil.copytree("runs/base", "runs/longer")  # docs/comparing.md compares it
         yield directory
 
 

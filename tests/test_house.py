@@ -22,7 +22,7 @@ TIERS = (
     ("api",),
     ("builder",),
     ("training",),
-    ("compiling", "render", "generation"),
+    ("comparison", "compiling", "render", "generation"),
     ("planning", "supervision"),
     ("pipeline",),
     ("hf", "migration"),
