@@ -26,7 +26,7 @@ from helpers.hf_folder import write_folder
 from helpers.training_process import TINY, TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import export, generate, plan, runs, schedule, train
+from maxpipe import export, generate, plan, runs, schedule, tokenize, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -47,6 +47,7 @@ MAINS = {
     "maxpipe.compile": compile_command.main,
     "maxpipe.plan": plan.main,
     "maxpipe.runs": runs.main,
+    "maxpipe.tokenize": tokenize.main,
     "maxpipe.schedule": schedule.main,
     "maxpipe.checkpoint": checkpoint.main,
     "maxpipe.data": data.main,
@@ -70,7 +71,11 @@ SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: each command is a run or a compilation of minutes, and has
 # tests of its own.
 CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
-MORE_WORDS = {"maxpipe.data show": ["--seconds=0.05"], "maxpipe.generate": ["--max-tokens=20"]}
+MORE_WORDS = {
+    "maxpipe.data show": ["--seconds=0.05"],
+    "maxpipe.generate": ["--max-tokens=20"],
+    "maxpipe.tokenize encode": ["--tokenizer=byte"],  # runs before the tokenizer is trained
+}
 LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
 TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
 SCRIPTS = {
