@@ -15,6 +15,8 @@ COMMANDS = {
     "compile": "compile the train step ahead of time: memory, collectives, bounds",
     "schedule": "draw, price and compare pipeline schedules",
     "generate": "write text with a trained model",
+    "runs": "list, show, compare and draw runs",
+    "tokenize": "train a tokenizer, or encode texts into token files",
     "export": "write a checkpoint for Hugging Face transformers",
     "data": "show what the model reads, or check all of it",
     "checkpoint": "list, verify and show checkpoints",

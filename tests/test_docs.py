@@ -26,7 +26,7 @@ from helpers.documentation import (
 from helpers.training_process import TINY, TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import export, generate, plan, schedule, train
+from maxpipe import export, generate, plan, runs, schedule, tokenize, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -46,6 +46,8 @@ MAINS = {
     "maxpipe.export": export.main,
     "maxpipe.compile": compile_command.main,
     "maxpipe.plan": plan.main,
+    "maxpipe.runs": runs.main,
+    "maxpipe.tokenize": tokenize.main,
     "maxpipe.schedule": schedule.main,
     "maxpipe.checkpoint": checkpoint.main,
     "maxpipe.data": data.main,
@@ -72,6 +74,7 @@ MORE_WORDS = {
     "maxpipe.data show": ["--seconds=0.05"],
     "maxpipe.generate": ["--max-tokens=20"],
     "maxpipe.plan": ["--no-compile"],
+    "maxpipe.tokenize encode": ["--tokenizer=byte"],  # runs before the tokenizer is trained
 }
 LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
 TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
@@ -88,6 +91,13 @@ SCRIPTS = {
     f"{BENCHMARK}/mpmd.py": [sys.executable, f"{BENCHMARK}/mpmd.py", "--help"],
     f"{BENCHMARK}/run.py": [sys.executable, f"{BENCHMARK}/run.py", "--list"],
     "examples/gpipe.py": [sys.executable, "examples/gpipe.py", "--help"],  # has a test of its own
+    # Has a test of its own.
+    "examples/train_in_python.py": [
+        sys.executable,
+        "-m",
+        "py_compile",
+        "examples/train_in_python.py",
+    ],
     # Has a test of its own.
     "examples/own_model_mpmd.py": [sys.executable, "examples/own_model_mpmd.py", "--help"],
     "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
@@ -106,6 +116,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
+        shutil.copytree("runs/base", "runs/longer")  # docs/comparing.md compares it
         yield directory
 
 
@@ -141,8 +152,8 @@ def test_command(command, place, capfd, request):
     elif script := next((word for word in words[:2] if word in SCRIPTS), None):
         printed = run(*SCRIPTS[script])
         assert "--case" not in words or f"{words[-1]}: " in printed  # a group that is listed
-    elif words[:2] == ["python", "sweep.py"]:
-        pass  # run by test_main_trains_twice_in_one_process
+    elif words[1:2] in (["begin.py"], ["rates.py"]):
+        pass  # run by test_scripts_of_the_python_page_train
     elif words[:2] == ["python", "scripts/follow.py"]:
         assert words[2] in FOLLOW  # run by tests/scripts/test_follow.py
     elif words[0] == "python":
@@ -181,13 +192,16 @@ def test_inline_code_has_commands_and_fragments_and_names_are_none():
     assert sum(len(inline_commands(page)) for page in PAGES.values()) >= 25
 
 
-def test_main_trains_twice_in_one_process(place, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *SMALL])
-    runpy.run_path("sweep.py")
+def test_scripts_of_the_python_page_train(place, monkeypatch, capsys):
+    for script in ("begin.py", "rates.py"):
+        monkeypatch.setattr(sys, "argv", [script, *SMALL])
+        runpy.run_path(script)
     printed = capsys.readouterr().out
+    assert re.search(r"^2 \d\.\d+$", printed, re.MULTILINE)
+    assert "(1, 3, 320)\n" in printed
     for rate in ("1e-3", "3e-3"):
         assert re.search(
-            rf"^learning rate {rate}: exit code 0, last loss \d", printed, re.MULTILINE
+            rf"^learning rate {rate}: last loss \d.* after step 2$", printed, re.MULTILINE
         )
         assert (place / "runs" / f"rate-{rate}" / "checkpoints" / "2").is_dir()
 

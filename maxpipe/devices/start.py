@@ -13,7 +13,7 @@ from maxpipe.config.load import derive_known
 from maxpipe.config.rules.engines import check_processes
 from maxpipe.config.sections import Config
 from maxpipe.devices.compile_cache import start_compile_cache
-from maxpipe.devices.simulated import start_threads
+from maxpipe.devices.simulated import check_simulated, has_started, start_threads
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI
 # launch.
@@ -23,16 +23,22 @@ CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
 def start_jax(config: Config) -> None:
     """Configure JAX before its first use: simulated devices, processes, the compilation cache.
 
+    A program may call it for one run after another, as long as the devices stay the same.
+
     Raises:
       ConfigError: the environment's description of the processes is incomplete, they cannot share
-        the simulated devices evenly, or there are several for an engine that has one.
+        the simulated devices evenly, there are several for an engine that has one, or JAX has
+        started with other devices than those to simulate.
     """
     # Checked first: after `start_processes` the message would come only when all peers are there.
     check_processes(derive_known(config), announced_processes())
     if config.mesh.simulated_devices:
         devices = simulated_share(config.mesh.simulated_devices)
-        jax.config.update("jax_num_cpu_devices", devices)
-        start_threads(config, devices, announced_processes())
+        if has_started():
+            check_simulated(devices)
+        else:
+            jax.config.update("jax_num_cpu_devices", devices)
+            start_threads(config, devices, announced_processes())
     start_processes(config.mesh.heartbeat_timeout_seconds)
     start_compile_cache(config)
 
@@ -89,6 +95,8 @@ def start_processes(heartbeat_timeout: int) -> None:
     Raises:
       ConfigError: one of the variables is missing.
     """
+    if jax.distributed.is_initialized():
+        return  # by an earlier run of this program
     env = os.environ
     initialize = partial(
         jax.distributed.initialize,

@@ -13,12 +13,18 @@ from maxpipe.telemetry.profiling import TimeAccount
 
 @dataclass(frozen=True)
 class Supervision:
-    """Signals, deadlines, time accounting and leases of a process; inert by default."""
+    """Signals, deadlines, time accounting and leases of a process; inert by default.
+
+    Attributes:
+      interruption, watchdog, time, lease: see their classes.
+      owns_process: whether the run may end the process; false in a program that calls it.
+    """
 
     interruption: Interruption = field(default_factory=Interruption)
     watchdog: Watchdog = field(default_factory=Watchdog)
     time: TimeAccount = field(default_factory=TimeAccount)
     lease: RunLease = field(default_factory=RunLease)
+    owns_process: bool = True
 
 
 @contextmanager
@@ -28,3 +34,15 @@ def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     account = TimeAccount()
     with Interruption() as interruption, watchdog, account:
         yield Supervision(interruption, watchdog, account)
+
+
+@contextmanager
+def supervise_in_program() -> Iterator[Supervision]:
+    """Supervise a run of a program, such as a notebook, whose process it must not end.
+
+    There are no deadlines: the program may keep a run waiting, and only the end of the process
+    would end what hangs. In a thread other than the main one signals are the program's own.
+    """
+    account = TimeAccount()
+    with Interruption(ends_process=False) as interruption, account:
+        yield Supervision(interruption, time=account, owns_process=False)

@@ -41,7 +41,7 @@ _ABORT_SECONDS = 2.0  # within which JAX ends this process if another one is los
 
 
 @contextmanager
-def failing_fast() -> Iterator[None]:
+def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
     """End the process with exit code 1 on an error, with a traceback unless its message is enough.
 
     An error that explains itself in one of several processes ends all of them with that reason: a
@@ -49,6 +49,9 @@ def failing_fast() -> Iterator[None]:
     processes ends at once: Python's normal exit would wait for the others, and they wait for this
     one in a collective. Errors of JAX take the normal exit all the same: most often they mean that
     another process is lost, and JAX then ends this one with exit code 134.
+
+    Args:
+      ends_process: if false, errors of a run with one process are left to the caller.
     """
     try:
         with _listening():
@@ -60,6 +63,8 @@ def failing_fast() -> Iterator[None]:
         _end_all(CONFIG_ERROR, error)
     except Exception as error:
         is_one_of_several = processes.count() > 1
+        if not (is_one_of_several or ends_process):
+            raise
         if isinstance(error, EXPLAINED):
             print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
             if is_one_of_several:

@@ -30,9 +30,14 @@ class Interruption:
 
     With several processes, a signal to one of them stops all. JAX's preemption service takes over
     SIGTERM and agrees on the step; Ctrl-C is passed on to it.
+
+    Args:
+      ends_process: if false, what would end the process at once raises what Python raises for such
+        a signal, KeyboardInterrupt or SystemExit, in the main thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, ends_process: bool = True) -> None:
+        self._ends_process = ends_process
         self._signal: int | None = None
         self._begun = False
         self._pipe: int | None = None
@@ -45,6 +50,11 @@ class Interruption:
                 "signals are left alone, because the run is not in the main thread: neither "
                 "Ctrl-C nor SIGTERM saves before the end"
             )
+            return self
+        if not self._ends_process:
+            # JAX's preemption service, which runs already, has SIGTERM of one of several processes.
+            numbers = [signal.SIGINT] if is_one_of_several() else [signal.SIGINT, signal.SIGTERM]
+            self._previous = {number: signal.signal(number, self._raise) for number in numbers}
             return self
         self._previous = {n: signal.signal(n, _do_nothing) for n in (signal.SIGTERM, signal.SIGINT)}
         read, self._pipe = os.pipe()
@@ -59,12 +69,12 @@ class Interruption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._pipe is None:
-            return
-        signal.set_wakeup_fd(self._previous_pipe)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._previous_pipe)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        os.close(self._pipe)  # ends the thread
+        if self._pipe is not None:
+            os.close(self._pipe)  # ends the thread
 
     def begin(self) -> None:
         """Make signals wait for a step and a save from now on."""
@@ -95,14 +105,25 @@ class Interruption:
                     self._receive(received[0])
 
     def _receive(self, number: int) -> None:
-        name = signal.Signals(number).name
         if not self._begun:
+            name = signal.Signals(number).name
             _exit_now(number, f"{name} before the first step: nothing to save")
         if number == self._signal == signal.SIGINT:
             _exit_now(number, "stopped at once; the next start goes on from the last checkpoint")
+        self._ask(number)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread of a program."""
+        if not self._begun or number == self._signal == signal.SIGINT:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(PREEMPTED)
+        self._ask(number)
+
+    def _ask(self, number: int) -> None:
+        """Let the loop stop after the current step, and say so."""
         if self._signal != signal.SIGINT:
             self._signal = number
         again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
+        name = signal.Signals(number).name
         _print(f"{name}: finishing the step and saving; {again} stops at once")
         if number == signal.SIGINT and is_one_of_several():
             os.kill(os.getpid(), signal.SIGTERM)

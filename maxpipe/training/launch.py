@@ -66,8 +66,24 @@ class BuildTrainer(Protocol):
     def __call__(self, config: Config, mesh: Mesh, *, note: Callable[[str], None]) -> Trainer: ...
 
 
-def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer) -> int:
-    """Start JAX, fit the configuration to the devices, and train.
+def ignore_start(current: Run) -> None:
+    """Do nothing with a run that begins."""
+
+
+def launch(
+    loaded: Loaded,
+    supervision: Supervision,
+    build_trainer: BuildTrainer,
+    on_start: Callable[[Run], None] = ignore_start,
+) -> int:
+    """Start JAX, fit the configuration to the devices, and train: the one way to start a run.
+
+    Args:
+      loaded: the configuration.
+      supervision: of this process.
+      build_trainer: see `BuildTrainer`.
+      on_start: called with what the loop works with, before its first step; not called if the run
+        is finished already.
 
     Returns:
       The exit code, see `maxpipe.train`.
@@ -76,7 +92,7 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
       ConfigError: the configuration does not fit the devices, the data or the run directory.
     """
     start_jax(loaded.config)
-    with failing_fast():
+    with failing_fast(ends_process=supervision.owns_process):
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
             check_agreement(loaded.config, run_contents(loaded.config))
@@ -85,7 +101,8 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
             config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
-            return run(config, loaded, build_mesh(config), supervision, build_trainer)
+            mesh = build_mesh(config)
+            return run(config, loaded, mesh, supervision, build_trainer, on_start)
 
 
 def run(
@@ -94,6 +111,7 @@ def run(
     mesh: Mesh,
     supervision: Supervision,
     build_trainer: BuildTrainer,
+    on_start: Callable[[Run], None],
 ) -> int:
     """Train a resolved configuration on a mesh, and return the exit code."""
     decisions = Decisions(log)
@@ -118,6 +136,7 @@ def run(
         log(line)
     if not config.compile.load:
         current.recorder.print_line("compiling   the first step, minutes for a large model")
+    on_start(current)
     exit_code = run_and_close(current, lambda: train(current))
     log(_farewell(current, exit_code, str(directory.root), time.perf_counter() - started))
     return exit_code

@@ -18,10 +18,13 @@ from maxpipe.pipeline.engines.base import Metrics
 from maxpipe.supervision import Supervision
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
+from maxpipe.telemetry.writers import Row
 from maxpipe.training.batches import BatchPlacer, all_rows
 from maxpipe.training.trainer import Trainer
 
 DONE, DIVERGED = 0, 42  # exit codes
+
+OnStep = Callable[[int, Row], None]
 
 
 @dataclass(kw_only=True)
@@ -41,6 +44,8 @@ class Run:
       eval_loader: of the evaluation split; None without evaluations.
       token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
+      on_step: called with each finished step and its row of `metrics.jsonl`, when `state` is that
+        after the step; every step is then waited for.
     """
 
     config: Config
@@ -58,6 +63,7 @@ class Run:
     eval_loader: Loader | None = None
     token_bytes: np.ndarray | None = None
     eval_losses: dict[int, float] = field(default_factory=dict)
+    on_step: OnStep | None = None
 
 
 def train(run: Run) -> int:
@@ -78,7 +84,10 @@ def _train(run: Run) -> int:
     # `stop_after` ends this start early; schedules still end at `steps`.
     last_step = min(config.steps, config.stop_after or config.steps)
     step_log = StepLog(
-        run.recorder, config.optimizer.max_consecutive_skips, run.supervision.watchdog.progress
+        run.recorder,
+        config.optimizer.max_consecutive_skips,
+        run.supervision.watchdog.progress,
+        run.on_step,
     )
     saved_step = run.step
     is_interrupted = False
@@ -134,10 +143,11 @@ class _Due:
     evaluate: bool
     save: bool
     trace: bool
+    call: bool
 
     @property
     def any(self) -> bool:
-        return self.evaluate or self.save or self.trace
+        return self.evaluate or self.save or self.trace or self.call
 
 
 def _due(run: Run) -> _Due:
@@ -148,6 +158,8 @@ def _due(run: Run) -> _Due:
         save=run.checkpointer.due(step),
         # The trace of a step is complete only when the step is.
         trace=step in run.config.telemetry.profile_steps,
+        # What is called sees the state after its step, not one that is a step ahead.
+        call=run.on_step is not None,
     )
 
 
@@ -256,6 +268,7 @@ class StepLog:
       recorder: where steps are written.
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
       progress: called with the name of each finished step.
+      on_step: see `Run`.
 
     Attributes:
       last_step: the last recorded step, 0 before the first.
@@ -263,9 +276,14 @@ class StepLog:
     """
 
     def __init__(
-        self, recorder: Recorder, max_consecutive_skips: int, progress: Callable[[str], None]
+        self,
+        recorder: Recorder,
+        max_consecutive_skips: int,
+        progress: Callable[[str], None],
+        on_step: OnStep | None,
     ):
         self._recorder = recorder
+        self._on_step = on_step
         self._limit = max_consecutive_skips
         self._progress = progress
         self._pending: tuple[int, Metrics] | None = None
@@ -303,7 +321,10 @@ class StepLog:
             self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
-        self._recorder.step(step, step_seconds=seconds, **values)
+        row = self._recorder.step(step, step_seconds=seconds, **values)
+        if self._on_step is not None:
+            with jax.transfer_guard("allow"):  # a caller may look at arrays
+                self._on_step(step, row)
 
     def resume(self) -> None:
         """Leave what happened since the last step out of the next step's time."""

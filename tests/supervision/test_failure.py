@@ -64,6 +64,18 @@ def test_an_explained_error_ends_with_1_and_one_line(capsys):
     assert capsys.readouterr().err == "error: a newer version wrote it\n"
 
 
+def test_an_explained_error_in_a_program_is_the_programs(capsys):
+    with pytest.raises(CheckpointUnreadable), failing_fast(ends_process=False):
+        raise CheckpointUnreadable("a newer version wrote it")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_explained_error_in_a_program_that_is_one_of_several_ends_all(store):
+    with pytest.raises(Left), failing_fast(ends_process=False):
+        raise CheckpointSaveError("the disk is full")
+    assert store.events == ["post", "barrier", 1]
+
+
 @pytest.mark.parametrize(
     ("error", "code", "printed"),
     [

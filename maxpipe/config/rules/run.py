@@ -384,6 +384,17 @@ def check_topology(c: Config) -> Updates:
         raise ConfigError(Problem("compile.topology", str(error))) from None
 
 
+def check_trains(c: Config) -> None:
+    """Refuse what is for the compile command only; no rule, since that command takes it.
+
+    Raises:
+      ConfigError: an executable is to be stored.
+    """
+    if c.compile.save:
+        remedy = "give it to python -m maxpipe.compile, and compile.load=FILE here"
+        raise ConfigError(Problem("compile.save", f"training stores no executable; {remedy}"))
+
+
 RUN_RULES = (
     check_run_name,
     check_init_from,
