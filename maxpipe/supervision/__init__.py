@@ -20,11 +20,16 @@ class Supervision:
     time: TimeAccount = field(default_factory=TimeAccount)
     lease: RunLease = field(default_factory=RunLease)
 
+    def finished_step(self, step: int) -> None:
+        """Restart the clock of the watchdog, and make signals wait for the next step and a save."""
+        self.interruption.begin()
+        self.watchdog.progress(f"step {step}")
+
 
 @contextmanager
 def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
     account = TimeAccount()
-    with Interruption() as interruption, watchdog, account:
+    with Interruption(watchdog.hurry) as interruption, watchdog, account:
         yield Supervision(interruption, watchdog, account)

@@ -76,6 +76,7 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
       ConfigError: the configuration does not fit the devices, the data or the run directory.
     """
     start_jax(loaded.config)
+    supervision.interruption.share_with_jax()
     with failing_fast():
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
