@@ -5,6 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from maxpipe.config.sections import TelemetryConfig
+from maxpipe.supervision.progress import (
+    Downtime,
+    ProgressFile,
+    downtime_of_process,
+    progress_file_of_process,
+)
 from maxpipe.supervision.run_lease import RunLease
 from maxpipe.supervision.signals import Interruption
 from maxpipe.supervision.watchdog import Watchdog
@@ -13,17 +19,23 @@ from maxpipe.telemetry.profiling import TimeAccount
 
 @dataclass(frozen=True)
 class Supervision:
-    """Signals, deadlines, time accounting and leases of a process; inert by default."""
+    """Signals, deadlines, time accounting and leases of a process; inert by default.
+
+    `progress` and `downtime` are what passes between it and a supervisor, if it has one.
+    """
 
     interruption: Interruption = field(default_factory=Interruption)
     watchdog: Watchdog = field(default_factory=Watchdog)
     time: TimeAccount = field(default_factory=TimeAccount)
     lease: RunLease = field(default_factory=RunLease)
+    progress: ProgressFile = field(default_factory=ProgressFile)
+    downtime: Downtime = field(default_factory=Downtime)
 
     def finished_step(self, step: int) -> None:
         """Restart the clock of the watchdog, and make signals wait for the next step and a save."""
         self.interruption.begin()
         self.watchdog.progress(f"step {step}")
+        self.progress.finished(step)
 
 
 @contextmanager
@@ -32,4 +44,10 @@ def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
     account = TimeAccount()
     with Interruption(watchdog.hurry) as interruption, watchdog, account:
-        yield Supervision(interruption, watchdog, account)
+        yield Supervision(
+            interruption,
+            watchdog,
+            account,
+            progress=progress_file_of_process(),
+            downtime=downtime_of_process(),
+        )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 FAILED = 1
+LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has lost another one
 
 _LAST_ACTS_SECONDS = 5.0
 

@@ -22,12 +22,10 @@ from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervision.ending import FAILED, announcing, leave
+from maxpipe.supervision.ending import FAILED, LOST, announcing, leave
 from maxpipe.supervision.signals import PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 from maxpipe.telemetry.sink import TelemetryError
-
-LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has lost another one
 
 # Errors whose messages say all that a user can act on.
 EXPLAINED = (

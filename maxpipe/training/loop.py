@@ -246,7 +246,8 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
                 if not run.supervision.lease.is_lost:
                     run.checkpointer.close()
         finally:
-            run.recorder.time_account(run.step, run.supervision.time.seconds())
+            down = run.supervision.downtime.to_dict()
+            run.recorder.time_account(run.step, run.supervision.time.seconds(), down)
             run.recorder.close()
     run.supervision.lease.verify()
     return exit_code
