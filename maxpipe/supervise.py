@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from maxpipe.checkpoint.steps import committed_steps
@@ -29,6 +30,8 @@ from maxpipe.supervision.supervisor import supervise
 from maxpipe.telemetry.recorder import METRICS
 
 SILENT_SECONDS = 20.0
+
+_TAIL_BYTES = 100_000
 
 
 @exit_on_config_error()
@@ -79,16 +82,17 @@ def status(run: Path) -> list[str]:
 
 def _last_step(metrics: Path) -> int:
     """Return the last step of a metrics file, 0 without one."""
-    last = 0
-    if metrics.exists():
-        with metrics.open() as rows:
-            for row in rows:
-                try:
-                    values = json.loads(row)
-                except ValueError:  # being written
-                    continue
-                last = values["step"] if "loss" in values else last
-    return last
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+        rows = file.read().splitlines()
+    for row in reversed(rows):
+        with suppress(ValueError):  # cut off at the beginning, or being written
+            values = json.loads(row)
+            if "loss" in values:
+                return int(values["step"])
+    return 0
 
 
 def _log(text: str) -> None:

@@ -8,7 +8,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.terminal import INTERRUPTED
@@ -90,7 +90,10 @@ def decode(line: str) -> Message:
     """Return the message of a line; raises ValueError if there is none in it."""
     try:
         values = json.loads(line)
-        return _KINDS[values.pop("kind")](**values)
+        message = _KINDS[values.pop("kind")](**values)
+        if any(type(getattr(message, value.name)) is not value.type for value in fields(message)):
+            raise TypeError("a value of another type")
+        return message
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"no message: {line[:100]!r}") from error
 

@@ -89,7 +89,18 @@ def test_message_decoded_is_what_was_encoded(message):
     assert decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("line", ["", "{", "[]", '{"kind": "Fly"}', '{"kind": "End"}', "[" * 9999])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        '{"kind": "Fly"}',
+        '{"kind": "End"}',
+        '{"kind": "Ended", "attempt": 1, "code": "x"}',
+        "[" * 9999,
+    ],
+)
 def test_decode_of_a_stranger_s_line_raises_value_error(line):
     with pytest.raises(ValueError):  # noqa: PT011
         decode(line)
