@@ -4,6 +4,7 @@ What is shortened or left out is listed here.
 """
 
 import inspect
+import json
 import re
 import runpy
 import shlex
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 
 import pytest
 from helpers.documentation import (
@@ -26,7 +28,7 @@ from helpers.documentation import (
 from helpers.training_process import TINY, TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import export, generate, plan, runs, schedule, tokenize, train
+from maxpipe import export, generate, plan, runs, schedule, supervise, tokenize, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -34,7 +36,9 @@ from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.data import __main__ as data
 from maxpipe.model.kernels.dot_product import DotProduct
 from maxpipe.model.program import ModelProgram
+from maxpipe.supervision.council import Status
 from maxpipe.supervision.failure import FAILED
+from maxpipe.supervision.progress import STATUS_FILE
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
@@ -51,6 +55,7 @@ MAINS = {
     "maxpipe.schedule": schedule.main,
     "maxpipe.checkpoint": checkpoint.main,
     "maxpipe.data": data.main,
+    "maxpipe.supervise": supervise.main,
 }
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
 # The first run as it is, except for its size and the devices that are there.
@@ -117,6 +122,7 @@ def place(tmp_path_factory):
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
         shutil.copytree("runs/base", "runs/longer")  # docs/comparing.md compares it
+        (directory / "runs" / "base" / STATUS_FILE).write_text(json.dumps(asdict(Status("trains"))))
         yield directory
 
 
@@ -164,6 +170,10 @@ def test_command(command, place, capfd, request):
 
 def run_module(module, words):
     prints_only = {"--help", "--print-config"} & set(words)
+    if module == "maxpipe.supervise" and "--" in words:
+        words = [
+            sys.executable if word == "python" else word for word in [*words, "--print-config"]
+        ]
     more = MORE_WORDS.get(module, MORE_WORDS.get(f"{module} {words[0]}", []))
     if module in CONFIGURATION_ONLY and not prints_only:
         more = ["--print-config"]

@@ -87,7 +87,7 @@ class Recorder:
     def print_line(self, text):
         self.notes.append(text)
 
-    def time_account(self, step, seconds):
+    def time_account(self, step, seconds, down):
         self.notes.append(f"account of {step}")
 
     def close(self):
