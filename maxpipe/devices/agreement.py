@@ -23,7 +23,6 @@ PRIVATE_KEYS = ("output_dir", "data.cache_dir", "data.num_workers", "compile.cac
 
 _VALUE_LENGTH = 80
 _PROCESSES_SHOWN = 4
-_VERDICT = "maxpipe/agreement/verdict"
 
 
 def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
@@ -39,17 +38,30 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
       ConfigError: processes differ; one problem per key or name, the same in every process.
     """
     texts = {key: str(get(config, key)) for key in OPTIONS if key not in PRIVATE_KEYS}
-    texts |= contents
-    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+    agree_on("agreement", texts | dict(contents))
+
+
+def agree_on(subject: str, texts: Mapping[str, str]) -> None:
+    """Compare texts over several processes, without use of the devices; all of them call this.
+
+    Args:
+      subject: what they are about, a word that no other call has.
+      texts: by configuration key or other name.
+
+    Raises:
+      ConfigError: processes differ; one problem per name, the same in every process.
+    """
+    digest = hashlib.sha256(json.dumps(dict(texts), sort_keys=True).encode()).hexdigest()
     index = processes.index()
+    verdict = f"maxpipe/{subject}/verdict"
     if index == 0:
-        differences = _differences(texts, digest)
-        processes.post(_VERDICT, json.dumps(differences))
+        differences = _differences(subject, texts, digest)
+        processes.post(verdict, json.dumps(differences))
     else:
         # Texts first: process 0 may read them as soon as it has seen the digest.
-        processes.post(_key("texts", index), json.dumps(texts))
-        processes.post(_key("digest", index), digest)
-        differences = json.loads(processes.read(_VERDICT))
+        processes.post(_key(subject, "texts", index), json.dumps(dict(texts)))
+        processes.post(_key(subject, "digest", index), digest)
+        differences = json.loads(processes.read(verdict))
     if differences:
         raise ConfigError(*(Problem(key, message) for key, message in differences))
 
@@ -67,16 +79,19 @@ def _source_digest(package: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _differences(texts: Mapping[str, str], digest: str) -> list[tuple[str, str]]:
+def _differences(subject: str, texts: Mapping[str, str], digest: str) -> list[tuple[str, str]]:
     """Return (key, message) of everything in which a process differs from this one, process 0."""
-    theirs = {index: processes.read(_key("digest", index)) for index in range(1, processes.count())}
+    theirs = {
+        index: processes.read(_key(subject, "digest", index))
+        for index in range(1, processes.count())
+    }
     others = {
-        index: json.loads(processes.read(_key("texts", index)))
+        index: json.loads(processes.read(_key(subject, "texts", index)))
         for index, other in theirs.items()
         if other != digest
     }
     same = [0, *(index for index, other in theirs.items() if other == digest)]
-    return compare({0: texts} | others, same)
+    return compare({0: dict(texts)} | others, same)
 
 
 def compare(
@@ -111,5 +126,5 @@ def _named(indices: Sequence[int]) -> str:
     )
 
 
-def _key(what: str, index: int) -> str:
-    return f"maxpipe/agreement/{what}/{index}"
+def _key(subject: str, what: str, index: int) -> str:
+    return f"maxpipe/{subject}/{what}/{index}"

@@ -8,12 +8,15 @@ from functools import partial
 
 import jax
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import derive_known
 from maxpipe.config.rules.engines import check_processes
 from maxpipe.config.sections import Config
+from maxpipe.devices import processes
 from maxpipe.devices.compile_cache import start_compile_cache
 from maxpipe.devices.simulated import start_threads
+from maxpipe.devices.transfers import start_transfers
 
 # Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI
 # launch.
@@ -25,7 +28,7 @@ def start_jax(config: Config) -> None:
 
     Raises:
       ConfigError: the environment's description of the processes is incomplete, they cannot share
-        the simulated devices evenly, or there are several for an engine that has one.
+        the simulated devices evenly, or do not fit the stages.
     """
     # Checked first: after `start_processes` the message would come only when all peers are there.
     check_processes(derive_known(config), announced_processes())
@@ -34,6 +37,9 @@ def start_jax(config: Config) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
         start_threads(config, devices, announced_processes())
     start_processes(config.mesh.heartbeat_timeout_seconds)
+    engine = ENGINES.get(derive_known(config).pipeline.engine)
+    if processes.count() > 1 and engine and not engine.one_program:
+        start_transfers()
     start_compile_cache(config)
 
 
@@ -43,13 +49,11 @@ def simulated_share(devices: int) -> int:
     Raises:
       ConfigError: the devices do not divide over the processes.
     """
-    processes = announced_processes()
-    if devices % processes:
-        message = (
-            f"{devices} do not divide over {processes} processes; take a multiple of {processes}"
-        )
+    count = announced_processes()
+    if devices % count:
+        message = f"{devices} do not divide over {count} processes; take a multiple of {count}"
         raise ConfigError(Problem("mesh.simulated_devices", message))
-    return devices // processes
+    return devices // count
 
 
 def announced_processes() -> int:

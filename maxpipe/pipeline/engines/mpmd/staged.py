@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 
+from maxpipe.devices.transfers import absent, is_here
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -150,16 +151,25 @@ class StagedProgram:
         self._specs = {v: specs.get(path, PartitionSpec()) for v, path in self._path_of.items()}
         # 3. Prepare the stages.
         self._parts: DeviceParts | None = None
+        output_specs_at_end = list(output_specs)
         if rows is not None:
             outputs = zip(output_specs, output_gathers, strict=True)
             totals = [total_of(spec, gather, rows, mesh) for spec, gather in outputs]
             self._parts = DeviceParts(rows, mesh, self._specs, self._path_of, totals)
             output_specs = [total.stacked for total in totals]
-        shapes = map(shape_of, traced.jaxpr.outvars)
+        shapes = list(map(shape_of, traced.jaxpr.outvars))
         self._sum_shapes = [
             x.shape if self._parts is None else self._parts.running_sum(output, x).shape
             for output, x in enumerate(shapes)
         ]
+        # Of the sums once they are reduced, which is how other processes know them.
+        self._results = [
+            jax.ShapeDtypeStruct(x.shape, jnp.float32)
+            if self._parts is None
+            else self._parts.reduced_sum(output, x)
+            for output, x in enumerate(shapes)
+        ]
+        self._result_specs = output_specs_at_end
         self._sum_shardings = [
             {output: NamedSharding(mesh, spec) for output, spec in enumerate(output_specs)}
             for mesh in meshes
@@ -203,12 +213,19 @@ class StagedProgram:
           params: for each stage, the parameters that it needs.
           batch: laid out over the mesh of all stages; M and the shards divide its rows.
           keys: "key" on each stage.
-          observe: told of each unit.
+          observe: told of each unit of this process.
+
+        Of stages of other processes nothing is read, and the sums are absent.
         """
         fixed: list[ArraysByVar] = []
         varying: list[list[ArraysByVar]] = []
         sums: Sums = []
         for stage, mesh in enumerate(self._meshes):
+            if not is_here(mesh):
+                fixed.append({})
+                varying.append([])
+                sums.append(self._absent_sums(stage))
+                continue
             # Each stage cuts microbatches out of its own copy of the batch, so none is sent.
             local = {name: local_view(x, mesh) for name, x in batch.items()}
             inputs = StepInputs(*self._prepare[stage](local, keys[stage]))
@@ -218,6 +235,18 @@ class StagedProgram:
             varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in inputs.micro])
             sums.append(inputs.zeros)
         return self.runner.run(fixed, varying, sums, observe)
+
+    def _absent_sums(self, stage: int) -> dict[int, jax.Array]:
+        """Return what the sums of a stage of other processes will be."""
+        mesh = self._meshes[stage]
+        return {
+            output: absent(
+                self._results[output].update(
+                    sharding=NamedSharding(mesh, self._result_specs[output])
+                )
+            )
+            for output in sorted(self.runner.outputs[stage])
+        }
 
     def compile(self) -> Iterator[CompiledUnit]:
         """Compile the computations one by one without running any.
@@ -334,5 +363,5 @@ def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     sharding = NamedSharding(mesh, x.sharding.spec)
     return jax.make_array_from_single_device_arrays(
-        x.shape, sharding, [shards[device] for device in mesh.devices.flat]
+        x.shape, sharding, [shards[d] for d in mesh.devices.flat if d in shards]
     )
