@@ -167,7 +167,7 @@ def _check_stages_of_processes(config: Config, mesh: Mesh, engine: MpmdEngine) -
     if engine.model.offloaded and any(len(processes_of(stage)) > 1 for stage in engine.meshes):
         reason = "a stage of several processes has no memory of one host"
         raise ConfigError(Problem("pipeline.remat_policy", f"{reason}; use minimal or full"))
-    agree_on("program", {"traced program": fingerprint(engine.training.program, engine.table)})
+    agree_on({"traced program": fingerprint(engine.training.program, engine.table)})
 
 
 def _check_split_backwards(config: Config, inputs: EngineInputs) -> None:

@@ -181,6 +181,7 @@ class Checkpointer:
             if jnp.issubdtype(leaf.dtype, jnp.floating) and _is_here(leaf)
         }
         failure: StateNotFinite | None = None
+        # If one process has found something, all have to end alike.
         try:
             check_finite(step, leaves)
         except StateNotFinite as error:

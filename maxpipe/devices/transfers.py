@@ -2,7 +2,7 @@
 
 Every process has the same arrays in its hands. One whose devices all belong to other processes is
 absent here: it has a shape and a layout, and no data. The processes of the sender and those of the
-receiver make the same calls in the same order; nobody waits.
+receiver make the same calls in the same order, and wait for nothing.
 
 `jax.device_put` moves the data: over sockets between CPUs, and on accelerators by what their
 runtime offers, such as NCCL, or over sockets where it offers nothing.

@@ -203,6 +203,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         own, tree = jax.tree.flatten(arrays)
         leaves = own
         for stage in self._homes[1:]:
+            # Absent copies are of no use, so only the process of that stage takes them.
             sharding = NamedSharding(self.meshes[stage], PartitionSpec())
             copies = send(leaves, [sharding] * len(leaves))
             own = copies if is_here(self.meshes[stage]) else own

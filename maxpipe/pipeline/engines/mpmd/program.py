@@ -150,6 +150,7 @@ def fingerprint(program: SlicedProgram, table: Table) -> str:
 
     digest = hashlib.sha256(line(program.inputs).encode())
     for name, c in program.computations.items():
+        # Numbers follow the order of the program, which is the same in all processes.
         lines = [f"{name} {line(c.reads)}; {line(c.arguments)}; {line(c.writes)}"]
         lines += [f"adds to {output} {line(terms)}" for output, terms in c.outputs.items()]
         for eqn in c.equations:

@@ -126,6 +126,7 @@ def sent_spec(program: SlicedProgram, v: Var, parts: DeviceParts | None) -> Part
     spec = PartitionSpec()
     for computation in program.computations.values():
         for eqn in computation.equations:
+            # A gradient has no constraint of its own, but its reader lays it out like the value.
             is_constraint = eqn.primitive.name == "sharding_constraint"
             if is_constraint and (v in eqn.outvars or v in eqn.invars):
                 spec = eqn.params["sharding"].spec
@@ -328,6 +329,7 @@ class Runner:
             for name, values in routes.sends.items()
             if values
         }
+        # The receiver of these has not compiled the program that writes them.
         members = list(map(processes_of, meshes))
         sent = {
             v: sent_spec(program, v, parts)
@@ -398,6 +400,7 @@ class Runner:
         offloading = [Offloading(self._offloaded) for _ in self._meshes]
         live = list(map(LiveValues, self._num_uses, offloading))
         for stage, name, microbatch in self._order:
+            # All processes walk the whole order, so that their transfers come in the same one.
             if not self._is_here[stage]:
                 self._receive(stage, name, microbatch, live)
                 continue
@@ -422,6 +425,7 @@ class Runner:
             if values := self._sends[name]:
                 receiver = self._receiver[name]
                 arrays = live[stage].read(values, microbatch)
+                # Between processes the receiver makes the same call, in `_receive`.
                 arrived = send(arrays, [self._on_stage(receiver, x) for x in arrays])
                 if self._is_here[receiver]:
                     live[receiver].add(values, arrived, microbatch)

@@ -151,25 +151,16 @@ class StagedProgram:
         self._specs = {v: specs.get(path, PartitionSpec()) for v, path in self._path_of.items()}
         # 3. Prepare the stages.
         self._parts: DeviceParts | None = None
-        output_specs_at_end = list(output_specs)
         if rows is not None:
             outputs = zip(output_specs, output_gathers, strict=True)
             totals = [total_of(spec, gather, rows, mesh) for spec, gather in outputs]
             self._parts = DeviceParts(rows, mesh, self._specs, self._path_of, totals)
             output_specs = [total.stacked for total in totals]
-        shapes = list(map(shape_of, traced.jaxpr.outvars))
+        shapes = map(shape_of, traced.jaxpr.outvars)
         self._sum_shapes = [
             x.shape if self._parts is None else self._parts.running_sum(output, x).shape
             for output, x in enumerate(shapes)
         ]
-        # Of the sums once they are reduced, which is how other processes know them.
-        self._results = [
-            jax.ShapeDtypeStruct(x.shape, jnp.float32)
-            if self._parts is None
-            else self._parts.reduced_sum(output, x)
-            for output, x in enumerate(shapes)
-        ]
-        self._result_specs = output_specs_at_end
         self._sum_shardings = [
             {output: NamedSharding(mesh, spec) for output, spec in enumerate(output_specs)}
             for mesh in meshes
@@ -221,6 +212,7 @@ class StagedProgram:
         varying: list[list[ArraysByVar]] = []
         sums: Sums = []
         for stage, mesh in enumerate(self._meshes):
+            # Only the results of such a stage are read, by transfers to this process.
             if not is_here(mesh):
                 fixed.append({})
                 varying.append([])
@@ -238,15 +230,16 @@ class StagedProgram:
 
     def _absent_sums(self, stage: int) -> dict[int, jax.Array]:
         """Return what the sums of a stage of other processes will be."""
-        mesh = self._meshes[stage]
-        return {
-            output: absent(
-                self._results[output].update(
-                    sharding=NamedSharding(mesh, self._result_specs[output])
-                )
-            )
-            for output in sorted(self.runner.outputs[stage])
-        }
+        sums: dict[int, jax.Array] = {}
+        for output in sorted(self.runner.outputs[stage]):
+            term = shape_of(self.program.flat.jaxpr.outvars[output])
+            sharding = self._sum_shardings[stage][output]
+            # As it is after the last unit, when the devices' own sums are one.
+            if self._parts is not None:
+                term = self._parts.reduced_sum(output, term)
+                sharding = NamedSharding(self._meshes[stage], self._parts.totals[output].spec)
+            sums[output] = absent(jax.ShapeDtypeStruct(term.shape, jnp.float32, sharding=sharding))
+        return sums
 
     def compile(self) -> Iterator[CompiledUnit]:
         """Compile the computations one by one without running any.
