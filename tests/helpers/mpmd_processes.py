@@ -15,7 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from helpers.engines import Result, assert_same, canonical_params, make_batch, reference, tiny
+from helpers.engines import (
+    Result,
+    assert_same,
+    canonical_params,
+    make_batch,
+    reference,
+    result_of,
+    tiny,
+)
 from helpers.members import ends, members
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config
@@ -151,11 +159,10 @@ def _read(directory: Path, case: int, processes: int) -> Outcome:
     ]
     metrics, gradients, evaluated, _ = by_process[0]
     for others in by_process[1:]:
-        assert others[0] == metrics, "every process knows the same loss"
+        assert others[0]["loss"] == metrics["loss"], "every process knows the same loss"
         assert others[2] == evaluated
-    values = {name: float(value) for name, value in metrics.items()}
     return Outcome(
-        Result(values.pop("loss"), gradients, values),
+        result_of(metrics, gradients),
         float(evaluated["cross_entropy"]),
         float(evaluated["weight"]),
         [compiled for *_, compiled in by_process],

@@ -1,11 +1,15 @@
 """The mpmd engine in several processes, each with stages of its own."""
 
+import signal
+import time
+
 import pytest
 from helpers.members import ends, members
 from helpers.mpmd_processes import assert_equal_to_sequential, run_cases
-from helpers.runs import checkpoints, losses, rows
-from helpers.training_process import command, run
+from helpers.runs import assert_same_run, checkpoints, losses, rows
+from helpers.training_process import command, run, steps_of
 
+HEARTBEAT = 10
 TWO_STAGES = {
     "mesh.ici.stage": 2,
     "mesh.ici.data": 1,
@@ -24,6 +28,22 @@ RUN = (
 )
 STAGES = ("mesh.ici.stage=2", "pipeline.schedule=1f1b")
 SEQUENTIAL = ("mesh.ici.stage=1", "mesh.ici.data=2", "pipeline.engine=sequential")
+
+# As if one process ran other code that the comparison of files did not see.
+A_PROGRAM_OF_ITS_OWN = """
+import os, sys
+from maxpipe import train
+from maxpipe.model.program import ModelProgram
+
+original = ModelProgram.embed
+
+def embed(self, params, tokens):
+    return original(self, params, tokens) * 2
+
+if os.environ["JAX_PROCESS_ID"] == "1":
+    ModelProgram.embed = embed
+sys.exit(train.main(sys.argv[1:]))
+"""
 
 
 def test_loss_and_gradients_of_two_processes_equal_sequential(tmp_path):
@@ -63,3 +83,52 @@ def test_train_in_two_processes_goes_on_with_sequential_engine_and_back(tmp_path
         assert actual[step] == pytest.approx(expected[step], rel=1e-5)
     assert list(evaluations(parts / "base")) == [2, 4]
     assert evaluations(parts / "base") == pytest.approx(evaluations(whole / "base"), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.grid)])
+def test_train_lost_process_ends_other_and_same_command_finishes_with_same_bits(tmp_path, victim):
+    words = ("steps=8", "checkpoint.every=2", f"mesh.heartbeat_timeout_seconds={HEARTBEAT}")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    in_two_processes(tmp_path, command(whole, *RUN, *STAGES, *words), "whole")
+    with members(tmp_path, 2, command(parts, *RUN, *STAGES, *words), "lost") as started:
+        started[0].wait_for("step    3/")
+        killed_at = time.monotonic()
+        started[victim].send(signal.SIGKILL)
+        codes, output = ends(started)
+        assert time.monotonic() - killed_at < HEARTBEAT + 15
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == -signal.SIGABRT, output  # 134 in a shell
+    in_two_processes(tmp_path, command(parts, *RUN, *STAGES, *words), "again")
+    assert_same_run(whole / "base", parts / "base", 8)
+
+
+@pytest.mark.slow
+def test_train_sigterm_to_one_process_stops_both_after_same_step(tmp_path):
+    words = command(tmp_path, *RUN, *STAGES, "steps=1000", "checkpoint.every=1000", "eval.every=0")
+    with members(tmp_path, 2, words) as started:
+        started[0].wait_for("step    3/")
+        started[1].send(signal.SIGTERM)
+        codes, output = ends(started)
+    assert codes == [75, 75], output
+    assert checkpoints(tmp_path / "base") == [max(steps_of(tmp_path))]
+
+
+@pytest.mark.slow
+def test_train_that_diverges_on_one_stage_ends_both_with_42(tmp_path):
+    words = ("optimizer.learning_rate=1e30", "optimizer.max_consecutive_skips=2", "steps=8")
+    with members(tmp_path, 2, command(tmp_path, *RUN, *STAGES, *words)) as started:
+        codes, output = ends(started)
+    assert codes == [42, 42], output
+    assert "update skipped" in output
+
+
+@pytest.mark.slow
+def test_train_of_other_programs_in_one_process_ends_both_with_2(tmp_path):
+    words = command(tmp_path, *RUN, *STAGES)
+    with members(tmp_path, 2, words, program=A_PROGRAM_OF_ITS_OWN) as started:
+        codes, output = ends(started)
+    assert codes == [2, 2], output
+    for process in started:
+        assert "traced program: the processes of this run differ: " in process.output
+    assert not checkpoints(tmp_path / "base")

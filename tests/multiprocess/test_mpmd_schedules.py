@@ -13,6 +13,14 @@ from maxpipe.pipeline.schedules.load import build_table
 
 NAMES = ("1f1b", "interleaved_1f1b", "zb_h2", "zb_v", "v_half", "dualpipe_v")
 MICROBATCHES = 5
+# The load of all experts is known on the last stage, and moves biases on each.
+EXPERTS = {
+    "model.moe.experts": 6,
+    "model.moe.per_token": 2,
+    "model.moe.mlp_dim": 16,
+    "model.moe.balance_loss": 0.3,
+    "model.moe.bias_rate": 0.5,
+}
 
 
 def case_of(name, stages, fsdp, **values):
@@ -84,5 +92,6 @@ def test_rows_over_two_axes_in_processes_equal_sequential(tmp_path):
         case_of("interleaved_1f1b", 2, 1, **data, **{"pipeline.fsdp_gather": "once"}),
         case_of("1f1b", 2, 1, **{"mesh.ici.tensor": 2}),
         case_of("1f1b", 2, 2, **{"pipeline.fsdp_gather": "once"}),
+        case_of("zb_h1", 2, 2, **EXPERTS),
     ]
     assert_equal_to_sequential(cases, run_cases(tmp_path, 2, cases))
