@@ -25,6 +25,7 @@ from helpers.engines import (
     tiny,
 )
 from helpers.members import ends, members
+from helpers.training_process import DEADLINE_SECONDS
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config
 from maxpipe.devices.mesh import build_mesh
@@ -62,7 +63,7 @@ def run_cases(directory: Path, processes: int, cases: list[Values]) -> list[Outc
     """Run cases of equally many devices in some processes, one after another."""
     words = [str(directory), *map(json.dumps, cases)]
     with members(directory, processes, words, program=PROGRAM) as started:
-        codes, output = ends(started)
+        codes, output = ends(started, DEADLINE_SECONDS * (1 + len(cases)))
     assert codes == [0] * processes, output
     return [_read(directory, case, processes) for case in range(len(cases))]
 
