@@ -92,7 +92,7 @@ def test_train_lost_process_ends_other_and_same_command_finishes_with_same_bits(
     words = (*words, f"mesh.heartbeat_timeout_seconds={HEARTBEAT}")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     with members(tmp_path, 2, command(parts, *words), "lost") as started:
-        started[0].wait_for("step    3/")
+        started[0].wait_for("step    9/")
         killed_at = time.monotonic()
         started[victim].send(signal.SIGKILL)
         codes, output = ends(started)

@@ -142,8 +142,9 @@ def fingerprint(program: SlicedProgram, table: Table) -> str:
     numbers: dict[Var, int] = {}
 
     def text(atom: Atom) -> str:
-        number = "" if isinstance(atom, Literal) else numbers.setdefault(atom, len(numbers))
-        return f"{number}:{_shape(atom)}"
+        is_literal = isinstance(atom, Literal)
+        name = f"={atom.val}" if is_literal else numbers.setdefault(atom, len(numbers))
+        return f"{name}:{_shape(atom)}"
 
     def line(atoms: Iterable[Atom]) -> str:
         return " ".join(map(text, atoms))
