@@ -4,13 +4,16 @@ from functools import partial
 
 import jax
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import derive_known
 from maxpipe.config.rules.engines import check_processes
 from maxpipe.config.sections import Config
+from maxpipe.devices import processes
 from maxpipe.devices.cluster import announced_processes, coordinator_variables, is_cluster
 from maxpipe.devices.compile_cache import start_compile_cache
 from maxpipe.devices.simulated import check_simulated, has_started, start_threads
+from maxpipe.devices.transfers import start_transfers
 
 
 def start_jax(config: Config) -> None:
@@ -20,8 +23,7 @@ def start_jax(config: Config) -> None:
 
     Raises:
       ConfigError: the environment's description of the processes is incomplete, they cannot share
-        the simulated devices evenly, there are several for an engine that has one, or JAX has
-        started with other devices than those to simulate.
+        the simulated devices evenly or do not fit the stages, or JAX has other devices already.
     """
     # Checked first: after `start_processes` the message would come only when all peers are there.
     check_processes(derive_known(config), announced_processes())
@@ -33,6 +35,9 @@ def start_jax(config: Config) -> None:
             jax.config.update("jax_num_cpu_devices", devices)
             start_threads(config, devices, announced_processes())
     start_processes(config.mesh.heartbeat_timeout_seconds)
+    engine = ENGINES.get(derive_known(config).pipeline.engine)
+    if processes.count() > 1 and engine and not engine.one_program:
+        start_transfers()
     start_compile_cache(config)
 
 
@@ -42,13 +47,11 @@ def simulated_share(devices: int) -> int:
     Raises:
       ConfigError: the devices do not divide over the processes.
     """
-    processes = announced_processes()
-    if devices % processes:
-        message = (
-            f"{devices} do not divide over {processes} processes; take a multiple of {processes}"
-        )
+    count = announced_processes()
+    if devices % count:
+        message = f"{devices} do not divide over {count} processes; take a multiple of {count}"
         raise ConfigError(Problem("mesh.simulated_devices", message))
-    return devices // processes
+    return devices // count
 
 
 def start_processes(heartbeat_timeout: int) -> None:

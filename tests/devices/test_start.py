@@ -51,14 +51,12 @@ class TestStartOfProcesses:
             start_processes(30)
         assert started == []
 
-    def test_start_jax_refuses_an_engine_of_one_process_before_waiting(self, started, monkeypatch):
+    def test_start_jax_refuses_parts_of_stages_before_waiting(self, started, monkeypatch):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
         monkeypatch.setenv("JAX_PROCESS_ID", "3")
-        config = replace(Config(), **{"pipeline.schedule": "1f1b", "mesh.ici.stage": 2})
-        with pytest.raises(
-            ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*, and there are 4"
-        ):
+        config = replace(Config(), **{"pipeline.schedule": "1f1b", "mesh.ici.stage": 3})
+        with pytest.raises(ConfigError, match=r"mesh\.ici\.stage: 3 stages do not fit 4 processes"):
             start_jax(config)
         assert started == []
 

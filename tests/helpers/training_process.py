@@ -99,9 +99,9 @@ class TrainingProcess:
         """Send a signal to the process and its children."""
         os.killpg(self._process.pid, number)
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> int:
         """Wait for the end; return the exit code, negative for a signal."""
-        return self._process.wait(DEADLINE_SECONDS)
+        return self._process.wait(seconds)
 
 
 def run(
