@@ -6,7 +6,7 @@ import pytest
 from helpers.hf_folder import write_folder
 
 import maxpipe
-from maxpipe.config import Config, replace
+from maxpipe.config import Config, ConfigError, Problem, replace
 from maxpipe.config.catalog import OPTIMIZERS, Optimizer
 from maxpipe.training import contents as module
 from maxpipe.training.contents import package_versions, run_contents
@@ -57,6 +57,17 @@ def test_models_are_compared_by_shape_and_weights(tmp_path, key):
     content[-1] ^= 0x80  # the sign of the last number
     weights.write_bytes(content)
     assert of(key, f"{scheme}{folders[1]}") != a
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError(Problem("init_from", "no keys")), OSError("no keys")]
+)
+def test_models_that_cannot_be_read_are_compared_by_the_reason(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(module, "open_folder", fail)
+    assert "no keys" in of("init_from", "hf:s3://bucket/model")
 
 
 def test_steps_of_maxtext_are_compared_by_all_their_files(tmp_path):
