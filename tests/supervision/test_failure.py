@@ -127,6 +127,12 @@ def test_an_unforeseen_error_of_one_of_several_ends_it_at_once_with_a_traceback(
     assert "ValueError: unforeseen" in printed
 
 
+def test_a_single_process_that_does_not_fail_goes_on(capsys):
+    with failing_fast():
+        pass
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("error", [ValueError("unforeseen"), ConfigError(Problem("seed", "bad"))])
 def test_other_errors_of_a_single_process_are_left_to_the_command(error, capsys):
     def fail():
