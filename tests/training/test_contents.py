@@ -8,6 +8,7 @@ from helpers.hf_folder import write_folder
 import maxpipe
 from maxpipe.config import Config, ConfigError, Problem, replace
 from maxpipe.config.catalog import OPTIMIZERS, Optimizer
+from maxpipe.devices.agreement import source_digest
 from maxpipe.training import contents as module
 from maxpipe.training.contents import package_versions, run_contents
 
@@ -94,3 +95,11 @@ def test_code_of_variants_in_use_is_compared(tmp_path, monkeypatch, file):
     before = run_contents(config)[key]
     path.write_text("rate = 2")
     assert run_contents(config)[key] != before
+
+
+def test_processes_compare_every_version_and_the_code_of_maxpipe():
+    contents = run_contents(Config())
+    for name, version in package_versions().items():
+        assert contents[f"version of {name}"] == version
+    assert contents["version of libtpu"]
+    assert contents["code of maxpipe"] == source_digest()
