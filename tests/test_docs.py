@@ -126,6 +126,11 @@ def place(tmp_path_factory):
         yield directory
 
 
+@pytest.mark.parametrize("program", [*SCRIPTS, *OTHERS, *MORE_WORDS, *CONFIGURATION_ONLY])
+def test_programs_that_are_run_otherwise_are_still_shown(program):
+    assert any(program in command for command in COMMANDS)
+
+
 @pytest.fixture(scope="module")
 def imported(place):
     """Make the run from a folder of Hugging Face."""

@@ -23,6 +23,7 @@ from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.record import record_file
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import CheckpointConfig
+from maxpipe.storage.object_store import Deadline
 
 
 def test_checkpointer_round_trip_keeps_bits_and_shardings(checkpointer, samples):
@@ -185,9 +186,10 @@ def test_save_failed_deletion_warns_and_succeeds(directory, samples, monkeypatch
     assert checkpointer.steps() == [4]
 
 
-def test_save_returns_before_commit(checkpointer, samples, monkeypatch):
+def test_save_and_the_steps_after_it_do_not_wait_for_the_commit(checkpointer, samples, monkeypatch):
     release = hold_commits(monkeypatch)
     samples.save(checkpointer, 10)  # returns although nothing can be committed
+    Deadline(20).wait(lambda: [checkpointer.due(step) for step in (10, 11)])
     assert checkpointer.steps() == []
     release.set()
     checkpointer.wait()

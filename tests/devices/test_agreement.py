@@ -94,6 +94,8 @@ def test_compare_shows_few_of_many_processes_and_what_is_missing():
     ((key, message),) = compare({0: {"a": "1"}, 7: {}}, range(7))
     assert key == "a"
     assert "1 in processes 0, 1, 2, 3 and 3 more; missing in process 7" in message
+    ((_, message),) = compare({0: {"a": "1"}, 4: {}}, range(4))
+    assert "1 in processes 0, 1, 2, 3; missing in process 4" in message
 
 
 def test_source_digest_depends_on_every_source_file(tmp_path):

@@ -294,17 +294,43 @@ def test_lease_removed_by_hand_is_made_again(place, lines):
     lease.release()
 
 
-@pytest.mark.parametrize("loss", ["deleted", "moved", "deleted and made again"])
+@pytest.mark.parametrize("loss", ["moved", "moved and made again", "moved and replaced"])
 def test_lease_of_a_lost_directory_is_lost(place, lines, tmp_path, loss):
     lease = acquire(place, Owner.this_process(), lines.append)
     place._path.rename(tmp_path / "moved")
-    if loss == "deleted and made again":
+    if loss == "moved and made again":
         place._path.mkdir()
+    elif loss == "moved and replaced":
+        place._path.write_text("a file")
     lease.check()  # looks at nothing
+    assert not lease.is_lost
     with pytest.raises(LeaseLost, match="run was deleted or moved while"):
         lease.verify()
+    assert lease.is_lost
     with pytest.raises(LeaseLost):
         lease.check()
+    lease.release()
+
+
+def test_lease_whose_store_fails_for_a_while_is_renewed_afterwards(place, lines, monkeypatch):
+    monkeypatch.setattr(lease_module, "RENEW_SECONDS", 0.01)
+    failed, renewed = threading.Event(), threading.Event()
+    read, renew = place.read, place.renew
+
+    def read_or_fail(name):
+        if failed.is_set():
+            return read(name)
+        failed.set()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(place, "renew", lambda *words: (renew(*words), renewed.set()))
+    lease = acquire(place, Owner.this_process(), lines.append)
+    renewed.clear()
+    monkeypatch.setattr(place, "read", read_or_fail)
+    assert failed.wait(60)
+    assert renewed.wait(60)
+    failed.clear()
+    lease.verify()  # one that fails proves nothing
     lease.release()
 
 

@@ -12,14 +12,28 @@ from maxpipe.supervision import ending
 from maxpipe.supervision.ending import at_end, run_command
 from maxpipe.supervision.signals import Interruption
 
+IMPORT = "from maxpipe.supervision.ending import at_end, leave, run_command"
 WITH_A_THREAD_THAT_NEVER_ENDS = """
-import sys, threading, time
-from maxpipe.supervision.ending import at_end, leave
+import threading, time
 threading.Thread(target=time.sleep, args=(600,)).start()
 with at_end(lambda: print("first registered")), at_end({second}):
     print("no newline", end=" ")
     leave(42)
 """
+
+
+def run(code):
+    """Run code in a process whose output is buffered; return exit code, output and errors."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{IMPORT}\n{code}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -32,24 +46,28 @@ with at_end(lambda: print("first registered")), at_end({second}):
 )
 def test_leave_ends_with_code_after_last_acts(second, printed):
     code = WITH_A_THREAD_THAT_NEVER_ENDS.format(second=second)
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (42, printed)
+    assert run(code)[:2] == (42, printed)
+
+
+def test_leave_flushes_what_was_printed_before_and_by_last_acts():
+    code = "with at_end(lambda: print('act')):\n    print('printed')\n    leave(42)"
+    assert run(code) == (42, "printed\nact\n", "")
 
 
 def test_leave_does_not_repeat_last_acts_of_a_context_that_has_ended():
-    code = "from maxpipe.supervision.ending import at_end, leave\n"
-    code += "with at_end(lambda: print('once')): pass\nleave(42)"
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout) == (42, "once\n")
+    assert run("with at_end(lambda: print('once')): pass\nleave(42)") == (42, "once\n", "")
 
 
-def test_leave_without_streams_ends_with_the_code():
-    """Standard output may be closed, a broken pipe, or missing as in a service."""
-    code = "import sys; from maxpipe.supervision.ending import leave; sys.stdout = None; leave(42)"
-    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
-    assert ended.returncode == 42
+def test_leave_without_standard_output_does_all_the_same():
+    """A service may have none."""
+    code = "sys.stdout = None\nwith at_end(lambda: print('act', file=sys.stderr)): leave(42)"
+    assert run(code) == (42, "", "act\n")
+
+
+def test_run_command_that_has_not_imported_jax_shows_its_error():
+    code, printed, errors = run("run_command(lambda: 1 / 0)")
+    assert (code, printed) == (1, "")
+    assert errors.endswith("ZeroDivisionError: division by zero\n")
 
 
 @pytest.fixture

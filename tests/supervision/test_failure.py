@@ -126,6 +126,12 @@ def test_an_explained_error_ends_the_process_though_another_is_stuck(store, monk
     assert store.events == ["post", 1]
 
 
+def test_a_single_process_that_does_not_fail_goes_on(capsys):
+    with failing_fast():
+        pass
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("error", [ValueError("unforeseen"), ConfigError(Problem("seed", "bad"))])
 def test_other_errors_of_a_single_process_are_left_to_the_command(error, capsys):
     def fail():

@@ -6,8 +6,9 @@ import pytest
 from helpers.hf_folder import write_folder
 
 import maxpipe
-from maxpipe.config import Config, replace
+from maxpipe.config import Config, ConfigError, Problem, replace
 from maxpipe.config.catalog import OPTIMIZERS, Optimizer
+from maxpipe.devices.agreement import source_digest
 from maxpipe.training import contents as module
 from maxpipe.training.contents import package_versions, run_contents
 
@@ -59,6 +60,17 @@ def test_models_are_compared_by_shape_and_weights(tmp_path, key):
     assert of(key, f"{scheme}{folders[1]}") != a
 
 
+@pytest.mark.parametrize(
+    "error", [ConfigError(Problem("init_from", "no keys")), OSError("no keys")]
+)
+def test_models_that_cannot_be_read_are_compared_by_the_reason(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(module, "open_folder", fail)
+    assert "no keys" in of("init_from", "hf:s3://bucket/model")
+
+
 def test_steps_of_maxtext_are_compared_by_all_their_files(tmp_path):
     (tmp_path / "0" / "items").mkdir(parents=True)
     file = tmp_path / "0" / "items" / "chunk"
@@ -83,3 +95,11 @@ def test_code_of_variants_in_use_is_compared(tmp_path, monkeypatch, file):
     before = run_contents(config)[key]
     path.write_text("rate = 2")
     assert run_contents(config)[key] != before
+
+
+def test_processes_compare_every_version_and_the_code_of_maxpipe():
+    contents = run_contents(Config())
+    for name, version in package_versions().items():
+        assert contents[f"version of {name}"] == version
+    assert contents["version of libtpu"]
+    assert contents["code of maxpipe"] == source_digest()
