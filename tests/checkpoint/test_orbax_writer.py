@@ -83,10 +83,13 @@ def test_wait_of_one_of_several_processes_raises_its_own_error_at_once(tmp_path,
     monkeypatch.setattr(orbax_writer, "leave_errors_to_the_caller", lambda: None)
     settings = CheckpointConfig()
     writer = OrbaxWriter(tmp_path, Retention(settings, lambda step: None), lambda: None)
+    assert not writer.is_open
     writer.start(1, {}, {})
+    assert writer.is_open
     assert writer.is_running
     with pytest.raises(OSError, match="the disk is full"):
         writer.wait()
     assert not writer.is_running
     writer.wait()  # the error is raised once
     writer.close()
+    assert not writer.is_open

@@ -107,6 +107,14 @@ def test_read_record_step_that_is_text_is_damage(write):
         read_record(write({**content(), "step": "1"}))
 
 
+def test_read_record_that_was_changed_is_damage(write):
+    directory = write(content())
+    file = record_file(directory)
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(CheckpointDamaged, match="checksum of the record does not match"):
+        read_record(directory)
+
+
 def test_read_record_of_another_step_is_damage(write):
     with pytest.raises(CheckpointDamaged, match="record says step 2"):
         read_record(write({**content(), "step": 2}))

@@ -61,6 +61,16 @@ def test_layer_function_folds_the_model_order_index_into_the_key(num_first):
     assert program.layer_index == num_first + 2
 
 
+@pytest.mark.parametrize(("num_layers", "num_loops"), [(1, 0), (2, 1)])
+def test_apply_layers_compiles_a_loop_for_several_layers_alone(num_layers, num_loops):
+    layer_fn = layer_function(Affine(), lambda layer: layer, padded=False)
+    numbers = list(range(num_layers))
+    jaxpr = jax.make_jaxpr(lambda weights: apply(layer_fn, weights, numbers, scan=True))(
+        jnp.ones(num_layers)
+    )
+    assert str(jaxpr).count("scan[") == num_loops
+
+
 def test_layer_function_without_dropout_folds_no_key():
     layer_fn = layer_function(Affine(needs_key=False), lambda layer: layer, padded=False)
     x, _ = apply(layer_fn, [0], [2], scan=True, key=jax.random.key(7))

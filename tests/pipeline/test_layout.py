@@ -1,8 +1,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.engines import tiny
 
-from maxpipe.pipeline.layout import StageLayout
+from maxpipe.pipeline.layout import StageLayout, build_layout
 
 
 def leaf(num_layers):
@@ -44,12 +45,58 @@ def test_layer_index_in_v_placement_runs_back():
     assert layout.stage_layers(1) == [[1, 2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("after", [[[0], [1]], [[2], [3]], [[4], [5]]]),
+        ("before", [[[1], [2]], [[3], [4]], [[0], [5]]]),
+    ],
+)
+def test_layer_index_has_further_rows_for_layers_outside(place, expected):
+    layout = StageLayout(2, 2, (1, 1, 1, 1), num_outside=1, outside_first=place == "before")
+    assert layout.layer_index.tolist() == expected
+    assert layout.outside_index.tolist() == [expected[2][0][0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"pipeline.engine": "sequential"}, StageLayout(1, 1, (5,))),
+        (
+            {"pipeline.schedule": "circular", "pipeline.parallel_layers": 4},
+            StageLayout(2, 2, (1, 1, 1, 1), num_outside=1),
+        ),
+        (
+            {
+                "pipeline.schedule": "lockstep_1f1b",
+                "pipeline.layers_per_stage": [1, 1, 1, 1],
+                "pipeline.parallel_layers": 4,
+                "pipeline.outside_layers": "before",
+            },
+            StageLayout(2, 2, (1, 1, 1, 1), num_outside=1, outside_first=True),
+        ),
+        (
+            {"pipeline.schedule": "zb_v", "pipeline.parallel_layers": 4},
+            StageLayout(2, 2, (1, 1, 1, 2), placement="v"),
+        ),
+    ],
+    ids=["sequential", "circular", "scheduled", "mpmd"],
+)
+def test_layout_of_a_configuration_is_its_engines(values, expected):
+    stages = {"mesh.ici.stage": 2, "pipeline.num_repeats": 2, "pipeline.num_microbatches": 4}
+    if values.get("pipeline.engine") == "sequential":
+        stages = {}
+    assert build_layout(tiny(**{"model.num_layers": 5} | stages | values)) == expected
+
+
 LAYOUTS = [
     StageLayout.even(1, 1, 6),
     StageLayout.even(2, 3, 2),
     StageLayout(2, 2, (1, 3, 2, 1)),
     StageLayout(2, 2, (2, 2, 2, 2), placement="v"),
     StageLayout(3, 2, (1, 3, 2, 1, 2, 2), placement="v"),
+    StageLayout(2, 2, (1, 1, 1, 1), num_outside=3),
+    StageLayout(2, 1, (1, 2), num_outside=1, outside_first=True),
 ]
 
 

@@ -198,6 +198,20 @@ def test_batches_of_several_sizes_and_auxiliary_values_are_averaged():
         assert aux["rows"] == rows / MICROBATCHES
 
 
+def test_gradients_without_the_value_equal_those_of_the_plain_function():
+    def with_rows(params, batch):
+        return chain(params, batch), batch["x"].shape[0]
+
+    params, batch = chain_params(), chain_batch()
+    expected = jax.grad(chain)(params, batch)
+    step = pipelined(jax.grad(chain), table(), meshes(1, 1, 1))
+    assert_close(step(params, batch), expected)
+    step = pipelined(jax.grad(with_rows, has_aux=True), table(), meshes(1, 1, 1))
+    gradients, rows = step(params, batch)
+    assert_close(gradients, expected)
+    assert rows == ROWS / MICROBATCHES
+
+
 def test_sum_with_a_shared_divisor_equals_a_weighted_mean():
     def loss(params, batch, divisor):
         x = batch["x"]

@@ -45,6 +45,15 @@ def test_shardings_at_rest_follow_the_rules(setting):
     assert spec_of(params["head"]["kernel"]) == P(("stage", "fsdp"), "tensor")
 
 
+def test_abstract_parameters_have_shape_dtype_and_layout_of_live_ones(setting):
+    weights, params = setting
+    facts = [
+        jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+        for tree in (weights.abstract(), params)
+    ]
+    assert facts[0] == facts[1]
+
+
 def test_gather_layer_gathers_over_fsdp_and_leaves_tensor_split(setting):
     weights, params = setting
     one = jax.tree.map(lambda p: p[0, 0, 0], params["layers"])

@@ -203,6 +203,14 @@ def test_dump_names_values_after_their_computations():
     assert "  adds to output 2 f32[4,4]\n" in texts[UnitName("B", 1)]
 
 
+def test_dump_has_captured_arrays_among_the_operands_of_their_reader():
+    scale = jnp.arange(4.0)
+    texts = dump(sliced(lambda matrices, x: chain(matrices, x * scale), weights(), inputs()))
+    operands = {str(name): text.partition(". let")[0] for name, text in texts.items()}
+    assert operands["F0"].endswith("lambda ; a:f32[4] b:f32[4,4] c:f32[2,4]")
+    assert "f32[4] " not in operands["F1"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "values",
