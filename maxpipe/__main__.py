@@ -11,6 +11,7 @@ from maxpipe import ctrl_c
 
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "supervise": "start a run again when a process or host of it is lost",
     "plan": "choose mesh, schedule and memory for a model on given chips",
     "compile": "compile the train step ahead of time: memory, collectives, bounds",
     "schedule": "draw, price and compare pipeline schedules",

@@ -22,6 +22,7 @@ from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_ahead
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
@@ -42,6 +43,7 @@ def build_engine_inputs(
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
     of every stage.
     """
+    config = with_gather_mode(config, mesh, note)
     engine = ENGINES[config.pipeline.engine]
     rules = AxisRules(
         config.sharding.logical_axis_rules,

@@ -5,6 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from maxpipe.config.sections import TelemetryConfig
+from maxpipe.supervision.progress import (
+    Downtime,
+    ProgressFile,
+    downtime_of_process,
+    progress_file_of_process,
+)
 from maxpipe.supervision.run_lease import RunLease
 from maxpipe.supervision.signals import Interruption
 from maxpipe.supervision.watchdog import Watchdog
@@ -18,6 +24,7 @@ class Supervision:
     Attributes:
       interruption, watchdog, time, lease: see their classes.
       owns_process: whether the run may end the process; false in a program that calls it.
+      progress, downtime: what passes between it and a supervisor, if it has one.
     """
 
     interruption: Interruption = field(default_factory=Interruption)
@@ -25,6 +32,14 @@ class Supervision:
     time: TimeAccount = field(default_factory=TimeAccount)
     lease: RunLease = field(default_factory=RunLease)
     owns_process: bool = True
+    progress: ProgressFile = field(default_factory=ProgressFile)
+    downtime: Downtime = field(default_factory=Downtime)
+
+    def finished_step(self, step: int) -> None:
+        """Restart the clock of the watchdog, and make signals wait for the next step and a save."""
+        self.interruption.begin()
+        self.watchdog.progress(f"step {step}")
+        self.progress.finished(step)
 
 
 @contextmanager
@@ -32,8 +47,14 @@ def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
     account = TimeAccount()
-    with Interruption() as interruption, watchdog, account:
-        yield Supervision(interruption, watchdog, account)
+    with Interruption(watchdog.hurry) as interruption, watchdog, account:
+        yield Supervision(
+            interruption,
+            watchdog,
+            account,
+            progress=progress_file_of_process(),
+            downtime=downtime_of_process(),
+        )
 
 
 @contextmanager

@@ -173,17 +173,20 @@ class Recorder:
             self._tensorboard.use(lambda events: events.write(step, scalars))
             self._tensorboard.use(TensorBoard.flush)
 
-    def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
+    def time_account(
+        self, step: int, seconds: Mapping[str, float], down: Mapping[str, float] | None = None
+    ) -> None:
         """Record where the time of this process went; called after everything else.
 
         Args:
           step: finished steps.
           seconds: from `TimeAccount.seconds`.
+          down: seconds in which the run was down before this process, see `goodput_row`.
         """
         if not self._is_main:
             return
         metrics = self._metrics.writer
-        row = goodput_row(seconds, metrics.lost_seconds if metrics else 0.0)
+        row = goodput_row(seconds, metrics.lost_seconds if metrics else 0.0, down)
         self._metrics.use(lambda file: file.write({"step": step, **row}))
         self._console.close()  # prints the last step before the account
         self._console.print_line(goodput_line(row))

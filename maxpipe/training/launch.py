@@ -28,9 +28,10 @@ from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.devices.cluster import job_of_process
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
-from maxpipe.devices.start import job_of_process, start_jax
+from maxpipe.devices.start import start_jax
 from maxpipe.devices.xla_flags import advice
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
@@ -56,8 +57,6 @@ from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.trainer import StateT, Trainer
-
-# Packages whose versions every checkpoint records.
 
 
 class BuildTrainer(Protocol):
@@ -92,6 +91,7 @@ def launch(
       ConfigError: the configuration does not fit the devices, the data or the run directory.
     """
     start_jax(loaded.config)
+    supervision.interruption.share_with_jax()
     with failing_fast(ends_process=supervision.owns_process):
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
@@ -131,6 +131,7 @@ def run(
     with naming_all_inputs(config):
         trainer = build_trainer(config, mesh, note=decisions.add)
         current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
+    supervision.progress.run_directory(directory.root)
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
@@ -262,10 +263,11 @@ def start_run(
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         exact_step = None if config.checkpoint.resume in ("auto", "must") else resume_step
-        # The spike filter may be switched on or off, or have another window, in the next start.
-        restored = checkpointer.restore(
-            trainer.abstract_canonical(), exact_step, optional=("history",)
-        )
+        with supervision.time.phase("restore"):
+            # The spike filter may be switched on or off, or have another window, in the next start.
+            restored = checkpointer.restore(
+                trainer.abstract_canonical(), exact_step, optional=("history",)
+            )
         # Perhaps not the step that was checked above, if that was damaged.
         meta, step = restored.meta, restored.step
         changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)

@@ -16,6 +16,7 @@ from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader
 from maxpipe.pipeline.engines.base import Metrics
 from maxpipe.supervision import Supervision
+from maxpipe.supervision.failure import ending_with_lost_process
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
 from maxpipe.telemetry.writers import Row
@@ -86,12 +87,11 @@ def _train(run: Run) -> int:
     step_log = StepLog(
         run.recorder,
         config.optimizer.max_consecutive_skips,
-        run.supervision.watchdog.progress,
+        run.supervision.finished_step,
         run.on_step,
     )
     saved_step = run.step
     is_interrupted = False
-    signals.begin()
     clock.enter("step")
     # An implicit transfer would stall the device queue in every step.
     with jax.transfer_guard("disallow"):
@@ -193,6 +193,7 @@ def save(run: Run) -> None:
     """
     # Look again, not only at the last renewal: a new owner's steps must not be overwritten.
     run.supervision.lease.verify()
+    run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
         # `checkpoint.keep_best` compares steps by this loss.
@@ -205,6 +206,7 @@ def evaluate(run: Run) -> None:
     """Record the mean cross-entropy over `eval.batches` evaluation batches."""
     loader = run.eval_loader
     assert loader is not None
+    run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("evaluation"):
         # Losses are comparable only over the same batches.
         loader.restart()
@@ -240,9 +242,12 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
     Raises:
       LeaseLost: the run directory is gone or has another owner, even if all steps are done.
     """
+    watchdog = run.supervision.watchdog
     try:
-        exit_code = train()
+        with ending_with_lost_process():
+            exit_code = train()
     finally:
+        watchdog.progress(f"the end of training after step {run.step}", before_step=False)
         for loader in (run.loader, run.eval_loader):
             if loader is not None:
                 loader.close()
@@ -253,7 +258,8 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
                 if not run.supervision.lease.is_lost:
                     run.checkpointer.close()
         finally:
-            run.recorder.time_account(run.step, run.supervision.time.seconds())
+            down = run.supervision.downtime.to_dict()
+            run.recorder.time_account(run.step, run.supervision.time.seconds(), down)
             run.recorder.close()
     run.supervision.lease.verify()
     return exit_code
@@ -267,7 +273,7 @@ class StepLog:
     Args:
       recorder: where steps are written.
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
-      progress: called with the name of each finished step.
+      progress: called with the number of each finished step.
       on_step: see `Run`.
 
     Attributes:
@@ -279,7 +285,7 @@ class StepLog:
         self,
         recorder: Recorder,
         max_consecutive_skips: int,
-        progress: Callable[[str], None],
+        progress: Callable[[int], None],
         on_step: OnStep | None,
     ):
         self._recorder = recorder
@@ -311,7 +317,7 @@ class StepLog:
         # Scalars, and figures of each layer as lists.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
-        self._progress(f"step {step}")
+        self._progress(step)
         self.last_step = step
         self.last_is_finite = values.pop("finite")
         self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
