@@ -1,6 +1,6 @@
 """Encode a corpus into token files once, in parallel, so that a run only maps them.
 
-The directory has files of about `PART_BYTES` of text, `part-00000.bin` with the tokens of its
+Each file holds about `PART_BYTES` of text or more: `part-00000.bin` has the tokens of its
 documents, each followed by the end of document, and `part-00000.idx.npy` with where each begins,
 as `data.source=token_bin` reads them. `encoding.json` says what was encoded, with what. A file is
 complete once it has its name, so a command that is given again encodes only what is missing.
@@ -12,8 +12,10 @@ import io
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +29,8 @@ from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
 from maxpipe.storage.local_files import sampled_digest, write_atomically
 
-PART_BYTES = 32 << 20
+PART_BYTES = 8 << 20
+MOST_PARTS = 4096  # of a larger corpus the parts are larger
 RECORD = "encoding.json"
 NO_TOKENS = ".empty"  # in place of the .bin file of a part without tokens, which no run would take
 SKIPPING = Problem("--on-bad-document", "skip leaves such texts out, and goes on from here")
@@ -86,7 +89,7 @@ class Encoding:
         """
         size = sum(os.path.getsize(file) for file in self.corpus.files)
         count = len(self.corpus.open(in_pieces=True))
-        number = max(1, min(-(-size // PART_BYTES), count))
+        number = max(1, min(-(-size // PART_BYTES), count, MOST_PARTS))
         edges = [count * i // number for i in range(number + 1)]
         return [Part(i, edges[i], edges[i + 1]) for i in range(number)]
 
@@ -163,10 +166,15 @@ def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterato
     with ProcessPoolExecutor(min(workers, len(parts)), context, _be_one_of_several) as pool:
         waiting = [pool.submit(encode, part) for part in parts]
         try:
-            for future in waiting:
+            for future in as_completed(waiting):
                 yield future.result()
+        except BrokenProcessPool:
+            message = f"{workers} processes are too many for the memory: one was ended; give fewer"
+            raise ConfigError(Problem("--workers", message)) from None
         finally:
-            pool.shutdown(cancel_futures=True)
+            # After an error or Ctrl-C nothing is waited for: files appear whole or not at all.
+            for process in multiprocessing.active_children():
+                process.terminate()
 
 
 def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
@@ -179,7 +187,8 @@ def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
 
 
 def _be_one_of_several() -> None:
-    """Set up a process of several, of which each has one core."""
+    """Set up a process of several: it has one core, and its parent answers Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

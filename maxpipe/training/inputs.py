@@ -61,6 +61,6 @@ def input_problems(config: Config) -> list[Problem]:
 
 def _open_beginning(config: Config) -> None:
     """Open the initial weights of a run that has no checkpoint to continue from."""
-    directory = RunDirectory(config).checkpoints
+    directory = RunDirectory(config).checkpoints.absolute()  # as a checkpointer names it
     if step_to_resume(config.checkpoint.resume, committed_steps(directory), str(directory)) is None:
         open_weights(config)

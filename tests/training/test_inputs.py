@@ -2,10 +2,13 @@
 
 import pytest
 
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.policies import step_to_resume
 from maxpipe.config import Config, ConfigError, Problem, replace
 from maxpipe.config.load import derive_known
 from maxpipe.training import inputs
 from maxpipe.training.inputs import input_problems, naming_all_inputs
+from maxpipe.training.run_directory import RunDirectory
 
 
 @pytest.fixture
@@ -73,3 +76,13 @@ def test_naming_all_inputs_opens_none_where_nothing_is_refused(config, monkeypat
     monkeypatch.setattr(inputs, "open_tokenizer", lambda config: pytest.fail("was opened"))
     with naming_all_inputs(config):
         pass
+
+
+def test_nothing_to_resume_in_a_relative_directory_is_one_problem(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = replace(config, **{"output_dir": "runs", "checkpoint.resume": "must"})
+    checkpointer = Checkpointer(RunDirectory(config).checkpoints, config.checkpoint)
+    with pytest.raises(ConfigError) as caught, naming_all_inputs(config):
+        step_to_resume("must", checkpointer.steps(), checkpointer.place)
+    checkpointer.close()
+    assert len(caught.value.problems) == 1
