@@ -65,6 +65,7 @@ SMALL = [
 FOLDER = "models/Qwen3-8B"
 IMPORT = next(line for line in commands(PAGES["docs/families.md"]) if "run_name=mine" in line)
 IMPORTED_RUN = "runs/mine"
+COMPARED = ("dense", "of_experts")  # runs whose losses a page draws
 SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: each command is a run or a compilation of minutes, and has
 # tests of its own.
@@ -114,6 +115,8 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
+        for name in COMPARED:
+            shutil.copytree(directory / "runs" / "base", directory / "runs" / name)
         yield directory
 
 

@@ -183,6 +183,7 @@ def is_product(instruction):
 class TestTpu:
     pytestmark = tpu_aot
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("overlap", ["true", "false"])
     def test_compiled_backward_slot_waits_for_the_forward_unless_slots_overlap(
         self, tmp_path, overlap
