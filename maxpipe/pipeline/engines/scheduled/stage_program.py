@@ -191,6 +191,10 @@ class StageProgram:
         # waits for the other; after it in a phase where some B needs those of its own tick's F.
         if has_B and not phase.reuses_residuals_in_tick:
             residuals = read_all(carry.residuals, tick.B.residuals)
+            if phase.stores_head_gradient:
+                # XLA would fuse reads with the F slot's writes, and B would wait for F.
+                residuals, stores = lax.optimization_barrier((residuals, carry.residuals))
+                carry = carry._replace(residuals=stores)
 
         # 2. F slot: a chunk's forward, from the embedding or an arrived activation.
         if phase.F.active.any():
@@ -334,7 +338,7 @@ class StageProgram:
         assert carry.gradients is not None
         dy = read(carry.gradients, tick.B.reads)
         if phase.stores_head_gradient:
-            # XLA would fuse this with the write of the head's gradient, and B would wait for F.
+            # As for residuals: the write of the head's gradient waits for F.
             dy, gradients = lax.optimization_barrier((dy, carry.gradients))
             carry = carry._replace(gradients=gradients)
         if phase.B.from_head.any():
