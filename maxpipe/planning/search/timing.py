@@ -44,7 +44,8 @@ def _units(sizes: BlockSizes, machine: Machine) -> Units:
     forward = products + attention + between
     prepared = _prepared(sizes) / machine.hbm
     # The backward of several layers holds results of products, and computes the rest once more.
-    again = between * (sizes.layers > 1) * (sizes.held > 0) if sizes.engine.has_stages else 0.0
+    holds = (sizes.layers > 1) & (sizes.held > sizes.residuals)
+    again = between * holds if sizes.engine.has_stages else 0.0
     # Sums of gradients are read and written, float32.
     accumulated = 8.0 * _gradient_parameters(sizes) / machine.hbm
     head_flops = 3 * tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards

@@ -69,7 +69,7 @@ def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
         index = int(draw.choice(legal))
         candidate = candidate_of(each.block, index, each.memory, each.seconds, facts)
         resolved = resolve(candidate.config(config), 8, 1)
-        expected = estimate(resolved).total
+        expected = estimate(resolved, machine_of("v6e:2x4", 1, config).capacity).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
