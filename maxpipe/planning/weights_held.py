@@ -109,7 +109,8 @@ def _lockstep(weights: Weights, use: Use) -> Held:
     whole = np.greater(weights.layer_gathered, weights.layer_at_rest) * weights.layer_gathered
     gradients = each * (use.layers * weights.layer_at_rest + whole) + use.once * chunk
     return Held(
-        use.once * use.size * weights.gathered,
+        # Of what is gathered ahead XLA casts all shards before the loop.
+        use.ahead * _cast_layers(weights, use) + use.once * use.size * weights.gathered,
         _SUM * (each * weights.at_rest + use.once * weights.gathered),
         each * use.size * sets * chunk + _SUM * gradients,
         (each * use.size + _SUM) * weights.projection,

@@ -38,6 +38,7 @@ def test_loops_that_xla_writes_hold_all_layers_cast():
     assert held("circular").copies == 2 * 160 + 2 * 2 * 100  # and the projection with its gradient
     assert held("sequential", stored=2.0).copies == 0
     assert held("scheduled").copies == 0
+    assert held("scheduled", ahead=1.0).copies == 2 * 160
 
 
 def test_gradients_of_a_microbatch_wait_where_there_are_several():
