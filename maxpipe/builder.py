@@ -13,15 +13,20 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.rules.engines import check_offloading, check_processes, check_split_backwards
 from maxpipe.config.sections import Config
+from maxpipe.devices.agreement import agree_on
 from maxpipe.devices.host_memory import has_host_memory
+from maxpipe.devices.mesh import has_whole_processes
+from maxpipe.devices.transfers import describe_transfers, processes_of
 from maxpipe.model.experts.split import build_experts
 from maxpipe.model.kernels.choose import build_attention, choose_rotation
 from maxpipe.model.program import ModelProgram
 from maxpipe.pipeline.engines.base import EngineInputs
-from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
+from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine, stage_meshes
+from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_ahead
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
@@ -42,6 +47,7 @@ def build_engine_inputs(
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
     of every stage.
     """
+    config = with_gather_mode(config, mesh, note)
     engine = ENGINES[config.pipeline.engine]
     rules = AxisRules(
         config.sharding.logical_axis_rules,
@@ -99,9 +105,9 @@ def build_trainer(
         check_offloading(config, device.device_kind)
     try:
         inputs = build_engine_inputs(config, mesh, note=note)
-        one_program = ENGINES[config.pipeline.engine].one_program
-        build = build_spmd_trainer if one_program else build_mpmd_trainer
-        return build(config, mesh, inputs)
+        if ENGINES[config.pipeline.engine].one_program:
+            return build_spmd_trainer(config, mesh, inputs)
+        return build_mpmd_trainer(config, mesh, inputs, note)
     except ScheduleError as error:
         # Every reason begins with its key.
         raise ConfigError(*(Problem("", reason) for reason in error.reasons)) from error
@@ -127,22 +133,43 @@ def build_spmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trai
     )
 
 
-def build_mpmd_trainer(config: Config, mesh: Mesh, inputs: EngineInputs) -> Trainer:
+def build_mpmd_trainer(
+    config: Config, mesh: Mesh, inputs: EngineInputs, note: Callable[[str], None] = ignore_note
+) -> Trainer:
     """Build a trainer with programs per stage; arguments as for `build_trainer`.
 
     Raises:
-      ConfigError: there are several processes, or the schedule splits backwards, which another
-        option does not allow.
+      ConfigError: the stages are not whole processes, processes have traced different programs, or
+        the schedule splits backwards, which another option does not allow.
     """
-    check_processes(config, jax.process_count())
     _check_split_backwards(config, inputs)
+    engine = build_engine(config, inputs)
+    if jax.process_count() > 1:
+        _check_stages_of_processes(config, mesh, engine)
+        note(f"transfers between processes: {describe_transfers()}")
     return MpmdTrainer(
         inputs.program.specs,
-        build_engine(config, inputs),
+        engine,
         AxisRules(config.sharding.logical_axis_rules, mesh),
         partial(Optimizer, config.optimizer, bias_rate=config.model.moe.bias_rate),
         adds_batch_digest=config.telemetry.batch_digest,
     )
+
+
+def _check_stages_of_processes(config: Config, mesh: Mesh, engine: MpmdEngine) -> None:
+    """Check that several processes can run their stages; all of them call this."""
+    check_processes(config, jax.process_count())
+    if not has_whole_processes(mesh.devices):
+        message = (
+            "the processes have unequal numbers of devices, so that one has parts of several "
+            "stages; give all the same number, or use pipeline.schedule=lockstep_1f1b with "
+            "engine=auto"
+        )
+        raise ConfigError(Problem("mesh.ici.stage", message))
+    if engine.model.offloaded and any(len(processes_of(stage)) > 1 for stage in engine.meshes):
+        reason = "a stage of several processes has no memory of one host"
+        raise ConfigError(Problem("pipeline.remat_policy", f"{reason}; use minimal or full"))
+    agree_on({"traced program": fingerprint(engine.training.program, engine.table)})
 
 
 def _check_split_backwards(config: Config, inputs: EngineInputs) -> None:

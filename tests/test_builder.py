@@ -153,12 +153,13 @@ def test_trainer_with_a_split_backward_table_file_runs_on_the_scheduled_engine_w
     assert isinstance(build_trainer(config, make_mesh(config)), SpmdTrainer)
 
 
-def test_trainer_of_the_mpmd_engine_with_several_processes_is_refused(monkeypatch):
-    config = tiny(**PIPELINE, **{"pipeline.schedule": "zb_h1"})
+def test_trainer_of_stages_that_are_no_whole_processes_is_refused(monkeypatch):
+    stages = {"mesh.ici.stage": 3, "model.num_layers": 6, "pipeline.num_microbatches": 4}
+    config = tiny(**PIPELINE | stages | {"pipeline.schedule": "zb_h1"})
     mesh = make_mesh(config)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(
-        ConfigError, match=r"pipeline\.engine: mpmd drives all devices .*--compare zb_h1 lock"
+        ConfigError, match=r"mesh\.ici\.stage: 3 stages do not fit 2 processes: .*a divisor of 2"
     ):
         build_trainer(config, mesh)
 

@@ -170,14 +170,24 @@ class Checkpointer:
     def check(self, step: int, state: object) -> None:
         """Check a state that is not to be saved; of any layout, with any leaves.
 
+        Each process looks at the leaves of which it has a part.
+
         Raises:
           StateNotFinite: as `save`.
         """
-        leaves = named_leaves(state)
-        check_finite(
-            step,
-            {n: leaf for n, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.floating)},
-        )
+        leaves = {
+            name: leaf
+            for name, leaf in named_leaves(state).items()
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and _is_here(leaf)
+        }
+        failure: StateNotFinite | None = None
+        # If one process has found something, all have to end alike.
+        try:
+            check_finite(step, leaves)
+        except StateNotFinite as error:
+            failure = error
+        if not processes.agree(failure is None):
+            raise failure or StateNotFinite(step, ["an array of another process"])
 
     def restore(
         self,
@@ -366,6 +376,10 @@ class Checkpointer:
     def _log(self, message: str) -> None:
         if jax.process_index() == 0:
             self._log_in_process_0(message)
+
+
+def _is_here(leaf: Array) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.sharding.has_addressable_devices
 
 
 def _brief(text: str) -> str:

@@ -38,7 +38,6 @@ class Engine:
       runs_csv: whether it runs the table of a CSV file.
       whole_rounds: whether the microbatches must be a multiple of the stages.
       auto_stages: whether it takes `pipeline.layers_per_stage=auto`.
-      several_processes: whether devices of several processes may take part.
     """
 
     implementation: str
@@ -52,7 +51,6 @@ class Engine:
     runs_csv: bool = False
     whole_rounds: bool = False
     auto_stages: bool = False
-    several_processes: bool = True
 
     def takes(self, key: str) -> bool:
         """Return whether it reads a key; True for every key outside `pipeline.*`."""
@@ -140,7 +138,7 @@ ENGINES: dict[str, Engine] = {
     ),
     "mpmd": Engine(
         _ENGINES + "mpmd.engine:MpmdEngine",
-        "a program per stage and kind of unit, dispatched from one process in the schedule's order",
+        "a program per stage and kind of unit, dispatched in the schedule's order",
         unused=(
             "delay_activation_forwarding",
             "overlap_slots",
@@ -177,6 +175,5 @@ ENGINES: dict[str, Engine] = {
         one_program=False,
         runs_csv=True,
         auto_stages=True,
-        several_processes=False,
     ),
 }

@@ -7,6 +7,7 @@ compares them.
 """
 
 import hashlib
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ PRIVATE_KEYS = ("output_dir", "data.cache_dir", "data.num_workers", "compile.cac
 
 _VALUE_LENGTH = 80
 _PROCESSES_SHOWN = 4
-_VERDICT = "maxpipe/agreement/verdict"
+_calls = itertools.count()
 
 
 def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
@@ -39,17 +40,30 @@ def check_agreement(config: Config, contents: Mapping[str, str]) -> None:
       ConfigError: processes differ; one problem per key or name, the same in every process.
     """
     texts = {key: str(get(config, key)) for key in OPTIONS if key not in PRIVATE_KEYS}
-    texts |= contents
-    digest = hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
-    index = processes.index()
+    agree_on(texts | dict(contents))
+
+
+def agree_on(texts: Mapping[str, str]) -> None:
+    """Compare texts over several processes, without use of the devices; all of them call this.
+
+    Args:
+      texts: by configuration key or other name.
+
+    Raises:
+      ConfigError: processes differ; one problem per name, the same in every process.
+    """
+    digest = hashlib.sha256(json.dumps(dict(texts), sort_keys=True).encode()).hexdigest()
+    # The number of this call, the same in all processes: a key of the store is written once.
+    call, index = next(_calls), processes.index()
+    verdict = _key(call, "verdict", 0)
     if index == 0:
-        differences = _differences(texts, digest)
-        processes.post(_VERDICT, json.dumps(differences))
+        differences = _differences(call, texts, digest)
+        processes.post(verdict, json.dumps(differences))
     else:
         # Texts first: process 0 may read them as soon as it has seen the digest.
-        processes.post(_key("texts", index), json.dumps(texts))
-        processes.post(_key("digest", index), digest)
-        differences = json.loads(processes.read(_VERDICT))
+        processes.post(_key(call, "texts", index), json.dumps(dict(texts)))
+        processes.post(_key(call, "digest", index), digest)
+        differences = json.loads(processes.read(verdict))
     if differences:
         raise ConfigError(*(Problem(key, message) for key, message in differences))
 
@@ -67,16 +81,18 @@ def _source_digest(package: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _differences(texts: Mapping[str, str], digest: str) -> list[tuple[str, str]]:
+def _differences(call: int, texts: Mapping[str, str], digest: str) -> list[tuple[str, str]]:
     """Return (key, message) of everything in which a process differs from this one, process 0."""
-    theirs = {index: processes.read(_key("digest", index)) for index in range(1, processes.count())}
+    theirs = {
+        index: processes.read(_key(call, "digest", index)) for index in range(1, processes.count())
+    }
     others = {
-        index: json.loads(processes.read(_key("texts", index)))
+        index: json.loads(processes.read(_key(call, "texts", index)))
         for index, other in theirs.items()
         if other != digest
     }
     same = [0, *(index for index, other in theirs.items() if other == digest)]
-    return compare({0: texts} | others, same)
+    return compare({0: dict(texts)} | others, same)
 
 
 def compare(
@@ -111,5 +127,5 @@ def _named(indices: Sequence[int]) -> str:
     )
 
 
-def _key(what: str, index: int) -> str:
-    return f"maxpipe/agreement/{what}/{index}"
+def _key(call: int, what: str, index: int) -> str:
+    return f"maxpipe/agreement/{call}/{what}/{index}"

@@ -1,5 +1,6 @@
 """Build the device mesh with its axes data, stage, fsdp, context, tensor and expert."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh, PartitionSpec
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import MESH_AXES, Config
 from maxpipe.devices.chips import slice_of
 
@@ -41,7 +43,43 @@ def build_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> M
     else:
         # JAX arranges the axes along the links of the slice.
         grid = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+    engine = ENGINES.get(config.pipeline.engine)
+    if engine and not engine.one_program:
+        grid = whole_processes(grid)
     return Mesh(grid, MESH_AXES)
+
+
+def whole_processes(grid: np.ndarray) -> np.ndarray:
+    """Return the devices arranged so that no process has parts of several stages, if they can be.
+
+    Where the grid is so already, as with one process, it is returned as it is.
+
+    Args:
+      grid: devices by mesh axis.
+    """
+    axis = MESH_AXES.index("stage")
+    stages = np.moveaxis(grid, axis, 0)
+    if has_whole_processes(grid):
+        return grid
+    # Neighbours stay neighbours within a process, whose devices are numbered along its links.
+    ordered = sorted(grid.flat, key=lambda d: (slice_of(d), d.process_index, d.id))
+    regrouped: np.ndarray = np.empty(grid.size, object)
+    regrouped[:] = ordered
+    by_stage = np.moveaxis(regrouped.reshape(stages.shape), 0, axis)
+    return by_stage if has_whole_processes(by_stage) else grid
+
+
+def has_whole_processes(grid: np.ndarray) -> bool:
+    """Return whether every stage consists of whole processes, or lies in one.
+
+    Args:
+      grid: devices by mesh axis.
+    """
+    stages = np.moveaxis(grid, MESH_AXES.index("stage"), 0)
+    members = [frozenset(d.process_index for d in stage.flat) for stage in stages]
+    return all(
+        a.isdisjoint(b) or (a == b and len(a) == 1) for a, b in itertools.combinations(members, 2)
+    )
 
 
 def rows_of_this_process(mesh: Mesh, spec: PartitionSpec, num_rows: int) -> list[int]:

@@ -95,6 +95,11 @@ def coordinator() -> Any:
     return _state().client
 
 
+def coordinator_address() -> str:
+    """Return HOST:PORT of the coordination service."""
+    return str(_state().coordinator_address)
+
+
 def _state() -> Any:
     from jax._src import distributed  # there is no public name for it
 

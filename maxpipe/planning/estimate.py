@@ -18,6 +18,7 @@ from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
+    first_layers_width,
     held_width,
     itemsize,
     layer_of,
@@ -28,6 +29,7 @@ from maxpipe.planning.footprint import (
     stash_width,
     total_parameters,
     weights_of,
+    with_dense_layers,
     working_width,
 )
 from maxpipe.planning.prefetch import gathers_ahead_in
@@ -165,8 +167,11 @@ def traffic(config: Config, memory: Memory) -> float:
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
-    layers = config.model.stacked_layers / config.mesh.size("stage")
-    return weights + update + _PASSES * size * tokens * layers * width
+    widths = config.model.stacked_layers * width
+    if first := config.model.first_dense_layers:
+        widths += first * 2 * layer_of(with_dense_layers(config)).result_width
+    # Layers outside the pipeline are divided among the stages, too.
+    return weights + update + _PASSES * size * tokens * widths / config.mesh.size("stage")
 
 
 class _Moments(NamedTuple):
@@ -183,7 +188,7 @@ def _moments(config: Config) -> _Moments:
     widths = Widths(model.embed_dim, residual_width(config), stash_width(config))
     rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
     if not engine.has_stages:
-        stored = sequential_store(model.num_layers)
+        stored = sequential_store(model.stacked_layers)
     elif engine.lockstep:
         sizes = lockstep_plan(build_table(config)).sizes
         stored = lockstep_store(
@@ -191,16 +196,19 @@ def _moments(config: Config) -> _Moments:
         )
     else:
         microbatches, repeats = pipeline.num_microbatches, pipeline.num_repeats
-        by_autodiff = pipeline.fsdp_gather == "per_iteration"
+        by_autodiff = not pipeline.gathers_whole
         stored = circular_store(stages, microbatches, repeats, _delay(config), by_autodiff)
-    # The first dense layers count as if they had experts.
-    outside, size = layout.num_outside + model.first_dense_layers, itemsize(model.dtype)
-    columns = stored_columns(stored, layout.layers_per_stage, outside, widths, size)
+    first, size = first_layers_width(config), itemsize(model.dtype)
+    layers, outside = layout.layers_per_stage, layout.num_outside
+    columns = stored_columns(stored, layers, outside, widths, size, first)
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1
-    others = layout.layers_per_stage - 1 if engine.has_stages else 0
+    others = layers - 1 if engine.has_stages else 0
     working = working_width(config) + others * held_width(config)
+    if model.first_dense_layers:
+        share = stored.outside if engine.lockstep else 1.0  # of the rows of a microbatch
+        working = max(working, float(share) * working_width(with_dense_layers(config)))
     column = tokens * size
     return _Moments(
         column * float(columns), column * working, logits_bytes(config, tokens / head_shards)

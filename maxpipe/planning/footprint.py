@@ -5,6 +5,7 @@ Widths are values of `model.dtype` per token of a microbatch.
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -79,6 +80,11 @@ def total_parameters(config: Config, whole_over: Collection[str] = ()) -> float:
     )
 
 
+def with_dense_layers(config: Config) -> Config:
+    """Return the configuration of a model whose layers are all like the first dense ones."""
+    return replace(config, model=config.model.dense)
+
+
 def layer_of(config: Config) -> Layer:
     """Return the tensors and products of a layer of a resolved configuration."""
     sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
@@ -97,6 +103,22 @@ def residual_width(config: Config) -> float:
         return layer.residual_bytes() / itemsize(config.model.dtype)
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + layer.saved_width(policy.device)
+
+
+def first_layers_width(config: Config) -> float:
+    """Return the width of what the first dense layers keep of a microbatch, with their inputs.
+
+    Each of them applies the policy to itself, whatever the pipeline's layers do.
+    """
+    first = config.model.first_dense_layers
+    if not first:
+        return 0.0
+    layer, policy = layer_of(with_dense_layers(config)), remat_policy(config.pipeline)
+    if policy.everything:
+        saved = layer.residual_bytes() / itemsize(config.model.dtype)
+    else:
+        saved = layer.saved_width(policy.device)
+    return first * (config.model.embed_dim + saved)
 
 
 def offloaded_width(config: Config) -> float:
@@ -165,7 +187,7 @@ def working_width(config: Config) -> float:
     """
     layer = layer_of(config)
     others = (config.mesh.size("context") - 1) * layer.key_value_width
-    if (devices := config.mesh.size(EXPERT_AXIS)) > 1:
+    if config.model.moe.experts and (devices := config.mesh.size(EXPERT_AXIS)) > 1:
         # Tokens of all devices, and what the experts of this one add to them.
         others += 2 * devices * config.model.embed_dim
     return layer.result_width + layer.elementwise_width + layer.widest_gradients + 2 * others

@@ -30,7 +30,7 @@ def gathers_ahead(config: Config, mesh: Mesh, note: Callable[[str], None]) -> bo
     gathers_layer_by_layer = pipeline.scan_layers_per_stage and layers > 1
     if (
         not ENGINES[pipeline.engine].takes(KEY)
-        or pipeline.fsdp_gather != "per_iteration"
+        or pipeline.gathers_whole
         or gathers_layer_by_layer
         or ring == 1
     ):
@@ -67,8 +67,8 @@ def gathers_ahead_in(config: Config, capacity: float | None) -> bool:
     scans = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
     if not ENGINES[pipeline.engine].takes(KEY) or scans or ring == 1:
         return False
-    if pipeline.fsdp_gather != "per_iteration" or pipeline.fsdp_prefetch != "auto":
-        return pipeline.fsdp_gather == "per_iteration" and pipeline.fsdp_prefetch == "true"
+    if pipeline.gathers_whole or pipeline.fsdp_prefetch != "auto":
+        return not pipeline.gathers_whole and pipeline.fsdp_prefetch == "true"
     is_known = capacity is not None and ring <= LONGEST_RING
     return is_known and _gathered_bytes(config) <= MEMORY_SHARE * (capacity or 0.0)
 

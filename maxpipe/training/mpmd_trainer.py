@@ -2,7 +2,8 @@
 
 On disk the state is the same as that of other trainers. Its subtrees that mirror the parameters
 (the parameters themselves, an optimizer's moments) are joined from and split into the stages'
-parts; see `_join` and `_split`.
+parts; see `_join` and `_split`. Every process has all of the tree, in which arrays of other
+processes are absent (`devices.transfers`), and calls the same functions in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.devices.host_memory import to_host
+from maxpipe.devices.transfers import absent, is_here, processes_of, send
 from maxpipe.model.layers import EXPERT_DROPS, EXPERT_LOAD
 from maxpipe.model.parameters import Params, ParamSpec, map_specs
 from maxpipe.pipeline.engines.base import Batch, Metrics
@@ -25,7 +26,9 @@ from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.expert_load import load_figures, with_excess
 from maxpipe.training.optimizer import Optimizer
 from maxpipe.training.spikes import History
+from maxpipe.training.stage_exchange import DeviceExchange, HostExchange, StageExchange
 from maxpipe.training.state import (
+    HostArray,
     TrainState,
     canonical_sharding,
     initial_params,
@@ -107,22 +110,24 @@ class MpmdTrainer(Trainer[MpmdState]):
         self.batch_spec = engine.batch_spec
         self.adds_batch_digest = adds_batch_digest
         stages = range(len(engine.meshes))
+        self._is_here = list(map(is_here, engine.meshes))
         self._replicated = [NamedSharding(mesh, PartitionSpec()) for mesh in engine.meshes]
         self._optimizer = make_optimizer(program_specs)
         self._optimizers = [make_optimizer(engine.model.specs(stage)) for stage in stages]
-        self._shardings = [
-            map_by_parameter(
-                partial(like_parameter, self._replicated[stage]),
-                jax.eval_shape(partial(self._new_stage, stage), jax.random.key(0)),
-                engine.abstract[stage],
-                None,
-            )
-            for stage in stages
-        ]
+        self._abstract = [self._abstract_stage(stage) for stage in stages]
+        self._shardings: list[StageState] = jax.tree.map(lambda x: x.sharding, self._abstract)
+        mesh = rules.mesh
+        assert isinstance(mesh, Mesh)
+        self._exchange: StageExchange = (
+            HostExchange(engine) if len(processes_of(mesh)) == 1 else DeviceExchange(engine, mesh)
+        )
         self._step_key = jax.jit(step_key)
-        self._squared_norm = jax.jit(partial(optax.tree.norm, squared=True))
-        self._load_figures = jax.jit(load_figures)
-        self._judge = jax.jit(partial(judge_step, self._optimizer))
+        squared_norm = partial(optax.tree.norm, squared=True)
+        self._squared_norms = [OnStage(squared_norm, mesh) for mesh in engine.meshes]
+        end = engine.meshes[engine.loss_stage]
+        self._norm = OnStage(_norm, end)
+        self._load_figures = OnStage(load_figures, end)
+        self._judge = OnStage(partial(judge_step, self._optimizer), end)
         self._update = [
             jax.jit(
                 partial(_update, optimizer, self._place_load),
@@ -134,10 +139,12 @@ class MpmdTrainer(Trainer[MpmdState]):
 
     def init(self, key: jax.Array) -> MpmdState:
         stages = []
-        for stage, replicated in enumerate(self._replicated):
-            new_stage = partial(self._new_stage, stage)
-            make = jax.jit(new_stage, out_shardings=self._shardings[stage])
-            stages.append(make(jax.device_put(key, replicated)))
+        for stage, abstract in enumerate(self._abstract):
+            if self._is_here[stage]:
+                new_stage = partial(self._new_stage, stage)
+                stages.append(jax.jit(new_stage, out_shardings=self._shardings[stage])(key))
+            else:
+                stages.append(jax.tree.map(absent, abstract))
         return self._state(stages, jnp.zeros((), jnp.int32), self._optimizer.spike_filter.init())
 
     def replace_parameters(self, state: MpmdState, read: ReadParameter) -> MpmdState:
@@ -146,97 +153,128 @@ class MpmdTrainer(Trainer[MpmdState]):
         params = jax.tree_util.tree_map_with_path(
             lambda path, like: read(names_of(path), like), self.abstract_canonical().params
         )
-        stages = [
-            replace(stage, params=self._split(params, live.params))
-            for stage, live in zip(state.stages, self._shardings, strict=True)
-        ]
+        parts = self._split(params, *(live.params for live in self._shardings))
+        stages = [replace(stage, params=p) for stage, p in zip(state.stages, parts, strict=True)]
         return replace(state, stages=tuple(stages))
 
     def update(self, state: MpmdState, batch: Batch) -> tuple[MpmdState, Metrics]:
         end = self.engine.loss_stage
-        # 1. Loss and gradients.
-        key = self._step_key(state.stages[end].key, state.stages[end].step)
+        home = end if self._is_here[end] else self._is_here.index(True)
+        # 1. Loss and gradients. Every stage has the key of the run, and counts the steps.
+        key = self._step_key(state.stages[home].key, state.stages[home].step)
         metrics, gradients = self.engine.loss_and_gradients(state.params, batch, key)
         # 2. The norm of all gradients, and the verdict, on the stage of the loss.
-        squares = jax.device_put([self._squared_norm(g) for g in gradients], self._replicated[end])
-        norm = jnp.sqrt(sum(squares[1:], squares[0]))
+        squares: list[jax.Array] = []
+        for squared_norm, of_stage in zip(self._squared_norms, gradients, strict=True):
+            squares += send([squared_norm(of_stage)], [self._replicated[end]])
         verdict = self._judge(
-            metrics["loss"], norm, state.stages[end].step, state.skips, state.history
+            metrics["loss"],
+            self._norm(squares),
+            state.stages[end].step,
+            state.skips,
+            state.history,
         )
         load = metrics.pop(EXPERT_LOAD, None)
         if load is not None:
             metrics |= self._load_figures(load, metrics.pop(EXPERT_DROPS, None))
         # 3. The update, on each stage.
+        facts, tree = jax.tree.flatten((verdict.metrics["grad_norm"], verdict.accept, load))
         stages = []
         for stage, update in enumerate(self._update):
-            facts = jax.device_put(
-                (verdict.metrics["grad_norm"], verdict.accept, load), self._replicated[stage]
-            )
-            stages.append(update(state.stages[stage], gradients[stage], *facts))
-        after = MpmdState(tuple(stages), verdict.skips, verdict.history)
-        return after, metrics | verdict.metrics
+            arrived = send(facts, [self._replicated[stage]] * len(facts))
+            # What another process holds stays absent.
+            after = state.stages[stage]
+            if self._is_here[stage]:
+                after = update(after, gradients[stage], *jax.tree.unflatten(tree, arrived))
+            stages.append(after)
+        after_step = MpmdState(tuple(stages), verdict.skips, verdict.history)
+        return after_step, self.engine.everywhere(metrics | verdict.metrics)
 
     def forward(self, state: MpmdState, batch: Batch) -> Metrics:
-        return self.engine.evaluate(state.params, batch)
+        return self.engine.everywhere(self.engine.evaluate(state.params, batch))
 
     def to_canonical(self, state: MpmdState) -> TrainState:
+        on_disk = self.abstract_canonical()
         opt_states = [stage.opt_state for stage in state.stages]
         is_mirror = partial(mirrors, jax.tree.structure(state.stages[0].params))
-        step, key, skips, history = jax.tree.map(
-            to_host, (state.stages[0].step, state.stages[0].key, state.skips, state.history)
-        )
-        params = self._join(*state.params)
-        opt_state = jax.tree.map(self._join, *opt_states, is_leaf=is_mirror)
+        own = state.stages[self._is_here.index(True)]
+        skips, history = self.engine.everywhere((state.skips, state.history))
+        # The same in all processes.
+        step, key, skips, history = jax.tree.map(np.array, (own.step, own.key, skips, history))
+        params = self._join(*state.params, on_disk.params)
+        opt_state = jax.tree.map(self._join, *opt_states, on_disk.opt_state, is_leaf=is_mirror)
         return TrainState(step, key, params, opt_state, skips, history)
 
     def from_canonical(self, state: TrainState) -> MpmdState:
         is_mirror = partial(mirrors, jax.tree.structure(state.params))
+        params = self._split(state.params, *(live.params for live in self._shardings))
+        opt_states = jax.tree.map(
+            lambda node, *live: OfStages(self._split(node, *live)),
+            state.opt_state,
+            *(live.opt_state for live in self._shardings),
+            is_leaf=is_mirror,
+        )
         stages = []
-        for live in self._shardings:
-            opt_state = jax.tree.map(
-                self._split, state.opt_state, live.opt_state, is_leaf=is_mirror
-            )
-            step, key = jax.device_put((state.step, state.key), (live.step, live.key))
-            stages.append(StageState(step, key, self._split(state.params, live.params), opt_state))
+        for stage, live in enumerate(self._shardings):
+            step, key = jax.tree.map(_place, (state.step, state.key), (live.step, live.key))
+            opt_state = jax.tree.map(lambda parts, s=stage: parts.parts[s], opt_states)
+            stages.append(StageState(step, key, params[stage], opt_state))
         return self._state(stages, state.skips, state.history)
 
     def _join(self, *parts: Any) -> Any:
         """Join the stages' parts of a subtree that mirrors the parameters, on the host.
 
         Leaves are moved one by one. What belongs to no parameter is the same on all stages.
+
+        Args:
+          parts: of each stage, and at the end the subtree on disk, with shapes and shardings.
         """
-        if not mirrors(jax.tree.structure(self.engine.abstract[0]), parts[0]):
-            return to_host(parts[0])
-        chunks = {chunk: layers for part in parts for chunk, layers in part["chunks"].items()}
-        in_order = [chunks[chunk] for chunk in sorted(chunks)]
-        joined = {"layers": jax.tree.map(lambda *leaf: self.engine.to_canonical(leaf), *in_order)}
-        for part in parts:
-            for name in part.keys() - {"chunks"}:
-                joined[name] = jax.tree.map(to_host, part[name])
+        *stages, on_disk = parts
+        if not mirrors(jax.tree.structure(self.engine.abstract[0]), stages[0]):
+            return np.array(stages[self._is_here.index(True)])
+        chunks = {chunk: layers for part in stages for chunk, layers in part["chunks"].items()}
+        joined = {
+            "layers": jax.tree.map(
+                lambda like, *leaf: self._exchange.join_layers(leaf, like),
+                on_disk["layers"],
+                *(chunks[chunk] for chunk in sorted(chunks)),
+            )
+        }
+        for part in stages:
+            # In order, since all processes join each of these.
+            for name in sorted(part.keys() - {"chunks"}):
+                joined[name] = jax.tree.map(self._exchange.join_outer, part[name], on_disk[name])
         return joined
 
-    def _split(self, node: Params, shardings: Params) -> Params:
-        """Take a stage's part from a subtree on disk that mirrors the parameters.
+    def _split(self, node: Any, *shardings: Any) -> list[Any]:
+        """Return each stage's part of a subtree on disk that mirrors the parameters.
 
         What belongs to no parameter is copied to all stages.
 
         Args:
           node: like {"embed", "layers", "head"}, or an array.
-          shardings: of the stage's part, which also say what it owns.
+          shardings: of each stage's part, which also say what it owns.
         """
-        if isinstance(shardings, NamedSharding):
-            return jax.device_put(node, shardings)
-
-        def layers_of(chunk: int) -> Params:
-            def take(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
-                return jax.device_put(self.engine.layers_of(chunk, leaf), sharding)
-
-            return jax.tree.map(take, node["layers"], shardings["chunks"][chunk])
-
-        part: Params = {"chunks": {chunk: layers_of(chunk) for chunk in shardings["chunks"]}}
-        for name in shardings.keys() - {"chunks"}:
-            part[name] = jax.tree.map(jax.device_put, node[name], shardings[name])
-        return part
+        if isinstance(shardings[0], NamedSharding):
+            return [_place(node, sharding) for sharding in shardings]
+        of_chunk = {c: layers for live in shardings for c, layers in live["chunks"].items()}
+        leaves, tree = jax.tree.flatten(node["layers"])
+        targets = [jax.tree.leaves(of_chunk[chunk]) for chunk in sorted(of_chunk)]
+        chunks: list[list[jax.Array]] = [[] for _ in targets]
+        for leaf, *live in zip(leaves, *targets, strict=True):
+            for chunk, array in zip(chunks, self._exchange.split_layers(leaf, live), strict=True):
+                chunk.append(array)
+        parts: list[Params] = []
+        for live in shardings:
+            part: Params = {
+                "chunks": {
+                    chunk: jax.tree.unflatten(tree, chunks[chunk]) for chunk in live["chunks"]
+                }
+            }
+            for name in sorted(live.keys() - {"chunks"}):
+                part[name] = jax.tree.map(self._exchange.place_outer, node[name], live[name])
+            parts.append(part)
+        return parts
 
     def abstract_canonical(self) -> TrainState:
         """Return `to_canonical`'s shapes and dtypes, sharded over the devices of all stages."""
@@ -286,8 +324,19 @@ class MpmdTrainer(Trainer[MpmdState]):
     def _state(
         self, stages: Sequence[StageState], skips: jax.Array, history: History | None
     ) -> MpmdState:
-        replicated = self._replicated[self.engine.loss_stage]
-        return MpmdState(tuple(stages), *jax.device_put((skips, history), replicated))
+        place = partial(_place, sharding=self._replicated[self.engine.loss_stage])
+        return MpmdState(tuple(stages), *jax.tree.map(place, (skips, history)))
+
+    def _abstract_stage(self, stage: int) -> StageState:
+        """Return shapes, dtypes and shardings of what a stage owns."""
+        shapes = jax.eval_shape(partial(self._new_stage, stage), jax.random.key(0))
+        shardings = map_by_parameter(
+            partial(like_parameter, self._replicated[stage]),
+            shapes,
+            self.engine.abstract[stage],
+            None,
+        )
+        return jax.tree.map(with_sharding, shapes, shardings)
 
     def _new_stage(self, stage: int, key: jax.Array) -> StageState:
         params = self.engine.model.init(stage, key)
@@ -298,6 +347,46 @@ class MpmdTrainer(Trainer[MpmdState]):
         params = initial_params(self._specs, key, np.arange(num_layers))
         history = self._optimizer.spike_filter.init()
         return new_state(params, self._optimizer.init(params), key, history)
+
+
+class OnStage:
+    """A function that runs on a stage, with results whole on each device; absent elsewhere.
+
+    Args:
+      f: of arrays on the stage.
+      mesh: of the stage.
+    """
+
+    def __init__(self, f: Callable[..., Any], mesh: Mesh):
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._is_here = is_here(mesh)
+        self._run = jax.jit(f, out_shardings=self._replicated)
+
+    def __call__(self, *args: object) -> Any:
+        if self._is_here:
+            return self._run(*args)
+        shapes = self._run.eval_shape(*args)
+        return jax.tree.map(lambda x: absent(with_sharding(x, self._replicated)), shapes)
+
+
+@dataclass(frozen=True)
+class OfStages:
+    """A leaf of a tree that holds a part for each stage."""
+
+    parts: list[Any]
+
+
+def _norm(squares: list[jax.Array]) -> jax.Array:
+    return jnp.sqrt(sum(squares[1:], squares[0]))
+
+
+def _place(x: HostArray, sharding: NamedSharding) -> jax.Array:
+    """Copy an array that every process has as a whole to a stage."""
+    assert isinstance(sharding.mesh, Mesh)
+    if not is_here(sharding.mesh):
+        return absent(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
+    is_whole = not isinstance(x, jax.Array) or x.is_fully_addressable
+    return jax.device_put(x if is_whole else np.asarray(x), sharding)
 
 
 def _update(

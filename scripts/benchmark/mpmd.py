@@ -2,20 +2,25 @@
 
     python scripts/benchmark/mpmd.py
     python scripts/benchmark/mpmd.py --stages 2 --microbatches 16 --seconds 0.05
+    python scripts/benchmark/mpmd.py --processes 2
 
-All devices are simulated CPU devices. A chunk's forward, input gradient and weight gradient are
-loops of equal length on one core each, so the machine needs as many idle cores as there are stages.
-The prediction is the simulator's makespan with the time that such a unit took by itself. The
-overhead is the time of a step whose units do next to nothing, by the number of units.
+All devices are simulated CPU devices, one per stage; with several processes each has an equal share
+of them. A chunk's forward, input gradient and weight gradient are loops of equal length on one core
+each, so the machine needs as many idle cores as there are stages. The prediction is the simulator's
+makespan with the time that such a unit took by itself. The overhead is the time of a step whose
+units do next to nothing, by the number of units. Host time is what a process spends on dispatching
+one of its units, transfers included; compilation is CPU time of the first step, of each process.
 """
 
 import argparse
 import os
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -74,6 +79,20 @@ def seconds_of(trips: int) -> float:
     return min(times)
 
 
+class Timing(NamedTuple):
+    """Seconds of one step in one process.
+
+    Attributes:
+      dispatched: until all units of this process are dispatched.
+      finished: until they have run.
+      units: host time of each.
+    """
+
+    dispatched: float
+    finished: float
+    units: list[float]
+
+
 class Step:
     """One step of a schedule over a busy model, a device per stage."""
 
@@ -83,12 +102,13 @@ class Step:
         import numpy as np
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+        from maxpipe.devices.transfers import is_here
         from maxpipe.pipeline.engines.mpmd.runner import Runner, execution_order
         from maxpipe.pipeline.engines.mpmd.slicing import slice_program
 
         loss = busy_model(table.num_chunks, trips)
-        identity = jnp.eye(SIZE)
-        w, x = [identity] * table.num_chunks, identity
+        identity = np.eye(SIZE, dtype=np.float32)
+        w, x = [jnp.eye(SIZE)] * table.num_chunks, jnp.eye(SIZE)
         program = slice_program(
             jax.make_jaxpr(jax.value_and_grad(loss))(w, x), split_backwards="W" in table.kinds
         )
@@ -97,71 +117,176 @@ class Step:
         sums = [dict.fromkeys(range(program.num_outputs), sharding) for sharding in replicated]
         self._runner = Runner(program, table, meshes, [program.inputs[-1]], sums)
         self._replicated = replicated
+        self._is_here = list(map(is_here, meshes))
+        own = list(zip(replicated, self._is_here, strict=True))
         self._fixed = [
-            {v: jax.device_put(identity, sharding) for v in program.inputs[:-1]}
-            for sharding in replicated
+            {v: jax.device_put(identity, sharding) for v in program.inputs[:-1]} if here else {}
+            for sharding, here in own
         ]
         self._micro = [
             [{program.inputs[-1]: jax.device_put(identity, sharding)}] * table.num_microbatches
-            for sharding in replicated
+            if here
+            else []
+            for sharding, here in own
         ]
         self.num_units = len(execution_order(table))
 
-    def run(self) -> tuple[float, float]:
-        """Return seconds until all units are dispatched, and until all have run."""
+    def run(self) -> Timing:
+        """Run a step."""
         import jax
-        import jax.numpy as jnp
+        import numpy as np
 
         sums = [
-            {i: jax.device_put(jnp.zeros((SIZE, SIZE) if i else ()), sharding) for i in outputs}
-            for outputs, sharding in zip(self._runner.outputs, self._replicated, strict=True)
+            {
+                i: jax.device_put(np.zeros((SIZE, SIZE) if i else (), np.float32), sharding)
+                for i in (outputs if here else ())
+            }
+            for outputs, sharding, here in zip(
+                self._runner.outputs, self._replicated, self._is_here, strict=True
+            )
         ]
         jax.block_until_ready(sums)
-        begin = time.perf_counter()
-        sums = self._runner.run(self._fixed, self._micro, sums)
+        together("step")
+        units: list[float] = []
+        begin = last = time.perf_counter()
+
+        def observe(*_: object) -> None:
+            nonlocal last
+            now = time.perf_counter()
+            units.append(now - last)
+            last = now
+
+        sums = self._runner.run(self._fixed, self._micro, sums, observe)
         dispatched = time.perf_counter() - begin
         jax.block_until_ready(sums)
-        return dispatched, time.perf_counter() - begin
+        return Timing(dispatched, time.perf_counter() - begin, units)
 
-    def best(self) -> tuple[float, float]:
-        """Return the fastest of some runs, after one that compiles."""
+    def best(self) -> tuple[Timing, float]:
+        """Return the fastest of some steps, and the CPU seconds of one before that compiles."""
+        begin = time.process_time()
         self.run()
-        return min((self.run() for _ in range(ROUNDS)), key=lambda times: times[1])
+        compiling = time.process_time() - begin
+        return min((self.run() for _ in range(ROUNDS)), key=lambda t: t.finished), compiling
+
+
+def together(name: str) -> None:
+    """Wait for the other processes."""
+    from maxpipe.devices import processes
+
+    if processes.count() > 1:
+        processes.coordinator().wait_at_barrier(f"{name}-{next(_BARRIERS)}", 600_000)
+
+
+_BARRIERS = iter(range(10**9))
+
+
+def gathered(value: float) -> list[float]:
+    """Return a number of every process."""
+    import jax
+    import numpy as np
+
+    if jax.process_count() == 1:
+        return [value]
+    from jax.experimental import multihost_utils
+
+    everywhere: list[float] = multihost_utils.process_allgather(np.float32(value)).tolist()
+    return everywhere
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Run all schedules in this process; process 0 prints."""
+    import jax
+    import numpy as np
+
+    from maxpipe.pipeline.schedules.load import load_schedule
+    from maxpipe.planning.simulate import Costs, simulate
+
+    show = print if jax.process_index() == 0 else lambda text: None
+    unit = seconds_of(options.trips)
+    show(f"a unit takes {1e3 * unit:.2f} ms; {jax.process_count()} processes")
+    show(
+        "schedule           units  dispatch us/unit  overhead us/unit  host us median   p99  "
+        "compiling CPU s of each  run s   predicted s  difference"
+    )
+    for name in options.schedules:
+        table = load_schedule(name, options.stages, options.microbatches, SCHEDULES[name])
+        idle = Step(table, 1)
+        empty, compiling = idle.best()
+        busy_step, _ = Step(table, options.trips).best()
+        # The slowest process ends the step.
+        measured = max(gathered(busy_step.finished))
+        overhead = max(gathered(empty.finished))
+        own, last = np.percentile(empty.units, (50, 99))
+        seconds = "/".join(f"{s:.2f}" for s in gathered(compiling))
+        predicted = simulate(table, Costs(unit, 2 * unit, unit, unit)).makespan
+        show(
+            f"{name:18} {idle.num_units:5}  {1e6 * empty.dispatched / len(empty.units):16.0f}  "
+            f"{1e6 * overhead / idle.num_units:16.0f}  {1e6 * own:14.0f}  {1e6 * last:4.0f}  "
+            f"{seconds:>23}  {measured:6.3f}  {predicted:11.3f}  {measured / predicted - 1:+9.1%}"
+        )
+
+
+def start(options: argparse.Namespace) -> None:
+    """Join the other processes, with this one's share of the devices."""
+    import jax
+
+    from maxpipe.devices.start import announced_processes, start_processes
+    from maxpipe.devices.transfers import start_transfers
+
+    jax.config.update("jax_num_cpu_devices", options.stages // announced_processes())
+    if announced_processes() > 1:
+        start_processes(100)
+        start_transfers()
+
+
+def spawn(argv: Sequence[str], count: int) -> int:
+    """Run this script as several processes, and return the highest exit code."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, *argv],
+            env={
+                **os.environ,
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(count),
+                "JAX_PROCESS_ID": str(index),
+            },
+        )
+        for index in range(count)
+    ]
+    return max(process.wait() for process in started)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1, help="that share the stages")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument(
         "--seconds", type=float, default=0.02, help="of a unit, about (default 0.02)"
     )
+    parser.add_argument("--trips", type=int, default=0, help="of a unit's loop, instead")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     options = parser.parse_args(argv)
-    os.environ["JAX_PLATFORMS"], os.environ["JAX_NUM_CPU_DEVICES"] = "cpu", str(options.stages)
-
-    from maxpipe.pipeline.schedules.load import load_schedule
-    from maxpipe.planning.simulate import Costs, simulate
-
-    trips = round(CALIBRATION * options.seconds / seconds_of(CALIBRATION))
-    unit = seconds_of(trips)
-    print(f"a unit takes {1e3 * unit:.2f} ms")
-    print(
-        "schedule           units  dispatch us/unit  overhead us/unit  run s   predicted s  "
-        "difference"
-    )
-    for name in options.schedules:
-        table = load_schedule(name, options.stages, options.microbatches, SCHEDULES[name])
-        idle = Step(table, 1)
-        dispatch, empty = idle.best()
-        _, measured = Step(table, trips).best()
-        predicted = simulate(table, Costs(unit, 2 * unit, unit, unit)).makespan
-        print(
-            f"{name:18} {idle.num_units:5}  {1e6 * dispatch / idle.num_units:16.0f}  "
-            f"{1e6 * empty / idle.num_units:16.0f}  {measured:6.3f}  {predicted:11.3f}  "
-            f"{measured / predicted - 1:+9.1%}"
-        )
+    if options.processes < 1 or options.stages % options.processes:
+        parser.error("--processes: the stages are to be divided over the processes")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if options.processes > 1 and "JAX_COORDINATOR_ADDRESS" not in os.environ:
+        # Calibrated here, so that units of all processes are equally long.
+        trips = options.trips or calibrated(options.seconds)
+        words = sys.argv[1:] if argv is None else list(argv)
+        return spawn([*words, f"--trips={trips}"], options.processes)
+    start(options)
+    options.trips = options.trips or calibrated(options.seconds)
+    measure(options)
     return 0
+
+
+def calibrated(seconds: float) -> int:
+    """Return the trips of a loop that takes about so long."""
+    return round(CALIBRATION * seconds / seconds_of(CALIBRATION))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,12 @@ from helpers.engines import make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.config import MESH_AXES, Config, replace
-from maxpipe.devices.mesh import build_mesh, num_slices, rows_of_this_process
+from maxpipe.devices.mesh import (
+    build_mesh,
+    has_whole_processes,
+    num_slices,
+    rows_of_this_process,
+)
 
 EIGHT = {"mesh.ici.data": 2, "mesh.ici.stage": 2, "mesh.ici.fsdp": 2}
 
@@ -61,6 +66,43 @@ def test_build_mesh_varies_dcn_slowest():
         device.slice_index for device in build_mesh(one_axis, list(mesh.devices.flat)).devices.flat
     ]
     assert slices == [0, 0, 1, 1]
+
+
+class OneSlice(FakeDevice):
+    """A device of the only slice."""
+
+    slice_index = 0
+
+
+def mesh_of_processes(processes, **sizes):
+    """Build the mesh of four fake devices, which belong to these processes, for two stages."""
+    engine = {"pipeline.schedule": "1f1b", "pipeline.num_microbatches": 2}
+    config = tiny(**engine, **{f"mesh.ici.{axis}": size for axis, size in sizes.items()})
+    devices = [OneSlice(i, process_index=p) for i, p in enumerate(processes)]
+    return build_mesh(config, devices).devices
+
+
+@pytest.mark.parametrize(
+    ("processes", "sizes", "ids"),
+    [
+        # As they are numbered: in one process, or where stages are whole processes already.
+        ([0, 0, 0, 0], {"data": 2, "stage": 2}, [[0, 1], [2, 3]]),
+        ([0, 0, 1, 1], {"stage": 2, "fsdp": 2}, [[0, 1], [2, 3]]),
+        ([0, 1, 2, 3], {"data": 2, "stage": 2}, [[0, 1], [2, 3]]),
+        # Stage 0 gets both devices of process 0.
+        ([0, 0, 1, 1], {"data": 2, "stage": 2}, [[0, 2], [1, 3]]),
+    ],
+)
+def test_build_mesh_of_the_mpmd_engine_gives_stages_whole_processes(processes, sizes, ids):
+    grid = mesh_of_processes(processes, **sizes)
+    assert np.vectorize(lambda d: d.id)(grid).reshape(2, 2).tolist() == ids
+    assert has_whole_processes(grid)
+
+
+def test_build_mesh_of_processes_that_are_no_whole_stages_stays_as_it_is():
+    grid = mesh_of_processes([0, 0, 0, 1], data=2, stage=2)
+    assert np.vectorize(lambda d: d.id)(grid).reshape(2, 2).tolist() == [[0, 1], [2, 3]]
+    assert not has_whole_processes(grid)
 
 
 def test_num_slices_counts_slice_indices():

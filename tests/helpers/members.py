@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from helpers.training_process import TrainingProcess
+from helpers.training_process import DEADLINE_SECONDS, TrainingProcess
 
 
 def free_port() -> int:
@@ -48,7 +48,9 @@ def members(
         yield processes
 
 
-def ends(processes: Sequence[TrainingProcess]) -> tuple[list[int], str]:
-    """Wait for all processes; return their exit codes and their joined output."""
-    codes = [process.wait() for process in processes]
+def ends(
+    processes: Sequence[TrainingProcess], seconds: float = DEADLINE_SECONDS
+) -> tuple[list[int], str]:
+    """Wait for all processes, for so long each; return their exit codes and joined output."""
+    codes = [process.wait(seconds) for process in processes]
     return codes, "\n".join(f"--- {process.log.name}\n{process.output}" for process in processes)

@@ -78,6 +78,11 @@ class TrainingProcess:
         """What the process has printed so far."""
         return self.log.read_text(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     def wait_for(self, text: str) -> None:
         """Wait until the output contains `text`."""
         until = time.monotonic() + DEADLINE_SECONDS
@@ -94,9 +99,9 @@ class TrainingProcess:
         """Send a signal to the process and its children."""
         os.killpg(self._process.pid, number)
 
-    def wait(self) -> int:
+    def wait(self, seconds: float = DEADLINE_SECONDS) -> int:
         """Wait for the end; return the exit code, negative for a signal."""
-        return self._process.wait(DEADLINE_SECONDS)
+        return self._process.wait(seconds)
 
 
 def run(

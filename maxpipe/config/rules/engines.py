@@ -86,7 +86,7 @@ def check_scan_repeats(c: Config) -> None:
     """Check that repeats have loops: with gathers per iteration all repeats are one loop."""
     p = c.pipeline
     has_loops = ENGINES[p.engine].takes("pipeline.scan_repeats")
-    if has_loops and not p.scan_repeats and p.fsdp_gather == "per_iteration":
+    if has_loops and not p.scan_repeats and not p.gathers_whole:
         message = (
             "false needs pipeline.fsdp_gather=per_repeat or once; with per_iteration "
             "all repeats are one loop, which scan_iterations=false unrolls"
@@ -106,7 +106,7 @@ def check_prefetch(c: Config) -> None:
     if not ENGINES[p.engine].takes("pipeline.fsdp_prefetch") or p.fsdp_prefetch != "true":
         return
     problems = []
-    if p.fsdp_gather != "per_iteration":
+    if p.gathers_whole:
         message = (
             f"true needs pipeline.fsdp_gather=per_iteration; with {p.fsdp_gather} weights are "
             "gathered before all iterations"
@@ -197,24 +197,25 @@ def _propose_policies(c: Config) -> str:
 
 
 def check_processes(c: Config, num_processes: int) -> None:
-    """Check that the engine runs in this many processes; no rule, since no key says how many.
+    """Check that stages can be whole processes; no rule, since no key says how many there are.
 
     Args:
       c: with `pipeline.engine` derived.
       num_processes: processes that take part.
 
     Raises:
-      ConfigError: there are several, and the engine drives all devices from one.
+      ConfigError: the engine has a program per stage, and a process would have a part of a stage.
     """
-    engine = c.pipeline.engine
-    if engine in ENGINES and not ENGINES[engine].several_processes and num_processes > 1:
+    engine, stages = c.pipeline.engine, c.mesh.ici.stage * c.mesh.dcn.stage
+    if engine not in ENGINES or ENGINES[engine].one_program or min(stages, num_processes) < 2:
+        return
+    if stages % num_processes and num_processes % stages:
         message = (
-            f"{engine} drives all devices from one process, and there are {num_processes}; "
-            "start one, or use pipeline.schedule=lockstep_1f1b with engine=auto "
-            f"(`python -m maxpipe.schedule --compare {c.pipeline.schedule} lockstep_1f1b` "
-            "shows both bubbles)"
+            f"{stages} stages do not fit {num_processes} processes: on the {engine} engine each "
+            "process has whole stages, or each stage whole processes; use a multiple or a divisor "
+            f"of {num_processes}, or pipeline.schedule=lockstep_1f1b with engine=auto"
         )
-        raise ConfigError(Problem("pipeline.engine", message))
+        raise ConfigError(Problem("mesh.ici.stage", message))
 
 
 def check_offloading(c: Config, devices: str) -> None:

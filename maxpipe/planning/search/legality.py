@@ -75,9 +75,9 @@ class Legality:
         return f"{problems[0].key}: {_brief(problems[0].message)}" if problems else ""
 
     def of_engine(self, engine: str) -> str:
-        """Return why an engine cannot drive the devices; empty if it can."""
-        if self._processes > 1 and not ENGINES[engine].several_processes:
-            return f"pipeline.engine={engine}: drives all devices from one process"
+        """Return why an engine cannot be compared on the devices; empty if it can."""
+        if self._processes > 1 and not ENGINES[engine].one_program:
+            return f"pipeline.engine={engine}: transfers between its processes are not priced"
         return ""
 
     def of_options(self, engine: str, schedule: str, policy: str, gather: str) -> str:
@@ -121,8 +121,6 @@ class Legality:
         outside = np.array([layout.outside for layout in layouts])
         fixed = SCHEDULES[schedule].repeats if ENGINES[engine].has_stages else None
         legal = (chunk > 0) & ((repeats == fixed) if fixed else True)
-        if self._config.model.first_dense_layers:  # `layers_per_stage=auto` does not price them
-            legal = legal & ~np.array([layout.is_uneven for layout in layouts])
         return legal, chunk, outside
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.block import along
+from maxpipe.planning.search.facts import LayerCosts
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.stores import (
     Number,
@@ -27,12 +28,13 @@ def _program_bytes(sizes: BlockSizes) -> Number:
     config, parameters = sizes.config, sizes.parameters
     held = weights_held(sizes.engine, parameters.weights, _use(sizes))
     state = state_per_parameter(config) * parameters.at_rest + held.copies + held.gradients
-    widths = Widths(config.model.embed_dim, sizes.residuals, sizes.stash)
-    columns = stored_columns(_store(sizes), sizes.layers, sizes.outside, widths, sizes.itemsize)
+    widths, store = Widths(config.model.embed_dim, sizes.residuals, sizes.stash), _store(sizes)
+    size, first = sizes.itemsize, sizes.first_kept
+    columns = stored_columns(store, sizes.layers, sizes.outside, widths, size, first)
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
-    column = sizes.tokens * sizes.itemsize
-    others = (sizes.layers - 1) * sizes.held if sizes.engine.has_stages else 0.0
-    unit = column * (_working(sizes) + others) + held.unit
+    column = sizes.tokens * size
+    share = store.outside if sizes.engine.lockstep else 1.0
+    unit = column * _working(sizes, share) + held.unit
     head = _logits(sizes, head_tokens) + held.head
     return state + column * columns + np.maximum(unit, head)
 
@@ -58,7 +60,7 @@ def _delay(sizes: BlockSizes) -> int:
 
 def _store(sizes: BlockSizes) -> Store:
     if not sizes.engine.has_stages:
-        return sequential_store(sizes.config.model.num_layers)
+        return sequential_store(sizes.config.model.stacked_layers)
     if not sizes.engine.lockstep:
         by_autodiff = sizes.gathers("per_iteration")
         delay = _delay(sizes)
@@ -67,9 +69,20 @@ def _store(sizes: BlockSizes) -> Store:
     return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
 
 
-def _working(sizes: BlockSizes) -> float:
+def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
+    """Return the width of a chunk's work; of first dense layers, for so much of a microbatch."""
     others = sizes.block.grid.size("context") - 1
-    return sizes.layer.working + 2 * others * sizes.layer.key_values
+
+    def width(layer: LayerCosts) -> float:
+        return layer.working + 2 * others * layer.key_values
+
+    working: Number = width(sizes.layer)
+    if sizes.engine.one_program and sizes.engine.has_stages:
+        working = working + (sizes.layers - 1) * sizes.held
+    if sizes.facts.of_first_layers is None:
+        return working
+    first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)
+    return np.maximum(working, first_share * width(first))
 
 
 def _logits(sizes: BlockSizes, tokens: Number) -> Number:
@@ -90,6 +103,10 @@ def _stage_bytes(sizes: BlockSizes) -> Number:
     once = sizes.gathers("once") * (sizes.block.grid.size("fsdp") > 1)
     # The outer parameters of a stage are not split over the stages.
     outer = sizes.stages * parameters.outer_at_rest / 2
+    if of_first := sizes.facts.of_first_layers:
+        # All first dense layers lie on the first stage.
+        first = of_first.parameters(sizes.block.grid.sizes).layer_at_rest
+        outer = outer + sizes.num_first * first / 2
     at_rest = of_stage * parameters.layer_at_rest + outer
     copies = of_stage * parameters.layer_gathered + max(
         parameters.embed_gathered, parameters.head_gathered
@@ -101,6 +118,8 @@ def _stage_bytes(sizes: BlockSizes) -> Number:
     handed = embed + layers * sizes.handed_over
     columns = sizes.of_pattern("residuals") * unit + sizes.of_pattern("stash") * handed
     columns += sizes.of_pattern("arrivals") * embed
+    # Of the first stage's units, those of its first chunk run the first dense layers, too.
+    columns += sizes.of_pattern("residuals") / sizes.repeats * sizes.first_kept
     recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
     if config.pipeline.remat_layers:
         recomputed = embed + sizes.offloaded

@@ -121,6 +121,10 @@ class DeviceParts:
         count = math.prod(self._mesh.shape[axis] for axis in self._axes)
         return jax.ShapeDtypeStruct((count, *part.shape), part.dtype)
 
+    def stacked_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Return the layout of that array, given how the partitioner lays out one device's part."""
+        return PartitionSpec(self._axes, *spec)
+
     def whole(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         """Return the array that lies as `spec` says, given one device's part of it."""
         counts = split_counts(only(spec, self._axes), self._mesh, len(part.shape))
@@ -130,10 +134,15 @@ class DeviceParts:
     def running_sum(self, output: int, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Return the running sum of an output, given one device's term of it."""
         total = self.totals[output]
+        shape = self.reduced_sum(output, part).shape
         # Each device along `total.axes` has a sum of its own until the step is over.
-        shape = self.whole(part, total.running).shape
         if total.axes:
             shape = (math.prod(self._mesh.shape[axis] for axis in total.axes), *shape)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def reduced_sum(self, output: int, part: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return the sum of an output over devices and microbatches, given one device's term."""
+        shape = self.whole(part, self.totals[output].running).shape
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def _manual(

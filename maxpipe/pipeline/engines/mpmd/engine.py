@@ -6,7 +6,8 @@ with a mark (`marks`) after each chunk; `slicing` cuts its gradient at the marks
 `staged` joins these for a batch. Letters: B sequences, T tokens.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath, keystr
 
+from maxpipe.devices.transfers import absent, is_here, processes_of, send
 from maxpipe.model.parameters import Params, ParamSpec
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch, Engine, EngineInputs, Metrics
@@ -27,6 +29,7 @@ from maxpipe.pipeline.engines.mpmd.staged import (
     CompiledUnit,
     StagedProgram,
     by_path,
+    local_view,
 )
 from maxpipe.pipeline.manual import Gather
 from maxpipe.pipeline.schedules.table import forward_only
@@ -34,6 +37,8 @@ from maxpipe.pipeline.weights import axes_in_use
 
 StageParams = tuple[Params, ...]  # for each stage, the parameters that it owns
 ChunkArrays = tuple[jax.Array, ...]  # one layer parameter: for each chunk [its layers, ...]
+
+TreeT = TypeVar("TreeT")
 
 LOSS = 0  # index among the outputs; auxiliary losses and the gradients of the parameters follow
 
@@ -67,6 +72,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self.meshes = stage_meshes(inputs.mesh)
         stage_of_chunk = self.table.stage_of_chunk.tolist()
         self.loss_stage = stage_of_chunk[-1]
+        self._homes = _homes(self.meshes, self.loss_stage)
         # Mesh axes along which the devices of a stage have rows of their own.
         manual = manual_axes(inputs.rules)
         check_gather(inputs.config.fsdp_gather, manual, inputs.rules)
@@ -143,12 +149,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         self, params: StageParams, batch: Batch, key: jax.Array
     ) -> tuple[Metrics, StageParams]:
         # 1. Run all units; each stage has sums of what its own units add to.
-        data = jax.random.key_data(key)
-        # Stages have no device in common, so each gets a copy of the key.
-        keys = [
-            jax.device_put(data, NamedSharding(mesh, PartitionSpec())) if self._needs_key else None
-            for mesh in self.meshes
-        ]
+        keys = self._keys(key)
         arguments = self._arguments(params, self.training)
         sums = self.training.run(arguments, batch, keys, self.observer)
         metrics = {name: self._total(sums, output) for output, name in enumerate(self._losses)}
@@ -163,7 +164,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
                 if owner != stage:
                     part = self._on_stage(stage_sums.pop(output), owner)
                     own = sums[owner].get(output)
-                    sums[owner][output] = part if own is None else self._add(own, part)
+                    sums[owner][output] = part if own is None else self._sum(owner, own, part)
         # 3. Arrange the gradients like the parameters.
         output_of = {path: first + i for i, path in enumerate(self._paths)}
         gradients = tuple(
@@ -176,7 +177,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
 
     def evaluate(self, params: StageParams, batch: Batch) -> Metrics:
         # The sum before padding; the rows that padding adds have weight 0 in any case.
-        weight = _total(batch["weights"])
+        weight = self._total_weight(batch["weights"])
         batch = _padded(batch, self._row_multiple)
         shape = batch["tokens"].shape
         if shape not in self._evaluations:
@@ -185,6 +186,28 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         program = self._evaluations[shape]
         sums = program.run(self._arguments(params, program), batch, [None] * len(self.meshes))
         return {"cross_entropy": sums[self.loss_stage][LOSS], "weight": weight}
+
+    def _total_weight(self, weights: jax.Array) -> jax.Array:
+        """Sum the weights of a batch on the stage of the loss, which has the whole batch."""
+        mesh = self.meshes[self.loss_stage]
+        if is_here(mesh):
+            return _total(local_view(weights, mesh))
+        sharding = NamedSharding(mesh, PartitionSpec())
+        return absent(jax.ShapeDtypeStruct((), weights.dtype, sharding=sharding))
+
+    def everywhere(self, arrays: TreeT) -> TreeT:
+        """Return arrays of the stage of the loss, whole on each device, on some stage here.
+
+        Every process calls this, and each gets a copy on one of its own stages.
+        """
+        own, tree = jax.tree.flatten(arrays)
+        leaves = own
+        for stage in self._homes[1:]:
+            # Absent copies are of no use, so only the process of that stage takes them.
+            sharding = NamedSharding(self.meshes[stage], PartitionSpec())
+            copies = send(leaves, [sharding] * len(leaves))
+            own = copies if is_here(self.meshes[stage]) else own
+        return jax.tree.unflatten(tree, own)
 
     def compile(self) -> Iterator[CompiledUnit]:
         """Compile the training step's computations as `StagedProgram.compile` does."""
@@ -215,8 +238,23 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         ]
         total = parts[0]
         for part in parts[1:]:
-            total = self._add(total, part)
+            total = self._sum(self.loss_stage, total, part)
         return total
+
+    def _sum(self, stage: int, total: jax.Array, part: jax.Array) -> jax.Array:
+        """Add two arrays on a stage; of other processes' arrays, either stands for the sum."""
+        return self._add(total, part) if is_here(self.meshes[stage]) else total
+
+    def _keys(self, key: jax.Array) -> list[jax.Array | None]:
+        """Return the data of a step's key on each stage of this process, if units need it."""
+        if not self._needs_key:
+            return [None] * len(self.meshes)
+        data = jax.random.key_data(key)
+        # Stages have no device in common, so each gets a copy.
+        return [
+            jax.device_put(data, NamedSharding(mesh, PartitionSpec())) if is_here(mesh) else None
+            for mesh in self.meshes
+        ]
 
     def _training_program(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> StagedProgram:
         def loss_and_gradients(arguments: Arguments) -> tuple[list[jax.Array], Params]:
@@ -295,7 +333,8 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
     def _on_stage(self, x: jax.Array, stage: int) -> jax.Array:
         """Copy an array to another stage, in the same layout."""
         assert isinstance(x.sharding, NamedSharding)
-        return jax.device_put(x, NamedSharding(self.meshes[stage], x.sharding.spec))
+        (copy,) = send([x], [NamedSharding(self.meshes[stage], x.sharding.spec)])
+        return copy
 
 
 def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
@@ -306,6 +345,16 @@ def stage_meshes(mesh: Mesh) -> tuple[Mesh, ...]:
         Mesh(np.take(mesh.devices, [stage], axis), mesh.axis_names)
         for stage in range(mesh.shape["stage"])
     )
+
+
+def _homes(meshes: Sequence[Mesh], first: int) -> list[int]:
+    """Return stages of which each process has one: `first`, and then as few others as possible."""
+    homes, reached = [first], processes_of(meshes[first])
+    for stage, mesh in enumerate(meshes):
+        if not processes_of(mesh) <= reached:
+            homes.append(stage)
+            reached |= processes_of(mesh)
+    return homes
 
 
 @jax.jit

@@ -6,8 +6,9 @@ Values are variables of the traced program. A computation is named by a kind of 
 (XLA_FLAGS=--xla_dump_to=DIR) name modules after computations: `jit_F1` is the forward of chunk 1.
 """
 
+import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 from jax.typing import ArrayLike
 
 from maxpipe.pipeline.jaxprs import Atom, part
-from maxpipe.pipeline.schedules.table import KINDS
+from maxpipe.pipeline.schedules.table import KINDS, Table
 
 
 class UnitName(NamedTuple):
@@ -130,6 +131,36 @@ def used(computation: Computation) -> set[Var]:
     atoms = [v for eqn in computation.equations for v in eqn.invars]
     atoms += [*computation.writes, *(v for terms in computation.outputs.values() for v in terms)]
     return {v for v in atoms if not isinstance(v, Literal)}
+
+
+def fingerprint(program: SlicedProgram, table: Table) -> str:
+    """Return a digest of a sliced program and its table, 16 hexadecimal digits.
+
+    It says which operations run where, on arrays of which shapes, and what they hand each other.
+    Names that JAX gives and addresses in memory differ from process to process, and are left out.
+    """
+    numbers: dict[Var, int] = {}
+
+    def text(atom: Atom) -> str:
+        is_literal = isinstance(atom, Literal)
+        name = f"={atom.val}" if is_literal else numbers.setdefault(atom, len(numbers))
+        return f"{name}:{_shape(atom)}"
+
+    def line(atoms: Iterable[Atom]) -> str:
+        return " ".join(map(text, atoms))
+
+    digest = hashlib.sha256(line(program.inputs).encode())
+    for name, c in program.computations.items():
+        # Numbers follow the order of the program, which is the same in all processes.
+        lines = [f"{name} {line(c.reads)}; {line(c.arguments)}; {line(c.writes)}"]
+        lines += [f"adds to {output} {line(terms)}" for output, terms in c.outputs.items()]
+        for eqn in c.equations:
+            lines.append(f"{eqn.primitive.name} {line(eqn.invars)} > {line(eqn.outvars)}")
+        digest.update("\n".join(lines).encode())
+    for kind in table.kinds:
+        for column in table.units(kind):
+            digest.update(column.tobytes())
+    return digest.hexdigest()[:16]
 
 
 # A constraint is shown by its PartitionSpec alone: its mesh is always that of the stage.

@@ -1,8 +1,11 @@
 """Run a sliced program over all microbatches, unit by unit in the order of a schedule's table.
 
-One process drives all stages. It dispatches unit after unit and waits for none: each device works
+A process dispatches the units of its stages one after another and waits for none: each device works
 through what was dispatched to it, and a transfer starts as soon as its source is computed. Memory
 follows the order of dispatch, since a buffer is freed once no unit dispatched later reads it.
+
+With several processes each walks the same order. A value that one of them sends to another has a
+layout that both know without the other's programs, see `sent_spec`.
 
 Transfers run along the pipeline only. A value that a later stage reads passes through the stages in
 between, together with the activation, so that it is there when the schedule lets the later stage
@@ -11,12 +14,14 @@ start. Letters: G chunks.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from maxpipe.devices.transfers import absent, is_here, processes_of, send
 from maxpipe.pipeline.engines.mpmd.device_parts import DeviceParts, UnitFunction
 from maxpipe.pipeline.engines.mpmd.fitting import check_program, fitted
 from maxpipe.pipeline.engines.mpmd.offloading import Offloading
@@ -107,6 +112,32 @@ def before(first: UnitName, second: UnitName) -> bool:
     return second.kind != "F" and first.chunk >= second.chunk
 
 
+def sent_spec(program: SlicedProgram, v: Var, parts: DeviceParts | None) -> PartitionSpec:
+    """Return the layout of a value that goes to another process, which has not compiled its writer.
+
+    It is that of the sharding constraint that writes or reads the value, such as the one on
+    activations at the end of a chunk; without any, the value is whole on each device.
+
+    Args:
+      program: sliced.
+      v: the value.
+      parts: if the program is of a device's parts, how they make up arrays.
+    """
+    spec = PartitionSpec()
+    for computation in program.computations.values():
+        for eqn in computation.equations:
+            # A gradient has no constraint of its own, but its reader lays it out like the value.
+            is_constraint = eqn.primitive.name == "sharding_constraint"
+            if is_constraint and (v in eqn.outvars or v in eqn.invars):
+                spec = eqn.params["sharding"].spec
+    return spec if parts is None else parts.stacked_spec(spec)
+
+
+def _layout_of(v: Var, parts: DeviceParts | None, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    x = shape_of(v) if parts is None else parts.stacked(shape_of(v))
+    return x.update(sharding=sharding)
+
+
 def _hops(
     producer: UnitName, reader: UnitName, backward_kind: str
 ) -> list[tuple[UnitName, UnitName]]:
@@ -138,6 +169,7 @@ class Executable:
       sum_shardings: of the running sum of each output.
       parts: if the program is of a device's parts, how they make up arrays.
       offloaded: values that wait in the host's memory between units; units take copies of them.
+      sent: layouts of values that go to another process.
 
     Attributes:
       outputs: indices of the program's outputs to which the computation adds.
@@ -158,6 +190,7 @@ class Executable:
         sum_shardings: Mapping[int, NamedSharding],
         parts: DeviceParts | None = None,
         offloaded: Collection[Var] = frozenset(),
+        sent: Mapping[Var, PartitionSpec] = MappingProxyType({}),
     ):
         self.outputs = list(computation.outputs)
         self.donated = _donations(computation, {*dying, *offloaded})
@@ -179,16 +212,17 @@ class Executable:
 
         unit: UnitFunction = run
         if parts is not None:
-            values = self.donated, self.retained, self.writes
-            unit = parts.unit(run, mesh, self.outputs, values, (self.fixed, self.varying))
+            groups = self.donated, self.retained, self.writes
+            unit = parts.unit(run, mesh, self.outputs, groups, (self.fixed, self.varying))
 
         def run_to_end(*args: Values) -> tuple[Values, Values, jax.Array | None]:
             totals, written = unit(*args)
             return totals, written, jnp.zeros(()) if self.moved else None
 
         run_to_end.__name__ = str(computation.name)  # in profiles and dumps of XLA
-        # Sums keep their layout from unit to unit; XLA chooses the layout of the values.
-        shardings = [sum_shardings[i] for i in self.outputs], None, None
+        # Sums keep their layout from unit to unit; XLA chooses that of the values which stay here.
+        values = [NamedSharding(mesh, sent[v]) if v in sent else None for v in self.writes]
+        shardings = [sum_shardings[i] for i in self.outputs], values, None
         self.run: jax.stages.Wrapped = jax.jit(
             run_to_end, donate_argnums=(0, 1), out_shardings=shardings
         )
@@ -285,6 +319,7 @@ class Runner:
         check_program(program, table)
         stage_of_chunk = table.stage_of_chunk.tolist()
         self._meshes = meshes
+        self._is_here = list(map(is_here, meshes))
         self._order = execution_order(table)
         # 1. What each computation sends, and how often each value is used on each stage.
         routes = route(program, stage_of_chunk)
@@ -293,6 +328,19 @@ class Runner:
             name: stage_of_chunk[name.chunk + (1 if name.kind == "F" else -1)]
             for name, values in routes.sends.items()
             if values
+        }
+        # The receiver of these has not compiled the program that writes them.
+        members = list(map(processes_of, meshes))
+        sent = {
+            v: sent_spec(program, v, parts)
+            for name, receiver in self._receiver.items()
+            if members[stage_of_chunk[name.chunk]] != members[receiver]
+            for v in routes.sends[name]
+        }
+        self._sent = {
+            (v, stage): _layout_of(v, parts, NamedSharding(meshes[stage], spec))
+            for v, spec in sent.items()
+            for stage in range(len(meshes))
         }
         self._offloaded = offloaded
         self._num_uses = [{v: len(names) for v, names in uses.items()} for uses in routes.uses]
@@ -320,6 +368,7 @@ class Runner:
                 sum_shardings[stage],
                 parts,
                 offloaded,
+                sent,
             )
         # 3. What comes before the first unit of each chunk and after its last.
         self._last_unit = {name.chunk: (name, m) for _, name, m in self._order}
@@ -342,15 +391,19 @@ class Runner:
           fixed: for each stage, the inputs that all microbatches share.
           varying: for each stage and microbatch, the other inputs.
           sums: for each stage, the start of each output's sum; donated.
-          observe: told of each unit.
+          observe: told of each unit of this process.
 
         Returns:
-          The sums over all microbatches, by stage.
+          The sums over all microbatches, by stage. Those of other processes stay as they are.
         """
         fixed_of: dict[int, ArraysByVar] = {}  # for each chunk at work
         offloading = [Offloading(self._offloaded) for _ in self._meshes]
         live = list(map(LiveValues, self._num_uses, offloading))
         for stage, name, microbatch in self._order:
+            # All processes walk the whole order, so that their transfers come in the same one.
+            if not self._is_here[stage]:
+                self._receive(stage, name, microbatch, live)
+                continue
             executable = self.executables[name]
             if name.chunk not in fixed_of:
                 fixed_of[name.chunk] = self._gathered(name.chunk, fixed[stage])
@@ -372,8 +425,10 @@ class Runner:
             if values := self._sends[name]:
                 receiver = self._receiver[name]
                 arrays = live[stage].read(values, microbatch)
-                shardings = [self._on_stage(receiver, x) for x in arrays]
-                live[receiver].add(values, jax.device_put(arrays, shardings), microbatch)
+                # Between processes the receiver makes the same call, in `_receive`.
+                arrived = send(arrays, [self._on_stage(receiver, x) for x in arrays])
+                if self._is_here[receiver]:
+                    live[receiver].add(values, arrived, microbatch)
             # 3. Free what was used here for the last time.
             live[stage].count_use(self._used_by[name], microbatch)
             if (name, microbatch) == self._last_unit[name.chunk]:
@@ -383,6 +438,19 @@ class Runner:
                 observe(stage, name, microbatch)
         assert not any(live), "values are left over after the last unit"
         return sums
+
+    def _receive(
+        self, stage: int, name: UnitName, microbatch: int, live: Sequence[LiveValues]
+    ) -> None:
+        """Take what a unit of another process sends to a stage of this one."""
+        receiver = self._receiver.get(name)
+        if receiver is None or not self._is_here[receiver]:
+            return
+        values = self._sends[name]
+        # As the other process lays them out; it has the data.
+        arrays = [absent(self._sent[v, stage]) for v in values]
+        arrived = send(arrays, [self._on_stage(receiver, x) for x in arrays])
+        live[receiver].add(values, arrived, microbatch)
 
     def _add_ends(self, parts: DeviceParts, stage_of_chunk: Sequence[int]) -> None:
         """Prepare the programs that gather inputs for each chunk, and reduce its outputs."""

@@ -16,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath, tree_map_with_path
 
+from maxpipe.devices.transfers import absent, is_here
 from maxpipe.model.parameters import Params
 from maxpipe.pipeline import microbatches
 from maxpipe.pipeline.engines.base import Batch
@@ -203,12 +204,20 @@ class StagedProgram:
           params: for each stage, the parameters that it needs.
           batch: laid out over the mesh of all stages; M and the shards divide its rows.
           keys: "key" on each stage.
-          observe: told of each unit.
+          observe: told of each unit of this process.
+
+        Of stages of other processes nothing is read, and the sums are absent.
         """
         fixed: list[ArraysByVar] = []
         varying: list[list[ArraysByVar]] = []
         sums: Sums = []
         for stage, mesh in enumerate(self._meshes):
+            # Only the results of such a stage are read, by transfers to this process.
+            if not is_here(mesh):
+                fixed.append({})
+                varying.append([])
+                sums.append(self._absent_sums(stage))
+                continue
             # Each stage cuts microbatches out of its own copy of the batch, so none is sent.
             local = {name: local_view(x, mesh) for name, x in batch.items()}
             inputs = StepInputs(*self._prepare[stage](local, keys[stage]))
@@ -218,6 +227,19 @@ class StagedProgram:
             varying.append([dict(zip(self._micro[stage], x, strict=True)) for x in inputs.micro])
             sums.append(inputs.zeros)
         return self.runner.run(fixed, varying, sums, observe)
+
+    def _absent_sums(self, stage: int) -> dict[int, jax.Array]:
+        """Return what the sums of a stage of other processes will be."""
+        sums: dict[int, jax.Array] = {}
+        for output in sorted(self.runner.outputs[stage]):
+            term = shape_of(self.program.flat.jaxpr.outvars[output])
+            sharding = self._sum_shardings[stage][output]
+            # As it is after the last unit, when the devices' own sums are one.
+            if self._parts is not None:
+                term = self._parts.reduced_sum(output, term)
+                sharding = NamedSharding(self._meshes[stage], self._parts.totals[output].spec)
+            sums[output] = absent(jax.ShapeDtypeStruct(term.shape, jnp.float32, sharding=sharding))
+        return sums
 
     def compile(self) -> Iterator[CompiledUnit]:
         """Compile the computations one by one without running any.
@@ -334,5 +356,5 @@ def local_view(x: jax.Array, mesh: Mesh) -> jax.Array:
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     sharding = NamedSharding(mesh, x.sharding.spec)
     return jax.make_array_from_single_device_arrays(
-        x.shape, sharding, [shards[device] for device in mesh.devices.flat]
+        x.shape, sharding, [shards[d] for d in mesh.devices.flat if d in shards]
     )

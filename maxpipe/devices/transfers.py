@@ -1,0 +1,94 @@
+"""Send arrays between devices of different processes; nothing else chooses how they travel.
+
+Every process has the same arrays in its hands. One whose devices all belong to other processes is
+absent here: it has a shape and a layout, and no data. The processes of the sender and those of the
+receiver make the same calls in the same order, and wait for nothing.
+
+`jax.device_put` moves the data: over sockets between CPUs, and on accelerators by what their
+runtime offers, such as NCCL, or over sockets where it offers nothing.
+"""
+
+import socket
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from maxpipe.devices import processes
+
+_STREAMS = 4  # parallel connections between two processes
+# A receiver waits for its sender, which may be compiling for an hour. Lost and hung processes are
+# ended by heartbeats and the watchdog.
+_TIMEOUT_SECONDS = 7 * 24 * 3600
+
+
+def start_transfers() -> None:
+    """Let this process exchange arrays over sockets; after it has joined, before it has devices."""
+    own = _own_address(processes.coordinator_address())
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{own}:{_free_port(own)}")
+    jax.config.update("jax_cross_host_transport_addresses", ",".join([f"{own}:0"] * _STREAMS))
+    jax.config.update("jax_cross_host_transfer_timeout_seconds", _TIMEOUT_SECONDS)
+
+
+def describe_transfers() -> str:
+    """Return in words how arrays travel between processes."""
+    device = jax.local_devices()[0]
+    if getattr(device.client, "supports_cross_host_transfers", False):
+        return f"jax.device_put, by the {device.client.platform} runtime"
+    address = jax.config.read("jax_cross_host_transfer_socket_address")
+    return f"jax.device_put, over sockets; process {jax.process_index()} is at {address}"
+
+
+def is_here(mesh: Mesh) -> bool:
+    """Return whether this process has devices of a mesh."""
+    return any(d.process_index == jax.process_index() for d in mesh.devices.flat)
+
+
+def processes_of(mesh: Mesh) -> frozenset[int]:
+    """Return the processes that have devices of a mesh."""
+    return frozenset(d.process_index for d in mesh.devices.flat)
+
+
+def absent(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array of other processes, given its shape, dtype and sharding."""
+    assert like.sharding is not None
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)
+
+
+def send(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Copy arrays of one mesh to another; an array that ends elsewhere is absent here.
+
+    Args:
+      arrays: all on the same devices.
+      targets: where they go, all the same devices. Between processes an array keeps its layout: the
+        PartitionSpec, and the sizes of the axes that it names.
+    """
+    if not arrays:
+        return []
+    sides = (arrays[0].sharding, targets[0])
+    if any(side.has_addressable_devices for side in sides):
+        sent: list[jax.Array] = jax.device_put(list(arrays), list(targets))
+        return sent
+    return [
+        absent(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target))
+        for x, target in zip(arrays, targets, strict=True)
+    ]
+
+
+def _own_address(coordinator: str) -> str:
+    """Return the address by which this host reaches the coordinator, and others reach this host."""
+    host, _, port = coordinator.rpartition(":")
+    family, kind, protocol, _, target = socket.getaddrinfo(
+        host.strip("[]"), int(port), family=socket.AF_INET, type=socket.SOCK_DGRAM
+    )[0]
+    # A datagram socket sends nothing when it connects; it only chooses an interface.
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _free_port(address: str) -> int:
+    # The transfer server takes no port 0, and others learn the port from JAX.
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
