@@ -152,6 +152,7 @@ def apply_layers(
       (activations, auxiliary losses summed over layers and sequences).
     """
     if scan and index.shape[0] > 1:
+        assert not isinstance(layers, tuple)
 
         def body(
             x: jax.Array, layer: tuple[Params, jax.Array]

@@ -23,7 +23,8 @@ def test_layers_of_a_chunk_are_its_slices(chunk):
     whole = jax.tree.map(lambda a: read(a, chunk), stores())
     assert len(layers) == L
     for i, layer in enumerate(layers):
-        jax.tree.map(np.testing.assert_array_equal, layer, jax.tree.map(lambda a: a[i], whole))
+        expected = jax.tree.map(lambda a, i=i: a[i], whole)
+        jax.tree.map(np.testing.assert_array_equal, layer, expected)
 
 
 @pytest.mark.parametrize("active", [True, False])
