@@ -11,10 +11,13 @@ from maxpipe import ctrl_c
 
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "supervise": "start a run again when a process or host of it is lost",
     "plan": "choose mesh, schedule and memory for a model on given chips",
     "compile": "compile the train step ahead of time: memory, collectives, bounds",
     "schedule": "draw, price and compare pipeline schedules",
     "generate": "write text with a trained model",
+    "runs": "list, show, compare and draw runs",
+    "tokenize": "train a tokenizer, or encode texts into token files",
     "export": "write a checkpoint for Hugging Face transformers",
     "data": "show what the model reads, or check all of it",
     "checkpoint": "list, verify and show checkpoints",

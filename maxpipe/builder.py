@@ -26,6 +26,7 @@ from maxpipe.pipeline.engines.mpmd.program import fingerprint
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.pipeline.schedules.table import ScheduleError
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.prefetch import gathers_ahead
 from maxpipe.sharding.rules import AxisRules
 from maxpipe.training.mpmd_trainer import MpmdTrainer
@@ -46,6 +47,7 @@ def build_engine_inputs(
     The logical axis rules are bound to the mesh; for the MPMD engine, to an abstract mesh like that
     of every stage.
     """
+    config = with_gather_mode(config, mesh, note)
     engine = ENGINES[config.pipeline.engine]
     rules = AxisRules(
         config.sharding.logical_axis_rules,
@@ -164,6 +166,12 @@ def _check_stages_of_processes(config: Config, mesh: Mesh, engine: MpmdEngine) -
             "engine=auto"
         )
         raise ConfigError(Problem("mesh.ici.stage", message))
+    if not describe_transfers():
+        message = (
+            "JAX has started for another engine, without sockets between its processes; start the "
+            "run in new processes"
+        )
+        raise ConfigError(Problem("pipeline.engine", message))
     if engine.model.offloaded and any(len(processes_of(stage)) > 1 for stage in engine.meshes):
         reason = "a stage of several processes has no memory of one host"
         raise ConfigError(Problem("pipeline.remat_policy", f"{reason}; use minimal or full"))

@@ -16,7 +16,9 @@ if __name__ == "__main__":
 import argparse
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
+from maxpipe.api import schedules
 from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.cli import print_problems
 from maxpipe.config.errors import ConfigError, redacted
@@ -59,6 +61,17 @@ A configuration is drawn with the times that its stages would take by their FLOP
 that they would need, next to uniform stages if these differ. All its keys can be given. Devices are
 those of compile.topology, else as many as the mesh names, where -1 is 1.
 """
+
+
+class _Schedule(ModuleType):
+    """The type of this module: `maxpipe.schedule`, which is also a function for programs."""
+
+    def __call__(self, *names: str, **options: schedules.Value) -> schedules.Schedules:
+        """Simulate schedules, see `maxpipe.api.schedules.schedule`."""
+        return schedules.schedule(*names, **options)
+
+
+sys.modules[__name__].__class__ = _Schedule
 
 
 @no_tracebacks()

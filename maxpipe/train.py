@@ -13,8 +13,9 @@ if __name__ == "__main__":
 import faulthandler
 from collections.abc import Sequence
 
+from maxpipe.comparison.sweep import add_sweep_flag, sweep
 from maxpipe.config.cli import exit_on_config_error, parse_args
-from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.rules.run import check_trains
 from maxpipe.supervision import supervise
 from maxpipe.supervision.ending import run_command
 
@@ -26,11 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         prog="python -m maxpipe.train",
         description="Train a language model from one YAML file.",
+        add_flags=add_sweep_flag,
     )
     config = arguments.loaded.config
-    if config.compile.save:
-        remedy = "give it to python -m maxpipe.compile, and compile.load=FILE here"
-        raise ConfigError(Problem("compile.save", f"training stores no executable; {remedy}"))
+    check_trains(config)
+    if arguments.flags.sweep:
+        return sweep(arguments.loaded, arguments.flags)
     with supervise(config.telemetry) as supervision:
         # JAX and everything built on it are imported here, once the configuration is known good.
         from maxpipe.builder import build_trainer

@@ -267,6 +267,7 @@ class TestTpu:
             "compile.topology=v5e:2x2",
             "pipeline.num_microbatches=8",
             "data.global_batch_size=32",
+            "pipeline.fsdp_gather=per_iteration",
             "pipeline.fsdp_prefetch=false",  # which needs no flags
         )
         recommended = RECOMMENDED["v5e"]

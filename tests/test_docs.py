@@ -4,6 +4,7 @@ What is shortened or left out is listed here.
 """
 
 import inspect
+import json
 import re
 import runpy
 import shlex
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 
 import pytest
 from helpers.documentation import (
@@ -20,13 +22,13 @@ from helpers.documentation import (
     TEXT,
     commands,
     fences,
-    titled_files,
+    inline_commands,
+    lay_out,
 )
-from helpers.hf_folder import write_folder
 from helpers.training_process import TINY, TINY_MODEL
 
 from maxpipe import compile as compile_command
-from maxpipe import export, generate, plan, schedule, train
+from maxpipe import export, generate, plan, runs, schedule, supervise, tokenize, train
 from maxpipe.checkpoint import __main__ as checkpoint
 from maxpipe.config import load
 from maxpipe.config.cli import CONFIG_ERROR
@@ -34,7 +36,9 @@ from maxpipe.config.options import OPTIONS, SECTIONS
 from maxpipe.data import __main__ as data
 from maxpipe.model.kernels.dot_product import DotProduct
 from maxpipe.model.program import ModelProgram
+from maxpipe.supervision.council import Status
 from maxpipe.supervision.failure import FAILED
+from maxpipe.supervision.progress import STATUS_FILE
 from maxpipe.supervision.signals import INTERRUPTED, PREEMPTED
 from maxpipe.supervision.watchdog import HUNG
 from maxpipe.training.loop import DIVERGED
@@ -46,9 +50,12 @@ MAINS = {
     "maxpipe.export": export.main,
     "maxpipe.compile": compile_command.main,
     "maxpipe.plan": plan.main,
+    "maxpipe.runs": runs.main,
+    "maxpipe.tokenize": tokenize.main,
     "maxpipe.schedule": schedule.main,
     "maxpipe.checkpoint": checkpoint.main,
     "maxpipe.data": data.main,
+    "maxpipe.supervise": supervise.main,
 }
 FIRST_RUN = "python -m maxpipe.train configs/base.yml"
 # The first run as it is, except for its size and the devices that are there.
@@ -62,14 +69,18 @@ SMALL = [
     "mesh.ici.fsdp=4",
 ]
 # A run from a folder of Hugging Face, which the commands after it export.
-FOLDER = "models/Qwen3-8B"
 IMPORT = next(line for line in commands(PAGES["docs/families.md"]) if "run_name=mine" in line)
 IMPORTED_RUN = "runs/mine"
 SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
-# Only the configuration is checked: each command is a run or a compilation of minutes, and has
-# tests of its own.
+# Only the configuration is checked: test_documented_runs.py makes the runs, and test_configs.py
+# compiles.
 CONFIGURATION_ONLY = {"maxpipe.train", "maxpipe.compile"}
-MORE_WORDS = {"maxpipe.data show": ["--seconds=0.05"], "maxpipe.generate": ["--max-tokens=20"]}
+MORE_WORDS = {
+    "maxpipe.data show": ["--seconds=0.05"],
+    "maxpipe.generate": ["--max-tokens=20"],
+    "maxpipe.plan": ["--no-compile"],
+    "maxpipe.tokenize encode": ["--tokenizer=byte"],  # runs before the tokenizer is trained
+}
 LAUNCH, BENCHMARK = "scripts/launch", "scripts/benchmark"
 TPU_VM = f"bash {LAUNCH}/tpu_vm.sh create name --zone z --type v5p-8 --dry-run"
 SCRIPTS = {
@@ -81,7 +92,17 @@ SCRIPTS = {
         f"{BENCHMARK}/compare_maxtext.py",
         "--help",
     ],
+    # Measure for minutes, and have tests of their own.
+    f"{BENCHMARK}/mpmd.py": [sys.executable, f"{BENCHMARK}/mpmd.py", "--help"],
+    f"{BENCHMARK}/run.py": [sys.executable, f"{BENCHMARK}/run.py", "--list"],
     "examples/gpipe.py": [sys.executable, "examples/gpipe.py", "--help"],  # has a test of its own
+    # Has a test of its own.
+    "examples/train_in_python.py": [
+        sys.executable,
+        "-m",
+        "py_compile",
+        "examples/train_in_python.py",
+    ],
     # Has a test of its own.
     "examples/own_model_mpmd.py": [sys.executable, "examples/own_model_mpmd.py", "--help"],
     "scripts/generate_docs.py": [sys.executable, "scripts/generate_docs.py", "--check"],
@@ -96,24 +117,12 @@ OTHERS = {"pip", "pytest", "tensorboard", "docker", "mkdocs"}
 def place(tmp_path_factory):
     """Yield a directory with the repository's files, in which the first run has been made."""
     directory = tmp_path_factory.mktemp("docs")
-    for name in (
-        "configs",
-        "scripts",
-        "examples",
-        "README.md",
-        "pyproject.toml",
-        "docs",
-        "maxpipe",
-    ):
-        (directory / name).symlink_to(REPOSITORY / name)
-    for page in ("docs/extending.md", "docs/own_models.md", "docs/python.md"):
-        for name, text in titled_files(page).items():
-            (directory / name).write_text(text, encoding="utf-8")
-    (directory / "models").mkdir()
-    write_folder(directory / FOLDER, "qwen3")
+    lay_out(directory)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
+        shutil.copytree("runs/base", "runs/longer")  # docs/comparing.md compares it
+        (directory / "runs" / "base" / STATUS_FILE).write_text(json.dumps(asdict(Status("trains"))))
         yield directory
 
 
@@ -140,16 +149,17 @@ def test_command(command, place, capfd, request):
     if command == IMPORT or IMPORTED_RUN in words:
         request.getfixturevalue("imported")
     words += ["--seconds=1"] if words[3:4] == ["solve"] else []
-    named = [word for word in words if re.match(r"(configs|scripts|examples|docs)/", word)]
+    named = [word for word in words if re.match(r"(configs|scripts|examples|docs|tests)/", word)]
     assert [word for word in named if not (place / word).exists()] == []
     if "--import" in words:  # in a process of its own, since it changes the catalogue
         run(sys.executable, *words[1:], *["--print-config"][: words[2] == "maxpipe.train"])
     elif words[:2] == ["python", "-m"]:
         run_module(words[2], words[3:])
     elif script := next((word for word in words[:2] if word in SCRIPTS), None):
-        run(*SCRIPTS[script])
-    elif words[:2] == ["python", "sweep.py"]:
-        pass  # run by test_main_trains_twice_in_one_process
+        printed = run(*SCRIPTS[script])
+        assert "--case" not in words or f"{words[-1]}: " in printed  # a group that is listed
+    elif words[1:2] in (["begin.py"], ["rates.py"]):
+        pass  # run by test_scripts_of_the_python_page_train
     elif words[:2] == ["python", "scripts/follow.py"]:
         assert words[2] in FOLLOW  # run by tests/scripts/test_follow.py
     elif words[0] == "python":
@@ -160,6 +170,10 @@ def test_command(command, place, capfd, request):
 
 def run_module(module, words):
     prints_only = {"--help", "--print-config"} & set(words)
+    if module == "maxpipe.supervise" and "--" in words:
+        words = [
+            sys.executable if word == "python" else word for word in [*words, "--print-config"]
+        ]
     more = MORE_WORDS.get(module, MORE_WORDS.get(f"{module} {words[0]}", []))
     if module in CONFIGURATION_ONLY and not prints_only:
         more = ["--print-config"]
@@ -176,17 +190,45 @@ def run(*words):
         words, capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
-def test_main_trains_twice_in_one_process(place, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *SMALL])
-    runpy.run_path("sweep.py")
+def test_inline_code_has_commands_and_fragments_and_names_are_none():
+    text = "`maxpipe train base | head`, `maxpipe train`, `pip install`, `python -m maxpipe.plan`"
+    text += ", `maxpipe plan llama3-8b ...`, `python scripts/x.py DIR`, `scripts/x.py`, `steps=2`"
+    text += ', `python scripts/x.py "CONFIG key=value"`, `pytest -m "not grid"`'
+    assert inline_commands(text) == ["maxpipe train base | head", 'pytest -m "not grid"']
+    assert commands(text) == ["python -m maxpipe.train base", "pytest -m 'not grid'"]
+    assert sum(len(inline_commands(page)) for page in PAGES.values()) >= 25
+
+
+def test_scripts_of_the_python_page_train(place, monkeypatch, capsys):
+    for script in ("begin.py", "rates.py"):
+        monkeypatch.setattr(sys, "argv", [script, *SMALL])
+        runpy.run_path(script)
     printed = capsys.readouterr().out
+    assert re.search(r"^2 \d\.\d+$", printed, re.MULTILINE)
+    assert "(1, 3, 320)\n" in printed
     for rate in ("1e-3", "3e-3"):
         assert re.search(
-            rf"^learning rate {rate}: exit code 0, last loss \d", printed, re.MULTILINE
+            rf"^learning rate {rate}: last loss \d.* after step 2$", printed, re.MULTILINE
         )
         assert (place / "runs" / f"rate-{rate}" / "checkpoints" / "2").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("key", "heading"),
+    [("compile.load", "## Stored executables"), ("compile.cache_dir", "## The compilation cache")],
+)
+def test_help_readme_and_page_say_whom_to_trust_with_machine_code(key, heading, capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help", key])
+    (paragraph,) = (text for text in PAGES["README.md"].split("\n\n") if "machine code" in text)
+    section = PAGES["docs/compiling.md"].partition(heading)[2].partition("\n## ")[0]
+    for text in (capsys.readouterr().out, paragraph, section):
+        assert "machine code" in text
+        assert "trust" in text
+    assert {"compile.load": "compile.load", "compile.cache_dir": "compile_cache"}[key] in paragraph
 
 
 def test_one_way_rule_lists_every_package():

@@ -19,9 +19,10 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 # The one-way rule of docs/architecture.md: a package imports only from later rows.
 TIERS = (
     ("commands",),
+    ("api",),
     ("builder",),
     ("training",),
-    ("compiling", "render", "generation"),
+    ("comparison", "compiling", "render", "generation"),
     ("planning", "supervision"),
     ("pipeline",),
     ("hf", "migration"),

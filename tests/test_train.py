@@ -69,6 +69,7 @@ class TestFinishedRun:
             "61,728",
         ):
             assert text in before_steps
+        assert before_steps.splitlines()[-1].startswith("compiling   the first step, minutes for")
 
     def test_weights_of_a_fresh_run_are_said_to_be_random(self, finished):
         assert "weights     random, seed 0" in finished[1].splitlines()

@@ -58,6 +58,27 @@ def test_first_command_of_the_readme_trains_from_an_installed_wheel(installed, t
     assert (tmp_path / "runs" / "base" / "metrics.jsonl").exists()
 
 
+def test_run_of_a_program_with_an_installed_wheel_is_that_of_the_command(installed, tmp_path):
+    program = """
+import sys, maxpipe
+run = maxpipe.Run(maxpipe.load_config("base", *sys.argv[1:]))
+import jax
+print(run.directory, jax.device_count(), maxpipe.__file__)
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, *SHORT],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    directory, devices, file = done.stdout.split()
+    assert (directory, devices) == (str(tmp_path / "runs" / "base"), "2")
+    assert file == str(installed / "maxpipe" / "__init__.py")
+
+
 def test_presets_of_an_installed_wheel_are_its_own(installed, tmp_path):
     done = run(installed, tmp_path, "train", "llama3-8b", "steps=7", "--print-config")
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,7 @@ class Restored(Generic[State]):
     state: State
     iterator: np.ndarray
     meta: dict[str, Any]
-    converted: int = 0
+    converted: int
 
 
 def read_step(

@@ -14,12 +14,15 @@ from maxpipe.compiling.report import Report
 from maxpipe.compiling.step import CompiledStep, OutOfMemory, StepTrainer, compile_step, memory_of
 from maxpipe.compiling.topology import LinkUse, link_uses, network_seconds
 from maxpipe.config.catalog import ENGINES
+from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
 from maxpipe.pipeline.engines.scheduled.engine import skips_idle
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.estimate import Bounds, Memory, estimate, step_bounds
 from maxpipe.planning.flops import model_flops_per_token
+from maxpipe.planning.gather_mode import KEY as GATHER_MODE
+from maxpipe.planning.gather_mode import with_gather_mode
 from maxpipe.planning.jaxpr_flops import BranchRuns, every_time, program_flops
 from maxpipe.planning.simulate import simulate
 
@@ -43,6 +46,9 @@ def analyse(
     Returns:
       The report, and the step; None if the compiler gave up.
     """
+    # Alternatives keep what the trainer has decided, and said.
+    config = with_gather_mode(config, mesh)
+    written = update(written, {GATHER_MODE: config.pipeline.fsdp_gather})
     devices = mesh.devices.reshape(-1).tolist()
     is_pipelined = ENGINES[config.pipeline.engine].has_stages
     tokens = config.data.global_batch_size * config.data.sequence_length

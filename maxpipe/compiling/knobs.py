@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from maxpipe.config import Config, ConfigError, replace, resolve
-from maxpipe.config.catalog import REMAT_POLICIES
+from maxpipe.config.catalog import ENGINES, REMAT_POLICIES
 from maxpipe.config.rules.rule import Updates
 from maxpipe.planning.estimate import estimate
-from maxpipe.planning.stage_times import unit_times
+from maxpipe.planning.stage_times import first_layers, unit_times
 
 MOST_GAINS = 2
 
@@ -87,7 +87,10 @@ def gains(
 def _layer_times(config: Config) -> float:
     """Return the time of a microbatch on all stages, in units of the forward of a layer."""
     times = unit_times(config)
-    return config.model.stacked_layers * times.layer + times.head
+    first = sum(first_layers(config))
+    if ENGINES[config.pipeline.engine].lockstep:  # their backward begins at the tokens
+        first += first_layers(config).forward
+    return first + config.model.stacked_layers * times.layer + times.head
 
 
 def knobs(written: Config, resolved: Config, num_devices: int, num_slices: int) -> list[Knob]:

@@ -24,10 +24,9 @@ from maxpipe.config.sections import Config
 from maxpipe.devices.chips import chip_for, device_memory, short_name
 from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.pipeline.schedules.table import Table
-from maxpipe.planning.auto_stages import run_table
+from maxpipe.planning.auto_stages import bubble_fraction, run_table
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.footprint import itemsize, microbatch_tokens
-from maxpipe.planning.simulate import simulate
 from maxpipe.planning.stage_memory import StageMemory, units_in_flight
 
 
@@ -64,7 +63,7 @@ class StagesReport:
     Attributes:
       device_kind, num_devices: what was compiled for.
       schedule: its name.
-      bubble: idle fraction of the schedule, from the simulator with units of unit cost.
+      bubble: idle share of the stages' time, see `planning.auto_stages.bubble_fraction`.
       capacity: memory of a device; None if unknown.
       programs: compiled, in order of their dependencies.
       stages: memory by stage.
@@ -195,7 +194,7 @@ def analyse_stages(
         device_kind=devices[0].device_kind,
         num_devices=mesh.size,
         schedule=config.pipeline.schedule,
-        bubble=simulate(table).bubble_fraction,
+        bubble=bubble_fraction(config),
         capacity=device_memory(devices),
         programs=[],
     )

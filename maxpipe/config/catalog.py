@@ -317,6 +317,7 @@ class DataSource:
         the documents do. "" for documents that never change.
       needs_tokenizer: whether the documents stand for text. Ids of another source are drawn, as
         many as `data.tokenizer` has or, if the model has fewer, as the model has.
+      is_chat: whether the documents are conversations, which `data.chat_template` lays out.
       summary: a phrase for `--help`.
     """
 
@@ -326,6 +327,7 @@ class DataSource:
     companion: str = ""
     version: str = ""
     needs_tokenizer: bool = True
+    is_chat: bool = False
     summary: str = ""
 
 
@@ -336,6 +338,12 @@ SOURCES: dict[str, DataSource] = {
         suffixes=(".array_record", ".arrayrecord"),
         summary="ArrayRecord files",
     ),
+    "chat": DataSource(
+        _SOURCES + "chat:chat",
+        suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"),
+        is_chat=True,
+        summary="conversations, `messages` in JSON lines or parquet",
+    ),
     "jsonl": DataSource(
         _SOURCES + "text:jsonl",
         suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"),
@@ -343,6 +351,13 @@ SOURCES: dict[str, DataSource] = {
     ),
     "parquet": DataSource(
         _SOURCES + "parquet:parquet", suffixes=(".parquet",), summary="columns of parquet files"
+    ),
+    "python_help": DataSource(
+        _SOURCES + "python_help:python_help",
+        needs_path=False,
+        version=_SOURCES + "text:version_of_stdlib",
+        is_chat=True,
+        summary="conversations about functions of Python's standard library",
     ),
     "python_stdlib": DataSource(
         _SOURCES + "text:python_stdlib",

@@ -26,7 +26,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "data.packing",
         "data.sequence_length",
     ),
-    "tokenizer": ("data.tokenizer",),
+    "tokenizer": ("data.tokenizer", "data.chat_template"),
 }
 # A checkpoint has a data position for each sequence of a batch.
 FIXED = ("data.global_batch_size",)
@@ -35,7 +35,14 @@ _OF_A_LAYOUT = ("model.moe.dispatch",)
 # May also change with checkpoint.convert_dtype.
 DTYPES = ("model.dtype", "model.param_dtype")
 # What these name is compared by content where the checkpoint has a fingerprint of it.
-FINGERPRINTED = ("data.source", "data.path", "data.eval_path", "data.mixture", "data.tokenizer")
+FINGERPRINTED = (
+    "data.source",
+    "data.path",
+    "data.eval_path",
+    "data.mixture",
+    "data.tokenizer",
+    "data.chat_template",
+)
 # Keys about a single start, and about the place of the run.
 _OF_A_START = {
     "run_name",

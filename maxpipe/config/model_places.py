@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 SCHEME = "hf:"  # before a folder, where a key takes other things as well
 MAXTEXT = "maxtext:"  # before the directory of a checkpoint of MaxText, in `init_from`
-FOLDER_SCHEMES = (SCHEME, MAXTEXT)
+RUN = "run:"  # before the directory of another run, in `init_from`
+FOLDER_SCHEMES = (SCHEME, MAXTEXT, RUN)
 TOKENIZER = "tokenizer.json"
 PLAIN_IDS = "ids:"  # of data.tokenizer, before a number of ids that stand for no text
+CHATML = "chatml"  # of data.chat_template: a template that needs no file
 LEAST_PLAIN_IDS = 2  # one of them ends documents
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")  # org/name, org/name@revision
@@ -90,6 +92,11 @@ def maxtext_directory(value: str) -> str:
     """Return the directory of `maxtext:DIR`; "" if a value has another scheme or none."""
     is_maxtext = value.startswith(MAXTEXT)
     return os.path.expanduser(value.removeprefix(MAXTEXT)) if is_maxtext else ""
+
+
+def run_of(value: str) -> str:
+    """Return the directory of `run:DIR`; "" if a value has another scheme or none."""
+    return os.path.expanduser(value.removeprefix(RUN)) if value.startswith(RUN) else ""
 
 
 def is_url(folder: str) -> bool:

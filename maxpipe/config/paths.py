@@ -14,7 +14,7 @@ from typing import NamedTuple
 from maxpipe.config.catalog import SCHEDULES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.files import COMMAND_LINE, Setting
-from maxpipe.config.model_places import split_scheme
+from maxpipe.config.model_places import CHATML, split_scheme
 from maxpipe.config.values import Raw
 
 # Keys of what a run reads. Directories that it writes stay relative to the working directory.
@@ -22,6 +22,7 @@ LISTS = ("data.path", "data.eval_path")  # paths and globs, separated by commas
 MIXTURE = "data.mixture"
 NAMES: Mapping[str, Mapping[str, object]] = {  # a name of the catalogue, or a path
     "data.tokenizer": TOKENIZERS,
+    "data.chat_template": {CHATML: None},
     "init_from": {},
     "model.from_hf": {},
     "pipeline.schedule": SCHEDULES,

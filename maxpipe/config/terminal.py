@@ -4,7 +4,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
@@ -12,6 +12,12 @@ from maxpipe.config.errors import redacted
 
 INTERRUPTED = 130  # 128 + SIGINT
 CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a filter whose reader has ended
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+
+
+def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a stream is a terminal that shows colours; see https://no-color.org."""
+    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
 
 
 @contextmanager

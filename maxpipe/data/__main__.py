@@ -22,6 +22,7 @@ import numpy as np
 from maxpipe.config import Config, ConfigError, Problem
 from maxpipe.config.cli import exit_on_config_error, parse_args
 from maxpipe.config.load import derive_known
+from maxpipe.config.terminal import GREEN, RESET, wants_colour
 from maxpipe.data.check import check
 from maxpipe.data.loader import make_loader
 from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
@@ -71,7 +72,7 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.cache_dir)
     batch = next(loader)
     for row in range(min(num_rows, config.data.global_batch_size)):
-        print(*describe_row(batch, row, tokenizer), sep="\n")
+        print(*describe_row(batch, row, tokenizer, wants_colour(sys.stdout)), sep="\n")
     # Batches that were prefetched while the rows were printed must not count.
     for _ in range(config.data.prefetch + 1):
         next(loader)
@@ -79,16 +80,40 @@ def show(config: Config, num_rows: int, seconds: float) -> None:
     loader.close()
 
 
-def describe_row(batch: "Batch", row: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a row as lines: its size, then number, token range and text of each segment."""
+def describe_row(
+    batch: "Batch", row: int, tokenizer: Tokenizer, in_color: bool = False
+) -> Iterator[str]:
+    """Yield a row as lines: its size, then number, token range and text of each segment.
+
+    Where not all of a row is learned, what is learned stands between ⟦ and ⟧, or is green.
+    """
     segments = batch["segment_ids"][row]
     tokens = batch["tokens"][row]
     padding = int((segments == 0).sum())
     yield f"row {row}: {len(tokens)} tokens, {segments.max()} segments, {padding} of padding"
     for segment in range(1, segments.max() + 1):
         where = np.flatnonzero(segments == segment)
-        text = tokenizer.decode(tokens[where])
-        yield f"  segment {segment}, tokens {where[0]}-{where[-1]}: {text!r}"
+        weights = batch["weights"][row][where]
+        if weights.all():
+            text = repr(tokenizer.decode(tokens[where]))
+        else:
+            ids = np.append(tokens[where], batch["targets"][row][where[-1]])
+            text = _marked(ids, np.append(0, weights), tokenizer, in_color)
+        yield f"  segment {segment}, tokens {where[0]}-{where[-1]}: {text}"
+
+
+def _marked(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer, in_color: bool) -> str:
+    """Return the text of `ids` with the stretches whose weight is not 0 marked."""
+    before, after = (GREEN, RESET) if in_color else ("⟦", "⟧")
+    stretches = np.split(ids, np.flatnonzero(np.diff(weights != 0)) + 1)
+    texts = [tokenizer.decode(stretch) for stretch in stretches]
+    is_learned = bool(weights[0])
+    marked = ""
+    for text in texts:
+        shown = repr(text)[1:-1]
+        marked += f"{before}{shown}{after}" if is_learned else shown
+        is_learned = not is_learned
+    return marked
 
 
 def measure(loader: "Iterator[Batch]", config: Config, seconds: float) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.sections import Config
-from maxpipe.data.documents import BadDocument, Documents, Split
+from maxpipe.data.documents import BadDocument, Documents, MarkedText, Split
 from maxpipe.data.tokenizers import load_tokenizer
 
 SOUND, FOUND = 0, 1  # exit codes
@@ -75,7 +75,7 @@ def scan(documents: Documents, vocab_size: int, progress: Callable[[int], None])
             document = documents[index]
             if not len(document):
                 findings.empty += 1
-            elif not isinstance(document, str):
+            elif not isinstance(document, str | MarkedText):
                 problem = _outside(np.asarray(document), vocab_size)
                 findings.fatal += bool(problem)
         except BadDocument as error:

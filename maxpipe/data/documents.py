@@ -1,12 +1,13 @@
 """Provide documents by index, as text or token ids, split into training and evaluation.
 
-A document is a file, a stretch of one (`Spans`), or whatever else a data source returns.
+A document is a file, a stretch of one (`Spans`), or whatever else a data source returns. Of a
+conversation only what the assistant writes is a target (`MarkedText`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import implementation
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.tokenizers import Tokenizer
+from maxpipe.data.tokenizers import OffsetTokenizer, Tokenizer
 
 Split = Literal["train", "eval"]
 
@@ -27,14 +28,50 @@ class BadDocument(ConfigError):
     """
 
 
+@dataclass(frozen=True)
+class MarkedText:
+    """A complete text, begin and end included, of which only some characters are targets.
+
+    Attributes:
+      text: as the model reads it.
+      spans: start and end of each stretch of targets.
+    """
+
+    text: str
+    spans: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+Document = str | MarkedText | np.ndarray
+
+
 class Documents(Protocol):
     """What a data source returns; picklable, for worker processes, and reads documents lazily."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> str | np.ndarray:
-        """Return the text, or the token ids (integers, [tokens]) without begin and end marks."""
+    def __getitem__(self, index: int) -> Document:
+        """Return text or token ids (integers, [tokens]), both without begin and end of document, or
+        marked text.
+        """
         ...
+
+
+class Encoded(NamedTuple):
+    """A document as the model reads it.
+
+    Attributes:
+      ids: token ids, int32 [tokens].
+      weights: of each token as a target, float32 [tokens].
+    """
+
+    ids: np.ndarray
+    weights: np.ndarray
+
+
+_EMPTY = Encoded(np.empty(0, np.int32), np.empty(0, np.float32))
 
 
 def read_text(path: str, start: int = 0, end: int | None = None) -> str:
@@ -102,7 +139,7 @@ class Subset:
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, index: int) -> str | np.ndarray:
+    def __getitem__(self, index: int) -> Document:
         return self._documents[int(self._indices[index])]
 
     @property
@@ -181,11 +218,11 @@ def _hash(indices: np.ndarray) -> np.ndarray:
 
 
 class EncodedDocuments:
-    """Documents as token ids, each framed by begin and end of document.
+    """Documents as token ids, framed by begin and end of document unless the source does so.
 
     Args:
       documents: texts or token ids.
-      tokenizer: encodes texts; its special ids frame both.
+      tokenizer: encodes texts; its special ids frame documents that are not `MarkedText`.
       vocab_size: ids must be below it, because JAX would clamp larger ones silently.
       skips_bad: whether a `BadDocument` counts as one without tokens instead of ending the run.
     """
@@ -212,8 +249,11 @@ class EncodedDocuments:
         self._skipped = {}
         return skipped
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Return [bos?, tokens..., eos], int32; empty if the document has no tokens.
+    def __getitem__(self, index: int) -> Encoded:
+        """Return [bos?, tokens..., eos], all of them targets; empty if there are no tokens.
+
+        A `MarkedText` is its tokens alone, and those are targets that have a character of its
+        spans.
 
         Raises:
           ConfigError: a token id is outside the vocabulary.
@@ -231,13 +271,25 @@ class EncodedDocuments:
                     )
                 ) from error
             self._skipped[index] = str(error)
-            return np.empty(0, np.int32)
-        if isinstance(document, str):
-            ids = self._tokenizer.encode(document)
-        else:
-            ids = np.asarray(document)
+            return _EMPTY
+        if isinstance(document, MarkedText):
+            encoded = encode_marked(document, self._tokenizer)
+            self._check_ids(encoded.ids)
+            return encoded
+        ids = self._tokenizer.encode(document) if isinstance(document, str) else document
+        ids = np.asarray(ids)
         if ids.size == 0:
-            return np.empty(0, np.int32)
+            return _EMPTY
+        self._check_ids(ids)
+        bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
+        start = [] if bos is None or ids[0] == bos else [bos]
+        end = [] if ids[-1] == eos and ids.size + len(start) > 1 else [eos]
+        framed = np.concatenate(
+            [start, ids.astype(np.int32), end], dtype=np.int32, casting="unsafe"
+        )
+        return Encoded(framed, np.ones(len(framed), np.float32))
+
+    def _check_ids(self, ids: np.ndarray) -> None:
         if ids.max() >= self._vocab_size or ids.min() < 0:
             message = (
                 f"{self._vocab_size} is too small for the data: a document holds token ids "
@@ -245,7 +297,24 @@ class EncodedDocuments:
                 "tokens"
             )
             raise ConfigError(Problem("model.vocab_size", message))
-        bos, eos = self._tokenizer.bos_id, self._tokenizer.eos_id
-        start = [] if bos is None or ids[0] == bos else [bos]
-        end = [] if ids[-1] == eos and ids.size + len(start) > 1 else [eos]
-        return np.concatenate([start, ids.astype(np.int32), end], dtype=np.int32, casting="unsafe")
+
+
+def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
+    """Return the tokens of a text; those that have a character of its spans have weight 1.
+
+    Raises:
+      ConfigError: the tokenizer does not know the characters of its tokens.
+    """
+    if not hasattr(tokenizer, "encode_with_offsets"):
+        message = (
+            "does not tell which characters its tokens stand for, as conversations need; take a "
+            "tokenizer.json"
+        )
+        raise ConfigError(Problem("data.tokenizer", message))
+    offset_tokenizer = cast(OffsetTokenizer, tokenizer)
+    ids, offsets = offset_tokenizer.encode_with_offsets(document.text)
+    first, end = offsets.T
+    weights = np.zeros(len(ids), np.float32)
+    for span_first, span_end in document.spans:
+        weights[(first < span_end) & (end > span_first)] = 1
+    return Encoded(ids, weights)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import attribute_of
-from maxpipe.config.sections import Config
+from maxpipe.config.sections import Config, DataConfig
+from maxpipe.data.chat_template import load_chat_template
 from maxpipe.data.files import local_files, parts_of
 from maxpipe.data.tokenizers import tokenizer_files
 from maxpipe.storage.local_files import (
@@ -32,6 +33,7 @@ from maxpipe.storage.object_store import is_remote
 
 MOST_READ = 4096  # files of a source; of more files every n-th is read, and all sizes count
 NAMED = 64  # files whose names a fingerprint lists, for messages
+_TEMPLATE = "data.chat_template"
 _CACHED_FROM = 64  # files; fewer are quicker to read than to remember
 
 APPENDED, SHORTENED, REORDERED, CHANGED = "appended", "shortened", "reordered", "changed"
@@ -248,18 +250,22 @@ class DataFingerprint:
       train: the sources.
       eval: of `data.eval_path`; None without one.
       tokenizer: digest of the tokenizer's files, or its name.
+      chat_template: digest of the template that lays out conversations; "" without them.
     """
 
     key: str
     train: tuple[Corpus, ...]
     eval: Corpus | None
     tokenizer: str
+    chat_template: str
 
     def digests(self) -> dict[str, str]:
         """Return a digest for each key that names data or the tokenizer."""
         digests = {self.key: _of_sources(self.train), "data.tokenizer": self.tokenizer}
         if self.eval is not None:
             digests["data.eval_path"] = _of_sources([self.eval])
+        if self.chat_template:
+            digests[_TEMPLATE] = self.chat_template
         return digests
 
     def to_json(self) -> dict[str, Any]:
@@ -268,6 +274,7 @@ class DataFingerprint:
             "data": [asdict(corpus.fingerprint) for corpus in self.train],
             "eval": asdict(self.eval.fingerprint) if self.eval else None,
             "tokenizer": self.tokenizer,
+            "chat_template": self.chat_template,
         }
 
     def changes_since(self, saved: Mapping[str, Any]) -> list[DataChange]:
@@ -297,6 +304,10 @@ class DataFingerprint:
         if saved["tokenizer"] != self.tokenizer:
             text = f"its files have digest {self.tokenizer}, then {saved['tokenizer']}"
             differing.append(DataChange("data.tokenizer", CHANGED, text))
+        before_template = saved.get("chat_template", "")  # earlier versions had no conversations
+        if before_template != self.chat_template:
+            text = f"the template has digest {self.chat_template!r}, then {before_template!r}"
+            differing.append(DataChange(_TEMPLATE, CHANGED, text))
         return differing
 
 
@@ -319,7 +330,8 @@ def fingerprint_data(config: Config) -> DataFingerprint:
         key = "data.path" if SOURCES[data.source].needs_path else "data.source"
         train = (Corpus(data.source, data.path, 1.0, cache),)
     evaluation = Corpus(data.source, data.eval_path, 1.0, cache) if data.eval_path else None
-    return DataFingerprint(key, train, evaluation, tokenizer_digest(data.tokenizer, cache))
+    tokenizer = tokenizer_digest(data.tokenizer, cache)
+    return DataFingerprint(key, train, evaluation, tokenizer, _template_digest(data))
 
 
 def data_digests(config: Config) -> dict[str, str]:
@@ -353,6 +365,16 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
         message = f"{file} cannot be read: {error.strerror}"
         raise ConfigError(Problem("data.tokenizer", message)) from error
     return digest.hexdigest()
+
+
+def _template_digest(data: DataConfig) -> str:
+    """Return a digest of the chat template and what it may write, "" without conversations."""
+    read = [entry["source"] for entry in data.mixture] or [data.source]
+    if not any(SOURCES[source].is_chat for source in read):
+        return ""
+    template = load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
+    content = json.dumps([template.source, sorted(template.special_tokens)])
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def _list_files(source: str, path: str) -> list[_Listed]:

@@ -34,8 +34,9 @@ class Loader(Iterator["Batch"]):
     """An endless iterator of batches, made by `make_loader`.
 
     `next(loader)` returns `tokens`, `targets`, `positions`, `segment_ids` (int32 [R, T]) and
-    `weights` (float32 [R, T]): weight 1 for real targets, 0 for padding; segments from 1, 0 for
-    padding; positions from 0 within each segment.
+    `weights` (float32 [R, T]): weight 1 for targets, 0 for padding and for what others than the
+    assistant say in a conversation; segments from 1, 0 for padding; positions from 0 within each
+    segment.
 
     Args:
       iterators: worker w yields (batch, state) of rows w::len(iterators).

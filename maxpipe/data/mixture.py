@@ -16,7 +16,7 @@ from grain.experimental import index_shuffle
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.rules.run import LEAST_SHARE
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.documents import Documents, Split, notes_of, open_documents
+from maxpipe.data.documents import Document, Documents, Split, notes_of, open_documents
 from maxpipe.data.rows import DocumentOrder, Order
 
 ROUND = round(1 / LEAST_SHARE)  # draws
@@ -62,7 +62,7 @@ class Concatenation:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def __getitem__(self, index: int) -> str | np.ndarray:
+    def __getitem__(self, index: int) -> Document:
         source = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return self._sources[source][int(index - self._firsts[source])]
 

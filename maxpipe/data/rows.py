@@ -4,7 +4,8 @@ A document of tokens d_1..d_L becomes the (input, target) pairs of [bos, d_1..d_
 all but the last, targets all but the first (without bos if the tokenizer has none). A row's stream
 is the concatenation of the pairs of its documents, and sequence n of a row holds pairs [n*T,
 (n+1)*T) of its stream. Every token of every document is therefore a target exactly once per epoch,
-no target crosses from one document into the next, and packed sequences have no padding.
+no target crosses from one document into the next, and packed sequences have no padding. A pair's
+weight is that of its target: 1, or 0 for what others say in a conversation.
 
 Example, T=4, documents "ab" and "c": the pairs are bos>a a>b b>eos bos>c c>eos, so sequence 0 holds
 bos>a a>b b>eos bos>c (segments 1 1 1 2, positions 0 1 2 0) and sequence 1 begins with c>eos.
@@ -22,7 +23,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict
 
 import grain
 import numpy as np
@@ -30,7 +31,7 @@ from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset, index_shuffle
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.documents import EncodedDocuments
+from maxpipe.data.documents import Encoded, EncodedDocuments
 
 Batch = dict[str, np.ndarray]
 
@@ -68,6 +69,14 @@ class DocumentOrder:
         return index_shuffle(position, max_index=self.num_documents - 1, seed=seed, rounds=4)
 
 
+class Pairs(NamedTuple):
+    """Consecutive pairs of a document, each [pairs]: int32, int32 and float32."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+
+
 class RowStream:
     """The endless stream of one row: documents row, row + B, row + 2B, ... of all epochs.
 
@@ -83,7 +92,7 @@ class RowStream:
         self._order = order
         self._stride = stride
         self._epoch, self._position, self._offset = (int(x) for x in state)
-        self._ids: np.ndarray | None = None
+        self._document: Encoded | None = None
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -95,36 +104,36 @@ class RowStream:
         """Return the pairs of the current document already used; 0 at the start of a document."""
         return self._offset
 
-    def take(self, limit: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs and targets, int32 [pairs], of one document: at least 1, at most `limit`.
+    def take(self, limit: int) -> Pairs:
+        """Return pairs of one document: at least 1, at most `limit`.
 
         Raises:
           ConfigError: as many consecutive documents as there are hold no tokens.
         """
-        ids = self._current()
+        ids, weights = self._current()
         end = min(self._offset + limit, len(ids) - 1)
-        inputs = ids[self._offset : end]
-        targets = ids[self._offset + 1 : end + 1]
+        of_targets = slice(self._offset + 1, end + 1)
+        pairs = Pairs(ids[self._offset : end], ids[of_targets], weights[of_targets])
         self._offset = end
         if end == len(ids) - 1:
             self.skip_rest()
-        return inputs, targets
+        return pairs
 
     def skip_rest(self) -> None:
         """Move to the start of the next document."""
         epochs, self._position = divmod(self._position + self._stride, self._order.num_documents)
         self._epoch += epochs
         self._offset = 0
-        self._ids = None
+        self._document = None
 
-    def _current(self) -> np.ndarray:
+    def _current(self) -> Encoded:
         # Each epoch has an order of its own: the same few empty documents may follow each other.
         attempts = self._order.num_documents + 100
         for _ in range(attempts):
-            if self._ids is None:
-                self._ids = self._documents[self._order(self._epoch, self._position)]
-            if len(self._ids) > self._offset + 1:
-                return self._ids
+            if self._document is None:
+                self._document = self._documents[self._order(self._epoch, self._position)]
+            if len(self._document.ids) > self._offset + 1:
+                return self._document
             self.skip_rest()
         message = (
             f"{attempts} documents, one after the other, hold no tokens "
@@ -158,14 +167,14 @@ def fill_row(batch: Batch, row: int, stream: RowStream, packing: bool) -> None:
     start = 0
     segment = 0
     while start < length and (packing or segment == 0):
-        inputs, targets = stream.take(length - start)
-        end = start + len(inputs)
+        pairs = stream.take(length - start)
+        end = start + len(pairs.inputs)
         segment += 1
-        batch["tokens"][row, start:end] = inputs
-        batch["targets"][row, start:end] = targets
-        batch["positions"][row, start:end] = np.arange(len(inputs))
+        batch["tokens"][row, start:end] = pairs.inputs
+        batch["targets"][row, start:end] = pairs.targets
+        batch["positions"][row, start:end] = np.arange(end - start)
         batch["segment_ids"][row, start:end] = segment
-        batch["weights"][row, start:end] = 1
+        batch["weights"][row, start:end] = pairs.weights
         start = end
         if not packing and stream.offset:
             stream.skip_rest()

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from maxpipe.config.model_places import (
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
 _CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -54,6 +55,16 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids` without special tokens."""
+        ...
+
+
+class OffsetTokenizer(Tokenizer, Protocol):
+    """A tokenizer that knows which characters of a text each token stands for."""
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids, int32 [tokens], and first and last-plus-one character of each,
+        int64 [tokens, 2].
+        """
         ...
 
 
@@ -94,6 +105,35 @@ def tokenizer_files(name_or_path: str, cache_dir: str = "") -> list[Path]:
     file = file / "tokenizer.json" if file.is_dir() else file
     config = file.with_name(_CONFIG)
     return [file, config] if config.is_file() else [file]
+
+
+class TemplateFiles(NamedTuple):
+    """The files of a tokenizer that may hold its chat template; None for one that is missing.
+
+    Attributes:
+      config: tokenizer_config.json.
+      template: chat_template.jinja, which counts if it is there.
+    """
+
+    config: Path | None
+    template: Path | None
+
+
+def template_files(name_or_path: str, cache_dir: str = "") -> TemplateFiles:
+    """Return where the chat template of a tokenizer may be; arguments as for `load_tokenizer`.
+
+    Raises:
+      ConfigError: an object store or the hub cannot be read.
+    """
+    if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
+        return TemplateFiles(None, None)
+    if folder := tokenizer_folder(name_or_path):
+        directory = open_folder(folder, "data.tokenizer").fetch((_CONFIG, _TEMPLATE), cache_dir)
+    else:
+        path = Path(tokenizer_path(name_or_path))
+        directory = path if path.is_dir() else path.parent
+    files = (directory / _CONFIG, directory / _TEMPLATE)
+    return TemplateFiles(*(file if file.exists() else None for file in files))
 
 
 @cache
@@ -155,6 +195,12 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes of the text, int32 [bytes]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of the text, int32 [bytes], and the character of each, [bytes, 2]."""
+        lengths = [len(character.encode("utf-8")) for character in text]
+        characters = np.repeat(np.arange(len(text)), lengths)
+        return self.encode(text), np.stack([characters, characters + 1], axis=1)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -293,6 +339,11 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return token ids, int32 [tokens]."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids, int32 [tokens], and the characters of each, int64 [tokens, 2]."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Return token ids with the special tokens that the file's post-processor adds."""

@@ -17,10 +17,35 @@ import os
 
 import jax
 
+from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 
 THREADS_PER_DEVICE = 16
 MOST_THREADS = 256  # XLA makes no larger pool
+
+
+def has_started() -> bool:
+    """Return whether JAX has made its devices, of which there can be no others in this process."""
+    from jax._src import xla_bridge  # there is no public name for it
+
+    return xla_bridge.backends_are_initialized()
+
+
+def check_simulated(devices: int) -> None:
+    """Check that JAX, which has started, simulates as many devices; accelerators are used as is.
+
+    Raises:
+      ConfigError: it has other CPU devices.
+    """
+    started = jax.local_device_count()
+    if jax.default_backend() == "cpu" and started != devices:
+        message = (
+            f"JAX has started in this process with {started} CPU device{'s' * (started > 1)}, and "
+            f"cannot change to {devices}: restart Python (a notebook's kernel) and begin the run "
+            f"before anything else uses JAX, or take mesh.simulated_devices={started} with a mesh "
+            "that fits"
+        )
+        raise ConfigError(Problem("mesh.simulated_devices", message))
 
 
 def start_threads(config: Config, devices: int, processes: int) -> None:

@@ -140,7 +140,33 @@ class Decoder:
             context = dot_product_attention(q, k, v, segments, options)
             return context, tuple(jnp.pad(x, padding) for x in self._cached(k, v))
 
-        return self._run(params, tokens, jnp.zeros((), jnp.int32), attend_prompt, None)
+        start = jnp.zeros((), jnp.int32)
+        x, cache = self._run(params, tokens, start, attend_prompt, None)
+        return self._program.logits(params, x[:, -1]), cache
+
+    def logits(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Read whole sequences.
+
+        Args:
+          params: of all layers.
+          tokens: int32 [B,T], T at most W; each row begins a text.
+
+        Returns:
+          The logits of the token after each, float32 [B,T,V].
+        """
+        assert 0 < tokens.shape[1] <= self._window
+
+        def attend_all(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            cache: KeysValues | None,
+            options: AttentionOptions,
+        ) -> tuple[jax.Array, KeysValues]:
+            return dot_product_attention(q, k, v, jnp.ones_like(tokens), options), ()
+
+        x, _ = self._run(params, tokens, jnp.zeros((), jnp.int32), attend_all, None)
+        return self._program.logits(params, x)
 
     def step(
         self, params: Params, token: jax.Array, position: jax.Array, cache: Cache
@@ -180,7 +206,8 @@ class Decoder:
             context = attend(q, keys, values, mask, sinks=options.sinks, soft_cap=options.soft_cap)
             return context, updated
 
-        return self._run(params, token[:, None], position, attend_to_cache, cache)
+        x, cache = self._run(params, token[:, None], position, attend_to_cache, cache)
+        return self._program.logits(params, x[:, -1]), cache
 
     def _cached(self, k: jax.Array, v: jax.Array) -> KeysValues:
         """Return what the cache holds of keys and values."""
@@ -194,7 +221,7 @@ class Decoder:
         cached_attention: CachedAttention,
         cache: Cache | None,
     ) -> tuple[jax.Array, Cache]:
-        """Read tokens [B,T] from position `start` on; return (logits after the last one, cache)."""
+        """Read tokens [B,T] from position `start` on; return (activations [B,T,D], cache)."""
         rows, length = tokens.shape
         positions = start + jnp.arange(length, dtype=jnp.int32)  # [T]
         side = SideInputs(
@@ -242,7 +269,7 @@ class Decoder:
         index = jnp.arange(self._config.first_dense_layers, self._config.num_layers)
         before = None if cache is None else cache.stacked
         x, stacked = jax.lax.scan(layer, x, (params["layers"], before, index))
-        return self._program.logits(params, x[:, -1]), Cache(first_caches, stacked)
+        return x, Cache(first_caches, stacked)
 
 
 def load_parameters(step_directory: Path, config: Config) -> Params:

@@ -2,28 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import check_block, find_step
-from maxpipe.checkpoint.steps import StepStore
-from maxpipe.config import Config, ConfigError, Problem
-from maxpipe.config.catalog import TOKENIZERS
-from maxpipe.config.load import from_record
-from maxpipe.data.fingerprint import tokenizer_digest
-from maxpipe.data.tokenizers import (
-    TOKENIZER,
-    Tokenizer,
-    encode_prompt,
-    load_tokenizer,
-    main_file,
-    without_special_tokens,
-)
-from maxpipe.generation.decoding import Sampling, generate, load_parameters
-from maxpipe.hf.origin import ORIGIN, end_ids, origin_of
+from maxpipe.checkpoint.run_argument import find_step
+from maxpipe.data.tokenizers import without_special_tokens
+from maxpipe.generation.decoding import Sampling
+from maxpipe.generation.model import Model
+from maxpipe.generation.text import check_tokens, read_prompt
 
 DONE, NOT_LOADED = 0, 1  # exit codes
 
@@ -37,160 +23,27 @@ def launch(flags: argparse.Namespace) -> int:
     store = open_steps(flags.run_dir, "RUN_DIR")
     step = find_step(store, flags.step)
     try:
-        meta = store.record(step).meta
-        config = from_record(meta.get("config", {}))
-        check_block(config)
-        tokenizer = find_tokenizer(flags.tokenizer, config, meta, store)
-        ends = {tokenizer.eos_id, *flags.stop_token}
-        if flags.tokenizer is None:
-            ends |= imported_ends(config, store)
-        check_tokens(flags.stop_token, config.model.num_token_ids)
-        prompt = read_prompt(flags.prompt, tokenizer, config.data.sequence_length)
-        with store.local_copy(step) as directory:
-            params = load_parameters(directory, config)
+        model = Model(store, step, flags.tokenizer)
+        # What the command line names is looked at before the parameters are read.
+        tokenizer = model.tokenizer
+        check_tokens(flags.stop_token, model.config.model.num_token_ids)
+        prompt = read_prompt(flags.prompt, tokenizer, model.config.data.sequence_length)
+        model.load()
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
         print(f"error: {store}/{step}: {error}", file=sys.stderr)
         return NOT_LOADED
-    sampling = Sampling(flags.temperature, flags.top_k, flags.top_p)
-    stream = TextStream(tokenizer, prompt)
-    written = ""
     _show(without_special_tokens(tokenizer, flags.prompt))
-    for token in generate(
-        config, params, prompt, sampling, seed=flags.seed, max_tokens=flags.max_tokens
+    for text in model.stream(
+        prompt,
+        Sampling(flags.temperature, flags.top_k, flags.top_p),
+        seed=flags.seed,
+        max_tokens=flags.max_tokens,
+        stop=flags.stop,
+        stop_tokens=flags.stop_token,
     ):
-        if token in ends:
-            break
-        text = stream.add(token)
         _show(text)
-        written += text
-        if any(stop in written for stop in flags.stop):
-            break
-    _show(stream.finish() + "\n")
+    _show("\n")
     return DONE
-
-
-def find_tokenizer(
-    flag: str | None, config: Config, meta: Mapping[str, Any], store: StepStore
-) -> Tokenizer:
-    """Return the tokenizer that --tokenizer names, or that of the run if the flag is None.
-
-    Args:
-      flag: value of --tokenizer.
-      config: of the checkpoint.
-      meta: of the checkpoint.
-      store: of the run, which has a copy of its tokenizer.
-
-    Raises:
-      ConfigError: it does not exist, or no longer, or has ids that the model does not know.
-    """
-    name_or_path = flag
-    try:
-        if flag is None:
-            name_or_path, tokenizer = _tokenizer_of_run(config, meta, store)
-        else:
-            tokenizer = load_tokenizer(flag)
-    except ConfigError as error:
-        if flag is not None:
-            problems = [Problem("--tokenizer", problem.message) for problem in error.problems]
-            raise ConfigError(*problems) from error
-        moved = Problem("--tokenizer", "names the tokenizer of the run if it has moved")
-        raise ConfigError(*error.problems, moved) from error
-    model_size = config.model.num_token_ids
-    if tokenizer.vocab_size > model_size:
-        message = (
-            f"{name_or_path} has {tokenizer.vocab_size} ids, the model {model_size}: "
-            "it was trained with another"
-        )
-        raise ConfigError(Problem("--tokenizer", message))
-    return tokenizer
-
-
-def _tokenizer_of_run(
-    config: Config, meta: Mapping[str, Any], store: StepStore
-) -> tuple[str, Tokenizer]:
-    """Return path and tokenizer: the run's copy, or the original if that alone fits the step."""
-    original = config.data.tokenizer
-    fingerprint = meta.get("fingerprint")
-    expected = fingerprint.get("tokenizer") if isinstance(fingerprint, Mapping) else None
-    with store.local_files(TOKENIZER) as files:
-        copy = main_file(files)
-        paths = [original] if copy is None or original in TOKENIZERS else [str(copy), original]
-        for path in paths:
-            with suppress(ConfigError):
-                if expected is not None and tokenizer_digest(path) == expected:
-                    return path, load_tokenizer(path)
-        if expected is not None:
-            warning = f"{paths[0]} is not the tokenizer that the run was trained with, or is gone"
-            print(f"warning: {warning}", file=sys.stderr)
-        return paths[0], load_tokenizer(paths[0])
-
-
-def imported_ends(config: Config, store: StepStore) -> set[int]:
-    """Return the ids that end a text in the model that a run was imported from.
-
-    There are none if the run was trained with another tokenizer, and none in a run that was not
-    imported. Models for chats end a text with several tokens.
-    """
-    with store.local_files(ORIGIN) as kept, store.local_files(TOKENIZER) as companions:
-        return end_ids(origin_of(config, kept), companions)
-
-
-def check_tokens(ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ConfigError for ids of --stop-token that the model cannot draw."""
-    if outside := [str(token) for token in ids if token >= vocab_size]:
-        message = f"the model has no token {', '.join(outside)}; its ids are below {vocab_size}"
-        raise ConfigError(Problem("--stop-token", message))
-
-
-def read_prompt(prompt: str, tokenizer: Tokenizer, limit: int) -> list[int]:
-    """Return the token ids of a prompt, as the tokenizer itself frames it.
-
-    Raises:
-      ConfigError: it is empty, or has more than `limit` tokens.
-    """
-    if not len(tokenizer.encode(prompt)):
-        raise ConfigError(Problem("--prompt", "is empty; give the text to continue"))
-    ids = encode_prompt(tokenizer, prompt)
-    if len(ids) > limit:
-        message = (
-            f"has {len(ids)} tokens, and the model has learned {limit} positions "
-            "(data.sequence_length); shorten it"
-        )
-        raise ConfigError(Problem("--prompt", message))
-    return ids
-
-
-class TextStream:
-    """Decodes a growing sequence of tokens; a character may take several of them.
-
-    Args:
-      tokenizer: decodes.
-      ids: tokens before the first new one, such as a prompt; their text is not returned.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int]):
-        self._tokenizer = tokenizer
-        # The earlier tokens are decoded together with the next ones, because some tokenizers drop
-        # the space that a text begins with.
-        self._ids = list(ids)
-        self._shown = tokenizer.decode(self._ids)
-
-    def add(self, token: int) -> str:
-        """Return the text that `token` completes; "" in the middle of a character."""
-        num_earlier = len(self._ids)
-        self._ids = [*self._ids, token]
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd"):
-            return ""
-        completed = text[len(self._shown) :]
-        # The newest token is context enough for the next ones.
-        self._ids = self._ids[num_earlier:]
-        self._shown = self._tokenizer.decode(self._ids)
-        return completed
-
-    def finish(self) -> str:
-        """Return the text of a last character that was never completed."""
-        return self._tokenizer.decode(self._ids)[len(self._shown) :]
 
 
 def _show(text: str) -> None:

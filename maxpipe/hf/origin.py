@@ -10,7 +10,13 @@ from pathlib import Path
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE
-from maxpipe.config.model_places import TOKENIZER, folder_of, maxtext_directory, open_folder
+from maxpipe.config.model_places import (
+    TOKENIZER,
+    folder_of,
+    maxtext_directory,
+    open_folder,
+    run_of,
+)
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import Tokenizer, main_file
 
@@ -33,9 +39,13 @@ _EOS = "eos_token_id"
 def read_origin(config: Config) -> dict[str, bytes]:
     """Return the files to keep, by name; none if the run is not imported.
 
+    A run that starts from another keeps the files of that one.
+
     Raises:
       ConfigError: an object store or the hub cannot be read.
     """
+    if run := run_of(config.init_from):
+        return {file.name: file.read_bytes() for file in sorted(Path(run, ORIGIN).glob("*"))}
     weights = "" if maxtext_directory(config.init_from) else config.init_from
     key, value = ("init_from", weights) if weights else ("model.from_hf", config.model.from_hf)
     contents: dict[str, bytes] = {}

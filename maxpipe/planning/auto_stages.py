@@ -16,7 +16,7 @@ from maxpipe.config.rules.rule import Updates
 from maxpipe.config.sections import Config
 from maxpipe.config.values import AUTO
 from maxpipe.devices.chips import GIB
-from maxpipe.pipeline.layout import layers_in_chunks
+from maxpipe.pipeline.layout import build_layout, layers_in_chunks
 from maxpipe.pipeline.schedules.load import build_table, is_timed, times_of_chunks
 from maxpipe.pipeline.schedules.table import KINDS, ScheduleError, Table, from_ticks
 from maxpipe.planning.simulate import Costs, Simulation, simulate
@@ -103,6 +103,23 @@ def predict(config: Config, sizes: Sequence[int]) -> Prediction:
     )
 
 
+def bubble_fraction(config: Config) -> float:
+    """Return the idle share of the stages' time, from 0 to 1.
+
+    One program computes equal chunks, padding among them. Where each stage has programs of its own,
+    chunks take as long as their layers do, and the last one as long as the head besides.
+
+    Args:
+      config: resolved, its stages chosen.
+
+    Raises:
+      ScheduleError: the schedule cannot be built.
+    """
+    if ENGINES[config.pipeline.engine].one_program:
+        return simulate(build_table(config)).bubble_fraction
+    return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
+
+
 def uniform_sizes(config: Config) -> list[int] | None:
     """Return chunks of one size, or None if the layers do not divide."""
     chunks = run_table(config).num_chunks
@@ -125,17 +142,19 @@ def plan_stages(config: Config, limit: float) -> Prediction:
     """
     table, times = run_table(config), unit_times(config)
     memory = StageMemory(config, table)
-    head_stage = int(table.stage_of_chunk[-1])
+    first_stage, head_stage = int(table.stage_of_chunk[0]), int(table.stage_of_chunk[-1])
 
     @cache
     def fits(stage: int, sizes: Sizes) -> bool:
         return memory.bytes(stage, sizes) <= limit
 
     def time(stage: int, first: int, sizes: Sizes) -> float:
-        count, head = sum(sizes), times.head if stage == head_stage else 0.0
+        count, ends = sum(sizes), times.head if stage == head_stage else 0.0
+        if stage == first_stage:
+            ends += times.first_layers
         # Several chunks of a stage do not lie one after another: layers count as average ones.
         layers = times.of_layers(first, count) if len(sizes) == 1 else times.layer * count
-        return layers + head
+        return layers + ends
 
     sizes = _distribute(
         config,
@@ -235,12 +254,13 @@ def _distribute(
         stage, the first layer if it has one chunk, and the sizes.
     """
     total, times = config.pipeline.parallel_layers, unit_times(config)
-    head_stage = table.stage_of_chunk[-1]
+    first_stage, head_stage = table.stage_of_chunk[0], table.stage_of_chunk[-1]
 
     @cache
     def chunks(stage: int, layers: int) -> Sizes:
         head = times.head / times.layer if stage == head_stage else 0.0
-        return tuple(chunk_sizes(layers, table.num_repeats, head))
+        first = times.first_layers / times.layer if stage == first_stage else 0.0
+        return tuple(chunk_sizes(layers, table.num_repeats, head, first))
 
     def cost_of(stage: int, first: int, count: int) -> float:
         return cost(stage, first, chunks(stage, count)) if count >= table.num_repeats else inf

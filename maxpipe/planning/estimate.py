@@ -17,6 +17,7 @@ from maxpipe.pipeline.engines.scheduled.plan import lockstep_plan
 from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
+    first_layers_width,
     gradient_copies,
     itemsize,
     layer_of,
@@ -28,6 +29,7 @@ from maxpipe.planning.footprint import (
     stash_width,
     total_parameters,
     weights_in_use,
+    with_dense_layers,
     working_width,
 )
 from maxpipe.planning.stores import (
@@ -92,7 +94,7 @@ def estimate(config: Config) -> Memory:
     at_rest = total_parameters(config)
     is_gathered = (
         config.mesh.size("fsdp") > 1
-        and pipeline.fsdp_gather != "per_iteration"
+        and pipeline.gathers_whole
         and ENGINES[pipeline.engine].has_stages
     )
     gathered = total_parameters(config, ("fsdp",)) if is_gathered else 0.0
@@ -142,8 +144,11 @@ def traffic(config: Config, memory: Memory) -> float:
     update = 2 * (memory.parameters + memory.optimizer) + memory.gradients
     tokens = microbatch_tokens(config) * count
     width = 2 * layer_of(config).result_width  # written once, read once
-    layers = config.model.stacked_layers / config.mesh.size("stage")
-    return weights + update + _PASSES * size * tokens * layers * width
+    widths = config.model.stacked_layers * width
+    if first := config.model.first_dense_layers:
+        widths += first * 2 * layer_of(with_dense_layers(config)).result_width
+    # Layers outside the pipeline are divided among the stages, too.
+    return weights + update + _PASSES * size * tokens * widths / config.mesh.size("stage")
 
 
 def _activations(config: Config) -> float:
@@ -155,7 +160,7 @@ def _activations(config: Config) -> float:
     )
     rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
     if not engine.has_stages:
-        stored = sequential_store(model.num_layers)
+        stored = sequential_store(model.stacked_layers)
     elif engine.lockstep:
         sizes = lockstep_plan(build_table(config)).sizes
         stored = lockstep_store(
@@ -164,13 +169,16 @@ def _activations(config: Config) -> float:
     else:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         stored = circular_store(stages, pipeline.num_microbatches, pipeline.num_repeats, delay)
-    # The first dense layers count as if they had experts.
-    outside = layout.num_outside + model.first_dense_layers
-    columns = stored_columns(stored, layout.layers_per_stage, outside, widths)
+    first = first_layers_width(config)
+    columns = stored_columns(stored, layout.layers_per_stage, layout.num_outside, widths, first)
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1
     column = tokens * itemsize(model.dtype)
     # The head has done its work before the backward of a layer begins.
-    working = max(column * working_width(config), logits_bytes(config, tokens / head_shards))
+    width = working_width(config)
+    if model.first_dense_layers:
+        share = stored.outside if engine.lockstep else 1.0  # of the rows of a microbatch
+        width = max(width, float(share) * working_width(with_dense_layers(config)))
+    working = max(column * width, logits_bytes(config, tokens / head_shards))
     return column * float(columns) + working

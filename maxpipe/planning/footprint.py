@@ -5,6 +5,7 @@ Widths are values of `model.dtype` per token of a microbatch.
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -88,6 +89,11 @@ def total_parameters(config: Config, whole_over: Collection[str] = ()) -> float:
     )
 
 
+def with_dense_layers(config: Config) -> Config:
+    """Return the configuration of a model whose layers are all like the first dense ones."""
+    return replace(config, model=config.model.dense)
+
+
 def layer_of(config: Config) -> Layer:
     """Return the tensors and products of a layer of a resolved configuration."""
     sizes = {axis: config.mesh.size(axis) for axis in MESH_AXES}
@@ -106,6 +112,22 @@ def residual_width(config: Config) -> float:
         return layer.residual_bytes() / itemsize(config.model.dtype)
     layer_input = config.model.embed_dim if by_layer else 0
     return layer_input + layer.saved_width(policy.device)
+
+
+def first_layers_width(config: Config) -> float:
+    """Return the width of what the first dense layers keep of a microbatch, with their inputs.
+
+    Each of them applies the policy to itself, whatever the pipeline's layers do.
+    """
+    first = config.model.first_dense_layers
+    if not first:
+        return 0.0
+    layer, policy = layer_of(with_dense_layers(config)), remat_policy(config.pipeline)
+    if policy.everything:
+        saved = layer.residual_bytes() / itemsize(config.model.dtype)
+    else:
+        saved = layer.saved_width(policy.device)
+    return first * (config.model.embed_dim + saved)
 
 
 def offloaded_width(config: Config) -> float:
@@ -135,7 +157,7 @@ def weights_in_use(config: Config, layers: float) -> float:
       layers: of a chunk.
     """
     pipeline, has_stages = config.pipeline, ENGINES[config.pipeline.engine].has_stages
-    if config.mesh.size("fsdp") == 1 or (has_stages and pipeline.fsdp_gather != "per_iteration"):
+    if config.mesh.size("fsdp") == 1 or (has_stages and pipeline.gathers_whole):
         return 0.0
     layer = device_parameters(config, "layers", whole_over=STORAGE_AXES)
     return layer * (itemsize(config.model.dtype) * (layers if has_stages else 1.0) + 4.0)
@@ -173,7 +195,7 @@ def working_width(config: Config) -> float:
     """
     layer = layer_of(config)
     others = (config.mesh.size("context") - 1) * layer.key_value_width
-    if (devices := config.mesh.size(EXPERT_AXIS)) > 1:
+    if config.model.moe.experts and (devices := config.mesh.size(EXPERT_AXIS)) > 1:
         # Tokens of all devices, and what the experts of this one add to them.
         others += 2 * devices * config.model.embed_dim
     return 2 * (layer.result_width + others + layer.elementwise_width)

@@ -30,7 +30,7 @@ def gathers_ahead(config: Config, mesh: Mesh, note: Callable[[str], None]) -> bo
     gathers_layer_by_layer = pipeline.scan_layers_per_stage and layers > 1
     if (
         not ENGINES[pipeline.engine].takes(KEY)
-        or pipeline.fsdp_gather != "per_iteration"
+        or pipeline.gathers_whole
         or gathers_layer_by_layer
         or ring == 1
     ):

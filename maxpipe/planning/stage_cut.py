@@ -70,7 +70,7 @@ def balance_layers(
     return [-n for n in spread(0, total)[1]]
 
 
-def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0) -> list[int]:
+def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0, first: float = 0.0) -> list[int]:
     """Distribute a stage's layers over its chunks, at least one each and otherwise evenly.
 
     The first chunks get more where the layers do not divide.
@@ -79,10 +79,12 @@ def chunk_sizes(layers: int, num_chunks: int, last: float = 0.0) -> list[int]:
       layers: at least as many as chunks.
       num_chunks: of the stage.
       last: what its last chunk does besides its layers, in layers.
+      first: likewise of its first chunk.
     """
     assert layers >= num_chunks
     sizes = [1] * num_chunks
-    extra = [0.0] * (num_chunks - 1) + [last]
+    extra = [first] + [0.0] * (num_chunks - 1)
+    extra[-1] += last
     for _ in range(layers - num_chunks):
         least = min(range(num_chunks), key=lambda c: sizes[c] + extra[c])
         sizes[least] += 1

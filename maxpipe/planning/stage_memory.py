@@ -20,6 +20,7 @@ from maxpipe.pipeline.schedules.table import KINDS, Table
 from maxpipe.pipeline.weights import STORAGE_AXES
 from maxpipe.planning.footprint import (
     device_parameters,
+    first_layers_width,
     handed_over_width,
     itemsize,
     layer_of,
@@ -28,6 +29,7 @@ from maxpipe.planning.footprint import (
     offloaded_width,
     optimizer_bytes,
     residual_width,
+    with_dense_layers,
     working_width,
 )
 
@@ -48,7 +50,7 @@ class StageMemory:
 
     def bytes(self, stage: int, sizes: Sequence[int]) -> float:
         """Return the peak on one device of a stage whose chunks have so many layers."""
-        working = self._working(max(sizes)) + self._gathered_weights(stage, max(sizes))
+        working = self._working(stage, max(sizes)) + self._gathered_weights(stage, max(sizes))
         if self._is_last(stage):
             working += logits_bytes(self._config, microbatch_tokens(self._config))
         return self.state_bytes(stage, sum(sizes)) + self.in_flight_bytes(stage, sizes) + working
@@ -99,19 +101,26 @@ class StageMemory:
         embed, layers = self._config.model.embed_dim, np.asarray(sizes, float)
         unit = embed + layers * residual_width(self._config)
         handed_over = embed + layers * handed_over_width(self._config)
+        if self._is_first(stage) and (first := self._config.model.first_dense_layers):
+            # The units of the first chunk run these layers, too.
+            unit[0] += first_layers_width(self._config)
+            handed_over[0] += first * handed_over_width(with_dense_layers(self._config))
         peak = float((self._units_in_flight[stage] @ np.concatenate([unit, handed_over])).max())
         return self._column_bytes * (peak + float(self._arrived[stage]) * embed)
 
-    def _working(self, layers: int) -> float:
+    def _working(self, stage: int, layers: int) -> float:
         """Return the bytes of what a chunk's backward recomputes, and of one layer's work."""
         config = self._config
+        widest = working_width(config)
+        if self._is_first(stage) and config.model.first_dense_layers:
+            widest = max(widest, working_width(with_dense_layers(config)))
         copied = offloaded_width(config)
         # A chunk is recomputed as a whole, with what comes back from the host among the results,
         # unless layer by layer.
         recomputed = max(layer_of(config).result_width - residual_width(config), 0.0)
         if config.pipeline.remat_layers:
             recomputed = config.model.embed_dim + copied
-        return self._column_bytes * (working_width(config) + layers * (recomputed + copied))
+        return self._column_bytes * (widest + layers * (recomputed + copied))
 
     def _gathered_weights(self, stage: int, layers: int) -> float:
         """Return the bytes of weights as a unit computes with them, in the dtype of activations."""

@@ -13,21 +13,38 @@ too.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.sections import Config
 from maxpipe.model.layer_facts import is_local
 from maxpipe.pipeline.chunk import remat_policy
 from maxpipe.pipeline.layout import layers_in_chunks
 from maxpipe.pipeline.schedules.table import Table
-from maxpipe.planning.footprint import layer_of
+from maxpipe.planning.footprint import layer_of, with_dense_layers
 from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.simulate import Costs
 
 LOCAL = "local"  # kinds of layers in a pattern
 GLOBAL = "global"
+
+
+class FirstLayers(NamedTuple):
+    """Times of all first dense layers together, in units of the forward of one other layer.
+
+    Attributes:
+      forward, input_gradient, weight_gradient: as of `UnitTimes`.
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
+NO_FIRST_LAYERS = FirstLayers(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -40,17 +57,25 @@ class UnitTimes:
       head: loss and its gradient.
       extras: of each layer in a chunk, in model order, what its forward and its input gradient
         take above the average; empty if layers are alike.
+      first: what the units of the first chunk run before their layers; 0 where all stages share
+        these layers.
     """
 
     input_gradient: float
     weight_gradient: float
     head: float
     extras: tuple[tuple[float, float], ...] = ()
+    first: FirstLayers = NO_FIRST_LAYERS
 
     @property
     def layer(self) -> float:
         """Return the time of forward and backward of one layer on average."""
         return 1.0 + self.input_gradient + self.weight_gradient
+
+    @property
+    def first_layers(self) -> float:
+        """Return the time of the first dense layers, forward and backward, in the first chunk."""
+        return sum(self.first)
 
     def of_layers(self, first: int, count: int) -> float:
         """Return the time of forward and backward of some layers, one after another."""
@@ -61,12 +86,18 @@ class UnitTimes:
         layers = np.asarray(sizes, float)
         assert layers.shape == (table.num_chunks,)
         forward, input_gradient = self._extras_of_chunks(sizes)
+        forward += layers
         input_gradient += self.input_gradient * layers
+        weight_gradient = self.weight_gradient * layers
+        for of_chunks, first in zip(
+            (forward, input_gradient, weight_gradient), self.first, strict=True
+        ):
+            of_chunks[0] += first
         return Costs(
-            forward=(layers + forward).tolist(),
-            backward=(input_gradient + self.weight_gradient * layers).tolist(),
+            forward=forward.tolist(),
+            backward=(input_gradient + weight_gradient).tolist(),
             input_gradient=input_gradient.tolist(),
-            weight_gradient=(self.weight_gradient * layers).tolist(),
+            weight_gradient=weight_gradient.tolist(),
             head=self.head,
         )
 
@@ -90,6 +121,30 @@ def unit_times(config: Config) -> UnitTimes:
         # Its forward, and the gradients for its input and its weight.
         head=3 * head / forward,
         extras=_extras(config),
+        first=_of_first_chunk(config),
+    )
+
+
+def _of_first_chunk(config: Config) -> FirstLayers:
+    """Return `UnitTimes.first`: in one program all stages share the first dense layers."""
+    is_shared = ENGINES[config.pipeline.engine].one_program
+    return NO_FIRST_LAYERS if is_shared else first_layers(config)
+
+
+def first_layers(config: Config) -> FirstLayers:
+    """Compute the times of the first dense layers of a resolved configuration."""
+    first = config.model.first_dense_layers
+    if not first:
+        return NO_FIRST_LAYERS
+    layer = layer_of(with_dense_layers(config))
+    policy, again = remat_policy(config.pipeline), 0.0
+    if not policy.everything:  # each of them is computed again by itself
+        again = layer.recomputed_flops((*policy.device, *policy.host))
+    unit = _flops(config)[0] / first
+    return FirstLayers(
+        (layer.weight_flops + layer.activation_flops) / unit,
+        (layer.weight_flops + 2 * layer.activation_flops + again) / unit,
+        layer.weight_flops / unit,
     )
 
 

@@ -36,7 +36,8 @@ class Store(NamedTuple):
       units: chunks whose residuals are kept; layers where there are no chunks.
       inputs: activations or gradients that wait for a unit.
       stashes: chunks between their I and their W.
-      outside: microbatches whose residuals layers outside the pipeline keep.
+      outside: microbatches whose residuals layers outside the pipeline keep, and the first dense
+        layers.
       has_chunks: whether a unit is a chunk.
     """
 
@@ -48,8 +49,11 @@ class Store(NamedTuple):
 
 
 def sequential_store(num_layers: Number) -> Store:
-    """Return what an engine without stages keeps: every layer's residuals."""
-    return Store(num_layers, has_chunks=False)
+    """Return what an engine without stages keeps: every layer's residuals.
+
+    `num_layers` are those with the same parameters.
+    """
+    return Store(num_layers, outside=1.0, has_chunks=False)
 
 
 def lockstep_store(
@@ -77,18 +81,21 @@ def circular_store(stages: Number, microbatches: Number, repeats: Number, delay:
     return Store(iterations, 2 * microbatches / stages, outside=microbatches / stages)
 
 
-def stored_columns(store: Store, layers: Number, outside_layers: Number, widths: Widths) -> Number:
+def stored_columns(
+    store: Store, layers: Number, outside_layers: Number, widths: Widths, first: Number = 0.0
+) -> Number:
     """Return the width of everything that grows with tokens but one layer's work and logits.
 
     Args:
       store: of the engine.
       layers: of a chunk.
-      outside_layers: layers outside the pipeline.
+      outside_layers: layers outside the pipeline, without the first dense ones.
       widths: of a layer.
+      first: width of what the first dense layers keep of a microbatch.
     """
     if not store.has_chunks:
         layers, outside_layers = 1.0, 0.0
     stored = store.units * (widths.embed + layers * widths.residuals)
     stored += store.inputs * widths.embed + store.stashes * layers * widths.stash
-    stored += store.outside * outside_layers * (widths.embed + widths.residuals)
+    stored += store.outside * (outside_layers * (widths.embed + widths.residuals) + first)
     return stored + (layers - 1) * widths.recomputed

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxpipe.config.shipped import names_config
+from maxpipe.config.terminal import wants_colour
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.chart import chart_svg
@@ -20,7 +21,7 @@ from maxpipe.render.request import (
     simulate_schedules,
 )
 from maxpipe.render.solver import COMMAND, parse_task, search, solution_text
-from maxpipe.render.terminal import comparison_text, render_terminal, wants_colour
+from maxpipe.render.terminal import comparison_text, render_terminal
 
 DEFAULT_SECONDS = 60.0
 

@@ -1,18 +1,16 @@
 """Print schedules as text: a table with ticks across and stages down, and figures of several."""
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import TextIO
+from collections.abc import Sequence
 
 import numpy as np
 
 from maxpipe.config.catalog import ENGINES, SCHEDULES
+from maxpipe.config.terminal import RESET
 from maxpipe.pipeline.schedules.table import IDLE, Table, Unit, phases
 from maxpipe.planning.simulate import Simulation
 from maxpipe.render.colours import NAMES, Rgb, ink, unit_colour
 
 MAX_BLOCKS = 6
-RESET = "\x1b[0m"
 
 HEADER = (
     "schedule",
@@ -25,11 +23,6 @@ HEADER = (
     "runs on",
 )
 FOOTNOTE = "peak in flight: one microbatch's activations of a whole stage count as one"
-
-
-def wants_colour(stream: TextIO, environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a stream is a terminal that shows colours; see https://no-color.org."""
-    return stream.isatty() and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
 
 
 def render_terminal(run: Simulation, *, colour: bool, width: int) -> str:

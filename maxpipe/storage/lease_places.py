@@ -76,7 +76,7 @@ class LeaseDirectory:
             # opened without waiting for a writer.
             number = os.open(self._path / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return self._read_link(name)
         with os.fdopen(number, "rb") as file:
             status = os.fstat(number)
             # Pipes and devices may never end; they name no owner, as a torn file does.
@@ -111,6 +111,13 @@ class LeaseDirectory:
 
     def is_gone(self) -> bool:
         return self._look() != self._identity
+
+    def _read_link(self, name: str) -> Entry | None:
+        """Return a link to nothing, which names no owner but keeps `create` from success."""
+        try:
+            return Entry("", (self._path / name).lstat().st_mtime)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def _look(self) -> tuple[int, int] | None:
         try:

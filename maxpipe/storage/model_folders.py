@@ -4,6 +4,7 @@ Files of weights are read by byte ranges, so no file is in memory as a whole. Sm
 stores are copied to `data.cache_dir`.
 """
 
+import errno
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -65,7 +66,10 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes:
         """Return a whole file; raises FileNotFoundError if it is not there."""
-        return (self._directory / name).read_bytes()
+        file = self._directory / name
+        if not file.is_file():  # a pipe would never end
+            raise FileNotFoundError(errno.ENOENT, "is not a file", str(file))
+        return file.read_bytes()
 
     def digest(self) -> str:
         """Return a digest of shape and weights, of which 64 KiB of each file are read."""

@@ -5,6 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from maxpipe.config.sections import TelemetryConfig
+from maxpipe.supervision.progress import (
+    Downtime,
+    ProgressFile,
+    downtime_of_process,
+    progress_file_of_process,
+)
 from maxpipe.supervision.run_lease import RunLease
 from maxpipe.supervision.signals import Interruption
 from maxpipe.supervision.watchdog import Watchdog
@@ -13,12 +19,27 @@ from maxpipe.telemetry.profiling import TimeAccount
 
 @dataclass(frozen=True)
 class Supervision:
-    """Signals, deadlines, time accounting and leases of a process; inert by default."""
+    """Signals, deadlines, time accounting and leases of a process; inert by default.
+
+    Attributes:
+      interruption, watchdog, time, lease: see their classes.
+      owns_process: whether the run may end the process; false in a program that calls it.
+      progress, downtime: what passes between it and a supervisor, if it has one.
+    """
 
     interruption: Interruption = field(default_factory=Interruption)
     watchdog: Watchdog = field(default_factory=Watchdog)
     time: TimeAccount = field(default_factory=TimeAccount)
     lease: RunLease = field(default_factory=RunLease)
+    owns_process: bool = True
+    progress: ProgressFile = field(default_factory=ProgressFile)
+    downtime: Downtime = field(default_factory=Downtime)
+
+    def finished_step(self, step: int) -> None:
+        """Restart the clock of the watchdog, and make signals wait for the next step and a save."""
+        self.interruption.begin()
+        self.watchdog.progress(f"step {step}")
+        self.progress.finished(step)
 
 
 @contextmanager
@@ -26,5 +47,23 @@ def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
     """Supervise this process; to be called in its main thread, before JAX is started."""
     watchdog = Watchdog(telemetry.startup_deadline_seconds, telemetry.step_deadline_seconds)
     account = TimeAccount()
-    with Interruption() as interruption, watchdog, account:
-        yield Supervision(interruption, watchdog, account)
+    with Interruption(watchdog.hurry) as interruption, watchdog, account:
+        yield Supervision(
+            interruption,
+            watchdog,
+            account,
+            progress=progress_file_of_process(),
+            downtime=downtime_of_process(),
+        )
+
+
+@contextmanager
+def supervise_in_program() -> Iterator[Supervision]:
+    """Supervise a run of a program, such as a notebook, whose process it must not end.
+
+    There are no deadlines: the program may keep a run waiting, and only the end of the process
+    would end what hangs. In a thread other than the main one signals are the program's own.
+    """
+    account = TimeAccount()
+    with Interruption(ends_process=False) as interruption, account:
+        yield Supervision(interruption, time=account, owns_process=False)

@@ -3,15 +3,20 @@
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 FAILED = 1
+LOST = 134  # as a shell reports SIGABRT, with which JAX ends a process that has lost another one
 
 _LAST_ACTS_SECONDS = 5.0
 
+Announce = Callable[[int, str], None]
+
 _last_acts: list[Callable[[], None]] = []
+_announcers: list[Announce] = []
 
 
 @contextmanager
@@ -27,15 +32,37 @@ def at_end(act: Callable[[], None]) -> Iterator[None]:
             act()
 
 
-def leave(code: int) -> None:
+@contextmanager
+def announcing(announce: Announce) -> Iterator[None]:
+    """Let `leave` tell other processes, within the context, with which code and why it ends."""
+    _announcers.append(announce)
+    try:
+        yield
+    finally:
+        _announcers.remove(announce)
+
+
+def leave(code: int, reason: str = "") -> None:
     """End the process with an exit code, without waiting for threads or for other processes.
 
     What `at_end` was given is called first, the latest first, and the streams are flushed. A call
     that hangs is left behind after a few seconds.
+
+    Args:
+      code: of this process.
+      reason: if given, the other processes of the run are told, to end with the same code.
     """
-    finisher = threading.Thread(target=_finish, name="end", daemon=True)
-    finisher.start()
-    finisher.join(_LAST_ACTS_SECONDS)
+    threads = [threading.Thread(target=_finish, name="end", daemon=True)]
+    if reason:
+        threads += [
+            threading.Thread(target=announce, args=(code, reason), name="announce", daemon=True)
+            for announce in _announcers
+        ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + _LAST_ACTS_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
     os._exit(code)
 
 
@@ -43,8 +70,8 @@ def run_command(main: Callable[[], int]) -> None:
     """Call a command's `main` and end the process with its exit code.
 
     After a failure the process leaves at once: Python's normal exit waits for threads, and a failed
-    save may leave some that wait for minutes. With several processes an error that `main` does not
-    handle takes the normal exit, see `failure.failing_fast`.
+    save may leave some that wait for minutes. With several processes `failure.failing_fast` handles
+    errors; one that comes before it takes the normal exit.
     """
     try:
         code: object = main()

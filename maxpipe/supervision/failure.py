@@ -1,5 +1,6 @@
 """End a process that cannot continue, and with it the other processes of the run."""
 
+import faulthandler
 import json
 import sys
 import threading
@@ -21,7 +22,9 @@ from maxpipe.config.errors import ConfigError, redacted
 from maxpipe.devices import processes
 from maxpipe.devices.processes import coordinator
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervision.ending import FAILED, leave
+from maxpipe.supervision.ending import FAILED, LOST, announcing, leave
+from maxpipe.supervision.signals import PREEMPTED
+from maxpipe.supervision.watchdog import HUNG
 from maxpipe.telemetry.sink import TelemetryError
 
 # Errors whose messages say all that a user can act on.
@@ -34,24 +37,30 @@ EXPLAINED = (
     TelemetryError,
 )
 
+# Beginnings of JAX's errors that no lost process causes.
+_OWN_FAULTS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
+_KINDS = {CONFIG_ERROR: "config error", PREEMPTED: "stopped", HUNG: "hung", LOST: "lost"}
 _REASON = "maxpipe/end"  # in the store of the coordination service: exit code, and why the run ends
+_FAILED_ALIKE = "maxpipe/failed"  # a barrier
 _POLL_SECONDS = 1.0
 _BARRIER_TIMEOUT_MS = 7_000
-_ABORT_SECONDS = 2.0  # within which JAX ends this process if another one is lost
+_BARRIER_WITH_STUCK_MS = 3_000
+_BARRIER_ALIKE_MS = 4_000
 
 
 @contextmanager
-def failing_fast() -> Iterator[None]:
-    """End the process with exit code 1 on an error, with a traceback unless its message is enough.
+def failing_fast(*, ends_process: bool = True) -> Iterator[None]:
+    """End the process on an error; as one of several, end the others with the same code and reason.
 
-    An error that explains itself in one of several processes ends all of them with that reason: a
-    `ConfigError` with exit code 2, one of `EXPLAINED` with 1. After any other error one of several
-    processes ends at once: Python's normal exit would wait for the others, and they wait for this
-    one in a collective. Errors of JAX take the normal exit all the same: most often they mean that
-    another process is lost, and JAX then ends this one with exit code 134.
+    A `ConfigError` ends with exit code 2, any other error with 1, after a traceback unless its
+    message is enough. None of several processes takes Python's normal exit then: it would wait for
+    the others, and they wait for this one in a collective.
+
+    Args:
+      ends_process: if false, errors of a run with one process are left to the caller.
     """
     try:
-        with _listening():
+        with _listening(), ending_with_lost_process():
             yield
     except ConfigError as error:
         if processes.count() == 1:
@@ -60,26 +69,54 @@ def failing_fast() -> Iterator[None]:
         _end_all(CONFIG_ERROR, error)
     except Exception as error:
         is_one_of_several = processes.count() > 1
-        if isinstance(error, EXPLAINED):
-            print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
-            if is_one_of_several:
-                if _comes_from_jax(error):
-                    time.sleep(_ABORT_SECONDS)
-                _end_all(FAILED, error)
-            raise SystemExit(FAILED) from None
-        if not is_one_of_several or isinstance(error, jax.errors.JaxRuntimeError):
+        if not is_one_of_several and not (ends_process and isinstance(error, EXPLAINED)):
             raise
-        traceback.print_exc()
-        leave(FAILED)
+        _print(error)
+        if is_one_of_several:
+            _end_all(FAILED, error)
+        raise SystemExit(FAILED) from None
 
 
-def _comes_from_jax(error: BaseException | None) -> bool:
-    """Return whether an error was raised from one of JAX, such as that of a lost process."""
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            return True
+@contextmanager
+def ending_with_lost_process() -> Iterator[None]:
+    """End this one of several processes on an error of JAX, before anything waits for the others.
+
+    Most often the error means that another process is lost: exit code 134, also in the others.
+    It is 1 if the error is this process's own, or if all processes have come to one.
+    """
+    try:
+        yield
+    except Exception as error:
+        if processes.count() == 1 or (cause := _cause_in_jax(error)) is None:
+            raise
+        _print(error)
+        if str(cause).startswith(_OWN_FAULTS):
+            _end_all(FAILED, error)
+        # While this waits, JAX may end the process, or the listener with a reason of another one.
+        if _meet(_FAILED_ALIKE, _BARRIER_ALIKE_MS):
+            leave(FAILED)
+        _end_all(LOST, error)
+
+
+def _print(error: Exception) -> None:
+    if isinstance(error, EXPLAINED):
+        print(redacted(f"error: {error}"), file=sys.stderr, flush=True)
+    else:
+        traceback.print_exception(error)
+
+
+def _cause_in_jax(error: BaseException | None) -> BaseException | None:
+    """Return the error of JAX from which an error was raised, such as that of a lost process."""
+    while error is not None and not _is_of_jax(error):
         error = error.__cause__
-    return False
+    return error
+
+
+def _is_of_jax(error: BaseException) -> bool:
+    # JAX raises a ValueError for an operation that another one's failure prevents.
+    return isinstance(error, jax.errors.JaxRuntimeError) or (
+        isinstance(error, ValueError) and "Gloo" in str(error)
+    )
 
 
 @contextmanager
@@ -92,7 +129,8 @@ def _listening() -> Iterator[None]:
     listener = threading.Thread(target=_listen, args=(closed,), name="ends", daemon=True)
     listener.start()
     try:
-        yield
+        with announcing(_announce):
+            yield
     finally:
         closed.set()
         listener.join()  # the thread must not use JAX's client while it is torn down
@@ -105,16 +143,28 @@ def _listen(closed: threading.Event) -> None:
         except jax.errors.JaxRuntimeError:
             continue  # no process has posted a reason
         code, reason = json.loads(posted)
-        kind = "config error" if code == CONFIG_ERROR else "error"
-        print(f"\n{kind} in {reason}", file=sys.stderr)
+        print(f"\n{_KINDS.get(code, 'error')} in {reason}", file=sys.stderr, flush=True)
+        if code in (HUNG, LOST):
+            faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
         _leave_together(code)
 
 
 def _end_all(code: int, error: Exception) -> None:
     """Post why this process ends, and leave with the others."""
-    reason = json.dumps((code, redacted(f"process {processes.index()}: {error}")))
-    coordinator().key_value_set(_REASON, reason, allow_overwrite=True)
+    _post(code, str(error))
     _leave_together(code)
+
+
+def _announce(code: int, reason: str) -> None:
+    """Post why this process is about to leave, and give the others time to read it."""
+    _post(code, reason)
+    _wait_for_others(code)
+
+
+def _post(code: int, reason: str) -> None:
+    text = json.dumps((code, redacted(f"process {processes.index()}: {reason}")))
+    with suppress(jax.errors.JaxRuntimeError):  # process 0 is lost
+        coordinator().key_value_set(_REASON, text, allow_overwrite=True)
 
 
 def _leave_together(code: int) -> None:
@@ -122,8 +172,21 @@ def _leave_together(code: int) -> None:
 
     Otherwise the end of the first one would look like a lost process to the others.
     """
-    with suppress(jax.errors.JaxRuntimeError):  # a process is lost or stuck
-        coordinator().wait_at_barrier(_REASON, _BARRIER_TIMEOUT_MS)
+    _wait_for_others(code)
+    leave(code)
+
+
+def _wait_for_others(code: int) -> None:
+    # A process that hangs or is lost does not come.
+    _meet(_REASON, _BARRIER_WITH_STUCK_MS if code in (HUNG, LOST) else _BARRIER_TIMEOUT_MS)
     if processes.index() == 0:
         time.sleep(1)  # the service that the other processes need runs here
-    leave(code)
+
+
+def _meet(name: str, timeout_ms: int) -> bool:
+    """Return whether all processes have come to a barrier in time."""
+    try:
+        coordinator().wait_at_barrier(name, timeout_ms)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True

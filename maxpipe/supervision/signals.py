@@ -1,5 +1,6 @@
 """Stop at SIGTERM and Ctrl-C: all processes finish the same step, save, and end."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -11,6 +12,8 @@ from maxpipe.config.terminal import INTERRUPTED
 from maxpipe.supervision.ending import is_one_of_several, leave
 
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
+
+_IGNORE = 1  # SIG_IGN of C
 
 
 Handler = Callable[[int, FrameType | None], object] | int | None
@@ -28,11 +31,21 @@ class Interruption:
     Only Python's main thread may handle signals. In another one, as in some notebooks, this stays
     inert and says so.
 
-    With several processes, a signal to one of them stops all. JAX's preemption service takes over
-    SIGTERM and agrees on the step; Ctrl-C is passed on to it.
+    With several processes, a signal to one of them stops all. JAX's preemption service agrees on
+    the step; it takes over SIGTERM, which `share_with_jax` takes back and passes on.
+
+    Args:
+      on_request: called when a signal asks to stop, in another thread.
+      ends_process: if false, what would end the process at once raises what Python raises for such
+        a signal, KeyboardInterrupt or SystemExit, in the main thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, on_request: Callable[[], None] = lambda: None, *, ends_process: bool = True
+    ) -> None:
+        self._on_request = on_request
+        self._ends_process = ends_process
+        self._handler_of_jax: Callable[[int], None] | None = None
         self._signal: int | None = None
         self._begun = False
         self._pipe: int | None = None
@@ -45,6 +58,11 @@ class Interruption:
                 "signals are left alone, because the run is not in the main thread: neither "
                 "Ctrl-C nor SIGTERM saves before the end"
             )
+            return self
+        if not self._ends_process:
+            # JAX's preemption service, which runs already, has SIGTERM of one of several processes.
+            numbers = [signal.SIGINT] if is_one_of_several() else [signal.SIGINT, signal.SIGTERM]
+            self._previous = {number: signal.signal(number, self._raise) for number in numbers}
             return self
         self._previous = {n: signal.signal(n, _do_nothing) for n in (signal.SIGTERM, signal.SIGINT)}
         read, self._pipe = os.pipe()
@@ -59,15 +77,30 @@ class Interruption:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._pipe is None:
-            return
-        signal.set_wakeup_fd(self._previous_pipe)
+        if self._pipe is not None:
+            signal.set_wakeup_fd(self._previous_pipe)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        os.close(self._pipe)  # ends the thread
+        if self._pipe is not None:
+            os.close(self._pipe)  # ends the thread
+
+    def share_with_jax(self) -> None:
+        """Take SIGTERM back from JAX, which handles it alone once it is one of several processes.
+
+        JAX only makes a note for the loop, which a process that hangs never reads. To be called
+        after JAX's start, in the main thread.
+        """
+        if self._pipe is None or not is_one_of_several():
+            return
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        # Python knows handlers of its own only, so that C's `signal` has to say which one JAX set.
+        address = libc.signal(signal.SIGTERM, ctypes.c_void_p(_IGNORE))
+        signal.signal(signal.SIGTERM, _do_nothing)
+        self._handler_of_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
 
     def begin(self) -> None:
-        """Make signals wait for a step and a save from now on."""
+        """Make signals wait for a step and a save from now on, once the first step is done."""
         self._begun = True
 
     def after(self, step: int) -> bool:
@@ -95,17 +128,29 @@ class Interruption:
                     self._receive(received[0])
 
     def _receive(self, number: int) -> None:
-        name = signal.Signals(number).name
         if not self._begun:
+            name = signal.Signals(number).name
             _exit_now(number, f"{name} before the first step: nothing to save")
         if number == self._signal == signal.SIGINT:
             _exit_now(number, "stopped at once; the next start goes on from the last checkpoint")
+        self._ask(number)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal in the main thread of a program."""
+        if not self._begun or number == self._signal == signal.SIGINT:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(PREEMPTED)
+        self._ask(number)
+
+    def _ask(self, number: int) -> None:
+        """Let the loop stop after the current step, and say so."""
         if self._signal != signal.SIGINT:
             self._signal = number
         again = "another Ctrl-C" if number == signal.SIGINT else "Ctrl-C twice"
+        name = signal.Signals(number).name
         _print(f"{name}: finishing the step and saving; {again} stops at once")
-        if number == signal.SIGINT and is_one_of_several():
-            os.kill(os.getpid(), signal.SIGTERM)
+        self._on_request()
+        if self._handler_of_jax is not None:
+            self._handler_of_jax(signal.SIGTERM)
 
 
 def _do_nothing(number: int, frame: object) -> None:
@@ -114,7 +159,7 @@ def _do_nothing(number: int, frame: object) -> None:
 
 def _exit_now(number: int, why: str) -> None:
     _print(why)
-    leave(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+    leave(INTERRUPTED if number == signal.SIGINT else PREEMPTED, why)
 
 
 def _print(text: str) -> None:

@@ -1,6 +1,7 @@
 """Watch a run's progress: one that hangs shows where, and ends so that it can be restarted."""
 
 import faulthandler
+import math
 import sys
 import threading
 import time
@@ -10,12 +11,19 @@ from maxpipe.supervision.ending import leave
 
 HUNG = 124
 
+_HURRIED_SECONDS = (
+    30.0  # for a step after a request to stop, if earlier steps took less than a third
+)
+_SLOWER = 3.0  # times the slowest step before
+_POLL_SECONDS = 1.0  # deadlines of half an hour are not to be late by minutes
+
 
 class Watchdog:
     """Ends the process with exit code 124 when it has made no progress for too long.
 
     The stacks of all Python threads are written to standard error first. The clock stops while the
-    machine sleeps. Inert until entered as a context manager, and without deadlines.
+    machine sleeps. The other processes of the run are told, and end as well. Inert until entered as
+    a context manager.
 
     Args:
       startup_seconds: from `__enter__` to the first `progress`; 0 = no deadline.
@@ -31,43 +39,69 @@ class Watchdog:
         self._stream = stream
         self._closed = threading.Event()
         self._last = "the start"
+        self._before_step = False
+        self._slowest_step = 0.0
+        self._hurried = False
         self._key = "telemetry.startup_deadline_seconds"
         self._since, self._allowed = time.monotonic(), startup_seconds
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
-        if self._startup or self._step:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
 
-    def progress(self, what: str) -> None:
+    def progress(self, what: str, *, before_step: bool = True) -> None:
         """Restart the clock.
 
         Args:
           what: what has just been finished, such as "step 12"; the message of an expired deadline
             names it.
+          before_step: whether a step comes next, rather than an evaluation or a save.
         """
+        now = time.monotonic()
+        if self._before_step:
+            self._slowest_step = max(self._slowest_step, now - self._since)
+        # The clock first: the thread that watches must not hold old times to new limits.
+        self._since = now
         self._last, self._key = what, "telemetry.step_deadline_seconds"
-        self._since, self._allowed = time.monotonic(), self._step
+        self._before_step, self._allowed = before_step, self._step
+
+    def hurry(self) -> None:
+        """Give steps 30 seconds from now on, or three times the slowest one before if that is more.
+
+        To be called when the process is asked to stop: whoever asks may not wait for the deadline.
+        Evaluations, saves and the first step keep theirs.
+        """
+        self._hurried = True
 
     def _watch(self) -> None:
-        shortest = min(seconds for seconds in (self._startup, self._step) if seconds)
-        # Polling, late by at most a tenth, costs less than waking this thread at every step.
-        while not self._closed.wait(shortest / 10):
-            if self._allowed and time.monotonic() - self._since > self._allowed:
-                self._expire()
+        shortest = min(
+            (seconds for seconds in (self._startup, self._step) if seconds), default=math.inf
+        )
+        # Polling costs less than waking this thread at every step.
+        while not self._closed.wait(min(shortest / 10, _POLL_SECONDS)):
+            key, allowed = self._deadline()
+            if allowed and time.monotonic() - self._since > allowed:
+                self._expire(key, allowed)
 
-    def _expire(self) -> None:
+    def _deadline(self) -> tuple[str, float]:
+        """Return a name and the seconds that may pass since the last progress; 0 = any number."""
+        if self._hurried and self._before_step:
+            hurried = max(_HURRIED_SECONDS, _SLOWER * self._slowest_step)
+            if not self._allowed or hurried < self._allowed:
+                return "asked to stop", hurried
+        return self._key, self._allowed
+
+    def _expire(self, key: str, allowed: float) -> None:
         stream = self._stream or sys.__stderr__ or sys.stderr
+        reason = f"nothing has happened for {allowed:g} s since {self._last} ({key})"
         print(
-            f"\nhung: nothing has happened for {self._allowed:g} s since {self._last} "
-            f"({self._key}); "
-            f"stacks of all threads follow, exit code {HUNG}",
+            f"\nhung: {reason}; stacks of all threads follow, exit code {HUNG}",
             file=stream,
             flush=True,
         )
         faulthandler.dump_traceback(stream, all_threads=True)
-        leave(HUNG)
+        leave(HUNG, reason)

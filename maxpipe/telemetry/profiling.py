@@ -10,7 +10,11 @@ from typing import Self
 from maxpipe.telemetry.console import format_seconds
 from maxpipe.telemetry.sink import REQUIRED, TelemetryError
 
-PHASES = ("init", "compile", "data", "step", "checkpoint", "evaluation")
+PHASES = ("init", "restore", "compile", "data", "step", "checkpoint", "evaluation")
+DOWNTIME = (
+    "detection",
+    "restart",
+)  # causes, known to a process that a supervisor has started again
 SHORT_SECONDS = 600.0  # of a process whose share of steps says nothing yet
 COMPILE_EVENTS = "/jax/core/compile/"  # tracing, lowering, and XLA or the compilation cache
 
@@ -19,6 +23,7 @@ class TimeAccount:
     """Seconds per phase; every moment since the account was opened belongs to exactly one.
 
       init        before the first step
+      restore     reading and verifying a checkpoint
       compile     tracing and compiling, in whatever phase JAX does it
       data        waiting for a batch
       step        steps, and everything that has no phase of its own
@@ -93,26 +98,32 @@ class TimeAccount:
             self.compiled(duration_secs)
 
 
-def goodput_row(seconds: Mapping[str, float], lost: float) -> dict[str, float]:
+def goodput_row(
+    seconds: Mapping[str, float], lost: float, down: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """Return the account of a process as values for `metrics.jsonl`.
 
     Args:
       seconds: from `TimeAccount.seconds`.
       lost: seconds that an earlier process spent on steps after its last checkpoint.
+      down: seconds in which no process of the run worked before this one began, by cause.
 
     Returns:
-      `seconds_in_<phase>` for each phase, `seconds_lost`, and `goodput`: the share of steps in the
-      sum of all of them.
+      `seconds_in_<phase>` for each phase and cause, `seconds_lost`, and `goodput`: the share of
+      steps in the sum of all of them.
     """
-    total = sum(seconds.values()) + lost
-    phases = {f"seconds_in_{phase}": value for phase, value in seconds.items()}
+    down = down or {}
+    total = sum(seconds.values()) + sum(down.values()) + lost
+    phases = {f"seconds_in_{phase}": value for phase, value in {**seconds, **down}.items()}
     goodput = seconds["step"] / total if total > 0 else 0.0
     return {**phases, "seconds_lost": lost, "goodput": goodput}
 
 
 def goodput_line(row: Mapping[str, float]) -> str:
     """Return `goodput_row` as a line of text, without the share while starting dominates it."""
-    parts = [f"{phase} {_duration(row[f'seconds_in_{phase}'])}" for phase in PHASES]
+    shown = [phase for phase in PHASES if phase != "restore" or row["seconds_in_restore"]]
+    shown += [cause for cause in DOWNTIME if f"seconds_in_{cause}" in row]
+    parts = [f"{phase} {_duration(row[f'seconds_in_{phase}'])}" for phase in shown]
     if row["seconds_lost"]:
         parts.append(f"steps repeated {_duration(row['seconds_lost'])}")
     if sum(row[f"seconds_in_{phase}"] for phase in PHASES) < SHORT_SECONDS:

@@ -10,7 +10,7 @@ from maxpipe.config.sections import Config
 from maxpipe.telemetry.console import Console, Progress
 from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
-from maxpipe.telemetry.writers import MetricsFile, TensorBoard, Value
+from maxpipe.telemetry.writers import MetricsFile, Row, TensorBoard, Value
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 
@@ -94,8 +94,8 @@ class Recorder:
         learning_rate: float,
         step_seconds: float,
         **extra: float | list[float],
-    ) -> None:
-        """Record a finished step.
+    ) -> Row:
+        """Record a finished step, and return its row, in which numbers may be not finite.
 
         Args:
           step: number of the step, counted from 1.
@@ -105,8 +105,6 @@ class Recorder:
             each layer after the first dense ones. Losses, whose names end in `_loss`, are on the
             console as well, and so are the largest `expert_load_max` and `dropped_assignments`.
         """
-        if not self._is_main:
-            return
         row: dict[str, Value] = {
             "step": step,
             "loss": loss,
@@ -123,6 +121,8 @@ class Recorder:
         dense = [math.nan] * self._dense_layers
         layers = {name: dense + value for name, value in extra.items() if isinstance(value, list)}
         row.update({**scalars, **layers})
+        if not self._is_main:
+            return row
         self._metrics.use(lambda file: file.write(row))
         auxiliary = {name: value for name, value in scalars.items() if name.endswith("_loss")}
         by_layer = layers.get("expert_load_max", ()), layers.get("dropped_assignments", ())
@@ -140,6 +140,7 @@ class Recorder:
                     if not math.isnan(x)
                 }
             self._tensorboard.use(lambda events: events.write(step, points))
+        return row
 
     def changes(self, step: int, changes: Iterable[Change]) -> None:
         """Record what this start has changed since `step`, from which it resumes."""
@@ -172,17 +173,20 @@ class Recorder:
             self._tensorboard.use(lambda events: events.write(step, scalars))
             self._tensorboard.use(TensorBoard.flush)
 
-    def time_account(self, step: int, seconds: Mapping[str, float]) -> None:
+    def time_account(
+        self, step: int, seconds: Mapping[str, float], down: Mapping[str, float] | None = None
+    ) -> None:
         """Record where the time of this process went; called after everything else.
 
         Args:
           step: finished steps.
           seconds: from `TimeAccount.seconds`.
+          down: seconds in which the run was down before this process, see `goodput_row`.
         """
         if not self._is_main:
             return
         metrics = self._metrics.writer
-        row = goodput_row(seconds, metrics.lost_seconds if metrics else 0.0)
+        row = goodput_row(seconds, metrics.lost_seconds if metrics else 0.0, down)
         self._metrics.use(lambda file: file.write({"step": step, **row}))
         self._console.close()  # prints the last step before the account
         self._console.print_line(goodput_line(row))

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import maxpipe
+from maxpipe.checkpoint.record import FILE, ITEM
 from maxpipe.config.errors import ConfigError
-from maxpipe.config.model_places import maxtext_directory, open_folder
+from maxpipe.config.model_places import RUN, maxtext_directory, open_folder
 from maxpipe.config.options import OPTIONS, get
 from maxpipe.config.sections import Config
 from maxpipe.data.fingerprint import data_digests
@@ -16,6 +17,7 @@ from maxpipe.devices.agreement import source_digest
 from maxpipe.pipeline.schedules.load import is_csv
 from maxpipe.storage.local_files import sampled_digest
 from maxpipe.storage.model_folders import directory_digest
+from maxpipe.training.run_weights import newest_step
 
 DEPENDENCIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _RUNTIMES = ("libtpu",)  # installed where they are needed
@@ -74,6 +76,8 @@ def _data_digests(config: Config) -> dict[str, str]:
 
 
 def _model_digest(key: str, value: str) -> str:
+    if value.startswith(RUN):
+        return _file_digest(key, str(newest_step(value) / ITEM / FILE))
     if directory := maxtext_directory(value):
         files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
         return directory_digest(Path(directory), files)

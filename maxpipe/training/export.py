@@ -13,7 +13,7 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
-from maxpipe.generation.launch import find_tokenizer
+from maxpipe.generation.text import find_tokenizer
 from maxpipe.hf.exporter import export
 from maxpipe.hf.model_types import choose_family
 from maxpipe.hf.origin import ORIGIN, origin_of

@@ -8,7 +8,7 @@ import jax
 
 from maxpipe.config.catalog import WEIGHT_FORMATS
 from maxpipe.config.imports import implementation
-from maxpipe.config.model_places import maxtext_directory
+from maxpipe.config.model_places import MAXTEXT, RUN, split_scheme
 from maxpipe.config.sections import Config
 from maxpipe.telemetry.byte_progress import ByteProgress
 from maxpipe.training.trainer import ReadParameter
@@ -52,7 +52,8 @@ def open_weights(config: Config) -> InitialWeights | None:
     """
     if not config.init_from:
         return None
-    form = "maxtext" if maxtext_directory(config.init_from) else "hf"
+    schemes = {MAXTEXT: "maxtext", RUN: "run"}
+    form = schemes.get(split_scheme(config.init_from)[0], "hf")
     weights: InitialWeights = implementation(WEIGHT_FORMATS[form])(config)
     return weights
 

@@ -28,9 +28,10 @@ from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
 from maxpipe.devices.chips import chip_for, device_memory, devices_per_chip
+from maxpipe.devices.cluster import job_of_process
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
-from maxpipe.devices.start import job_of_process, start_jax
+from maxpipe.devices.start import start_jax
 from maxpipe.devices.xla_flags import advice
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
@@ -57,8 +58,6 @@ from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
 from maxpipe.training.trainer import StateT, Trainer
 
-# Packages whose versions every checkpoint records.
-
 
 class BuildTrainer(Protocol):
     """`maxpipe.builder.build_trainer`, which is passed in: the builder imports this package."""
@@ -66,8 +65,24 @@ class BuildTrainer(Protocol):
     def __call__(self, config: Config, mesh: Mesh, *, note: Callable[[str], None]) -> Trainer: ...
 
 
-def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer) -> int:
-    """Start JAX, fit the configuration to the devices, and train.
+def ignore_start(current: Run) -> None:
+    """Do nothing with a run that begins."""
+
+
+def launch(
+    loaded: Loaded,
+    supervision: Supervision,
+    build_trainer: BuildTrainer,
+    on_start: Callable[[Run], None] = ignore_start,
+) -> int:
+    """Start JAX, fit the configuration to the devices, and train: the one way to start a run.
+
+    Args:
+      loaded: the configuration.
+      supervision: of this process.
+      build_trainer: see `BuildTrainer`.
+      on_start: called with what the loop works with, before its first step; not called if the run
+        is finished already.
 
     Returns:
       The exit code, see `maxpipe.train`.
@@ -76,7 +91,8 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
       ConfigError: the configuration does not fit the devices, the data or the run directory.
     """
     start_jax(loaded.config)
-    with failing_fast():
+    supervision.interruption.share_with_jax()
+    with failing_fast(ends_process=supervision.owns_process):
         if processes.count() > 1:
             # Before all else: with different programs a collective would never end.
             check_agreement(loaded.config, run_contents(loaded.config))
@@ -85,7 +101,8 @@ def launch(loaded: Loaded, supervision: Supervision, build_trainer: BuildTrainer
             config = resolve(loaded, len(devices), num_slices(devices))
         with _owned(config) as lease:
             supervision = replace(supervision, lease=lease)
-            return run(config, loaded, build_mesh(config), supervision, build_trainer)
+            mesh = build_mesh(config)
+            return run(config, loaded, mesh, supervision, build_trainer, on_start)
 
 
 def run(
@@ -94,6 +111,7 @@ def run(
     mesh: Mesh,
     supervision: Supervision,
     build_trainer: BuildTrainer,
+    on_start: Callable[[Run], None],
 ) -> int:
     """Train a resolved configuration on a mesh, and return the exit code."""
     decisions = Decisions(log)
@@ -113,11 +131,13 @@ def run(
     with naming_all_inputs(config):
         trainer = build_trainer(config, mesh, note=decisions.add)
         current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
+    supervision.progress.run_directory(directory.root)
     reasons = decisions.take(notes(config, loaded))
     for line in report(config, mesh, str(directory.root), current.step, reasons):
         log(line)
     if not config.compile.load:
         current.recorder.print_line("compiling   the first step, minutes for a large model")
+    on_start(current)
     exit_code = run_and_close(current, lambda: train(current))
     log(_farewell(current, exit_code, str(directory.root), time.perf_counter() - started))
     return exit_code
@@ -243,10 +263,11 @@ def start_run(
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
         exact_step = None if config.checkpoint.resume in ("auto", "must") else resume_step
-        # The spike filter may be switched on or off, or have another window, in the next start.
-        restored = checkpointer.restore(
-            trainer.abstract_canonical(), exact_step, optional=("history",)
-        )
+        with supervision.time.phase("restore"):
+            # The spike filter may be switched on or off, or have another window, in the next start.
+            restored = checkpointer.restore(
+                trainer.abstract_canonical(), exact_step, optional=("history",)
+            )
         # Perhaps not the step that was checked above, if that was damaged.
         meta, step = restored.meta, restored.step
         changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)

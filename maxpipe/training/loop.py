@@ -16,12 +16,16 @@ from maxpipe.config.sections import Config
 from maxpipe.data.loader import Loader
 from maxpipe.pipeline.engines.base import Metrics
 from maxpipe.supervision import Supervision
+from maxpipe.supervision.failure import ending_with_lost_process
 from maxpipe.telemetry.profiling import Profiler
 from maxpipe.telemetry.recorder import Recorder
+from maxpipe.telemetry.writers import Row
 from maxpipe.training.batches import BatchPlacer, all_rows
 from maxpipe.training.trainer import Trainer
 
 DONE, DIVERGED = 0, 42  # exit codes
+
+OnStep = Callable[[int, Row], None]
 
 
 @dataclass(kw_only=True)
@@ -41,6 +45,8 @@ class Run:
       eval_loader: of the evaluation split; None without evaluations.
       token_bytes: bytes of text of each token id, int32 [model.vocab_size]; None if unknown.
       eval_losses: {step: loss} of the latest evaluation, empty if it was not finite.
+      on_step: called with each finished step and its row of `metrics.jsonl`, when `state` is that
+        after the step; every step is then waited for.
     """
 
     config: Config
@@ -58,6 +64,7 @@ class Run:
     eval_loader: Loader | None = None
     token_bytes: np.ndarray | None = None
     eval_losses: dict[int, float] = field(default_factory=dict)
+    on_step: OnStep | None = None
 
 
 def train(run: Run) -> int:
@@ -78,11 +85,13 @@ def _train(run: Run) -> int:
     # `stop_after` ends this start early; schedules still end at `steps`.
     last_step = min(config.steps, config.stop_after or config.steps)
     step_log = StepLog(
-        run.recorder, config.optimizer.max_consecutive_skips, run.supervision.watchdog.progress
+        run.recorder,
+        config.optimizer.max_consecutive_skips,
+        run.supervision.finished_step,
+        run.on_step,
     )
     saved_step = run.step
     is_interrupted = False
-    signals.begin()
     clock.enter("step")
     # An implicit transfer would stall the device queue in every step.
     with jax.transfer_guard("disallow"):
@@ -134,10 +143,11 @@ class _Due:
     evaluate: bool
     save: bool
     trace: bool
+    call: bool
 
     @property
     def any(self) -> bool:
-        return self.evaluate or self.save or self.trace
+        return self.evaluate or self.save or self.trace or self.call
 
 
 def _due(run: Run) -> _Due:
@@ -148,6 +158,8 @@ def _due(run: Run) -> _Due:
         save=run.checkpointer.due(step),
         # The trace of a step is complete only when the step is.
         trace=step in run.config.telemetry.profile_steps,
+        # What is called sees the state after its step, not one that is a step ahead.
+        call=run.on_step is not None,
     )
 
 
@@ -181,6 +193,7 @@ def save(run: Run) -> None:
     """
     # Look again, not only at the last renewal: a new owner's steps must not be overwritten.
     run.supervision.lease.verify()
+    run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
         # `checkpoint.keep_best` compares steps by this loss.
@@ -193,6 +206,7 @@ def evaluate(run: Run) -> None:
     """Record the mean cross-entropy over `eval.batches` evaluation batches."""
     loader = run.eval_loader
     assert loader is not None
+    run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("evaluation"):
         # Losses are comparable only over the same batches.
         loader.restart()
@@ -228,9 +242,12 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
     Raises:
       LeaseLost: the run directory is gone or has another owner, even if all steps are done.
     """
+    watchdog = run.supervision.watchdog
     try:
-        exit_code = train()
+        with ending_with_lost_process():
+            exit_code = train()
     finally:
+        watchdog.progress(f"the end of training after step {run.step}", before_step=False)
         for loader in (run.loader, run.eval_loader):
             if loader is not None:
                 loader.close()
@@ -241,7 +258,8 @@ def run_and_close(run: Run, train: Callable[[], int]) -> int:
                 if not run.supervision.lease.is_lost:
                     run.checkpointer.close()
         finally:
-            run.recorder.time_account(run.step, run.supervision.time.seconds())
+            down = run.supervision.downtime.to_dict()
+            run.recorder.time_account(run.step, run.supervision.time.seconds(), down)
             run.recorder.close()
     run.supervision.lease.verify()
     return exit_code
@@ -255,7 +273,8 @@ class StepLog:
     Args:
       recorder: where steps are written.
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
-      progress: called with the name of each finished step.
+      progress: called with the number of each finished step.
+      on_step: see `Run`.
 
     Attributes:
       last_step: the last recorded step, 0 before the first.
@@ -263,9 +282,14 @@ class StepLog:
     """
 
     def __init__(
-        self, recorder: Recorder, max_consecutive_skips: int, progress: Callable[[str], None]
+        self,
+        recorder: Recorder,
+        max_consecutive_skips: int,
+        progress: Callable[[int], None],
+        on_step: OnStep | None,
     ):
         self._recorder = recorder
+        self._on_step = on_step
         self._limit = max_consecutive_skips
         self._progress = progress
         self._pending: tuple[int, Metrics] | None = None
@@ -293,7 +317,7 @@ class StepLog:
         # Scalars, and figures of each layer as lists.
         values = {name: value.tolist() for name, value in jax.device_get(metrics).items()}
         seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
-        self._progress(f"step {step}")
+        self._progress(step)
         self.last_step = step
         self.last_is_finite = values.pop("finite")
         self._skips_in_row = 0 if self.last_is_finite else self._skips_in_row + 1
@@ -303,7 +327,10 @@ class StepLog:
             self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
-        self._recorder.step(step, step_seconds=seconds, **values)
+        row = self._recorder.step(step, step_seconds=seconds, **values)
+        if self._on_step is not None:
+            with jax.transfer_guard("allow"):  # a caller may look at arrays
+                self._on_step(step, row)
 
     def resume(self) -> None:
         """Leave what happened since the last step out of the next step's time."""

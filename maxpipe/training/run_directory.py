@@ -169,7 +169,8 @@ class RunDirectory:
             self._mirror.write_file("config.yml", to_yaml(config).encode())
             for file in tokenizer_files(config.data.tokenizer, config.data.cache_dir):
                 self._mirror.write_file(f"{TOKENIZER}/{file.name}", file.read_bytes())
-            for file in self.origin.iterdir() if self.origin.is_dir() else ():
+            files = self.origin.iterdir() if self.origin.is_dir() else ()
+            for file in filter(Path.is_file, files):  # a pipe would never end
                 self._mirror.write_file(f"{ORIGIN}/{file.name}", file.read_bytes())
 
     def advice(self, place: str) -> Problem:

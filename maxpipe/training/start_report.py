@@ -13,10 +13,8 @@ from maxpipe.config.catalog import ENGINES
 from maxpipe.config.sections import Config, DataConfig
 from maxpipe.devices.chips import short_name
 from maxpipe.pipeline.layout import build_layout
-from maxpipe.pipeline.schedules.load import build_table
-from maxpipe.planning.auto_stages import predict
+from maxpipe.planning.auto_stages import bubble_fraction
 from maxpipe.planning.flops import active_parameter_count, parameter_count
-from maxpipe.planning.simulate import simulate
 
 MAX_LINES = 25
 MAX_STAGES = 8
@@ -211,7 +209,7 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         if pipelined
         else "sequential",
         num_microbatches=config.pipeline.num_microbatches,
-        bubble=_bubble(config) if pipelined else 0.0,
+        bubble=bubble_fraction(config) if pipelined else 0.0,
         data=f"{describe_sources(data)}, {data.tokenizer} tokens, "
         f"{data.global_batch_size} x {data.sequence_length} = {tokens} a step",
         steps=config.steps,
@@ -219,13 +217,6 @@ def report(config: Config, mesh: Mesh, root: str, step: int, decisions: Sequence
         decisions=decisions,
     )
     return start_summary(summary)
-
-
-def _bubble(config: Config) -> float:
-    """Return the bubble of equal chunks; for the MPMD engine, of what its stages really hold."""
-    if ENGINES[config.pipeline.engine].one_program:
-        return simulate(build_table(config)).bubble_fraction
-    return predict(config, build_layout(config).chunk_sizes).run.bubble_fraction
 
 
 def describe_sources(data: DataConfig) -> str:

@@ -88,10 +88,11 @@ def pipelined(repeats: int, labels: dict[str, tuple[str, ...]]) -> Case:
 
 
 LOCKSTEP, CIRCULAR = ("pipeline.schedule=lockstep_1f1b",), ("pipeline.schedule=circular",)
-ONCE = (*LOCKSTEP, "pipeline.fsdp_gather=once")
+EACH = (*LOCKSTEP, "pipeline.fsdp_gather=per_iteration")
+OURS = {"lockstep_1f1b": LOCKSTEP, "lockstep_1f1b, per_iteration": EACH, "circular": CIRCULAR}
 CASES = {
-    "interleaved": pipelined(2, {"lockstep_1f1b": LOCKSTEP, "circular": CIRCULAR}),
-    "four_repeats": pipelined(4, {"lockstep_1f1b": LOCKSTEP, "lockstep_1f1b, once": ONCE}),
+    "interleaved": pipelined(2, OURS),
+    "four_repeats": pipelined(4, OURS),
     "fsdp": Case(
         ("ici_fsdp_parallelism=8",),
         {"sequential": ("mesh.ici.stage=1", "mesh.ici.fsdp=8", "pipeline.num_repeats=1")},

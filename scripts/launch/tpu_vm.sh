@@ -17,8 +17,8 @@
 #   resume   replaces what was preempted, then continues: create, setup, run
 #   delete   stops everything and gives the TPUs back
 #
-# --project P picks the project, --dry-run shows what would be run. Every command may be repeated. Workers restart the
-# training by themselves after exit codes 75, 124 and 134 (scripts/launch/restart.sh). output_dir has to be a directory that
+# --project P picks the project, --dry-run shows what would be run. Every command may be repeated. Each
+# worker has a supervisor (maxpipe supervise); they start the training again on all workers when one is lost. output_dir has to be a directory that
 # all workers share, such as a Filestore mount. Tokens come from the workers' environment, never from here. LIBTPU_INIT_ARGS
 # is handed on to the training; python -m maxpipe.compile prints the recommended one for a chip.
 set -euo pipefail
@@ -155,7 +155,7 @@ start() {
   everywhere "cd maxpipe
 if [ -f pid ] && kill -0 \$(cat pid) 2>/dev/null; then echo already running; exit; fi
 rm -f exit_code
-${flags}MAXPIPE_JOB=$(quoted "$name in $zone") MAXPIPE_DISTRIBUTED=1 nohup sh -c 'scripts/launch/restart.sh \"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.train \
+${flags}MAXPIPE_JOB=$(quoted "$name in $zone") MAXPIPE_DISTRIBUTED=1 nohup sh -c '\"\$@\"; echo \$? >exit_code' sh .venv/bin/python -m maxpipe.supervise -- .venv/bin/python -m maxpipe.train \
 $(quoted "${training[@]}") >log 2>&1 </dev/null & echo \$! >pid"
 }
 

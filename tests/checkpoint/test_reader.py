@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.checkpoint.errors import CheckpointMismatch
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.reader import read_parameters, read_step
 from maxpipe.config import CheckpointConfig
 
 CONVERT = CheckpointConfig(convert_dtype=True)
@@ -85,6 +86,33 @@ def test_read_step_with_flag_refuses_other_differences(saved, directory, other):
     assert "convert_dtype" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "history",
+    [
+        {"host": jax.ShapeDtypeStruct((8,), np.uint8)},  # of another shape
+        {"host": jax.ShapeDtypeStruct((7,), np.uint8), "more": jax.ShapeDtypeStruct((2,), np.int8)},
+    ],
+)
+def test_read_step_optional_part_that_differs_becomes_zeros_as_a_whole(
+    directory, checkpointer, samples, history
+):
+    state = samples.state(10)
+    part = {"host": state.pop("host")}
+    checkpointer.save(10, {**state, "history": part}, samples.iterator(10), samples.meta(10))
+    checkpointer.close()
+    target = {**samples.abstract(state), "history": history}
+    with pytest.raises(CheckpointMismatch):
+        read_step(directory / "10", target)
+    restored = read_step(directory / "10", target, optional=("history",)).state
+    for name, leaf in restored["history"].items():
+        assert samples.bits(leaf) == samples.bits(
+            np.zeros(history[name].shape, history[name].dtype)
+        )
+    same = {**target, "history": {"host": jax.ShapeDtypeStruct((7,), np.uint8)}}
+    kept = read_step(directory / "10", same, optional=("history",)).state
+    assert samples.bits(kept["history"]["host"]) == samples.bits(part["host"])
+
+
 def test_read_step_convert_dtype_verifies_saved_values(directory, samples):
     """The saved values are verified before the conversion, which would hide the change."""
     mesh = samples.mesh(2, 1)
@@ -97,3 +125,16 @@ def test_read_step_convert_dtype_verifies_saved_values(directory, samples):
     restored = Checkpointer(directory, CONVERT).restore(target)
     assert np.asarray(restored.state["x"], np.float32).tolist() == [1, 1]
     assert restored.converted == 1
+
+
+def test_read_parameters_of_another_shape_or_name_raises_mismatch(saved, directory, samples):
+    params = saved["params"]
+    read = read_parameters(directory / "10", params)
+    for name, leaf in samples.state(10)["params"].items():
+        assert samples.bits(read[name]) == samples.bits(leaf)
+    for other in (
+        {**params, "scale": jax.ShapeDtypeStruct((34,), jnp.bfloat16)},
+        {"scale": params["scale"]},
+    ):
+        with pytest.raises(CheckpointMismatch):
+            read_parameters(directory / "10", other)

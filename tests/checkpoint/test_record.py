@@ -20,6 +20,7 @@ from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record, recor
 CASES = int(os.environ.get("FUZZ_CASES", "60"))
 LEAVES = {
     "params.layers.up": Leaf((4, 16, 32), "float32", 7),
+    "params.none": Leaf((0, 3), "float32", 0),
     "step": Leaf((), "int32", 2**32 - 1),
     ITERATOR: Leaf((8, 3), "int64", 0),
 }
@@ -104,6 +105,19 @@ def test_read_record_leaf_that_no_save_has_written_is_damage(write, change, prob
 def test_read_record_step_that_is_text_is_damage(write):
     with pytest.raises(CheckpointDamaged, match="step is not a number"):
         read_record(write({**content(), "step": "1"}))
+
+
+def test_read_record_of_another_step_is_damage(write):
+    with pytest.raises(CheckpointDamaged, match="record says step 2"):
+        read_record(write({**content(), "step": 2}))
+
+
+def test_read_record_that_is_no_regular_file_is_damage(write):
+    directory = write(content())
+    record_file(directory).unlink()
+    record_file(directory).symlink_to("/dev/null")
+    with pytest.raises(CheckpointDamaged, match="not a regular file"):
+        read_record(directory)
 
 
 def test_show_random_records_are_shown_or_damage(write, capsys):

@@ -8,7 +8,9 @@ import pytest
 from maxpipe import compile as command
 from maxpipe.compiling import stages
 from maxpipe.compiling.report import size
+from maxpipe.config import load, resolve
 from maxpipe.pipeline.engines.mpmd.engine import MpmdEngine
+from maxpipe.planning.auto_stages import bubble_fraction
 
 SMALL = [
     "compile.topology=cpu",
@@ -105,6 +107,8 @@ def test_the_report_has_memory_by_stage_and_units(written):
     report = json.loads((written / "report.json").read_text())
     assert report["fits"] is None  # the memory of simulated devices is not known
     assert report["predicted_step_seconds"] is None
+    config = load("configs/base.yml", [*SMALL, "pipeline.layers_per_stage=[1,1]"])
+    assert report["bubble"] == pytest.approx(bubble_fraction(resolve(config, 8)))
     names = ["F0", "F1", "I1", "W1", "I0", "W0", "reduce0", "reduce1"]
     assert [program["name"] for program in report["programs"]] == names
     totals = [

@@ -129,7 +129,10 @@ FAMILIES = {
     "TOKENIZERS": ("maxpipe.data.tokenizers", is_tokenizer),
     "MODEL_TYPES": ("maxpipe.hf.families", is_model_type),
     "MODEL_PLACES": ("maxpipe.storage", is_model_place),
-    "WEIGHT_FORMATS": ("maxpipe.hf maxpipe.migration", is_weight_format),
+    "WEIGHT_FORMATS": (
+        "maxpipe.hf maxpipe.migration maxpipe.training.run_weights",
+        is_weight_format,
+    ),
 }
 
 

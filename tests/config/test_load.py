@@ -3,10 +3,13 @@
 import dataclasses
 import glob
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from maxpipe.config import Config, ConfigError, load, replace, resolve
+from maxpipe.config.catalog import SCHEDULES
 from maxpipe.config.load import from_record
 from maxpipe.config.options import OPTIONS, get
 
@@ -195,3 +198,23 @@ def test_from_record_values_that_no_run_has_saved_are_refused():
     keys = {problem.key for problem in caught.value.problems}
     assert keys == {"seed", "data.sequence_length", "model.num_kv_heads"}
     assert "seed (record of the checkpoint): expected a whole number" in str(caught.value)
+
+
+# What was legal before runs had a fingerprint; stored configurations have every key of that time.
+EARLIER = sorted((Path(__file__).parents[1] / "golden" / "stored").glob("*/config.yml"))
+EARLIER_SCHEDULES = {
+    *("1f1b", "circular", "dualpipe_v", "eager_1f1b", "gpipe", "interleaved_1f1b"),
+    *("lockstep_1f1b", "lockstep_zb", "v_half", "v_min", "zb_h1", "zb_h2", "zb_v"),
+}
+
+
+@pytest.mark.parametrize("path", EARLIER, ids=lambda path: path.parent.name)
+def test_load_every_key_of_an_earlier_version_stays_legal(path):
+    keys = re.findall(r"^ *\w+: \S", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(keys) > 100
+    assert load(path).config.run_name == path.parent.name
+
+
+def test_every_schedule_of_an_earlier_version_stays_legal():
+    assert len(EARLIER) == 2
+    assert SCHEDULES.keys() >= EARLIER_SCHEDULES

@@ -11,7 +11,9 @@ from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import (
     EncodedDocuments,
     FileDocuments,
+    MarkedText,
     Spans,
+    encode_marked,
     open_documents,
     split_documents,
 )
@@ -64,18 +66,20 @@ def test_open_documents_without_documents_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_open_documents_sources_without_path_open(source: str) -> None:
+    template = "chatml" if SOURCES[source].is_chat else ""
+    config = DataConfig(source=source, chat_template=template)
     if not SOURCES[source].needs_path:
-        assert len(open_documents(DataConfig(source=source), "train"))
+        assert len(open_documents(config, "train"))
     else:
         with pytest.raises(ConfigError, match=r"^data\.path: this data\.source needs a file"):
-            open_documents(DataConfig(source=source), "train")
+            open_documents(config, "train")
 
 
 BOS, EOS = 256, 257
 
 
 def _encode(document: str | np.ndarray) -> np.ndarray:
-    return EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0]
+    return EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0].ids
 
 
 def test_encoded_documents_text_is_framed() -> None:
@@ -97,6 +101,18 @@ def test_encoded_documents_existing_frame_is_kept() -> None:
 
 def test_encoded_documents_empty_text_has_no_ids() -> None:
     assert _encode("").size == 0
+
+
+def test_encoded_documents_marked_text_is_not_framed_and_has_targets_in_its_spans() -> None:
+    document = MarkedText("aébc", ((1, 2), (3, 4)))
+    ids, weights = EncodedDocuments([document], load_tokenizer("byte"), vocab_size=259)[0]
+    assert ids.tolist() == [ord("a"), 0xC3, 0xA9, ord("b"), ord("c")]
+    assert weights.tolist() == [0, 1, 1, 0, 1]
+
+
+def test_encode_marked_without_offsets_names_the_tokenizer() -> None:
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
+        encode_marked(MarkedText("1 2", ((0, 1),)), load_tokenizer("ids:4"))
 
 
 def test_encoded_documents_ids_outside_vocabulary_raise() -> None:

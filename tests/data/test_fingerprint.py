@@ -205,3 +205,25 @@ def test_fingerprint_cache_is_not_believed_for_a_file_of_another_time(config, tm
 def test_changes_since_something_else_is_a_type_or_key_error(config, damage):
     with pytest.raises((TypeError, KeyError)):
         fingerprint_data(config).changes_since(damage)
+
+
+def test_fingerprint_notices_another_chat_template(corpus, tmp_path):
+    talk = {"messages": [{"role": "assistant", "content": "a"}]}
+    (corpus / "a.jsonl").write_text(json.dumps(talk))
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ messages }}")
+    data = {"source": "chat", "path": str(corpus), "chat_template": str(template)}
+    config = replace(Config(), **{f"data.{key}": value for key, value in data.items()})
+    saved = recorded(config)
+    assert kinds(config, saved) == []
+    before = data_digests(config)
+    template.write_text("{{ messages }}.")
+    assert kinds(config, saved) == [("data.chat_template", CHANGED)]
+    assert data_digests(config).keys() == before.keys()
+    assert data_digests(config)["data.chat_template"] != before["data.chat_template"]
+
+
+def test_fingerprint_of_an_earlier_version_had_no_chat_template(config):
+    saved = recorded(config)
+    del saved["chat_template"]
+    assert kinds(config, saved) == []

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config.errors import ConfigError
+from maxpipe.data.documents import Encoded
 from maxpipe.data.rows import Batch, DocumentOrder, RowStream, empty_batch, fill_row
 
 PAD = -1
@@ -18,9 +19,10 @@ def _framed(lengths: list[int]) -> list[np.ndarray]:
 
 def _streams(documents: list[np.ndarray], batch: int, shuffle: bool = True) -> list[RowStream]:
     n = len(documents)
+    encoded = [Encoded(ids, ids % 2 + 1.0) for ids in documents]
     order = DocumentOrder(n, seed=0, shuffle=shuffle)
     return [
-        RowStream(documents, order, batch, np.array([row // n, row % n, 0])) for row in range(batch)
+        RowStream(encoded, order, batch, np.array([row // n, row % n, 0])) for row in range(batch)
     ]
 
 
@@ -47,7 +49,8 @@ def test_row_streams_visit_every_pair_once_per_epoch(
     seen = []
     for stream in _streams(documents, batch):
         while stream.state[0] == 0:
-            inputs, targets = stream.take(length)
+            inputs, targets, weights = stream.take(length)
+            assert weights.tolist() == (targets % 2 + 1.0).tolist()
             seen += [*zip(inputs.tolist(), targets.tolist(), strict=True)]
     expected = [
         pair for ids in documents for pair in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True)
@@ -63,7 +66,7 @@ def test_fill_row_packing_fills_rows_without_crossing_documents(
     streams = _streams(_framed(lengths), batch)
     for _ in range(4):
         rows = _next_batch(streams, length)
-        assert (rows["weights"] == 1).all()
+        assert (rows["weights"] == rows["targets"] % 2 + 1).all()
         # Ids count up within a document, so a target from another document is never input + 1.
         assert (rows["targets"] == rows["tokens"] + 1).all()
         same = np.diff(rows["segment_ids"], axis=1) == 0
@@ -109,11 +112,11 @@ def test_fill_row_without_packing_holds_one_document(lengths: list[int], length:
         used = min(length, len(ids) - 1)
         assert row["tokens"].tolist() == [*ids[:used].tolist(), *[PAD] * (length - used)]
         assert row["targets"].tolist() == [*ids[1 : used + 1].tolist(), *[PAD] * (length - used)]
-        assert (
-            row["weights"].tolist()
-            == row["segment_ids"].tolist()
-            == [1] * used + [0] * (length - used)
-        )
+        assert row["segment_ids"].tolist() == [1] * used + [0] * (length - used)
+        assert row["weights"].tolist() == [
+            *(ids[1 : used + 1] % 2 + 1.0).tolist(),
+            *[0] * (length - used),
+        ]
         assert row["positions"].tolist() == [*range(used), *[0] * (length - used)]
 
 

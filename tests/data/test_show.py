@@ -1,8 +1,14 @@
 """`python -m maxpipe.data show`."""
 
+import json
+
+import numpy as np
 import pytest
 
-from maxpipe.data.__main__ import main
+from maxpipe.config.terminal import GREEN, RESET
+from maxpipe.data.__main__ import describe_row, main
+from maxpipe.data.rows import empty_batch
+from maxpipe.data.tokenizers import load_tokenizer
 
 
 def test_show_prints_segments_and_speed(tmp_path, capsys):
@@ -89,3 +95,25 @@ def test_show_of_random_ids_prints_their_numbers(capsys):
     main(["show", "configs/base.yml", *words, "--rows=1", "--seconds=0.05"])
     line = next(line for line in capsys.readouterr().out.splitlines() if "segment 1" in line)
     assert {*line.partition("'")[2].rstrip("'").split()} <= {"0", "1", "2"}
+
+
+def test_show_marks_what_is_learned_of_a_conversation(tmp_path, capsys):
+    talk = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two\nthree"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    words = ["data.source=chat", f"data.path={tmp_path}", "data.chat_template=chatml"]
+    more = ["data.eval_fraction=0", "eval.every=0", "data.packing=false", "--rows=1"]
+    main(["show", "configs/base.yml", *words, *more, "--seconds=0.01"])
+    line = next(line for line in capsys.readouterr().out.splitlines() if "segment 1" in line)
+    assert line.endswith(
+        r": <|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n⟦two\nthree<|im_end|>\n⟧"
+    )
+
+
+def test_described_row_is_green_where_it_is_learned_in_color():
+    tokenizer = load_tokenizer("byte")
+    ids = np.frombuffer(b"abcde", np.uint8).astype(np.int32)
+    batch = empty_batch(1, 4, tokenizer.pad_id)
+    batch["tokens"][0], batch["targets"][0] = ids[:-1], ids[1:]
+    batch["segment_ids"][0], batch["weights"][0] = 1, [0, 1, 1, 0]
+    lines = [*describe_row(batch, 0, tokenizer, in_color=True)]
+    assert lines[1] == f"  segment 1, tokens 0-3: ab{GREEN}cd{RESET}e"

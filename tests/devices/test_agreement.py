@@ -1,9 +1,11 @@
 """What processes compare before the first step, with a store in place of the other processes."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
+import maxpipe
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.devices import agreement, processes
 from maxpipe.devices.agreement import check_agreement, compare, source_digest
@@ -102,4 +104,5 @@ def test_source_digest_depends_on_every_source_file(tmp_path):
     digest.cache_clear()
     (tmp_path / "a" / "b.py").write_text("x = 2")
     assert digest(tmp_path) != first
+    assert source_digest() == digest(Path(maxpipe.__file__).parent)
     assert len(source_digest()) == 16

@@ -4,33 +4,9 @@ import jax
 import pytest
 
 from maxpipe.config import Config, ConfigError, replace
-from maxpipe.devices.start import (
-    job_of_process,
-    simulated_share,
-    start_jax,
-    start_processes,
-)
+from maxpipe.devices.start import simulated_share, start_jax, start_processes
 
 TIMEOUTS = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
-
-
-@pytest.mark.parametrize(
-    ("environment", "job"),
-    [
-        ({}, ("", 0)),
-        ({"SLURM_JOB_ID": "9"}, ("slurm  9", 0)),
-        ({"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "3"}, ("slurm  9", 3)),
-        ({"MAXPIPE_JOB": "a", "MAXPIPE_ATTEMPT": "7", "SLURM_JOB_ID": "9"}, ("a", 7)),
-        ({"MAXPIPE_JOB": "a", "MAXPIPE_ATTEMPT": "x"}, ("a", 0)),
-    ],
-)
-def test_job_of_process_is_named_by_launcher_or_slurm(monkeypatch, environment, job):
-    for name in ("MAXPIPE_JOB", "MAXPIPE_ATTEMPT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert job_of_process() == job
 
 
 class TestStartOfProcesses:

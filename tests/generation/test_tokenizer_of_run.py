@@ -9,7 +9,7 @@ from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import Config, ConfigError, replace
 from maxpipe.data.fingerprint import tokenizer_digest
-from maxpipe.generation.launch import find_tokenizer
+from maxpipe.generation.text import find_tokenizer
 from maxpipe.storage.object_store import open_store
 from maxpipe.training.run_directory import RunDirectory
 

@@ -198,11 +198,12 @@ class EngineUnderTest:
 @cache
 def reference(model: ModelConfig, rows: int, *, packed: bool = True) -> Result:
     """Return the sequential engine's result on one device, without microbatches."""
-    return _sequential(model, rows).train(make_batch(rows, packed=packed))
+    return sequential(model, rows).train(make_batch(rows, packed=packed))
 
 
 @cache
-def _sequential(model: ModelConfig, rows: int) -> EngineUnderTest:
+def sequential(model: ModelConfig, rows: int) -> EngineUnderTest:
+    """Return the sequential engine on one device, without microbatches."""
     values = {
         "pipeline.engine": "sequential",
         "pipeline.remat_policy": "none",

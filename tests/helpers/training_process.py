@@ -78,6 +78,11 @@ class TrainingProcess:
         """What the process has printed so far."""
         return self.log.read_text(errors="replace")
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     def wait_for(self, text: str) -> None:
         """Wait until the output contains `text`."""
         until = time.monotonic() + DEADLINE_SECONDS

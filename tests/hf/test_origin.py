@@ -1,13 +1,16 @@
 """What a run keeps of its folder decides where texts end, as long as the tokenizer is the same."""
 
 import json
+import os
 
 import pytest
 from helpers.hf_folder import write_tokenizer
 
 from maxpipe.config import Config, ConfigError, replace
+from maxpipe.config.from_hf import read_config_json
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.hf.origin import end_ids, origin_of, read_origin, special_ids
+from maxpipe.storage.object_store import Deadline
 from maxpipe.training.run_directory import RunDirectory
 
 
@@ -44,6 +47,16 @@ def test_damaged_file_is_named(origin, tmp_path):
     (origin / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
         end_ids(origin, [write_tokenizer(tmp_path / "run")])
+
+
+def test_pipe_in_a_folder_is_no_file(origin, tmp_path):
+    (origin / "config.json").unlink()
+    os.mkfifo(origin / "config.json")
+    config = replace(Config(), output_dir=str(tmp_path), init_from=f"hf:{origin}")
+    names = {"tokenizer.json", "tokenizer_config.json"}
+    assert Deadline(20).wait(lambda: read_origin(config)).keys() == names
+    with pytest.raises(ConfigError, match=r"there is no .*config\.json"):
+        Deadline(20).wait(lambda: read_config_json(str(origin)))
 
 
 def test_special_ids_are_those_of_the_tokenizer(origin):

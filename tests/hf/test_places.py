@@ -15,7 +15,7 @@ from maxpipe import export as export_command
 from maxpipe import generate, train
 from maxpipe.config import ConfigError, load, resolve
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.generation import launch as generation_launch
+from maxpipe.generation import model as generation_model
 from maxpipe.hf.importer import HfWeights
 from maxpipe.hf.safetensors import INDEX, read_folder
 from maxpipe.storage import model_folders
@@ -118,7 +118,7 @@ def test_run_from_a_store_is_exported_from_a_store(
     assert (written["eos_token_id"], written["vocab_size"]) == ([2, 7], 320)
     # Text ends at an id of generation_config.json, and special tokens are not shown.
     drawn = iter([4, 3, 7, 3])
-    monkeypatch.setattr(generation_launch, "generate", lambda *_, **__: drawn)
+    monkeypatch.setattr(generation_model, "generate", lambda *_, **__: drawn)
     capsys.readouterr()
     assert generate.main(["s3://models/runs/base", "--prompt=<s>ab</s>"]) == 0
     assert capsys.readouterr().out == "abcb\n"

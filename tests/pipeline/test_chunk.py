@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxpipe.model.layers import SideInputs
-from maxpipe.pipeline.chunk import apply_layers, layer_function
+from maxpipe.pipeline.chunk import apply_layers, layer_function, sum_where
 
 NUM_LAYERS = 3
 X = jnp.ones((2, 1, 1))
@@ -18,12 +18,12 @@ SIDE = SideInputs(*jnp.zeros((3, 2, 1), jnp.int32))
 class Affine:
     """x -> 2 x + weight, auxiliary loss = weight; with a key, plus a number drawn from it."""
 
-    config = SimpleNamespace(num_layers=NUM_LAYERS, stacked_layers=NUM_LAYERS, first_dense_layers=0)
-
-    def __init__(self, needs_key=False):
+    def __init__(self, needs_key=False, num_first=0):
         self.needs_key = needs_key
+        self.config = SimpleNamespace(stacked_layers=NUM_LAYERS, first_dense_layers=num_first)
 
     def block(self, layer, x, side, key):
+        self.layer_index = side.layer_index
         noise = 0 if key is None else jax.random.uniform(key)
         return 2 * x + layer["weight"] + noise, layer["weight"]
 
@@ -50,11 +50,15 @@ def test_apply_layers_with_padding_leaves_activations_and_losses_alone(scan):
     assert aux == 1
 
 
-def test_layer_function_folds_the_model_order_index_into_the_key():
-    layer_fn = layer_function(Affine(needs_key=True), lambda layer: layer, padded=False)
-    key = jax.random.key(7)
-    x, _ = apply(layer_fn, [0], [2], scan=True, key=key)
-    assert x[0, 0, 0] == pytest.approx(2 + float(jax.random.uniform(jax.random.fold_in(key, 2))))
+@pytest.mark.parametrize("num_first", [0, 2])
+def test_layer_function_folds_the_model_order_index_into_the_key(num_first):
+    """Layers with other parameters come first, and have numbers of their own."""
+    program, key = Affine(needs_key=True, num_first=num_first), jax.random.key(7)
+    layer_fn = layer_function(program, lambda layer: layer, padded=False)
+    x, _ = apply(layer_fn, [0], [2], scan=False, key=key)
+    key_of_layer = jax.random.fold_in(key, num_first + 2)
+    assert x[0, 0, 0] == pytest.approx(2 + float(jax.random.uniform(key_of_layer)))
+    assert program.layer_index == num_first + 2
 
 
 def test_layer_function_without_dropout_folds_no_key():
@@ -69,3 +73,10 @@ def test_layer_function_prepares_each_layer():
     )
     x, _ = apply(layer_fn, [1], [0], scan=False)
     assert (x == 12).all()
+
+
+def test_sum_where_leaves_out_parts_that_do_not_count_whatever_they_hold():
+    aux = {"scalar": jnp.array([1.0, jnp.nan, 3.0]), "rows": jnp.arange(24.0).reshape(3, 2, 4)}
+    total = sum_where(jnp.array([True, False, True]), aux)
+    assert total["scalar"] == 4
+    np.testing.assert_array_equal(total["rows"], aux["rows"][0] + aux["rows"][2])

@@ -1,5 +1,7 @@
 """Collectives inside `shard_map`: gathered weights, summed gradients, the ring."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,32 @@ def test_gather_and_scatter_of_any_spec_are_copies_and_sums(spec, num_leading):
     )
     np.testing.assert_array_equal(full, weight)
     np.testing.assert_allclose(total, weight * scales[:num_manual].sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sizes", "transfers"),
+    [
+        (P("fsdp"), {"fsdp": 2}, 1),
+        (P(None, "fsdp"), {"fsdp": 3}, 2),
+        (P("fsdp"), {"fsdp": 4}, 3),
+        (P(("stage", "fsdp"), "data"), {"stage": 2, "fsdp": 2, "data": 2}, 3),
+    ],
+    ids=str,
+)
+def test_gather_and_scatter_in_steps_send_each_shard_over_each_link_once(spec, sizes, transfers):
+    gather = Gather(spec, jnp.float32, jnp.float32)
+    weight, scales = random(12, 12), np.arange(1, 9, dtype=np.float32)[: math.prod(sizes.values())]
+
+    def in_steps(shard, scale):
+        full = gather.gather_in_steps(shard, jnp.full((12, 12), jnp.nan))
+        return full, gather.scatter_in_steps(full * scale[0])
+
+    f = run(in_steps, (spec, P(MANUAL_AXES)), (P(), spec), **sizes)
+    full, total = f(weight, scales)
+    np.testing.assert_array_equal(full, weight)
+    np.testing.assert_allclose(total, weight * scales.sum(), rtol=1e-6)
+    sent = str(jax.make_jaxpr(f)(weight, scales)).count("ppermute[")
+    assert sent == 2 * transfers
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

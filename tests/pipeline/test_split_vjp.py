@@ -49,6 +49,11 @@ def test_residuals_that_are_casts_of_weights_are_recomputed():
     assert split(f, array(4)) == [(X, "float32")]
 
 
+def test_residuals_that_are_captured_arrays_are_not_stored():
+    table = array(4, seed=3)
+    assert split(lambda x, w, _: x * table * w, array(4)) == [(X, "float32")]
+
+
 def test_residuals_that_are_random_numbers_are_recomputed():
     def f(x, w, key):
         return jnp.where(jax.random.bernoulli(key, 0.5, X), x * w, 0)

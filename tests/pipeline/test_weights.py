@@ -6,7 +6,7 @@ from helpers.engines import canonical_params, make_mesh, tiny
 from jax.sharding import PartitionSpec as P
 
 from maxpipe.builder import build_engine_inputs
-from maxpipe.pipeline.weights import Weights
+from maxpipe.pipeline.weights import Weights, axes_in_use, spec_in_use
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +59,16 @@ def test_gather_outer_gathers_over_fsdp_and_stage(setting):
     assert set(gathered) == {"embed", "head"}
     assert spec_of(gathered["embed"]["embedding"]) == P("tensor")
     assert spec_of(gathered["head"]["kernel"]) == P(None, "tensor")
+
+
+def test_weights_of_experts_in_use_stay_split_over_their_axis():
+    axes = {f"mesh.ici.{axis}": 2 for axis in ("expert", "fsdp", "tensor")}
+    experts = {"model.moe.experts": 4, "model.moe.mlp_dim": 16, "pipeline.engine": "sequential"}
+    config = tiny(**axes, **experts)
+    parts = build_engine_inputs(config, make_mesh(config))
+    layers = parts.program.specs["layers"]
+    gate, query = layers["moe"]["gate"], layers["attention"]["query"]
+    assert axes_in_use(parts.rules, gate) == {"expert"}
+    assert axes_in_use(parts.rules, query) == set()
+    assert [*spec_in_use(parts.rules, gate)] == ["expert", None, "tensor"]
+    assert [*spec_in_use(parts.rules, query)][:2] == [None, "tensor"]

@@ -18,6 +18,7 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.csv_files import to_csv
 from maxpipe.pipeline.schedules.load import build_table, load_schedule, times_of_chunks
 from maxpipe.planning.auto_stages import (
+    bubble_fraction,
     choose_stages,
     plan_stages,
     predict,
@@ -80,6 +81,37 @@ def test_unit_times_count_layers_outside_the_pipeline_once_with_their_chunk(plac
     assert to_csv(table) == to_csv(build_table(config))
 
 
+# As many FLOPs in a first dense layer as in another: two experts of half the width, and a router.
+FIRST = {
+    "model.num_layers": 20,
+    "model.first_dense_layers": 4,
+    "model.vocab_size": 64,
+    "model.moe.experts": 2,
+    "model.moe.mlp_dim": 96,
+    "pipeline.remat_policy": "none",
+}
+
+
+def test_the_first_stage_has_fewer_layers_beside_first_dense_ones():
+    assert plan_stages(config_of(**FIRST), inf).sizes == [1, 5, 5, 5]
+    none = FIRST | {"model.first_dense_layers": 0}
+    assert plan_stages(config_of(**none), inf).sizes == [5, 5, 5, 5]
+
+
+def test_first_dense_layers_belong_to_the_first_chunk_of_a_stage_with_several():
+    values = {"pipeline.schedule": "zb_v", "model.num_layers": 18, "model.first_dense_layers": 2}
+    sizes = plan_stages(config_of(2, **FIRST | values), inf).sizes
+    # Seven layers and the two dense ones, then nine: the stage's second chunk is the model's last.
+    assert (sizes[0] + sizes[3], sizes[1] + sizes[2]) == (7, 9)
+    assert sizes[3] - sizes[0] in (1, 3)
+
+
+def test_unit_times_count_first_dense_layers_with_the_first_chunk():
+    values = {"pipeline.layers_per_stage": [2, 4, 5, 5], "pipeline.unit_times": [1.0, 1.0, 0.5]}
+    config = config_of(**FIRST | values)
+    assert times_of_chunks(config).forward == (6, 4, 5, 5)
+
+
 def test_unit_times_auto_stay_with_a_schedule_that_has_no_use_for_them():
     config = config_of(**{"pipeline.unit_times": [-1]})
     lines = []
@@ -127,12 +159,7 @@ def test_a_stage_is_all_its_chunks(schedule):
     )
 
 
-# Models with first dense layers are refused.
-@pytest.mark.parametrize(
-    "path",
-    [path for path in PRESETS if "first_dense_layers:" not in path.read_text(encoding="utf-8")],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     ("schedule", "repeats"),
     [("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("dualpipe_v", 2)],
@@ -184,6 +211,22 @@ def test_a_lockstep_table_is_an_order_of_units_where_no_unit_waits_for_ticks():
     backward, head = prediction.times.layer - 1, prediction.times.head
     assert prediction.run.makespan == pytest.approx(1 + 8 * (2 + head + 2 * backward) + backward)
     assert run_table(config).num_ticks == 1 + 2 * 8 + 1
+
+
+def test_bubble_is_that_of_the_chunks_that_stages_hold():
+    """1F1B: a first stage of five layers never waits, one of a single layer at both ends does."""
+    small = {"model.num_layers": 6, "model.vocab_size": 64}
+
+    def of(*sizes, **values):
+        return config_of(2, **small, **{"pipeline.layers_per_stage": [*sizes]}, **values)
+
+    assert bubble_fraction(of(5, 1)) == 0
+    times = unit_times(of(1, 5))
+    last = 8 * (5 * times.layer + times.head)
+    assert bubble_fraction(of(1, 5)) == pytest.approx(times.layer / (times.layer + last))
+    # One program computes five layers on either stage, in 8 + 1 ticks.
+    program = {"pipeline.engine": "scheduled", "pipeline.schedule": "lockstep_1f1b"}
+    assert bubble_fraction(of(5, 1, **program)) == pytest.approx(1 / 9)
 
 
 def chosen(config, chip_bytes=None):

@@ -7,7 +7,8 @@ from helpers.shard_bytes import shard_bytes
 from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
-from maxpipe.planning.estimate import estimate
+from maxpipe.planning.estimate import Memory, estimate, traffic
+from maxpipe.planning.footprint import total_parameters
 
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
 
@@ -100,6 +101,39 @@ def test_weights_gathered_once_are_whole_over_fsdp():
     assert once.gradients - norms == 2 * (apart.gradients - norms)
     assert once.parameters > apart.parameters
     assert once.optimizer == apart.optimizer
+
+
+@pytest.mark.parametrize("policy", ["minimal", "full", "none"])
+def test_first_dense_layers_keep_what_dense_layers_keep(policy):
+    experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+
+    def activations(layers, first=0, **values):
+        values |= {"pipeline.engine": "sequential", "mesh.ici.stage": 1, "mesh.ici.fsdp": 8}
+        values |= {"model.num_layers": layers, "pipeline.remat_policy": policy}
+        return estimate(config_of(**values, **{"model.first_dense_layers": first})).activations
+
+    dense = activations(6) - activations(5)
+    assert activations(6, 2, **experts) - activations(5, 1, **experts) == pytest.approx(dense)
+    if policy != "full":
+        of_experts = activations(6, **experts) - activations(5, **experts)
+        assert dense != pytest.approx(of_experts, rel=0.1)
+
+
+def test_traffic_of_first_dense_layers_is_that_of_dense_layers():
+    experts = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+    nothing = Memory(0.0, 0.0, 0.0, 0.0)
+
+    def moved(layers, first=0, **values):
+        """Return the bytes of activations."""
+        values |= {"mesh.ici.stage": 2, "mesh.ici.fsdp": 4, "model.num_layers": layers}
+        values |= {"model.first_dense_layers": first, "pipeline.num_repeats": 1}
+        config = config_of(**values)
+        count = config.pipeline.num_microbatches
+        weights = 4 * 4.0 * total_parameters(config, ("fsdp",)) * count
+        return traffic(config, nothing) - weights
+
+    two_first = moved(6, 2, **experts) - moved(4, 0, **experts)
+    assert two_first == pytest.approx(moved(6) - moved(4))
 
 
 def test_experts_over_devices_are_priced_with_rows_for_every_choice():

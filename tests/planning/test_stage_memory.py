@@ -198,6 +198,34 @@ def test_what_units_keep_is_what_their_programs_hand_over(policy, keeps, dtype):
     assert handed_over_width(config) == pytest.approx(late, rel=0.15)
 
 
+@pytest.mark.parametrize("policy", ["full", "minimal"])
+def test_first_dense_layers_are_kept_with_the_units_of_the_first_chunk(policy):
+    def first_unit(first):
+        config, trainer = trainer_of(
+            **{
+                "model.num_layers": 4 + first,
+                "model.first_dense_layers": first,
+                "model.moe.experts": 4,
+                "model.moe.mlp_dim": 32,
+                "pipeline.schedule": "1f1b",
+                "mesh.ici.stage": 4,
+                "mesh.ici.fsdp": 2,
+                "pipeline.remat_policy": policy,
+            }
+        )
+        unit = trainer.engine.training.program.computations[UnitName("F", 0)]
+        kept = sum(v.aval.size * v.aval.dtype.itemsize for v in unit.writes)
+        memory = StageMemory(config, build_table(config))
+        return kept, [memory.in_flight_bytes(stage, [1]) for stage in range(4)]
+
+    (one_kept, one), (two_kept, two) = first_unit(1), first_unit(2)
+    # The backward of a sum does not look at its last term, the output of the layer's MLP.
+    last = (policy == "minimal") * 64 * 2 * 16 * 4
+    # Four microbatches are in flight on the first stage.
+    assert two[0] - one[0] == pytest.approx(4 * (two_kept - one_kept + last))
+    assert two[1:] == one[1:]
+
+
 def test_offloaded_residuals_are_on_the_device_for_two_units_of_those_in_flight():
     def memory(policy):
         config, trainer = trainer_of(

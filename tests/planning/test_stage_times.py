@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 from helpers.stage_configs import config_of
 
+from maxpipe.config.options import update
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.parameters import map_specs
 from maxpipe.model.program import ModelProgram
-from maxpipe.planning.stage_times import unit_times
+from maxpipe.planning.stage_times import first_layers, unit_times
 
 ROWS = 2
 
@@ -33,11 +34,20 @@ class Compiled:
         return flops(self._block, self.layer, self.x, self.side)
 
     def backward(self, *argnums):
+        return self._backward(self._block, self.layer, *argnums) - self.forward()
+
+    def first_layer(self):
+        """Return the FLOPs of a first dense layer: forward, and backward with both gradients."""
+        layer = self.outer["embed"]["first"]["0"]
+        forward = flops(self._first_block, layer, self.x, self.side)
+        return forward, self._backward(self._first_block, layer, 0, 1) - forward
+
+    def _backward(self, block, layer, *argnums):
         def both(layer, x, side, gradient):
-            y, pull = jax.vjp(lambda *args: self._block(*args, side), layer, x)
+            y, pull = jax.vjp(lambda *args: block(*args, side), layer, x)
             return y, [pull(gradient)[i] for i in argnums]
 
-        return flops(both, self.layer, self.x, self.side, self.x) - self.forward()
+        return flops(both, layer, self.x, self.side, self.x)
 
     def head(self):
         loss = jax.value_and_grad(lambda *args: self.program.head_loss(*args)[0], argnums=(0, 1))
@@ -52,6 +62,9 @@ class Compiled:
 
     def _block(self, layer, x, side):
         return self.program.block(layer, x, side, None)[0]
+
+    def _first_block(self, layer, x, side):
+        return self.program.first_block(layer, x, side, None)
 
 
 def flops(f, *args):
@@ -102,6 +115,38 @@ def test_a_layer(config, compiled, unit):
 
 def test_the_head(config, compiled, unit):
     assert compiled.head() == pytest.approx(unit_times(config).head * sum(unit), rel=TOLERANCE)
+
+
+def test_first_dense_layers_are_those_compiled(config, unit):
+    """Two of them, in units of a layer with a router and two of four experts."""
+    mixture = {"experts": 4, "per_token": 2, "mlp_dim": 256}
+    values = {f"model.moe.{key}": value for key, value in mixture.items()}
+    changes = values | {"model.num_layers": 18, "model.first_dense_layers": 2}
+    mixed = update(config, changes)
+    model, tokens = mixed.model, ROWS * mixed.data.sequence_length
+    weights, attention = unit
+    per_token = model.embed_dim * (3 * model.mlp_dim - model.moe.experts - 2 * 3 * 256)
+    other_layer = weights - 2 * tokens * per_token + attention
+    forward, backward = Compiled(mixed).first_layer()
+    times = first_layers(mixed)
+    assert times.forward * other_layer == pytest.approx(2 * (forward - attention), rel=TOLERANCE)
+    both = times.input_gradient + times.weight_gradient
+    assert both * other_layer == pytest.approx(2 * (backward - 2 * attention), rel=TOLERANCE)
+
+
+def test_first_dense_layers_are_computed_again_once():
+    changes = {
+        "model.moe.experts": 4,
+        "model.num_layers": 18,
+        "model.first_dense_layers": 2,
+    }
+    twice = {"pipeline.remat_policy": "full", "pipeline.remat_layers": True}  # for other layers
+    none, full = (
+        first_layers(config_of(**changes | values))
+        for values in ({"pipeline.remat_policy": "none"}, twice)
+    )
+    assert full.input_gradient - none.input_gradient == pytest.approx(none.forward)
+    assert (full.forward, full.weight_gradient) == (none.forward, none.weight_gradient)
 
 
 def test_the_embedding_is_next_to_nothing(compiled):

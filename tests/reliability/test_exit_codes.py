@@ -4,11 +4,14 @@
 tests/multiprocess.
 """
 
+import errno
+
 import pytest
 from helpers.runs import checkpoints
 from helpers.training_process import command
 
 from maxpipe import train
+from maxpipe.telemetry.writers import MetricsFile
 
 HERE = ("mesh.simulated_devices=0", "mesh.ici.data=8", "mesh.ici.stage=1", "mesh.ici.fsdp=1")
 
@@ -52,6 +55,39 @@ def test_train_failed_save_exits_with_1(tmp_path, capsys):
     (tmp_path / "base" / "checkpoints").write_text("in the way")
     assert main(tmp_path) == 1
     assert "error: saving checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("required", ["false", "true"])
+def test_train_telemetry_that_cannot_be_written_exits_with_1_where_it_is_required(
+    tmp_path, capsys, required
+):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "tensorboard").write_text("in the way")
+    words = ("checkpoint.every=2", f"telemetry.required={required}")
+    is_required = required == "true"
+    assert main(tmp_path, *words) == is_required
+    ended = capsys.readouterr()
+    shown = f"{tmp_path}/base/tensorboard cannot be written: "
+    lines = (ended.err if is_required else ended.out).splitlines()
+    (line,) = (line for line in lines if shown in line)
+    assert line.startswith("error: " if is_required else "warning: ")
+    assert checkpoints(tmp_path / "base") == ([] if is_required else [2])
+    assert ("done: 2 steps" in ended.out) is not is_required
+
+
+def test_train_required_metrics_that_fail_later_exit_with_1_and_the_reason(
+    tmp_path, capsys, monkeypatch
+):
+    def full(self, row):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "write", full)
+    assert main(tmp_path, "telemetry.required=true") == 1
+    ended = capsys.readouterr()
+    reason = "metrics.jsonl cannot be written: No space left on device (telemetry.required)"
+    assert ended.err.splitlines() == [f"error: {tmp_path}/base/{reason}"]
+    assert "done" not in ended.out
+    assert not (tmp_path / "base" / "lease.json").exists()
 
 
 def test_train_unexpected_error_exits_with_1_and_traceback(tmp_path, monkeypatch):

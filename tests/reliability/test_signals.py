@@ -89,6 +89,24 @@ def test_signal_handlers_and_threads_are_removed_on_exit():
     wait_until(lambda: all(thread.name != "signals" for thread in threading.enumerate()))
 
 
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_signal_in_a_program_stops_the_run_or_raises(number, error, ended):
+    before = signal.getsignal(number)
+    with Interruption(ends_process=False) as interruption:
+        with pytest.raises(error):
+            signal.raise_signal(number)
+        interruption.begin()
+        signal.raise_signal(number)
+        assert interruption.after(3)
+        if number == signal.SIGINT:
+            with pytest.raises(error):
+                signal.raise_signal(number)
+    assert ended == []
+    assert signal.getsignal(number) == before
+
+
 def test_signal_handlers_are_not_installed_before_enter():
     interruption = Interruption()
     interruption.begin()

@@ -5,6 +5,7 @@ import time
 import pytest
 from helpers.training_process import command, run
 
+from maxpipe.supervision import watchdog
 from maxpipe.supervision.watchdog import HUNG, Watchdog
 
 HANGS = """
@@ -61,7 +62,7 @@ def test_watchdog_hang_prints_stacks_and_exits(startup, step, done, key, since):
 def expired(monkeypatch):
     """Return the list of expired watchdogs."""
     found = []
-    monkeypatch.setattr(Watchdog, "_expire", found.append)
+    monkeypatch.setattr(Watchdog, "_expire", lambda self, *why: found.append(why))
     return found
 
 
@@ -72,18 +73,62 @@ def test_watchdog_slow_start_is_not_a_hang(expired):
 
 
 def test_watchdog_progress_resets_deadline(expired):
-    with Watchdog(startup_seconds=60, step_seconds=1) as watchdog:
+    with Watchdog(startup_seconds=60, step_seconds=1) as dog:
         for step in range(20):
-            watchdog.progress(f"step {step}")
+            dog.progress(f"step {step}")
             time.sleep(0.1)
     assert expired == []
 
 
 def test_watchdog_deadline_0_never_expires(expired):
-    with Watchdog(startup_seconds=0.05, step_seconds=0) as watchdog:
-        watchdog.progress("step 1")
+    with Watchdog(startup_seconds=0.05, step_seconds=0) as dog:
+        dog.progress("step 1")
         time.sleep(0.3)
     assert expired == []
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(watchdog, "_HURRIED_SECONDS", 0.2)
+    monkeypatch.setattr(watchdog, "_POLL_SECONDS", 0.02)
+
+
+@pytest.mark.parametrize("deadline", [0, 60])
+def test_watchdog_hurried_before_a_step_ends_a_hang_soon(expired, impatient, deadline):
+    with Watchdog(deadline, deadline) as dog:
+        dog.progress("step 1")
+        dog.hurry()
+        time.sleep(0.5)
+    assert expired[0] == ("asked to stop", 0.2)
+
+
+@pytest.mark.parametrize("before_step", [False, None])
+def test_watchdog_hurried_leaves_saves_and_the_first_step_their_deadline(
+    expired, impatient, before_step
+):
+    with Watchdog(60, 60) as dog:
+        if before_step is not None:
+            dog.progress("step 1", before_step=before_step)
+        dog.hurry()
+        time.sleep(0.5)
+    assert expired == []
+
+
+def test_watchdog_hurried_gives_a_step_three_times_the_slowest_one(expired, impatient):
+    with Watchdog(60, 60) as dog:
+        dog.progress("step 1")
+        time.sleep(0.3)
+        dog.progress("step 2")
+        dog.hurry()
+        time.sleep(0.6)
+    assert expired == []
+
+
+def test_watchdog_of_half_an_hour_is_late_by_a_second_at_most(expired, monkeypatch):
+    with Watchdog(1800, 1800) as dog:
+        monkeypatch.setattr(dog, "_since", time.monotonic() - 1801)
+        time.sleep(1.5)
+    assert len(expired) >= 1
 
 
 def test_watchdog_closed_never_expires(expired):

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.terminal import wants_colour
 from maxpipe.pipeline.schedules.load import load_schedule
 from maxpipe.planning.simulate import Costs, simulate
 from maxpipe.render.chart import chart_svg
@@ -18,7 +19,6 @@ from maxpipe.render.terminal import (
     comparison_rows,
     comparison_text,
     render_terminal,
-    wants_colour,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -74,77 +74,6 @@ def fakes(tmp_path):
     return Fakes(tmp_path)
 
 
-def ended(code):
-    """Return a command that prints "attempt" and exits with `code`."""
-    return ["bash", "-c", f"echo attempt; exit {code}"]
-
-
-class TestRestart:
-    @pytest.mark.parametrize("code", [75, 124, 134])
-    def test_restart_with_a_retryable_code_restarts_and_gives_up(self, fakes, code):
-        done = fakes.run(
-            SCRIPTS / "restart.sh", *ended(code), MAX_RESTARTS="2", RESTART_SECONDS="0"
-        )
-        assert done.returncode == code
-        assert done.stdout == "attempt\n" * 3
-        assert "after 2 restarts: giving up" in done.stderr
-
-    @pytest.mark.parametrize("code", [0, 1, 2, 42, 130])
-    def test_restart_with_a_final_code_does_not_restart(self, fakes, code):
-        done = fakes.run(SCRIPTS / "restart.sh", *ended(code))
-        assert (done.returncode, done.stdout) == (code, "attempt\n")
-
-    def test_restart_doubles_pauses_up_to_600_seconds(self, fakes):
-        fakes.add("sleep")
-        done = fakes.run(SCRIPTS / "restart.sh", *ended(75), MAX_RESTARTS="8")
-        assert done.returncode == 75
-        assert [call[1] for call in fakes.calls] == [
-            "10",
-            "20",
-            "40",
-            "80",
-            "160",
-            "320",
-            "600",
-            "600",
-        ]
-
-    def test_restart_gives_attempts_of_a_job_one_name_and_growing_numbers(self, fakes):
-        script = 'echo "$MAXPIPE_JOB/$MAXPIPE_ATTEMPT"; sleep 1.1; exit 75'
-        words = ("bash", SCRIPTS / "restart.sh", "bash", "-c", script)
-        done = fakes.run(*words, RESTART_SECONDS="0", MAX_RESTARTS="1")
-        first, second = (line.split("/") for line in done.stdout.splitlines())
-        assert first[0] == second[0] != ""
-        assert int(first[1]) < int(second[1])
-
-    def test_restart_dry_run_shows_the_command_only(self, fakes):
-        done = fakes.run(SCRIPTS / "restart.sh", "--dry-run", "touch", AWKWARD)
-        assert done.returncode == 0
-        assert not list(fakes.directory.glob("run_name*"))
-        assert words_of(done.stderr.splitlines()[0]) == ["touch", AWKWARD]
-
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_restart_with_a_signal_forwards_it_once_and_ends(self, fakes, number):
-        program = (
-            "import signal, sys, time\n"
-            "def end(number, frame):\n"
-            "    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)\n"
-            "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, end)\n"
-            "print('ready', flush=True); time.sleep(60)"
-        )
-        process = subprocess.Popen(
-            [SCRIPTS / "restart.sh", sys.executable, "-c", program],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stdout.readline() == "ready\n"
-        os.killpg(process.pid, number)  # as a terminal does
-        assert process.communicate(timeout=30)[0] == f"got {int(number)}\n"
-        assert process.returncode == 75
-
-
 def words_of(line):
     """Split a command as the scripts print it into its words."""
     shown = line.removeprefix("+ ")
@@ -165,28 +94,47 @@ class TestLocal:
             assert f"JAX_PROCESS_ID={index}" in words
             assert "JAX_NUM_PROCESSES=3" in words
 
-    @pytest.mark.parametrize(
-        ("codes", "verdict"),
-        [
-            ("0 0", 0),
-            ("1 134", 1),
-            ("134 2", 2),
-            ("130 75", 130),
-            ("75 75", 75),
-            ("137 134", 134),
-            ("0 137", 137),
-        ],
-    )
-    def test_local_with_several_codes_exits_with_the_most_important(self, fakes, codes, verdict):
+    @pytest.mark.parametrize("codes", ["0 0", "42 42", "134 137"])
+    def test_local_exits_with_the_code_of_supervisor_0(self, fakes, codes):
         program = fakes.directory / "python"
         program.write_text(
             '#!/bin/bash\n[ "$1" = -c ] && echo 1 && exit\nc=($CODES); exit ${c[JAX_PROCESS_ID]}\n'
         )
         program.chmod(0o755)
-        done = fakes.run(
-            SCRIPTS / "local.sh", "2", "a.yml", CODES=codes, PYTHON=str(program), MAX_RESTARTS="0"
+        done = fakes.run(SCRIPTS / "local.sh", "2", "a.yml", CODES=codes, PYTHON=str(program))
+        assert done.returncode == int(codes.split()[0]), done.stderr
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_local_with_a_signal_forwards_it_once_to_all_and_waits(self, fakes, number):
+        program = fakes.directory / "python"
+        program.write_text(
+            f"#!{sys.executable}\n"
+            "import os, signal, sys, time\n"
+            "if sys.argv[1] == '-c': sys.exit(print(1))\n"
+            "def end(number, frame):\n"
+            "    print('got', number, flush=True); time.sleep(0.3); sys.exit(75)\n"
+            "for n in (signal.SIGTERM, signal.SIGINT): signal.signal(n, end)\n"
+            "print('ready', flush=True); time.sleep(60)\n"
         )
-        assert done.returncode == verdict, done.stderr
+        program.chmod(0o755)
+        process = subprocess.Popen(
+            [SCRIPTS / "local.sh", "2", "a.yml"],
+            env={**os.environ, "PYTHON": str(program), "LOG_DIR": str(fakes.directory)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        assert process.stdout.readline() == "ready\n"
+        log = fakes.directory / "local-1.log"
+        until = time.monotonic() + 30
+        while not (log.exists() and log.read_text()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        os.killpg(process.pid, number)  # as a terminal does
+        assert process.communicate(timeout=30)[0] == f"got {int(number)}\n"
+        assert log.read_text() == f"ready\ngot {int(number)}\n"
+        assert process.returncode == 75
 
     @pytest.mark.parametrize("words", [[], ["2"], ["0", "a.yml"], ["two", "a.yml"]])
     def test_local_with_a_bad_command_line_exits_with_2(self, fakes, words):
@@ -258,12 +206,13 @@ class TestTpuVm:
         (call,) = self.commands(fakes)
         remote = call[call.index("--command") + 1]
         worker = tmp_path / "worker"
-        (worker / "maxpipe" / "scripts" / "launch").mkdir(parents=True)
-        (worker / "maxpipe" / "scripts" / "launch" / "restart.sh").write_text(
+        python = worker / "maxpipe" / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(
             '#!/bin/bash\nprintf "%s\\0" "$@" "$LIBTPU_INIT_ARGS" >>words; echo . >>attempts; '
             "sleep 1; exit 7\n"
         )
-        (worker / "maxpipe" / "scripts" / "launch" / "restart.sh").chmod(0o755)
+        python.chmod(0o755)
         outputs = [
             subprocess.run(
                 ["bash", "-c", remote], cwd=worker, capture_output=True, text=True, check=True
@@ -280,7 +229,7 @@ class TestTpuVm:
         assert (worker / "maxpipe" / "attempts").read_text() == ".\n"
         words = (worker / "maxpipe" / "words").read_text().split("\0")[:-1]
         training = [".venv/bin/python", "-m", "maxpipe.train", "a.yml", AWKWARD]
-        assert words == [*training, f"--xla_a=1 {AWKWARD}"]
+        assert words == ["-m", "maxpipe.supervise", "--", *training, f"--xla_a=1 {AWKWARD}"]
         assert not list(tmp_path.rglob("pwned"))
 
     def test_resume_of_a_preempted_resource_recreates_it_and_runs(self, fakes, tpu_vm):
@@ -330,45 +279,41 @@ class TestTpuVm:
 class TestSlurm:
     @pytest.fixture
     def slurm(self, fakes):
-        """Return a function that runs a job whose tasks exit with given codes."""
+        """Return a function that runs a job whose supervisors exit with a given code."""
         fakes.add("scontrol")
-        (fakes.directory / "srun").write_text(
-            "#!/bin/bash\nshift\nfor code in $CODES; do\n"
-            '  export CODE=$code SLURM_PROCID=$((n++)); "$@"\ndone\nexit 137\n'
-        )
+        (fakes.directory / "srun").write_text('#!/bin/bash\nshift\n"$@"\n')
         (fakes.directory / "python").write_text(
             '#!/bin/bash\nprintf "%s\\0" "$@" >"$OUT"; exit $CODE\n'
         )
         for name in ("srun", "python"):
             (fakes.directory / name).chmod(0o755)
 
-        def run(codes, *words, **environment):
-            variables = {"CODES": codes, "OUT": str(fakes.directory / "words"), "SLURM_JOB_ID": "9"}
+        def run(code, *words, **environment):
+            variables = {
+                "CODE": str(code),
+                "OUT": str(fakes.directory / "words"),
+                "SLURM_JOB_ID": "9",
+            }
             return fakes.run("bash", SCRIPTS / "slurm.sbatch", *words, **variables, **environment)
 
         return run
 
-    @pytest.mark.parametrize(
-        ("codes", "code", "again"),
-        [("0 0", 0, 0), ("75 75", 75, 1), ("137 134", 134, 1), ("134 42", 42, 0), ("1 134", 1, 0)],
-    )
-    def test_slurm_job_with_a_retryable_code_is_requeued(self, fakes, slurm, codes, code, again):
-        done = slurm(codes, "a.yml", AWKWARD)
+    @pytest.mark.parametrize(("code", "again"), [(0, 0), (75, 1), (134, 1), (42, 0), (1, 0)])
+    def test_slurm_job_with_a_retryable_code_is_requeued(self, fakes, slurm, code, again):
+        done = slurm(code, "a.yml", AWKWARD)
         assert done.returncode == code, done.stderr
         assert fakes.calls == [["scontrol", "requeue", "9"]] * again
-        assert (fakes.directory / "words").read_text().split("\0")[:-1] == [
-            "-m",
-            "maxpipe.train",
-            "a.yml",
-            AWKWARD,
-        ]
+        words = (fakes.directory / "words").read_text().split("\0")[:-1]
+        assert words[:2] == ["-m", "maxpipe.supervise"]
+        training = ["python", "-m", "maxpipe.train", "a.yml", AWKWARD]
+        assert words[words.index("--") + 1 :] == training
 
     def test_slurm_job_after_20_restarts_is_not_requeued(self, fakes, slurm):
-        assert slurm("75", "a.yml", SLURM_RESTART_COUNT="20").returncode == 75
+        assert slurm(75, "a.yml", SLURM_RESTART_COUNT="20").returncode == 75
         assert fakes.calls == []
 
     def test_slurm_dry_run_shows_the_command_only(self, fakes, slurm):
-        done = slurm("0", "--dry-run", "a.yml")
+        done = slurm(0, "--dry-run", "a.yml")
         assert done.returncode == 0
         assert "+ srun" in done.stderr
         assert not (fakes.directory / "words").exists()
@@ -397,6 +342,13 @@ class TestJobSet:
         job = slices["template"]["spec"]
         (container,) = job["template"]["spec"]["containers"]
         assert (slices["replicas"], job["parallelism"], job["completions"]) == (2, 4, 4)
+        assert container["command"][2:] == [
+            "maxpipe.supervise",
+            "--",
+            "python",
+            "-m",
+            "maxpipe.train",
+        ]
         assert container["args"] == ["a.yml", AWKWARD]
         assert container["resources"]["limits"] == {"google.com/tpu": 4}
 

@@ -174,8 +174,15 @@ def test_lease_that_names_no_owner_expires(place, lines, text):
     assert waiting.seconds > LEASE_SECONDS - 2
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_lease_pipe_or_device_in_its_place_expires(place, lines, make):
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(os.mkfifo, id="pipe"),
+        pytest.param(lambda path: path.symlink_to("/dev/zero"), id="device"),
+        pytest.param(lambda path: path.symlink_to("nowhere"), id="dangling"),
+    ],
+)
+def test_lease_pipe_device_or_link_to_nothing_in_its_place_expires(place, lines, make):
     place.create("other", "")
     make(place._path / NAME)
     os.utime(place._path / NAME, (0, 0), follow_symlinks=False)
@@ -183,7 +190,7 @@ def test_lease_pipe_or_device_in_its_place_expires(place, lines, make):
     def own():
         acquire(place, Owner.this_process("job", 2), lines.append, sleep=Waiting()).release()
 
-    Deadline(20).wait(own)  # reading it would never end
+    Deadline(20).wait(own)  # reading it, or asking again, would never end
     assert "taken over from process 0 on an unknown host" in lines[-1]
     assert names(place) == ["other"]
 

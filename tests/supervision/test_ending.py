@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from maxpipe.supervision.ending import at_end
+from maxpipe.supervision import ending
+from maxpipe.supervision.ending import at_end, run_command
 from maxpipe.supervision.signals import Interruption
 
 WITH_A_THREAD_THAT_NEVER_ENDS = """
@@ -34,6 +35,66 @@ def test_leave_ends_with_code_after_last_acts(second, printed):
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (42, printed)
+
+
+def test_leave_does_not_repeat_last_acts_of_a_context_that_has_ended():
+    code = "from maxpipe.supervision.ending import at_end, leave\n"
+    code += "with at_end(lambda: print('once')): pass\nleave(42)"
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (42, "once\n")
+
+
+def test_leave_without_streams_ends_with_the_code():
+    """Standard output may be closed, a broken pipe, or missing as in a service."""
+    code = "import sys; from maxpipe.supervision.ending import leave; sys.stdout = None; leave(42)"
+    ended = subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    assert ended.returncode == 42
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Codes with which the process was to leave at once."""
+    codes = []
+
+    def leave(code):
+        codes.append(code)
+        raise SystemExit("left")
+
+    monkeypatch.setattr(ending, "leave", leave)
+    return codes
+
+
+def end_with(code):
+    raise SystemExit(code)
+
+
+@pytest.mark.parametrize(
+    ("main", "printed"),
+    [(lambda: 1, ""), (lambda: end_with(1), ""), (lambda: 1 / 0, "ZeroDivisionError")],
+)
+def test_run_command_that_failed_leaves_at_once(left, capsys, main, printed):
+    with pytest.raises(SystemExit, match="left"):
+        run_command(main)
+    assert left == [1]
+    assert bool(printed) == bool(shown := capsys.readouterr().err)
+    assert printed in shown
+
+
+def test_run_command_of_one_of_several_passes_an_error_on(left, monkeypatch):
+    monkeypatch.setattr(ending, "is_one_of_several", lambda: True)
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 / 0)
+    assert left == []
+
+
+@pytest.mark.parametrize("code", [0, 2, 42, 75])
+def test_run_command_that_did_not_fail_takes_pythons_exit(left, code):
+    for main in (lambda: code, lambda: end_with(code)):
+        with pytest.raises(SystemExit) as end:
+            run_command(main)
+        assert end.value.code == code
+    assert left == []
 
 
 def test_at_end_acts_once_also_after_an_error():

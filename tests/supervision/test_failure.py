@@ -10,7 +10,7 @@ from maxpipe.checkpoint.errors import CheckpointSaveError, CheckpointUnreadable
 from maxpipe.config import ConfigError, Problem
 from maxpipe.devices import processes
 from maxpipe.storage.lease import LeaseLost
-from maxpipe.supervision import failure
+from maxpipe.supervision import ending, failure
 from maxpipe.supervision.failure import failing_fast
 
 
@@ -24,6 +24,8 @@ class Store:
     def __init__(self):
         self.posted = {}
         self.events = []
+        self.asked_in_vain = threading.Event()
+        self.missed = []
 
     def key_value_set(self, key, value, allow_overwrite=False):
         self.posted[key] = value
@@ -31,11 +33,14 @@ class Store:
 
     def key_value_try_get(self, key):
         if key not in self.posted:
+            self.asked_in_vain.set()
             raise jax.errors.JaxRuntimeError("NOT_FOUND")
         return self.posted[key]
 
     def wait_at_barrier(self, key, timeout):
         self.events.append("barrier")
+        if key in self.missed:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
 
 
 @pytest.fixture
@@ -51,6 +56,7 @@ def store(monkeypatch):
     monkeypatch.setattr(failure, "coordinator", lambda: store)
     monkeypatch.setattr(failure, "leave", leave)
     monkeypatch.setattr(failure, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(failure.time, "sleep", lambda seconds: store.events.append("wait"))
     return store
 
 
@@ -59,6 +65,18 @@ def test_an_explained_error_ends_with_1_and_one_line(capsys):
         raise CheckpointUnreadable("a newer version wrote it")
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: a newer version wrote it\n"
+
+
+def test_an_explained_error_in_a_program_is_the_programs(capsys):
+    with pytest.raises(CheckpointUnreadable), failing_fast(ends_process=False):
+        raise CheckpointUnreadable("a newer version wrote it")
+    assert capsys.readouterr().err == ""
+
+
+def test_an_explained_error_in_a_program_that_is_one_of_several_ends_all(store):
+    with pytest.raises(Left), failing_fast(ends_process=False):
+        raise CheckpointSaveError("the disk is full")
+    assert store.events == ["post", "barrier", 1]
 
 
 @pytest.mark.parametrize(
@@ -90,25 +108,117 @@ def test_an_explained_error_is_posted_without_the_secrets_in_its_urls(store):
     assert json.loads(*store.posted.values()) == [1, reason]
 
 
-def test_an_explained_error_that_jax_has_caused_gives_jax_time_to_end_the_process(
-    store, monkeypatch
-):
-    monkeypatch.setattr(failure.time, "sleep", lambda seconds: store.events.append("wait"))
+def test_process_0_ends_after_the_others_which_need_its_service(store, monkeypatch):
+    monkeypatch.setattr(processes, "index", lambda: 0)
     with pytest.raises(Left), failing_fast():
-        raise CheckpointSaveError("failed") from jax.errors.JaxRuntimeError("the coordinator")
-    assert store.events == ["wait", "post", "barrier", 1]
+        raise CheckpointSaveError("failed")
+    assert store.events == ["post", "barrier", "wait", 1]
 
 
-def test_an_error_of_jax_in_one_of_several_is_left_to_jax(store):
-    with pytest.raises(jax.errors.JaxRuntimeError), failing_fast():
-        raise jax.errors.JaxRuntimeError("another process is lost")
-    assert store.events == []
+def test_an_explained_error_ends_the_process_though_another_is_stuck(store, monkeypatch):
+    def expire(key, timeout):
+        assert timeout < 10_000, "a process has to end within 10 s"
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    monkeypatch.setattr(store, "wait_at_barrier", expire)
+    with pytest.raises(Left), failing_fast():
+        raise CheckpointSaveError("failed")
+    assert store.events == ["post", 1]
 
 
-@pytest.mark.parametrize(("code", "kind"), [(1, "error"), (2, "config error")])
+@pytest.mark.parametrize("error", [ValueError("unforeseen"), ConfigError(Problem("seed", "bad"))])
+def test_other_errors_of_a_single_process_are_left_to_the_command(error, capsys):
+    def fail():
+        assert listeners() == []
+        raise error
+
+    with pytest.raises(type(error)), failing_fast():
+        fail()
+    assert capsys.readouterr().err == ""
+
+
+LOST_PROCESS = (
+    jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"),
+    ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer"),
+)
+
+
+@pytest.mark.parametrize("error", LOST_PROCESS)
+@pytest.mark.parametrize("is_explained", [False, True])
+def test_an_error_of_jax_that_not_all_processes_come_to_ends_all_with_134(
+    store, capsys, error, is_explained
+):
+    store.missed.append(failure._FAILED_ALIKE)
+    raised = CheckpointSaveError("failed") if is_explained else error
+    with pytest.raises(Left), failing_fast():
+        raise raised from error if is_explained else None
+    assert store.events == ["barrier", "post", "barrier", 134]
+    assert json.loads(*store.posted.values())[0] == 134
+    assert capsys.readouterr().err.startswith("error: failed" if is_explained else "Traceback")
+
+
+def test_an_error_of_jax_that_all_processes_come_to_ends_with_1(store):
+    with pytest.raises(Left), failing_fast():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the compiler has failed")
+    assert store.events == ["barrier", 1]
+
+
+def test_an_error_of_jax_that_is_the_process_s_own_ends_all_with_1(store):
+    with pytest.raises(Left), failing_fast():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    assert store.events == ["post", "barrier", 1]
+
+
+def test_an_unforeseen_error_of_one_of_several_ends_all_with_1_after_a_traceback(store, capsys):
+    with pytest.raises(Left), failing_fast():
+        raise RuntimeError("unforeseen")
+    assert store.events == ["post", "barrier", 1]
+    assert json.loads(*store.posted.values()) == [1, "process 1: unforeseen"]
+    assert "RuntimeError: unforeseen" in capsys.readouterr().err
+
+
+def test_a_process_that_leaves_for_a_reason_tells_the_others(store, monkeypatch):
+    monkeypatch.setattr(ending.os, "_exit", store.events.append)
+    with failing_fast():
+        ending.leave(124, "nothing has happened")
+        ending.leave(75)
+    assert store.events == ["post", "barrier", 124, 75]
+    assert json.loads(*store.posted.values()) == [124, "process 1: nothing has happened"]
+
+
+def test_a_process_leaves_with_its_stacks_when_another_one_hangs(store, capfd):
+    store.key_value_set(failure._REASON, json.dumps((124, "process 0: nothing has happened")))
+    with pytest.raises(Left):
+        failure._listen(threading.Event())
+    assert store.events == ["post", "barrier", 124]
+    printed = capfd.readouterr().err
+    assert "hung in process 0: nothing has happened" in printed
+    assert "in test_a_process_leaves_with_its_stacks_when_another_one_hangs" in printed
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(1, "error"), (2, "config error"), (75, "stopped"), (134, "lost")]
+)
 def test_a_process_leaves_with_the_code_and_the_reason_of_another(store, capsys, code, kind):
     store.key_value_set(failure._REASON, json.dumps((code, "process 0: the disk is full")))
     with pytest.raises(Left):
         failure._listen(threading.Event())
     assert store.events == ["post", "barrier", code]
-    assert capsys.readouterr().err == f"\n{kind} in process 0: the disk is full\n"
+    assert f"\n{kind} in process 0: the disk is full\n" in capsys.readouterr().err
+
+
+def listeners():
+    return [thread for thread in threading.enumerate() if thread.name == "ends"]
+
+
+def test_a_process_leaves_for_the_reason_of_another_whatever_it_does(store, monkeypatch, capsys):
+    left = threading.Event()
+    monkeypatch.setattr(failure, "leave", lambda code: (store.events.append(code), left.set()))
+    with failing_fast():
+        assert len(listeners()) == 1
+        assert store.asked_in_vain.wait(60)
+        store.key_value_set(failure._REASON, json.dumps((1, "process 0: the disk is full")))
+        assert left.wait(60)
+    assert store.events[:3] == ["post", "barrier", 1]
+    assert capsys.readouterr().err.startswith("\nerror in process 0: the disk is full\n")
+    assert listeners() == []

@@ -53,6 +53,39 @@ def test_run_lease_verify_looks_at_the_directory(tmp_path):
         assert lease.is_lost
 
 
+class FakeLease:
+    """Lost from the first `verify` on if `is_gone`."""
+
+    def __init__(self, is_lost=False, is_gone=False):
+        self.is_lost, self.is_gone, self.looks = is_lost, is_gone, 0
+
+    def check(self):
+        if self.is_lost:
+            raise LeaseLost
+
+    def verify(self):
+        self.looks += 1
+        self.is_lost = self.is_lost or self.is_gone
+
+
+@pytest.mark.parametrize("place", ["directory", "mirror"])
+def test_run_lease_of_which_one_is_lost_is_lost(place):
+    lease = RunLease([FakeLease(place == "directory"), FakeLease(place == "mirror")])
+    assert lease.is_lost
+    for ask in (lease.check, lease.verify):
+        with pytest.raises(LeaseLost):
+            ask()
+
+
+def test_run_lease_verify_asks_the_directory_and_not_the_slow_mirror():
+    leases = FakeLease(is_gone=True), FakeLease(is_gone=True)
+    lease = RunLease(leases)
+    lease.check()
+    with pytest.raises(LeaseLost):
+        lease.verify()
+    assert [each.looks for each in leases] == [1, 0]
+
+
 def test_run_lease_without_leases_is_never_lost():
     RunLease().verify()
 

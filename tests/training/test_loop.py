@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from helpers.engines import tiny
 
-from maxpipe.checkpoint.errors import StateNotFinite
+from maxpipe.checkpoint.errors import CheckpointSaveError, StateNotFinite
+from maxpipe.storage.lease import LeaseLost
+from maxpipe.supervision import Supervision
 from maxpipe.training import loop
-from maxpipe.training.loop import DIVERGED, DONE, Run, train
+from maxpipe.training.loop import DIVERGED, DONE, Run, run_and_close, train
 
 
 class Trainer:
@@ -31,8 +33,11 @@ class Trainer:
 class Loader:
     """Fake loader of batches 0, 1, ...; its position is the number of the next batch."""
 
-    def __init__(self, at=0):
-        self.at = at
+    def __init__(self, notes, at=0):
+        self.notes, self.at = notes, at
+
+    def close(self):
+        self.notes.append("close loader")
 
     def __next__(self):
         self.at += 1
@@ -68,6 +73,9 @@ class Checkpointer:
         self.notes.append(f"save {step}: {state}, batch {rows[0, 0]}")
         self.losses[step] = meta["eval_loss"]
 
+    def close(self):
+        self.notes.append("close checkpointer")
+
 
 class Recorder:
     def __init__(self, notes):
@@ -79,13 +87,44 @@ class Recorder:
     def print_line(self, text):
         self.notes.append(text)
 
+    def time_account(self, step, seconds, down):
+        self.notes.append(f"account of {step}")
+
+    def close(self):
+        self.notes.append("close recorder")
+
 
 class Profiler:
+    def __init__(self, notes):
+        self.notes = notes
+
     def before(self, step):
         pass
 
     def after(self, step):
         pass
+
+    def close(self):
+        self.notes.append("close profiler")
+
+
+class Lease:
+    """Fake lease: `check` knows of a loss after some calls, `verify` at once if it is gone."""
+
+    def __init__(self):
+        self.checks_left, self.is_gone, self.is_lost = -1, False, False
+
+    def check(self):
+        self.checks_left -= 1
+        self._raise_if(self.checks_left == 0 or self.is_lost)
+
+    def verify(self):
+        self._raise_if(self.is_gone or self.is_lost)
+
+    def _raise_if(self, is_lost):
+        self.is_lost = is_lost
+        if is_lost:
+            raise LeaseLost("the directory was moved")
 
 
 @pytest.fixture
@@ -105,28 +144,34 @@ def run(notes):
     """Return run(start, bad, late, not_finite, **config) -> exit code.
 
     `run.losses` holds the saved losses. States after the steps in `not_finite` cannot be saved.
+    `run.parts` makes what the loop works with.
     """
 
-    def _run(start=0, bad=(), late=(), not_finite=(), **values):
+    def _run(*arguments, **values):
+        parts = make_parts(*arguments, **values)
+        _run.losses = parts.checkpointer.losses
+        return train(parts)
+
+    def make_parts(start=0, bad=(), late=(), not_finite=(), **values):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
         checkpointer = Checkpointer(notes, config.checkpoint.every, late)
         checkpointer.not_finite = set(not_finite)
-        parts = Run(
+        return Run(
             config=config,
             trainer=Trainer(notes, bad),
             state=start,
             step=start,
-            loader=Loader(start),
+            loader=Loader(notes, start),
             place=Place(),
             place_eval=Place(),
             checkpointer=checkpointer,
             recorder=Recorder(notes),
-            profiler=Profiler(),
+            profiler=Profiler(notes),
             meta={},
+            supervision=Supervision(lease=Lease()),
         )
-        _run.losses = checkpointer.losses
-        return train(parts)
 
+    _run.parts = make_parts
     return _run
 
 
@@ -234,3 +279,71 @@ def test_loop_with_a_state_that_is_not_finite_ends_diverged(run, notes, step):
     assert run(not_finite={step}, **{"checkpoint.every": 2}) == DIVERGED
     assert of(notes, "save")[-1] == f"save {step - 2}: state {step - 2}, batch {step - 2}"
     assert notes[-1].startswith(f"the state after step {step} is not finite (params.weight)")
+
+
+def test_loop_whose_lease_is_lost_takes_no_further_step(run, notes):
+    parts = run.parts()
+    parts.supervision.lease.checks_left = 3
+    with pytest.raises(LeaseLost):
+        train(parts)
+    assert of(notes, "step") == ["step 1", "step 2"]
+
+
+def test_loop_looks_at_the_directory_before_it_saves(run, notes):
+    parts = run.parts(**{"checkpoint.every": 2})
+    parts.supervision.lease.is_gone = True
+    with pytest.raises(LeaseLost):
+        train(parts)
+    assert of(notes, "step", "save") == ["step 1", "step 2"]
+
+
+CLOSES = ["close loader", "close loader", "close profiler"]
+ENDS = ["account of 0", "close recorder"]
+
+
+@pytest.fixture
+def parts(run, notes):
+    parts = run.parts()
+    parts.eval_loader = Loader(notes)
+    return parts
+
+
+def test_close_of_a_run_closes_everything_and_returns_the_exit_code(parts, notes):
+    assert run_and_close(parts, lambda: 75) == 75
+    assert notes == [*CLOSES, "close checkpointer", *ENDS]
+
+
+def test_close_of_a_run_without_evaluations_has_one_loader(parts, notes):
+    parts.eval_loader = None
+    assert run_and_close(parts, lambda: DONE) == DONE
+    assert notes == [*CLOSES[1:], "close checkpointer", *ENDS]
+
+
+def test_close_of_a_run_whose_training_failed_closes_everything(parts, notes):
+    with pytest.raises(ZeroDivisionError):
+        run_and_close(parts, lambda: 1 / 0)
+    assert notes == [*CLOSES, "close checkpointer", *ENDS]
+
+
+def test_close_of_a_run_whose_last_save_failed_still_closes_the_recorder(parts, notes, monkeypatch):
+    def fail():
+        raise CheckpointSaveError("the disk is full")
+
+    monkeypatch.setattr(parts.checkpointer, "close", fail)
+    with pytest.raises(CheckpointSaveError):
+        run_and_close(parts, lambda: DONE)
+    assert notes == [*CLOSES, *ENDS]
+
+
+def test_close_of_a_run_whose_directory_is_gone_is_no_success(parts, notes):
+    parts.supervision.lease.is_gone = True
+    with pytest.raises(LeaseLost):
+        run_and_close(parts, lambda: DONE)
+    assert notes[-1] == "close recorder"
+
+
+def test_close_of_a_run_with_another_owner_leaves_its_checkpoints_alone(parts, notes):
+    parts.supervision.lease.is_lost = True
+    with pytest.raises(LeaseLost):
+        run_and_close(parts, lambda: DONE)
+    assert notes == [*CLOSES, *ENDS]

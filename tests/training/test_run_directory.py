@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 
+import fsspec
 import numpy as np
 import pytest
 
 from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.mirror import Mirror
 from maxpipe.checkpoint.record import record_file
 from maxpipe.config import CheckpointConfig, Config, ConfigError, load, replace
 from maxpipe.storage.object_store import Deadline
@@ -177,6 +179,19 @@ def test_keep_config_pipe_in_place_of_the_newest_is_not_read(config):
     os.mkfifo(run.config_history / "0007-step-10.yml")
     Deadline(20).wait(lambda: run.keep_config(config, 10))  # reading it would never end
     assert load(run.config_history / "0008-step-10.yml").config == config
+
+
+def test_publish_leaves_a_pipe_in_origin_out(config):
+    store = fsspec.filesystem("memory")
+    run = RunDirectory(config, Mirror("memory://published/a/checkpoints", store))
+    run.origin.mkdir(parents=True)
+    (run.origin / "config.json").write_text("{}")
+    os.mkfifo(run.origin / "vocab.json")
+    Deadline(20).wait(lambda: run.publish(config))  # reading it would never end
+    assert sorted(store.find("/published")) == [
+        "/published/a/config.yml",
+        "/published/a/origin/config.json",
+    ]
 
 
 def test_run_directory_import_does_not_import_jax():

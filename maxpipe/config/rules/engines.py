@@ -86,7 +86,7 @@ def check_scan_repeats(c: Config) -> None:
     """Check that repeats have loops: with gathers per iteration all repeats are one loop."""
     p = c.pipeline
     has_loops = ENGINES[p.engine].takes("pipeline.scan_repeats")
-    if has_loops and not p.scan_repeats and p.fsdp_gather == "per_iteration":
+    if has_loops and not p.scan_repeats and not p.gathers_whole:
         message = (
             "false needs pipeline.fsdp_gather=per_repeat or once; with per_iteration "
             "all repeats are one loop, which scan_iterations=false unrolls"
@@ -106,7 +106,7 @@ def check_prefetch(c: Config) -> None:
     if not ENGINES[p.engine].takes("pipeline.fsdp_prefetch") or p.fsdp_prefetch != "true":
         return
     problems = []
-    if p.fsdp_gather != "per_iteration":
+    if p.gathers_whole:
         message = (
             f"true needs pipeline.fsdp_gather=per_iteration; with {p.fsdp_gather} weights are "
             "gathered before all iterations"

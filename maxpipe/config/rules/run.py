@@ -9,15 +9,17 @@ from maxpipe.config.catalog import SOURCES, TOKENIZERS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import ACCEPT, GROUPS
 from maxpipe.config.model_places import (
+    CHATML,
     LEAST_PLAIN_IDS,
     MAXTEXT,
     PLAIN_IDS,
+    RUN,
     SCHEME,
     TOKENIZER,
     folder_of,
     is_url,
-    maxtext_directory,
     num_plain_ids,
+    split_scheme,
     tokenizer_folder,
     tokenizer_path,
 )
@@ -50,12 +52,12 @@ def check_run_name(c: Config) -> None:
 @rule("init_from")
 def check_init_from(c: Config) -> None:
     """Check the form of what a run starts from."""
-    if c.init_from.startswith(MAXTEXT):
-        directory = maxtext_directory(c.init_from)
+    scheme, directory = split_scheme(c.init_from)
+    if scheme in (MAXTEXT, RUN):
         if not directory or is_url(directory):
             message = (
-                f"{c.init_from!r} is not of the form maxtext:DIR, with a directory of this "
-                "machine; copy the step from the object store, or mount it"
+                f"{c.init_from!r} is not of the form {scheme}DIR, with a directory of this "
+                "machine; copy it from the object store, or mount it"
             )
             raise ConfigError(Problem("init_from", message))
         return
@@ -64,8 +66,8 @@ def check_init_from(c: Config) -> None:
     if c.init_from and not is_named and not is_url(folder):
         message = (
             f"{c.init_from!r} is not of the form hf:DIR, with a directory of this machine that "
-            "has config.json and *.safetensors, hf:org/name, a model of the hub, s3://..., or "
-            "maxtext:DIR, a step of MaxText"
+            "has config.json and *.safetensors, hf:org/name, a model of the hub, s3://..., "
+            "run:DIR, another run, or maxtext:DIR, a step of MaxText"
         )
         raise ConfigError(Problem("init_from", message))
 
@@ -171,6 +173,27 @@ def check_data_path(c: Config) -> None:
     if c.data.path and not c.data.mixture and _reads_no_path(source):
         message = f"data.source={source} reads no path: {_propose_readers('data.source=')}"
         raise ConfigError(Problem("data.path", message))
+
+
+@rule("data.chat_template", "data.source", "data.mixture", "data.tokenizer")
+def check_chat_template(c: Config) -> None:
+    """Check that conversations have a template, and that one is given for conversations only."""
+    read = [entry["source"] for entry in c.data.mixture] or [c.data.source]
+    chats = [source for source in read if source in SOURCES and SOURCES[source].is_chat]
+    value = c.data.chat_template
+    if value and not chats:
+        names = ", ".join(name for name, facts in SOURCES.items() if facts.is_chat)
+        message = f"lays out conversations, which data.source={read[0]} has not; these do: {names}"
+        raise ConfigError(Problem("data.chat_template", message))
+    if chats and not value and c.data.tokenizer in TOKENIZERS:
+        message = (
+            f"data.tokenizer={c.data.tokenizer} has no chat template of its own: set "
+            f"data.chat_template={CHATML}, or give a file with a Jinja template"
+        )
+        raise ConfigError(Problem("data.chat_template", message))
+    if value not in ("", CHATML) and not os.path.exists(value):
+        message = f"{value!r} is neither {CHATML} nor a file{nearest(value, [CHATML])}"
+        raise ConfigError(Problem("data.chat_template", message))
 
 
 def _reads_no_path(source: object) -> bool:
@@ -361,6 +384,17 @@ def check_topology(c: Config) -> Updates:
         raise ConfigError(Problem("compile.topology", str(error))) from None
 
 
+def check_trains(c: Config) -> None:
+    """Refuse what is for the compile command only; no rule, since that command takes it.
+
+    Raises:
+      ConfigError: an executable is to be stored.
+    """
+    if c.compile.save:
+        remedy = "give it to python -m maxpipe.compile, and compile.load=FILE here"
+        raise ConfigError(Problem("compile.save", f"training stores no executable; {remedy}"))
+
+
 RUN_RULES = (
     check_run_name,
     check_init_from,
@@ -368,6 +402,7 @@ RUN_RULES = (
     check_tokenizer,
     check_data_path,
     check_mixture,
+    check_chat_template,
     derive_tokenizer,
     check_resume,
     check_accept_changes,

@@ -221,12 +221,6 @@ def _uneven_layers(c: Config) -> Updates:
 def _automatic_layers(c: Config) -> Updates:
     """Derive the number of chunks; `planning.auto_stages` decides how many layers each gets."""
     total, stages = c.model.stacked_layers, num_stages(c)
-    if c.model.first_dense_layers:
-        message = (
-            "auto prices layers that are alike, and the first stage also runs "
-            f"model.first_dense_layers={c.model.first_dense_layers}; list the layers of each chunk"
-        )
-        raise ConfigError(Problem("pipeline.layers_per_stage", message))
     if not ENGINES[c.pipeline.engine].auto_stages:
         able = [name for name, engine in ENGINES.items() if engine.auto_stages]
         message = (

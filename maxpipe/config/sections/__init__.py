@@ -49,7 +49,8 @@ class Config:
         "",
         "initial parameters, where the run has no checkpoint yet: hf:DIR, a directory with the "
         "config.json and *.safetensors of a Hugging Face model, s3://..., gs://... or hf:org/name, "
-        "a model of the hub; maxtext:DIR, a step of MaxText; empty = random",
+        "a model of the hub; run:DIR, the newest step of another run; maxtext:DIR, a step of "
+        "MaxText; empty = random",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

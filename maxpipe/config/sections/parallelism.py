@@ -188,10 +188,12 @@ class PipelineConfig:
         choices=("auto", "true", "false"),
     )
     fsdp_gather: str = option(
-        "per_iteration",
+        "auto",
         "how often FSDP weights are gathered, and their gradients scattered; over other axes "
-        "gradients are summed once a step on the scheduled and the mpmd engine",
-        choices=("per_iteration", "per_repeat", "once"),
+        "gradients are summed once a step on the scheduled and the mpmd engine; auto = once on "
+        "TPUs where that takes at most 5 % more of a device's memory (scheduled), else "
+        "per_iteration",
+        choices=("auto", "per_iteration", "per_repeat", "once"),
     )
     fsdp_prefetch: str = option(
         "auto",
@@ -226,3 +228,8 @@ class PipelineConfig:
         "with remat_iterations=false each layer's input is saved instead",
     )
     remat_tensors: RematTensorsConfig = field(default_factory=RematTensorsConfig)
+
+    @property
+    def gathers_whole(self) -> bool:
+        """Return whether weights of a repeat or more are gathered at once; not on auto."""
+        return self.fsdp_gather in ("per_repeat", "once")

@@ -46,6 +46,11 @@ class DataConfig:
         "hf:DIR, s3://..., gs://... or hf:org/name, whose tokenizer.json is taken, or ids:N, N ids "
         "that stand for no text",
     )
+    chat_template: str = option(
+        "",
+        "the Jinja template that lays out conversations: a file, or chatml; empty = the "
+        "tokenizer's own",
+    )
     global_batch_size: int = option(
         32, "sequences per step over all devices", minimum=1, maximum=2**24
     )

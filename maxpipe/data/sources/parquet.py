@@ -5,12 +5,12 @@ therefore rewritten once as an uncompressed Arrow file of that column alone, whi
 see `data.cache_dir`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -120,6 +120,28 @@ def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[
                 raise ConfigError(Problem("data.path", message))
             first += len(column)
             yield column
+
+
+def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a parquet file as Python values.
+
+    Args:
+      path: the file.
+      fields: columns to read, of those that are there.
+      needed: the column that must be there.
+
+    Raises:
+      ConfigError: the file is damaged or has no such column, or pyarrow is not installed.
+    """
+    with _reading(path):
+        file = _pyarrow().parquet.ParquetFile(path)
+    names = file.schema_arrow.names
+    if needed not in names:
+        message = f'{path} has the columns {", ".join(names)}; it needs "{needed}"'
+        raise ConfigError(Problem("data.path", message))
+    with _reading(path), file:
+        for batch in file.iter_batches(columns=[name for name in fields if name in names]):
+            yield from batch.to_pylist()
 
 
 def _pyarrow() -> ModuleType:

@@ -127,6 +127,11 @@ def version_of_stdlib() -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
+def stdlib_modules() -> list[Path]:
+    """Return the modules that are files at the top of the standard library, in order of name."""
+    return [path for path in _stdlib_files() if path.parent == Path(_stdlib())]
+
+
 def _stdlib() -> str:
     return sysconfig.get_path("stdlib")
 
@@ -163,26 +168,33 @@ class JsonLines:
         Raises:
           BadDocument: the line is not an object with a string under "text"; names file and line.
         """
-        file, start, end = self._lines.locate(index)
-        with open(self._paths[file], "rb") as stream:
-            stream.seek(start)
-            line = stream.read(end - start)
         try:
-            text = json.loads(line)["text"]
+            text = json.loads(self.line(index))["text"]
             if not isinstance(text, str):
                 raise TypeError(f"the text is of type {type(text).__name__}")
             # An escaped lone surrogate is legal JSON that no tokenizer can encode.
             text.encode("utf-8")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self._corrupt(file, start, f"{type(error).__name__}: {error}") from error
+            message = (
+                f'{self.place(index)}: not a JSON object with a string under "text" '
+                f"({type(error).__name__}: {error})"
+            )
+            raise BadDocument(Problem("data.path", message)) from error
         return text
 
-    def _corrupt(self, file: int, start: int, reason: str) -> BadDocument:
-        path = self._paths[file]
-        with open(path, "rb") as stream:
+    def line(self, index: int) -> bytes:
+        """Return a line."""
+        file, start, end = self._lines.locate(index)
+        with open(self._paths[file], "rb") as stream:
+            stream.seek(start)
+            return stream.read(end - start)
+
+    def place(self, index: int) -> str:
+        """Return path and number of a line, for messages."""
+        file, start, _ = self._lines.locate(index)
+        with open(self._paths[file], "rb") as stream:
             number = stream.read(start).count(b"\n") + 1
-        message = f'{path}:{number}: not a JSON object with a string under "text" ({reason})'
-        return BadDocument(Problem("data.path", message))
+        return f"{self._paths[file]}:{number}"
 
 
 @lru_cache(maxsize=1024)

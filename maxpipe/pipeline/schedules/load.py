@@ -1,6 +1,6 @@
 """Load a schedule's table by name, from a CSV file, or as configured; check sizes and options."""
 
-from maxpipe.config.catalog import SCHEDULES
+from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.imports import OWN_VARIANTS, implementation
 from maxpipe.config.rules.stages import chunk_layers, num_stages
 from maxpipe.config.sections import Config
@@ -50,6 +50,8 @@ def times_of_chunks(config: Config) -> UnitTimes | None:
         sizes = [pipeline.parallel_layers / chunks] * chunks
     else:
         sizes = [float(size) for size in chunk_layers(config)]
+    if not ENGINES[pipeline.engine].one_program:
+        sizes[0] += config.model.first_dense_layers  # as if they were layers of the first chunk
     of_layer = forward, gradient + weight, gradient, weight
     f, b, i, w = (tuple(time * size for size in sizes) for time in of_layer)
     return UnitTimes(f, b, i, w, communication, head)

@@ -15,6 +15,7 @@ from maxpipe.pipeline.weights import STORAGE_AXES
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.planning.footprint import (
     device_parameters,
+    first_layers_width,
     handed_over_width,
     itemsize,
     layer_of,
@@ -24,6 +25,7 @@ from maxpipe.planning.footprint import (
     residual_width,
     stash_width,
     total_parameters,
+    with_dense_layers,
     working_width,
 )
 from maxpipe.planning.layer_trace import trace_model
@@ -85,6 +87,8 @@ class Saving(NamedTuple):
       handed_over: the same on an engine with a program for each unit.
       held: width of what a chunk's backward computes again and holds of each other layer.
       recomputed: share of a layer's forward that its backward computes again.
+      first_kept: width that the first dense layers keep of a microbatch.
+      first_recomputed: share of their forward that their backward computes again.
     """
 
     residuals: float
@@ -93,6 +97,8 @@ class Saving(NamedTuple):
     handed_over: float
     held: float
     recomputed: float
+    first_kept: float
+    first_recomputed: float
 
 
 class Facts:
@@ -113,6 +119,13 @@ class Facts:
             if not str(name).startswith("activation_")
             for axis in axes
         }
+
+    @cached_property
+    def of_first_layers(self) -> "Facts | None":
+        """Return the facts of a model of first dense layers alone; None if there are none."""
+        if not self.config.model.first_dense_layers:
+            return None
+        return Facts(with_dense_layers(self.config))
 
     @cached_property
     def model_flops_per_token(self) -> float:
@@ -186,18 +199,13 @@ class Facts:
         if key not in self._savings:
             changes = {"pipeline.engine": engine, "pipeline.remat_policy": policy}
             config = update(self._on(key[0]), changes)
-            pipeline, layer, chosen = (
-                config.pipeline,
-                layer_of(config),
-                remat_policy(config.pipeline),
-            )
-            recomputed = 0.0
-            if not chosen.everything:
-                passes = 1
-                if ENGINES[engine].has_stages:
-                    passes = pipeline.remat_iterations + pipeline.remat_layers
-                flops = layer.recomputed_flops((*chosen.device, *chosen.host))
-                recomputed = passes * flops / (layer.weight_flops + layer.activation_flops)
+            pipeline, passes = config.pipeline, 1
+            if ENGINES[engine].has_stages:
+                passes = pipeline.remat_iterations + pipeline.remat_layers
+            recomputed = passes * _recomputed(config)
+            # Each of the first dense layers is computed again by itself.
+            has_first = config.model.first_dense_layers > 0
+            first_recomputed = _recomputed(with_dense_layers(config)) if has_first else 0.0
             self._savings[key] = Saving(
                 residual_width(config),
                 offloaded_width(config),
@@ -205,6 +213,8 @@ class Facts:
                 handed_over_width(config),
                 recomputed_width(config),
                 recomputed,
+                first_layers_width(config),
+                first_recomputed,
             )
         return self._savings[key]
 
@@ -219,3 +229,12 @@ class Facts:
         """Return the configuration on a mesh of these sizes."""
         sizes = {f"mesh.ici.{axis}": n for axis, n in zip(MESH_AXES, axes, strict=True)}
         return update(self.config, sizes | {f"mesh.dcn.{axis}": 1 for axis in MESH_AXES})
+
+
+def _recomputed(config: Config) -> float:
+    """Return the share of a layer's forward that one recomputation of it takes."""
+    policy, layer = remat_policy(config.pipeline), layer_of(config)
+    if policy.everything:
+        return 0.0
+    flops = layer.recomputed_flops((*policy.device, *policy.host))
+    return flops / (layer.weight_flops + layer.activation_flops)

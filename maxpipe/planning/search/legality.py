@@ -121,8 +121,6 @@ class Legality:
         outside = np.array([layout.outside for layout in layouts])
         fixed = SCHEDULES[schedule].repeats if ENGINES[engine].has_stages else None
         legal = (chunk > 0) & ((repeats == fixed) if fixed else True)
-        if self._config.model.first_dense_layers:  # `layers_per_stage=auto` does not price them
-            legal = legal & ~np.array([layout.is_uneven for layout in layouts])
         return legal, chunk, outside
 
 

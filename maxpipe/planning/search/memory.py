@@ -4,6 +4,7 @@ import numpy as np
 
 from maxpipe.planning.footprint import itemsize
 from maxpipe.planning.search.block import along
+from maxpipe.planning.search.facts import LayerCosts
 from maxpipe.planning.search.sizes import BlockSizes, state_per_parameter
 from maxpipe.planning.stores import (
     Number,
@@ -32,10 +33,12 @@ def _program_bytes(sizes: BlockSizes) -> Number:
         waiting = parameters.at_rest * itemsize(config.model.param_dtype)
         gradients = gradients + waiting * (sizes.microbatches > 1)
     widths = Widths(config.model.embed_dim, sizes.residuals, sizes.stash, sizes.held)
-    columns = stored_columns(_store(sizes), sizes.layers, sizes.outside, widths)
+    store = _store(sizes)
+    columns = stored_columns(store, sizes.layers, sizes.outside, widths, sizes.first_kept)
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
     column = sizes.tokens * sizes.itemsize
-    working = np.maximum(column * _working(sizes), _logits(sizes, head_tokens))
+    share = store.outside if sizes.engine.lockstep else 1.0
+    working = np.maximum(column * _working(sizes, share), _logits(sizes, head_tokens))
     return state + gradients + column * columns + working + _weights_in_use(sizes)
 
 
@@ -52,7 +55,7 @@ def _weights_in_use(sizes: BlockSizes) -> Number:
 def _store(sizes: BlockSizes) -> Store:
     pipeline = sizes.config.pipeline
     if not sizes.engine.has_stages:
-        return sequential_store(sizes.config.model.num_layers)
+        return sequential_store(sizes.config.model.stacked_layers)
     if not sizes.engine.lockstep:
         delay = 2 if pipeline.delay_activation_forwarding else 1
         return circular_store(sizes.stages, sizes.microbatches, sizes.repeats, delay)
@@ -60,9 +63,17 @@ def _store(sizes: BlockSizes) -> Store:
     return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
 
 
-def _working(sizes: BlockSizes) -> float:
+def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
+    """Return the width of a layer's work; of first dense layers, for so much of a microbatch."""
     others = sizes.block.grid.size("context") - 1
-    return sizes.layer.working + 2 * others * sizes.layer.key_values
+
+    def width(layer: LayerCosts) -> float:
+        return layer.working + 2 * others * layer.key_values
+
+    if sizes.facts.of_first_layers is None:
+        return width(sizes.layer)
+    first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)
+    return np.maximum(width(sizes.layer), first_share * width(first))
 
 
 def _logits(sizes: BlockSizes, tokens: Number) -> Number:
@@ -82,6 +93,10 @@ def _stage_bytes(sizes: BlockSizes) -> Number:
     once = sizes.gathers("once") * (sizes.block.grid.size("fsdp") > 1)
     # The outer parameters of a stage are not split over the stages.
     outer = sizes.stages * parameters.outer_at_rest / 2
+    if of_first := sizes.facts.of_first_layers:
+        # All first dense layers lie on the first stage.
+        first = of_first.parameters(sizes.block.grid.sizes).layer_at_rest
+        outer = outer + sizes.num_first * first / 2
     at_rest = of_stage * parameters.layer_at_rest + outer
     copies = of_stage * parameters.layer_gathered + max(
         parameters.embed_gathered, parameters.head_gathered
@@ -93,6 +108,8 @@ def _stage_bytes(sizes: BlockSizes) -> Number:
     handed = embed + layers * sizes.handed_over
     columns = sizes.of_pattern("residuals") * unit + sizes.of_pattern("stash") * handed
     columns += sizes.of_pattern("arrivals") * embed
+    # Of the first stage's units, those of its first chunk run the first dense layers, too.
+    columns += sizes.of_pattern("residuals") / sizes.repeats * sizes.first_kept
     recomputed = np.maximum(sizes.layer.results - sizes.residuals, 0.0)
     if config.pipeline.remat_layers:
         recomputed = embed + sizes.offloaded

@@ -35,8 +35,8 @@ class BlockSizes:
         self.microbatches = along(block.microbatches, "microbatches")
         self.repeats = along(block.repeats, "repeats")
         self.layers = along(np.maximum(block.chunk, 1), "repeats")
-        # The first dense layers count as if they had experts, as in `planning.estimate`.
-        self.outside = along(block.outside + config.model.first_dense_layers, "repeats")
+        self.outside = along(block.outside, "repeats")
+        self.num_first = config.model.first_dense_layers
         self.rows = np.maximum(block.batch / (self.microbatches * grid.batch_shards), 1.0)
         self.tokens = self.rows * config.data.sequence_length / grid.size("context")
         self.itemsize = itemsize(config.model.dtype)
@@ -49,6 +49,9 @@ class BlockSizes:
         self.handed_over = along([s.handed_over for s in savings], "policy")
         self.held = along([s.held for s in savings], "policy")
         self.recomputed = along([s.recomputed for s in savings], "policy")
+        # What all first dense layers keep of a microbatch, with their inputs.
+        self.first_kept = along([s.first_kept for s in savings], "policy")
+        self.first_recomputed = along([s.first_recomputed for s in savings], "policy")
 
     def gathers(self, name: str) -> np.ndarray:
         """Return 1 where weights are gathered so often, else 0."""

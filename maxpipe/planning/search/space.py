@@ -148,7 +148,7 @@ class Space:
         """Return the values of a key that no other key decides."""
         if not ENGINES[engine].takes(key):
             return [get(self.config, key)]
-        if key in self.choices:
+        if key in self.choices and "auto" not in self.choices[key]:
             return [*self.choices[key]]
         if key == "pipeline.remat_policy":
             # Nothing is known of how fast a host's memory is, so that offloading has no price.
@@ -157,7 +157,7 @@ class Space:
         if key == "model.logit_tiles":
             return sorted({1, 4, 16, self.config.model.logit_tiles})
         if key == "pipeline.fsdp_gather":
-            return [*OPTIONS[key].choices]
+            return [mode for mode in OPTIONS[key].choices if mode != "auto"]
         return [get(self.config, key)]
 
     def microbatches(self, batch: int, grid: Grid) -> list[int]:

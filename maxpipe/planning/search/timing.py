@@ -4,10 +4,13 @@ Letters: F, I, W times of a chunk's forward, input gradient and weight gradient;
 V repeats, M microbatches.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from maxpipe.devices.chips import ATTENTION_BLOCK
 from maxpipe.planning.footprint import itemsize
+from maxpipe.planning.search.facts import Facts, Parameters
 from maxpipe.planning.search.machine import Machine
 from maxpipe.planning.search.seconds import (
     ATTENTION_BACKWARD,
@@ -29,52 +32,87 @@ def step_seconds(sizes: BlockSizes, machine: Machine) -> Seconds:
     return Seconds(products, _communication(sizes, units, waits), _bubble(sizes, units, waits))
 
 
+class _Layer(NamedTuple):
+    """Times of a layer for one microbatch, as of `Units`."""
+
+    forward: Number
+    input_gradient: Number
+    weight_gradient: Number
+
+
 def _units(sizes: BlockSizes, machine: Machine) -> Units:
     """Return the times of a layer and of the head for one microbatch."""
-    layer, tokens, size = sizes.layer, sizes.tokens, sizes.itemsize
+    grid = sizes.block.grid
+    again: Number = 0.0
+    if sizes.engine.has_stages:
+        # The backward of several layers holds results of products, and computes the rest once more.
+        again = (sizes.layers > 1) * (sizes.held > 0)
+    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again)
+    head_flops = 3 * sizes.tokens * sizes.facts.head_flops / grid.layer_shards
+    peak, moved = machine.peak * machine.matrix_efficiency, sizes.parameters.head_gathered
+    head = roofline(head_flops, peak, 3 * sizes.itemsize * moved, machine.hbm)
+    return Units(*layer, head)
+
+
+def _first_layers(sizes: BlockSizes, machine: Machine) -> Number:
+    """Return the time of all first dense layers for one microbatch."""
+    facts = sizes.facts.of_first_layers
+    if facts is None:
+        return 0.0
+    layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0)
+    # A lockstep engine begins their backward at the tokens.
+    return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
+
+
+def _layer(
+    sizes: BlockSizes, machine: Machine, facts: Facts, recomputed: Number, again: Number
+) -> _Layer:
+    """Return the times of a layer of a model.
+
+    Args:
+      sizes: of the block.
+      machine: that runs it.
+      facts: of the model.
+      recomputed: share of the forward that the backward computes again.
+      again: how often it makes what lies between products once more.
+    """
+    axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
+    layer, parameters = facts.layer(axes), facts.parameters(axes)
     peak = machine.peak * machine.matrix_efficiency
-    weights = size * sizes.parameters.layer_gathered
-    results = 2 * size * tokens * layer.results
-    products = roofline(tokens * layer.weight_flops, peak, weights + results, machine.hbm)
+    moved = size * parameters.layer_gathered + 2 * size * tokens * layer.results
+    products = roofline(tokens * layer.weight_flops, peak, moved, machine.hbm)
     length = sizes.config.data.sequence_length
     masked = 1 + min(ATTENTION_BLOCK, length) / length
     attention = masked * tokens * layer.attention_flops / machine.attention_peak()
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
     forward = products + attention + between
-    prepared = _prepared(sizes) / machine.hbm
-    # The backward of several layers holds results of products, and computes the rest once more.
-    again = between * (sizes.layers > 1) * (sizes.held > 0) if sizes.engine.has_stages else 0.0
+    prepared = _prepared(sizes, parameters) / machine.hbm
     # Sums of gradients are read and written, float32.
-    accumulated = 8.0 * _gradient_parameters(sizes) / machine.hbm
-    head_flops = 3 * tokens * sizes.facts.head_flops / sizes.block.grid.layer_shards
-    head = roofline(head_flops, peak, 3 * size * sizes.parameters.head_gathered, machine.hbm)
-    return Units(
+    accumulated = 8.0 * _gradient_parameters(sizes, parameters) / machine.hbm
+    return _Layer(
         forward + prepared,
         products
         + ATTENTION_BACKWARD * attention
-        + 2 * between
-        + again
-        + sizes.recomputed * forward
+        + (2 + again) * between
+        + recomputed * forward
         + prepared,
         products + accumulated,
-        head,
     )
 
 
-def _prepared(sizes: BlockSizes) -> Number:
+def _prepared(sizes: BlockSizes, parameters: Parameters) -> Number:
     """Return the bytes that move while a unit casts and gathers a layer's weights for itself."""
     each = sizes.gathers("per_iteration") if sizes.engine.has_stages else 1.0
-    parameters, stored = sizes.parameters, itemsize(sizes.config.model.param_dtype)
+    stored = itemsize(sizes.config.model.param_dtype)
     cast = (stored + sizes.itemsize) * parameters.layer_at_rest
     is_gathered = parameters.layer_gathered > parameters.layer_at_rest
     return each * (cast + is_gathered * sizes.itemsize * parameters.layer_gathered)
 
 
-def _gradient_parameters(sizes: BlockSizes) -> Number:
+def _gradient_parameters(sizes: BlockSizes, parameters: Parameters) -> Number:
     """Return the parameters of a layer whose gradients one unit adds to a sum."""
     is_whole = sizes.gathers("once") if sizes.engine.has_stages else 0.0
-    parameters = sizes.parameters
     return is_whole * parameters.layer_gathered + (1.0 - is_whole) * parameters.layer_at_rest
 
 
@@ -85,7 +123,7 @@ def _products(sizes: BlockSizes, machine: Machine, units: Units) -> Number:
     # One program divides the layers outside, and the head, among the stages; else the last stage
     # has the head.
     share = sizes.stages if sizes.engine.one_program else 1
-    outside = sizes.outside * units.layer / share
+    outside = (sizes.outside * units.layer + _first_layers(sizes, machine)) / share
     state = state_per_parameter(sizes.config) * sizes.parameters.at_rest
     update = (2 * state + 4.0 * sizes.parameters.at_rest) / machine.hbm
     return count * (pipelined + outside + units.head / share) + update
@@ -147,7 +185,7 @@ def _unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:
     """Return the seconds that a step waits for transfers, without those of idle slots."""
     forward, backward = _unit_waits(sizes, units, waits)
-    chunks = sizes.repeats if sizes.engine.has_stages else sizes.config.model.num_layers
+    chunks = sizes.repeats if sizes.engine.has_stages else sizes.config.model.stacked_layers
     per_unit = sizes.microbatches * chunks * (forward + backward)
     of_stage = chunks * sizes.layers * (waits.gather + waits.scatter)
     gathered = sizes.gathers("once") * of_stage if sizes.engine.has_stages else 0.0

@@ -7,11 +7,13 @@
     kubectl delete jobset my-run
 
 Without `| kubectl apply -f -` nothing is changed; applying the same JobSet twice changes nothing
-either. All pods are started again after exit codes 75, 124 and 134, and after the loss of a node;
-never after 1, 2, 42 and 130. The cluster needs the JobSet controller (https://jobset.sigs.k8s.io)
-and TPU node pools; `--claim` names a persistent volume claim that all pods can write to, mounted at
-/shared. Tokens come from secrets of the cluster, never from here. `--env LIBTPU_INIT_ARGS="..."`
-sets the compiler's flags that `python -m maxpipe.compile` prints for a chip.
+either. Each pod has a supervisor (maxpipe supervise), which starts the training in all pods again
+when a process is lost. All pods are started again after the loss of a node, and when the
+supervisors have ended with exit codes 75, 124 and 134; never after 1, 2, 42 and 130. The cluster
+needs the JobSet controller (https://jobset.sigs.k8s.io) and TPU node pools; `--claim` names a
+persistent volume claim that all pods can write to, mounted at /shared. Tokens come from secrets of
+the cluster, never from here. `--env LIBTPU_INIT_ARGS="..."` sets the compiler's flags that `python
+-m maxpipe.compile` prints for a chip.
 """
 
 import argparse
@@ -80,6 +82,7 @@ def _pod(options: argparse.Namespace) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "train",
         "image": options.image,
+        "command": ["python", "-m", "maxpipe.supervise", "--", "python", "-m", "maxpipe.train"],
         "args": options.training,
         "env": [*_job_variables(), *({"name": n, "value": v} for n, v in options.env)],
         "ports": [{"containerPort": 8471}, {"containerPort": 8080}],

@@ -232,7 +232,7 @@ def test_fsdp_gather_two_modes_are_refused():
     message = refusal(**CIRCULAR | {"pipeline.fsdp_gather": "once,per_repeat"})[
         "pipeline.fsdp_gather"
     ]
-    assert "is not one of per_iteration, per_repeat, once" in message
+    assert "is not one of auto, per_iteration, per_repeat, once" in message
 
 
 def test_eval_batch_indivisible_is_refused():

@@ -5,9 +5,10 @@ from itertools import product
 
 import jax
 import pytest
-from helpers.engines import LATENT, EngineUnderTest, assert_same, make_batch, reference, tiny
+from helpers.engines import LATENT, EngineUnderTest, make_batch, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
 from helpers.ragged import ragged_all_to_all
+from helpers.routing import assert_same_as_one_device
 
 from maxpipe.config.catalog import DISPATCHES
 
@@ -117,9 +118,8 @@ def assert_equals_one_device(layout, dispatch, devices, values):
     )
     subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
     model = replace(config.model, moe=replace(config.model.moe, dispatch="auto"))
-    expected = reference(model, ROWS)
-    assert set(expected.auxiliary) == {"balance_loss", "z_loss"}
-    assert_same(subject(config).train(make_batch(ROWS)), expected)
+    assert set(reference(model, ROWS).auxiliary) == {"balance_loss", "z_loss"}
+    assert_same_as_one_device(subject(config).train, model, ROWS)
 
 
 @pytest.mark.parametrize("name", MARKED)

@@ -1,15 +1,9 @@
 """A mixture of experts has the same losses and gradients on every engine and layout."""
 
 import pytest
-from helpers.engines import (
-    SEQUENCE_LENGTH,
-    EngineUnderTest,
-    assert_same,
-    make_batch,
-    reference,
-    tiny,
-)
+from helpers.engines import SEQUENCE_LENGTH, EngineUnderTest, reference, tiny
 from helpers.mpmd_under_test import MpmdUnderTest
+from helpers.routing import assert_same_as_one_device
 
 ROWS = 16
 EXPERTS = {
@@ -101,4 +95,4 @@ def test_losses_and_gradients_equal_those_of_one_device(name):
     assert set(expected.auxiliary) == {"balance_loss", "z_loss"}
     assignments = ROWS * SEQUENCE_LENGTH * config.model.moe.per_token
     assert expected.load.sum(axis=1).tolist() == [assignments] * config.model.num_layers
-    assert_same(subject(config).train(make_batch(ROWS)), expected)
+    assert_same_as_one_device(subject(config).train, config.model, ROWS)

@@ -1,9 +1,14 @@
 """What may run at the same time in a step, by the dependences of the traced program."""
 
+import re
+
 import jax
 import pytest
+from helpers.compile_command import report_of, tpu_aot
 from helpers.engines import SEQUENCE_LENGTH, TINY, EngineUnderTest, make_batch, tiny
 
+from maxpipe.compiling.hlo import parse
+from maxpipe.devices.xla_flags import RECOMMENDED
 from maxpipe.pipeline.jaxprs import ancestors, inner_jaxprs, open_jaxpr, read_by
 
 ROWS = 16
@@ -98,3 +103,77 @@ def test_per_repeat_gathers_the_next_repeat_during_the_iterations_of_this_one(mi
         activations = (SEQUENCE_LENGTH, TINY["model.embed_dim"])
         read = read_by(before, ()).keys() & set(body.invars)
         assert any(v.aval.shape[-2:] == activations for v in read)
+
+
+# Two stages; heads of 128 and a batch that fills tiles, for a TPU.
+SMALL = (
+    "compile.topology=v5p:2x2x2",
+    "model.num_layers=2",
+    "model.embed_dim=512",
+    "model.mlp_dim=512",
+    "model.num_query_heads=4",
+    "model.num_kv_heads=4",
+    "model.head_dim=128",
+    "model.vocab_size=1024",
+    "model.dtype=bfloat16",
+    "data.sequence_length=512",
+    "data.global_batch_size=32",
+    "pipeline.num_repeats=1",
+    "pipeline.num_microbatches=4",
+    "pipeline.remat_policy=minimal",
+)
+DENSE = ("mesh.ici.fsdp=1", "mesh.ici.data=4")
+EXPERTS = (
+    "mesh.ici.fsdp=1",
+    "mesh.ici.expert=4",
+    "model.moe.experts=8",
+    "model.moe.mlp_dim=512",
+    "model.moe.dispatch=all_to_all",
+)
+FLAGS = {RECOMMENDED["v5p"].variable: RECOMMENDED["v5p"].text()}
+
+
+def scheduled_tick(directory, *words):
+    """Compile a step; return the instructions of the tick with both slots, in order, with slots."""
+    hlo = directory / "step.hlo"
+    report_of(directory, "configs/base.yml", *SMALL, *words, "--hlo", hlo, environment=FLAGS)
+    ticks = [
+        [(slot_by_name(i), i) for i in computation.instructions.values()]
+        for computation in parse(hlo.read_text()).computations.values()
+    ]
+    return max(ticks, key=lambda tick: min(sum(s == slot for s, _ in tick) for slot in SLOTS[::2]))
+
+
+def slot_by_name(instruction):
+    """Return the slot that an instruction's name stack has, or None."""
+    name = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    return next((s for s in re.findall(r"\w+", name[1]) if s in SLOTS), None) if name else None
+
+
+def is_work(instruction):
+    """Return whether an instruction is a fusion or a kernel, which alone take long."""
+    return instruction.opcode in ("fusion", "custom-call") and "estimated" in instruction.attributes
+
+
+def waiting_for(tick, slots):
+    """Return the names of a tick's instructions that need results of these slots."""
+    names = {i.name for slot, i in tick if slot in slots and is_work(i)}
+    for _, instruction in tick:  # operands come first
+        if names & {*instruction.operands}:
+            names.add(instruction.name)
+    return names
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    @pytest.mark.parametrize("overlap", ["true", "false"])
+    def test_compiled_backward_slot_waits_for_the_forward_unless_slots_overlap(
+        self, tmp_path, overlap
+    ):
+        """Of what XLA has made of both: it likes to fuse a read with a write of the same store."""
+        tick = scheduled_tick(tmp_path, *DENSE, f"pipeline.overlap_slots={overlap}")
+        waiting = waiting_for(tick, ("forward", "head"))
+        backward = [i.name for slot, i in tick if slot == "backward" and is_work(i)]
+        assert len(backward) > 10
+        assert any(name in waiting for name in backward) == (overlap == "false")

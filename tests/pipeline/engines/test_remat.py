@@ -4,10 +4,12 @@ import math
 
 import jax
 import pytest
-from helpers.engines import EngineUnderTest, make_batch, tiny
+from helpers.engines import EngineUnderTest, make_batch, make_mesh, tiny
 
+from maxpipe.builder import build_engine, build_engine_inputs
+from maxpipe.pipeline.engines.mpmd.program import shape_of
 from maxpipe.pipeline.engines.scheduled.stage_program import StageProgram
-from maxpipe.planning.jaxpr_flops import program_flops
+from maxpipe.planning.jaxpr_flops import equation_flops, program_flops
 
 LAYOUT = {
     "mesh.ici.stage": 2,
@@ -36,6 +38,9 @@ def traced(schedule, options, monkeypatch, policy="full"):
             "pipeline.remat_layers": layers,
         },
     )
+    if config.pipeline.engine == "mpmd":
+        engine = build_engine(config, build_engine_inputs(config, make_mesh(config)))
+        return traced_units(engine.training.program)
     engine, batch, key = EngineUnderTest(config), make_batch(16), jax.random.key(0)
     residuals = []
     original = StageProgram.run
@@ -55,7 +60,15 @@ def traced(schedule, options, monkeypatch, policy="full"):
     return num_bytes(residuals), program_flops(step)
 
 
-@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b"])
+def traced_units(program):
+    """Return (bytes that backwards read of forwards, FLOPs) of all units of one microbatch."""
+    units = program.computations.values()
+    saved = {v for unit in units if unit.name.kind == "B" for v in unit.reads}
+    saved = [shape_of(v) for v in saved if program.producer[v].kind == "F"]
+    return num_bytes(saved), sum(equation_flops(eqn) for unit in units for eqn in unit.equations)
+
+
+@pytest.mark.parametrize("schedule", ["circular", "lockstep_1f1b", "interleaved_1f1b"])
 def test_remat_options_decide_what_is_saved_and_computed_again(schedule, monkeypatch):
     measured = {
         options: traced(schedule, options, monkeypatch)

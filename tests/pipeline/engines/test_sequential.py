@@ -14,8 +14,12 @@ from helpers.engines import (
     tiny,
 )
 
+from maxpipe.config import catalog
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
+
+# A block with an auxiliary loss, for tests only.
+catalog.BLOCKS["balanced"] = catalog.Block("helpers.balanced_block:BalancedBlock")
 
 ROWS = 16
 
@@ -30,28 +34,36 @@ def sequential(**values):
 
 
 def by_hand(config, batch, key):
-    """Compute a batch's loss without scan, rematerialisation or microbatches."""
+    """Compute a batch's losses without scan, rematerialisation or microbatches.
+
+    Returns:
+      ((sum of the losses, (that of tokens, auxiliary ones)), gradients of the sum).
+    """
     program = ModelProgram(config.model)
     side = SideInputs(batch["positions"], batch["segment_ids"], jnp.arange(ROWS))
 
     def loss(params):
-        x = program.embed(params, batch["tokens"])
+        x, of_sequences = program.embed(params, batch["tokens"]), program.no_auxiliary()
         for i in range(config.model.num_layers):
             layer = jax.tree.map(lambda p, i=i: p[i], params["layers"])
-            x, _ = program.block(layer, x, side, jax.random.fold_in(key, i))
-        return program.head_loss(params, x, batch["targets"], batch["weights"])[0] / jnp.sum(
-            batch["weights"]
-        )
+            x, aux = program.block(layer, x, side, jax.random.fold_in(key, i))
+            of_sequences = jax.tree.map(jnp.add, of_sequences, aux)
+        of_tokens, _ = program.head_loss(params, x, batch["targets"], batch["weights"])
+        of_tokens /= jnp.sum(batch["weights"])
+        means = jax.tree.map(lambda a: a / ROWS, of_sequences)
+        return of_tokens + sum(means.values()), (of_tokens, means)
 
-    return jax.jit(jax.value_and_grad(loss))(canonical_params(program))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(canonical_params(program))
 
 
 def test_sequential_equals_a_plain_loop_over_layers():
-    config = sequential(**{"model.z_loss": 1e-2, "model.tie_embeddings": True})
-    batch = make_batch(ROWS)
-    loss, gradients = by_hand(config, batch, jax.random.key(0))
+    tied = {"model.z_loss": 1e-2, "model.tie_embeddings": True, "model.block": "balanced"}
+    config, batch = sequential(**tied), make_batch(ROWS)
+    (_, (loss, means)), gradients = by_hand(config, batch, jax.random.key(0))
     actual = EngineUnderTest(config).train(batch)
     assert actual.loss == pytest.approx(float(loss), rel=TOLERANCE)
+    assert actual.auxiliary == pytest.approx(jax.tree.map(float, means), rel=TOLERANCE)
+    assert set(means) == {"size_loss"}
     for a, b in zip(jax.tree.leaves(actual.gradients), jax.tree.leaves(gradients), strict=True):
         assert np.max(np.abs(a - b)) <= TOLERANCE * np.max(np.abs(b))
 

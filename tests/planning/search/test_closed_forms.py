@@ -1,5 +1,7 @@
 """The closed forms of many candidates are those of one; patterns are those of whole tables."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -17,10 +19,12 @@ from maxpipe.planning.search.links import axis_links
 from maxpipe.planning.search.machine import machine_of
 from maxpipe.planning.search.memory import memory_bytes
 from maxpipe.planning.search.patterns import pattern
+from maxpipe.planning.search.plan import priced_configuration
 from maxpipe.planning.search.search import Outcome, price, search
 from maxpipe.planning.search.seconds import Seconds
 from maxpipe.planning.search.sizes import BlockSizes
 from maxpipe.planning.search.space import Space
+from maxpipe.planning.search.timing import step_seconds
 from maxpipe.planning.simulate import Costs, simulate
 
 SIZES = {
@@ -88,13 +92,59 @@ def test_computation_is_the_same_work_on_every_mesh_of_equal_tokens(priced):
     assert max(times.values()) < 1.2 * min(times.values())
 
 
-def test_first_dense_layers_take_memory_and_time(config, facts):
+EXPERTS = {"model.moe.experts": 4, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+FIRST = EXPERTS | {"model.num_layers": 10, "model.first_dense_layers": 2}
+ENGINES = [("sequential", "circular"), ("scheduled", "lockstep_1f1b"), ("circular", "circular")]
+
+
+@pytest.mark.parametrize(("engine", "schedule"), ENGINES)
+def test_memory_with_first_dense_layers_is_the_estimate(config, engine, schedule):
+    mixture = update(config, FIRST)
+    facts, machine = Facts(mixture), machine_of("v6e:2x4", 1, mixture)
+    space, legality = Space(mixture, 8, 1, {}), Legality(mixture, 1)
+    stages = 1 if engine == "sequential" else 2
+    grid = next(
+        g
+        for g in space.grids()
+        if g.size("stage") == stages and g.size("fsdp") == 2 and g.size("tensor") == 2
+    )
+    block = block_of(space, legality, grid, engine, schedule, 32)
+    priced = price(block, legality, facts, machine, Outcome().fallen)
+    for index in np.random.default_rng(5).choice(np.flatnonzero(priced.legal), 8, replace=False):
+        memory, seconds = priced.memory, priced.seconds
+        candidate = candidate_of(priced.block, int(index), memory, seconds, facts)
+        expected = estimate(resolve(candidate.config(mixture), 8, 1)).total
+        assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
+
+
+def products(config, engine, schedule, outside):
+    """Return the seconds of products of two stages, with so many layers outside the pipeline.
+
+    A chunk has one layer, whose backward begins with what its forward has left.
+    """
     space, legality = Space(config, 8, 1, {}), Legality(config, 1)
-    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("fsdp") == 4)
-    block = block_of(space, legality, grid, "scheduled", "lockstep_1f1b", 32)
-    first = Facts(update(config, {"model.num_layers": 9, "model.first_dense_layers": 1}))
-    without, with_first = (BlockSizes(block, each, None) for each in (facts, first))
-    assert (with_first.outside == without.outside + 1).all()
+    grid = next(g for g in space.grids() if g.size("stage") == 2 and g.size("data") == 4)
+    block = block_of(space, legality, grid, engine, schedule, 32)
+    one = np.array([1])
+    block = block._replace(repeats=one, chunk=one, outside=outside * one)
+    sizes = BlockSizes(block, Facts(config), None)
+    return step_seconds(sizes, machine_of("v6e:2x4", 1, config)).products
+
+
+@pytest.mark.parametrize(("engine", "schedule"), [("circular", "circular"), ("mpmd", "1f1b")])
+def test_first_dense_layers_take_the_time_of_dense_layers_outside_the_pipeline(
+    config, engine, schedule
+):
+    """On one stage, or shared by both."""
+    mixture, first = update(config, EXPERTS), update(config, FIRST)
+    with_first = products(first, engine, schedule, 0) - products(mixture, engine, schedule, 0)
+
+    def two_outside(config):
+        more = update(config, {"model.num_layers": 10})
+        return products(more, engine, schedule, 2) - products(config, engine, schedule, 0)
+
+    assert with_first == pytest.approx(two_outside(config), rel=1e-3)
+    assert not np.allclose(two_outside(mixture), two_outside(config), rtol=0.1)
 
 
 def test_whole_copies_that_are_not_counted_are_not_offered(config):
@@ -184,3 +234,22 @@ def test_sizes_vary_along_their_own_dimension(config, facts):
     # More microbatches need less memory at a time.
     assert (np.diff(np.broadcast_to(memory, block.shape), axis=0) <= 0).mean() > 0.9
     assert isinstance(Seconds(1.0, 2.0, 3.0).step, float)
+
+
+def test_gather_mode_auto_is_left_to_the_search(config):
+    for choices in ({}, {"pipeline.fsdp_gather": ["auto"]}):
+        modes = Space(config, 8, 1, choices).values("pipeline.fsdp_gather", "scheduled")
+        assert modes == ["per_iteration", "per_repeat", "once"]
+
+
+def test_own_configuration_is_priced_with_the_gather_mode_that_auto_takes():
+    values = {"pipeline.schedule": "lockstep_1f1b", "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
+
+    def priced(mode):
+        config = resolve(replace(Config(), **SIZES, **values, **{"pipeline.fsdp_gather": mode}), 8)
+        request = SimpleNamespace(machine=machine_of("v5p:2x2x2", 1, config))
+        return priced_configuration(config, request)
+
+    auto, once, iteration = map(priced, ("auto", "once", "per_iteration"))
+    assert auto.gather == once.gather == "once"
+    assert float(auto.seconds.step) == float(once.seconds.step) != float(iteration.seconds.step)

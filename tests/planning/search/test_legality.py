@@ -85,13 +85,11 @@ def test_layers_that_do_not_divide_run_outside_or_uneven_by_engine():
     assert layout_of("scheduled", 4, 8, 1).chunk == 0
 
 
-def test_uneven_layers_are_not_legal_with_first_dense_layers():
-    repeats = np.array([1])
-    for first, is_legal in ((0, True), (1, False)):
-        sizes = SIZES | {"model.num_layers": 13 + first, "model.first_dense_layers": first}
-        legality = Legality(replace(Config(), **sizes), 1)
-        assert legality.of_layers("mpmd", "1f1b", 4, repeats)[0].tolist() == [is_legal]
-        assert legality.of_layers("scheduled", "lockstep_1f1b", 4, repeats)[0].all()
+def test_uneven_layers_are_legal_with_first_dense_layers():
+    sizes = SIZES | {"model.num_layers": 14, "model.first_dense_layers": 1}
+    legality = Legality(replace(Config(), **sizes), 1)
+    for engine, schedule in (("mpmd", "1f1b"), ("scheduled", "lockstep_1f1b")):
+        assert legality.of_layers(engine, schedule, 4, np.array([1]))[0].all()
 
 
 def test_meshes_that_split_no_sequence_evenly_are_refused():

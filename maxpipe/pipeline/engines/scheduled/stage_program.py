@@ -333,6 +333,10 @@ class StageProgram:
         """
         assert carry.gradients is not None
         dy = read(carry.gradients, tick.B.reads)
+        if phase.stores_head_gradient:
+            # XLA would fuse this with the write of the head's gradient, and B would wait for F.
+            dy, gradients = lax.optimization_barrier((dy, carry.gradients))
+            carry = carry._replace(gradients=gradients)
         if phase.B.from_head.any():
             assert head_gradient is not None
             dy = jnp.where(tick.B.from_head, head_gradient, dy)

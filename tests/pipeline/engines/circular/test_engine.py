@@ -17,7 +17,9 @@ from helpers.grids import (
 )
 from helpers.pairwise import covering_array, legal_pairs, sampled_product
 
+from maxpipe.config import ConfigError
 from maxpipe.config.catalog import REMAT_POLICIES
+from maxpipe.config.sections.parallelism import DEFAULT_RULES
 
 FACTORS = COMMON | {
     "microbatches": (1, 2, 3, 4),
@@ -139,6 +141,19 @@ def small(**values):
         }
         | values
     )
+
+
+@pytest.mark.parametrize("gather", ["per_iteration", "per_repeat", "once"])
+def test_rules_that_give_two_devices_the_same_rows_are_refused_where_weights_are_kept(gather):
+    """Gradients of gathered weights are summed over all devices, so each needs rows of its own."""
+    rules = [["activation_batch", ["data"]], *DEFAULT_RULES[1:]]
+    assert DEFAULT_RULES[0][0] == "activation_batch"
+    config = small(**{"pipeline.fsdp_gather": gather, "sharding.logical_axis_rules": rules})
+    if gather == "per_iteration":
+        EngineUnderTest(config)
+        return
+    with pytest.raises(ConfigError, match=f"fsdp_gather={gather} needs rows over all of data, "):
+        EngineUnderTest(config)
 
 
 def sequential_like(config):

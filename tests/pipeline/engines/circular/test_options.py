@@ -127,6 +127,14 @@ def test_loop_state_holds_the_microbatches_and_what_stages_send(repeats, microba
     assert sum(math.prod(shape[:-3]) for shape in activations) == microbatches + delay * 2
 
 
+@pytest.mark.parametrize("gather", ["per_repeat", "once"])
+def test_loop_state_without_a_backward_holds_no_residuals(gather):
+    """Residuals of all M V + S - 1 iterations would be one array."""
+    scans = loops(circular(**{"pipeline.fsdp_gather": gather}))
+    assert scans
+    assert not any(shape[:1] == (4 * 2 + 1,) for _, carried in scans for shape in carried)
+
+
 @pytest.mark.parametrize(
     ("option", "gather", "length"),
     [

@@ -46,6 +46,20 @@ def stored(monkeypatch):
     return shapes
 
 
+@pytest.fixture
+def unfinished(monkeypatch):
+    """How many units of a stage may be unfinished, after each that was dispatched."""
+    numbers = []
+
+    class Watched(Offloading):
+        def dispatched(self, done):
+            super().dispatched(done)
+            numbers.append(len(self._unfinished))
+
+    monkeypatch.setattr(runner, "Offloading", Watched)
+    return numbers
+
+
 def train(config):
     return MpmdUnderTest(config).train(make_batch(ROWS))
 
@@ -65,7 +79,7 @@ def test_offloaded_residuals_lie_on_the_host_and_the_result_equals_sequential(st
     assert on_device + on_host == stored["device"]
 
 
-def test_offloaded_residuals_of_split_backwards_wait_for_their_weight_gradients(stored):
+def test_offloaded_residuals_of_split_backwards_wait_for_their_weight_gradients(stored, unfinished):
     """Of the seven tensors of a layer that are saved, its I reads six, and its W two."""
     repeats = {"pipeline.schedule": "zb_v", "pipeline.num_repeats": 2}
     config = config_of(**repeats)
@@ -77,6 +91,8 @@ def test_offloaded_residuals_of_split_backwards_wait_for_their_weight_gradients(
         f"{kind}{c}": n for c in range(4) for kind, n in (("F", 7), ("I", 6), ("W", 2))
     }
     assert stored["pinned_host"].total() == 4 * 7 * MICROBATCHES
+    assert len(unfinished) == len(moved) * MICROBATCHES
+    assert max(unfinished) == UNITS_AHEAD
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 
 from maxpipe.data.tokenizers import load_tokenizer
-from maxpipe.generation.launch import TextStream
+from maxpipe.generation.text import TextStream
 
 BYTE = load_tokenizer("byte")
 

@@ -1,0 +1,1 @@
+"""Serve notebooks and scripts: runs, configurations and schedules of `import maxpipe`."""

@@ -1,0 +1,111 @@
+"""Simulate pipeline schedules in Python; they draw themselves in a notebook. Imports no JAX."""
+
+from collections.abc import Sequence
+from html import escape
+from os import PathLike, fspath
+from typing import overload
+
+from maxpipe.config.errors import RefusedError
+from maxpipe.pipeline.schedules.csv_files import to_csv
+from maxpipe.planning.simulate import Simulation
+from maxpipe.render.chart import chart_svg, fit_frame
+from maxpipe.render.request import Collector, in_own_keys, parse_request, simulate_schedules
+from maxpipe.render.terminal import (
+    FOOTNOTE,
+    HEADER,
+    comparison_rows,
+    comparison_text,
+    render_terminal,
+)
+
+_COLUMNS = 120  # of the text of a schedule
+Value = float | bool | Sequence[float]
+
+
+class Schedules(Sequence[Simulation]):
+    """Simulated schedules; each has `table`, `makespan`, `bubble_fraction`, `peak_in_flight`.
+
+    `print` shows them as text, and a notebook as charts on one scale of time.
+
+    Args:
+      runs: one or more.
+      subtitle: sizes and costs, in words.
+    """
+
+    def __init__(self, runs: Sequence[Simulation], subtitle: str):
+        self._runs = tuple(runs)
+        self._subtitle = subtitle
+
+    @overload
+    def __getitem__(self, index: int) -> Simulation: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Simulation]: ...
+    def __getitem__(self, index: int | slice) -> Simulation | Sequence[Simulation]:
+        return self._runs[index]
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __repr__(self) -> str:
+        if len(self) > 1:
+            return comparison_text(self._runs).rstrip()
+        return render_terminal(self._runs[0], colour=False, width=_COLUMNS).rstrip()
+
+    def to_csv(self) -> str:
+        """Return the table of the one schedule as CSV, which `pipeline.schedule` can name.
+
+        Raises:
+          ValueError: there are several.
+        """
+        if len(self) > 1:
+            raise ValueError("to_csv: name one schedule; a file holds no more")
+        return to_csv(self._runs[0].table)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: figures of several, and a chart of each."""
+        frame = fit_frame([*self._runs])
+        charts = [
+            f'<div style="overflow-x:auto">{chart_svg(run, frame)}</div>' for run in self._runs
+        ]
+        if len(self) == 1:
+            return charts[0]
+        rows = [f"<tr>{''.join(f'<th>{text}</th>' for text in HEADER)}</tr>"]
+        rows += [
+            f"<tr>{''.join(f'<td>{escape(value)}</td>' for value in row)}</tr>"
+            for row in comparison_rows(self._runs)
+        ]
+        table = f"<table>{''.join(rows)}</table><p>{FOOTNOTE}; {escape(self._subtitle)}</p>"
+        return "\n".join([table, *charts])
+
+
+def schedule(*names: str | PathLike[str], **options: Value) -> Schedules:
+    """Simulate pipeline schedules, as `python -m maxpipe.schedule` does.
+
+    Args:
+      *names: of the catalogue, such as "lockstep_1f1b", or CSV files.
+      **options: sizes and times of the command line, such as stages=4, microbatches=8, repeats=2,
+        backward=2.2 or forward=[1, 1, 1, 1.3], of which there is one for each stage.
+
+    Returns:
+      The simulated tables, in the order of the names.
+
+    Raises:
+      ValueError: a name or an option does not exist, or does not go with the others.
+    """
+    words = [fspath(name) for name in names]
+    words += [f"{key}={_word(value)}" for key, value in options.items()]
+    collector = Collector()
+    try:
+        request = parse_request(words, compare=False, collector=collector)
+        collector.check()
+        runs = simulate_schedules(request, lenient=len(names) > 1)
+    except RefusedError as error:
+        raise ValueError(in_own_keys(str(error))) from None
+    return Schedules(runs, request.subtitle(runs))
+
+
+def _word(value: Value) -> str:
+    """Return an option as it is written on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, Sequence) else str(value)

@@ -1,0 +1,159 @@
+"""Draw runs on one HTML page that loads nothing else: figures, differences, curves to zoom into."""
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from itertools import accumulate
+
+from maxpipe.comparison.curves_script import SCRIPT, STYLE
+from maxpipe.comparison.recorded import Number, Recorded, differing_keys
+from maxpipe.comparison.table import HEADER, figures, value_text
+from maxpipe.render.html import document
+
+# Legible on light and on dark ground; further runs repeat them with dashes.
+COLOURS = (
+    "#3f7fd1",
+    "#e0902c",
+    "#2f9e77",
+    "#b65fc4",
+    "#d0453c",
+    "#8a8f98",
+    "#a98b1d",
+    "#2aa3b8",
+)
+DASHES = ("", "7 4", "2 3", "9 3 2 3")
+MOST_BUCKETS = 1000  # of steps, of each of which three are drawn
+CHARTS = {
+    "loss": "training loss, nats per token",
+    "eval_loss": "evaluation loss, nats per token",
+    "tokens_per_second": "tokens per second",
+    "mfu": "MFU",
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+}
+
+
+def page_html(runs: Sequence[Recorded]) -> str:
+    """Return the page."""
+    names = ", ".join(run.name for run in runs)
+    title = f"{len(runs)} runs" if len(runs) > 1 else f"Run {names}"
+    # "</script>" in a name must not end the element.
+    data = json.dumps([run_data(run) for run in runs], allow_nan=False).replace("<", "\\u003c")
+    charts = "\n".join(
+        f'<figure data-metric="{metric}"><figcaption>{text}</figcaption></figure>'
+        for metric, text in CHARTS.items()
+        if any(_has(run, metric) for run in runs)
+    )
+    body = f"""<h1>{escape(title)}</h1>
+<p>Click a run to hide or show it. Drag over a chart to zoom into all of them; a double click shows
+everything again.</p>
+<div class="wide">{_figures(runs)}</div>
+{_differences(runs)}
+<form class="controls">
+<label>along <select id="along"><option value="step">steps</option>
+<option value="tokens">tokens</option><option value="hours">hours of steps</option></select></label>
+<label>smoothing <input id="smooth" type="range" min="0" max="20" value="0">
+<output id="smooth-text">none</output></label>
+<label><input id="log" type="checkbox"> logarithmic</label>
+<button id="reset" type="button">show everything</button>
+</form>
+<div class="charts">
+{charts}
+</div>
+<script type="application/json" id="data">{data}</script>"""
+    return document(title, body, STYLE + _line_styles(runs), SCRIPT)
+
+
+def run_data(run: Recorded) -> dict[str, object]:
+    """Return the curves of a run as JSON: of each bucket of steps the first and both extremes.
+
+    Numbers have five significant digits, which a screen cannot tell from more.
+    """
+    chosen = _chosen_rows(run.steps["loss"])
+    steps = [int(step or 0) for step in run.steps["step"]]
+    tokens_per_step = run.tokens_per_step
+    hours = [*accumulate(value or 0.0 for value in run.steps["step_seconds"])]
+    columns = [name for name in CHARTS if name != "eval_loss"]
+    place = {step: number for number, step in enumerate(steps)}
+
+    def hours_at(step: int) -> float:
+        return hours[place[step]] / 3600 if step in place else 0.0
+
+    return {
+        "name": run.name,
+        "tokensPerStep": tokens_per_step,
+        "step": [steps[row] for row in chosen],
+        "hours": [_rounded(hours[row] / 3600) for row in chosen],
+        **{name: [_rounded(run.steps[name][row]) for row in chosen] for name in columns},
+        "evaluation": {
+            "step": [*run.evaluations],
+            "hours": [_rounded(hours_at(step)) for step in run.evaluations],
+            "eval_loss": [_rounded(loss) for loss in run.evaluations.values()],
+        },
+    }
+
+
+def _chosen_rows(losses: Sequence[Number]) -> list[int]:
+    size = math.ceil(len(losses) / MOST_BUCKETS) or 1
+    if size <= 3:
+        return [*range(len(losses))]
+    chosen: set[int] = {len(losses) - 1}
+    for start in range(0, len(losses), size):
+        rows = range(start, min(start + size, len(losses)))
+        known = [row for row in rows if losses[row] is not None] or rows
+
+        def height(row: int) -> float:
+            return losses[row] or 0.0
+
+        chosen |= {rows[0], max(known, key=height), min(known, key=height)}
+    return sorted(chosen)
+
+
+def _rounded(value: Number) -> Number:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _has(run: Recorded, metric: str) -> bool:
+    if metric == "eval_loss":
+        return bool(run.evaluations)
+    return any(value is not None for value in run.steps[metric])
+
+
+def _line_styles(runs: Sequence[Recorded]) -> str:
+    """Return the colour and the dashes of every run's lines, as CSS."""
+    return "".join(
+        f".run{number}{{--line-colour:{COLOURS[number % len(COLOURS)]};"
+        f"stroke-dasharray:{DASHES[number // len(COLOURS) % len(DASHES)] or 'none'}}}\n"
+        for number in range(len(runs))
+    )
+
+
+def _figures(runs: Sequence[Recorded]) -> str:
+    heads = "".join(f"<th>{text}</th>" for text in HEADER)
+    rows = []
+    for number, run in enumerate(runs):
+        name, *others = (escape(cell) for cell in figures(run))
+        swatch = f'<svg width="26" height="8"><path class="run{number}" d="M1 4h24"/></svg>'
+        button = (
+            f'<button type="button" data-run="{number}" aria-pressed="true">{swatch}{name}</button>'
+        )
+        cells = "".join(f"<td>{cell}</td>" for cell in others)
+        rows.append(f"<tr><td>{button}</td>{cells}</tr>")
+    return f'<table class="figures"><tr>{heads}</tr>{"".join(rows)}</table>'
+
+
+def _differences(runs: Sequence[Recorded]) -> str:
+    keys = differing_keys(runs)
+    if not keys:
+        return "<p>The configurations are the same, but for names and places.</p>" * (len(runs) > 1)
+    heads = "".join(f"<th>{escape(text)}</th>" for text in ("run", *keys))
+    rows = "".join(
+        f"<tr><td>{escape(run.name)}</td>"
+        + "".join(f"<td>{escape(value_text(run, key))}</td>" for key in keys)
+        + "</tr>"
+        for run in runs
+    )
+    return f"""<details open><summary>what differs between their configurations</summary>
+<div class="wide"><table>
+<tr>{heads}</tr>{rows}</table></div></details>"""

@@ -1,0 +1,229 @@
+"""Read what runs have recorded in their directories, live ones as well. Imports no JAX."""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.options import OPTIONS
+
+METRICS, CONFIG, HISTORY = "metrics.jsonl", "config.yml", "config_history"
+DEPTH = 3  # how far below a directory its runs are looked for
+# Columns of steps; all but the first are numbers or None.
+COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second", "mfu")
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
+
+Number = float | None
+Settings = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run has recorded so far.
+
+    Attributes:
+      name: tells the run apart from the others that were read with it.
+      root: its directory.
+      settings: value of every key by its full name, of the latest start; empty if it is lost.
+      steps: a column for each of `COLUMNS`, one row for each finished step.
+      evaluations: {step: loss}, of those that were finite.
+      seconds: where the time of all starts went, by phase; `goodput` rows added up.
+    """
+
+    name: str
+    root: Path
+    settings: Settings
+    steps: Mapping[str, Sequence[Number]]
+    evaluations: Mapping[int, float]
+    seconds: Mapping[str, float]
+
+    @property
+    def step(self) -> int:
+        """Return the number of finished steps."""
+        return int(self.steps["step"][-1] or 0) if self.steps["step"] else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """Return `steps` of the configuration."""
+        return value if isinstance(value := self.settings.get("steps"), int) else None
+
+    @property
+    def loss(self) -> Number:
+        """Return the loss of the last step."""
+        return self.steps["loss"][-1] if self.steps["loss"] else None
+
+    @property
+    def eval_loss(self) -> Number:
+        """Return the last evaluation loss."""
+        return [*self.evaluations.values()][-1] if self.evaluations else None
+
+    @property
+    def best_eval(self) -> tuple[int, float] | None:
+        """Return step and loss of the best evaluation."""
+        return min(self.evaluations.items(), key=lambda at: at[1], default=None)
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Return the tokens of a global batch."""
+        rows = self.settings.get("data.global_batch_size")
+        length = self.settings.get("data.sequence_length")
+        return rows * length if isinstance(rows, int) and isinstance(length, int) else None
+
+    def median(self, column: str) -> Number:
+        """Return the median of a column, so that compilation and evaluations count for little."""
+        return statistics.median(values) if (values := _finite(self.steps[column])) else None
+
+
+def read_runs(words: Sequence[str]) -> list[Recorded]:
+    """Read the runs that words name: a run's directory, or one that has runs below it.
+
+    Names are the directories' own, with as much of the path before them as tells them apart.
+
+    Raises:
+      ConfigError: a word names no directory, or one without a run; with all such words.
+    """
+    roots: dict[Path, None] = {}
+    problems = []
+    for word in words:
+        path = Path(word)
+        path = path.parent if path.name in (METRICS, CONFIG) and path.is_file() else path
+        if not path.is_dir():
+            problems.append(Problem("DIR", f"there is no directory {word}{_nearest(path)}"))
+        elif below := sorted(_runs_below(path, DEPTH), key=_natural):
+            roots |= dict.fromkeys(below)
+        else:
+            message = f"{word} holds no run: no directory in it has {METRICS}, {DEPTH} levels deep"
+            problems.append(Problem("DIR", message))
+    if problems:
+        raise ConfigError(*problems)
+    names = _names([root.resolve() for root in roots])
+    return [_read(name, root) for name, root in zip(names, roots, strict=True)]
+
+
+def differing_keys(runs: Sequence[Recorded]) -> list[str]:
+    """Return the keys whose values differ between runs, other than their names and places."""
+    known = [run.settings for run in runs if run.settings]
+    return [
+        key
+        for key in OPTIONS
+        if key not in ("run_name", "output_dir")
+        and any(settings.get(key) != known[0].get(key) for settings in known[1:])
+    ]
+
+
+def changed_keys(run: Recorded) -> list[str]:
+    """Return the keys that have other values than their defaults, without derived ones."""
+    return [
+        key
+        for key, option in OPTIONS.items()
+        if key in run.settings and not option.bounds.derived and run.settings[key] != option.default
+    ]
+
+
+def _runs_below(path: Path, depth: int) -> Iterator[Path]:
+    # One that has not finished a step yet has a configuration and its history.
+    is_begun = (path / CONFIG).is_file() and (path / HISTORY).is_dir()
+    if is_begun or (path / METRICS).is_file():
+        yield path
+    elif depth:
+        for inner in path.iterdir():
+            if inner.is_dir() and not inner.is_symlink() and not inner.name.startswith("."):
+                yield from _runs_below(inner, depth - 1)
+
+
+def _read(name: str, root: Path) -> Recorded:
+    columns: dict[str, list[Number]] = {column: [] for column in COLUMNS}
+    evaluations: dict[int, float] = {}
+    seconds: dict[str, float] = {}
+    for step, row in _rows(root / METRICS):
+        if "loss" in row:
+            for column, values in columns.items():
+                values.append(_number(row.get(column)))
+        if (loss := _number(row.get("eval_loss"))) is not None:
+            evaluations[step] = loss
+        if "goodput" in row:
+            for key, value in row.items():
+                if key.startswith("seconds_in_") and (number := _number(value)) is not None:
+                    phase = key.removeprefix("seconds_in_")
+                    seconds[phase] = seconds.get(phase, 0.0) + number
+    return Recorded(name, root, _read_settings(root / CONFIG), columns, evaluations, seconds)
+
+
+def _rows(file: Path) -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield step and contents of each row; a crash or a live run may leave half a line."""
+    if not file.is_file():
+        return
+    with file.open("rb") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int:
+                yield row["step"], row
+
+
+def _read_settings(file: Path) -> Settings:
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        tree = None
+    if not isinstance(tree, Mapping):
+        return {}
+    return {key: _lookup(tree, key, option.default) for key, option in OPTIONS.items()}
+
+
+def _lookup(tree: object, key: str, default: object) -> object:
+    """Return the value of a full key; its default where an earlier version did not have the key."""
+    for name in key.split("."):
+        if not isinstance(tree, Mapping) or name not in tree:
+            return default
+        tree = tree[name]
+    return tree
+
+
+def _number(value: object) -> Number:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _finite(values: Iterable[Number]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _names(roots: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of paths that tell each from all others."""
+    depth = 1
+    while True:
+        names = ["/".join(root.parts[-depth:]) for root in roots]
+        if len({*names}) == len(roots) or depth > max(len(root.parts) for root in roots):
+            return names
+        depth += 1
+
+
+def _natural(path: Path) -> list[tuple[int, float, str]]:
+    """Return a sort key by which run-2 comes before run-10, and 3e-4 before 1e-3."""
+    return [
+        (1, float(part), "") if _NUMBER.fullmatch(part) else (0, 0.0, part)
+        for part in _NUMBER.split(str(path))
+    ]
+
+
+def _nearest(path: Path) -> str:
+    """Return which directories there are next to one that does not exist."""
+    parent = path.parent
+    near = (
+        sorted(inner.name for inner in parent.iterdir() if inner.is_dir())
+        if parent.is_dir()
+        else []
+    )
+    shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
+    return f"; {parent} has {shown}" if near else ""

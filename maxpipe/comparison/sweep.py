@@ -1,0 +1,225 @@
+"""Train with every combination of some values: one run after the other, then a comparison.
+
+Every run is a process of its own, the same as `python -m maxpipe.train` with its words, so that a
+run which hangs, does not fit or ends its process takes nothing else with it. Imports no JAX.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from maxpipe.comparison.recorded import read_runs
+from maxpipe.comparison.table import comparison_text, runs_text
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.load import Loaded, load
+from maxpipe.config.options import OPTIONS, unknown_key
+from maxpipe.config.rules.run import check_trains
+from maxpipe.config.terminal import emit
+
+FAILED = 1
+STOPPED = (75, 130)  # exit codes of a run that SIGTERM or Ctrl-C has stopped, after a save
+_FLAG = "--sweep"
+_OWN = {
+    "run_name": "every run has a name of its own, which begins with run_name",
+    "output_dir": "the runs of a sweep are in one directory",
+}
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True)
+class Member:
+    """One run of a sweep.
+
+    Attributes:
+      words: the values that tell it apart, `key=value`.
+      name: of the run.
+      directory: of the run.
+    """
+
+    words: tuple[str, ...]
+    name: str
+    directory: Path
+
+
+def add_sweep_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `--sweep key=value,value ...`."""
+    parser.add_argument(
+        _FLAG,
+        nargs="+",
+        metavar="key=V1,V2",
+        help="train with every combination of these values, each in a run of its own, and compare",
+    )
+
+
+def sweep(base: Loaded, flags: argparse.Namespace) -> int:
+    """Train all members of a sweep, print how they compare, and return the exit code.
+
+    The exit code is 0 if all members ended with 0, that of a member which a signal has stopped,
+    and otherwise 1: a member that fails is said, and the others still run.
+
+    Args:
+      base: the configuration without the values of the sweep.
+      flags: of the command line: config, overrides, imports and sweep.
+
+    Raises:
+      ConfigError: the sweep is wrong, or one of its configurations; nothing has run then.
+    """
+    members = plan_members(base, flags.config, flags.overrides, flags.sweep)
+    imports = [word for module in flags.imports for word in ("--import", module)]
+    failed: dict[str, int] = {}
+    for number, member in enumerate(members, 1):
+        emit(f"sweep       {number} of {len(members)}: {member.name} ({' '.join(member.words)})")
+        words = [*flags.overrides, *member.words, f"run_name={member.name}"]
+        code = _run([sys.executable, "-m", "maxpipe.train", flags.config, *words, *imports])
+        if code in STOPPED:
+            emit(f"sweep       stopped in {member.name}; the same command goes on with it")
+            return code
+        if code:
+            failed[member.name] = code
+            emit(f"sweep       {member.name} failed: exit code {code}; the others go on")
+        emit("")
+    directories = [str(member.directory) for member in members if member.directory.is_dir()]
+    if directories:
+        runs = read_runs(directories)
+        emit(comparison_text(runs) if len(runs) > 1 else runs_text(runs))
+    done = len(members) - len(failed)
+    codes = "".join(f", {name} failed with exit code {code}" for name, code in failed.items())
+    emit(f"sweep       {done} of {len(members)} runs are done{codes}")
+    return FAILED if failed else 0
+
+
+def plan_members(
+    base: Loaded, config: str, overrides: Sequence[str], words: Sequence[str]
+) -> list[Member]:
+    """Return a member for each combination of values; the last key changes fastest.
+
+    Raises:
+      ConfigError: a word is wrong, or a configuration is; with all problems.
+    """
+    values = _parse(words, overrides)
+    root, run_name = Path(base.config.output_dir), base.config.run_name
+    keys = [key for key, some in values.items() if len(some) > 1]
+    members: list[Member] = []
+    problems: dict[Problem, None] = {}
+    for combination in itertools.product(*values.values()):
+        pairs = dict(zip(values, combination, strict=True))
+        name = _name(run_name, keys, pairs, {member.name for member in members})
+        chosen = tuple(f"{key}={value}" for key, value in pairs.items())
+        members.append(Member(chosen, name, root / name))
+        try:
+            check_trains(load(config, [*overrides, *chosen, f"run_name={name}"]).config)
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise ConfigError(*problems)
+    return members
+
+
+def _parse(words: Sequence[str], overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Return key -> values of the words of a sweep.
+
+    Raises:
+      ConfigError: with all words that are wrong, or if they name one run only.
+    """
+    values: dict[str, list[str]] = {}
+    problems = []
+    given = {word.partition("=")[0] for word in overrides}
+    for word in words:
+        key, equals, text = word.partition("=")
+        some = _split(text)
+        if not equals:
+            problems.append(f"{word!r} is not of the form key=value,value")
+        elif key in _OWN:
+            problems.append(f"{key}: {_OWN[key]}")
+        elif key not in OPTIONS:
+            problems.append(f"{key}: {unknown_key(key)}")
+        elif key in values or key in given:
+            where = _FLAG if key in values else "the rest of the command line"
+            problems.append(f"{key}: is set in {where}, too; give it once")
+        elif "" in some:
+            problems.append(f"{word}: there is an empty value between commas")
+        elif repeated := [value for value in {*some} if some.count(value) > 1]:
+            problems.append(f"{word}: {', '.join(sorted(repeated))} comes twice")
+        if equals:
+            values.setdefault(key, some)
+    if not problems and all(len(some) == 1 for some in values.values()):
+        example = f"{words[0]},..."
+        problems.append(f"names one run; give a key several values, as {example}")
+    if problems:
+        raise ConfigError(*(Problem(_FLAG, problem) for problem in problems))
+    return values
+
+
+def _split(text: str) -> list[str]:
+    """Return what is between the commas outside of brackets, braces and quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        depth += (character in "[{") - (character in "]}") if not quote else 0
+        if character == "," and depth <= 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def _name(run_name: str, keys: Sequence[str], pairs: Mapping[str, str], taken: set[str]) -> str:
+    """Return a name that no other member has: the run's, and each key's last word and value."""
+    last = [key.rpartition(".")[2] for key in keys]
+    parts = [run_name]
+    for key, word in zip(keys, last, strict=True):
+        shown = word if last.count(word) == 1 else key.replace(".", "_")
+        value = re.sub(r"[^A-Za-z0-9.-]+", "_", pairs[key]).strip("_")
+        parts.append(f"{shown}_{value}")
+    name = "-".join(parts)
+    if len(name) > _LONGEST_NAME:
+        name = f"{run_name}-{len(taken) + 1}"
+    return name if name not in taken else f"{name}-{len(taken) + 1}"
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run a command to its end, hand signals on to it, and return its exit code."""
+    sys.stdout.flush()
+    # In a session of its own it gets each signal once, from here, and can finish its step and save.
+    process = subprocess.Popen(command, start_new_session=True)
+    with _handing_on(process) as received:
+        code = process.wait()
+    if received and code not in STOPPED:
+        return 130 if received[-1] == signal.SIGINT else 75
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _handing_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
+    """Hand SIGTERM and Ctrl-C on to a process; only the main thread can. Yields what came."""
+    received: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        process.send_signal(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, hand_on) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if process.poll() is None:  # an error here must not leave it behind
+            os.killpg(process.pid, signal.SIGTERM)

@@ -1,0 +1,111 @@
+"""Print runs as text: a line each, all about one, and how their configurations differ."""
+
+from collections.abc import Sequence
+
+from maxpipe.comparison.recorded import Number, Recorded, changed_keys, differing_keys
+from maxpipe.telemetry.console import format_seconds
+
+HEADER = ("run", "step", "loss", "eval loss", "best eval", "tokens/s", "MFU")
+_LONGEST_VALUE = 60  # characters of a value
+
+
+def runs_text(runs: Sequence[Recorded]) -> str:
+    """Return a line for each run, with its figures."""
+    return _columns([HEADER, *(figures(run) for run in runs)])
+
+
+def comparison_text(runs: Sequence[Recorded]) -> str:
+    """Return the figures of runs, and the keys in which they differ, with their values."""
+    text = runs_text(runs)
+    unknown = [run.name for run in runs if not run.settings]
+    if unknown:
+        text += f"\nwithout a readable config.yml: {', '.join(unknown)}\n"
+    keys = differing_keys(runs)
+    if not keys:
+        return f"{text}\nthe configurations are the same, but for names and places\n"
+    across = [("key", *(run.name for run in runs))]
+    across += [(key, *(value_text(run, key) for run in runs)) for key in keys]
+    down = [("run", *keys), *((run.name, *(value_text(run, key) for key in keys)) for run in runs)]
+    return f"{text}\n{min(_columns(down), _columns(across), key=_width)}"
+
+
+def run_text(run: Recorded) -> str:
+    """Return everything about one run in lines."""
+    best = run.best_eval
+    tokens = run.tokens_per_step
+    lines = {
+        "directory": str(run.root),
+        "steps": f"{run.step} of {run.total_steps or '?'}",
+        "loss": _figure(run.loss, ".4f"),
+        "eval loss": _figure(run.eval_loss, ".4f"),
+        "best eval": f"{best[1]:.4f} after step {best[0]}" if best else "-",
+        "tokens": f"{run.step * tokens:,}" if tokens else "-",
+        "tokens/s": f"{_rate(run.median('tokens_per_second'))}, the median of all steps",
+        "step": f"{_figure(run.median('step_seconds'), '.4g')} s, the median of all steps",
+        "MFU": _mfu(run.median("mfu")),
+        "grad norm": _figure(run.steps["grad_norm"][-1] if run.step else None, ".4g"),
+    }
+    spent = [f"{name} {format_seconds(value)}" for name, value in run.seconds.items() if value >= 1]
+    if spent:
+        lines["time spent"] = ", ".join(spent)
+    text = f"{run.name}\n" + "".join(f"  {name:<12}{value}\n" for name, value in lines.items())
+    if not run.settings:
+        return f"{text}  there is no readable config.yml\n"
+    keys = changed_keys(run)
+    width = max(map(len, keys), default=0) + 2
+    settings = "".join(f"  {key:<{width}}{value_text(run, key)}\n" for key in keys)
+    return f"{text}\n  configuration, where it differs from the defaults:\n{settings}"
+
+
+def figures(run: Recorded) -> tuple[str, ...]:
+    """Return the cells of a run below `HEADER`."""
+    best = run.best_eval
+    return (
+        run.name,
+        f"{run.step}/{run.total_steps or '?'}",
+        _figure(run.loss, ".4f"),
+        _figure(run.eval_loss, ".4f"),
+        f"{best[1]:.4f} @{best[0]}" if best else "-",
+        _rate(run.median("tokens_per_second")),
+        _mfu(run.median("mfu")),
+    )
+
+
+def value_text(run: Recorded, key: str) -> str:
+    """Return the value of a key, shortened; "?" where it is not known."""
+    if not run.settings:
+        return "?"
+    value = run.settings.get(key)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{text[: _LONGEST_VALUE - 3]}..." if len(text) > _LONGEST_VALUE else text or "''"
+
+
+def _figure(value: Number, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _mfu(value: Number) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _rate(value: Number) -> str:
+    if value is None:
+        return "-"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()))

@@ -1,0 +1,271 @@
+"""Render conversations by a chat template, and tell which of its characters the assistant writes.
+
+A chat template is a text of Jinja, as Hugging Face tokenizers have it. Two ways tell what the
+assistant writes: marks in the template, `{% generation %}` ... `{% endgeneration %}`, or, without
+them, rendering the conversation up to each of its turns. Templates come from strangers; they run in
+Jinja's sandbox and see nothing but the conversation and names of special tokens.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.imports import optional
+from maxpipe.config.model_places import CHATML
+from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.tokenizers import template_files
+
+if TYPE_CHECKING:
+    import jinja2
+
+Message = Mapping[str, Any]  # "role", "content", and whatever else the template knows
+
+_KEY = "data.chat_template"
+_CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>\\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+_HAS_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Unicode reserves these two for uses inside a program: no text may have them.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A chat template; picklable, compiled once in each process.
+
+    Attributes:
+      source: text of Jinja.
+      special_tokens: name and text of the tokens that it may write, such as `bos_token`.
+      name: for messages.
+    """
+
+    source: str
+    special_tokens: tuple[tuple[str, str], ...]
+    name: str
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> MarkedText:
+        """Return a conversation as text in which the assistant's turns are targets.
+
+        Raises:
+          BadDocument: the template refuses the conversation, or the assistant says nothing in it.
+          ConfigError: the template does not tell what the assistant says.
+        """
+        if _HAS_MARKS.search(self.source):
+            text, spans = _without_marks(self._text(messages, tools))
+        else:
+            text = self._text(messages, tools)
+            spans = tuple(self._turns(text, messages, tools))
+        if not any(end > start for start, end in spans):
+            message = f"the assistant says nothing in it, laid out by {self.name}"
+            raise BadDocument(Problem("data.path", message))
+        return MarkedText(text, spans)
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return a conversation as text that ends where the assistant's next turn begins."""
+        return _without_marks(self._text(messages, None, add_generation_prompt=True))[0]
+
+    def _text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        import jinja2
+
+        template = _compile(self.source, self.name)
+        try:
+            return template.render(
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **dict(self.special_tokens),
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+            message = f"{self.name} cannot lay it out: {type(error).__name__}: {error}"
+            raise BadDocument(Problem("data.path", message)) from error
+
+    def _turns(
+        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> Iterator[tuple[int, int]]:
+        """Yield start and end of each turn of the assistant in the whole `text`."""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._text(messages[:index], tools, add_generation_prompt=True)
+            after = self._text(messages[: index + 1], tools)
+            if not (after.startswith(before) and text.startswith(after)):
+                problem = (
+                    f"{self.name} lays out a turn of the assistant differently when others follow, "
+                    "so what is to be learned cannot be told: give a copy of the template with "
+                    "{% generation %} before and {% endgeneration %} after what the assistant "
+                    "writes"
+                )
+                raise ConfigError(Problem(_KEY, problem))
+            yield len(before), len(after)
+
+
+def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatTemplate:
+    """Return the chat template of a run.
+
+    Args:
+      value: of `data.chat_template`: "chatml", a file, or "" for the tokenizer's own.
+      tokenizer: of `data.tokenizer`.
+      cache_dir: of `data.cache_dir`.
+
+    Raises:
+      ConfigError: there is none, or it is not a template.
+    """
+    files = template_files(tokenizer, cache_dir)
+    config = _read_config(files.config)
+    special_tokens = _special_tokens(config)
+    if value == CHATML:
+        template = ChatTemplate(_CHATML, special_tokens, f"{_KEY}={CHATML}")
+    elif value:
+        template = ChatTemplate(_read(Path(value)), special_tokens, value)
+    elif files.template is not None:
+        template = ChatTemplate(_read(files.template), special_tokens, str(files.template))
+    elif source := _own_template(config):
+        template = ChatTemplate(source, special_tokens, f"the template of {files.config}")
+    else:
+        message = (
+            f"data.tokenizer={tokenizer} has no chat template of its own: {_KEY}={CHATML} takes a "
+            "common one, or give a file with a Jinja template"
+        )
+        raise ConfigError(Problem(_KEY, message))
+    _compile(template.source, template.name)
+    return template
+
+
+def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Return a rendered text without marks, and start and end of what was between them."""
+    pieces = re.split(f"([{_OPEN}{_CLOSE}])", text)
+    spans = []
+    length = depth = start = 0
+    for piece in pieces:
+        if piece == _OPEN:
+            start = start if depth else length
+            depth += 1
+        elif piece == _CLOSE:
+            depth -= 1
+            if depth == 0:
+                spans.append((start, length))
+        else:
+            length += len(piece)
+    return "".join(pieces[::2]), tuple(spans)
+
+
+def has_marks(text: str) -> bool:
+    """Return whether a text has one of the characters that mark the assistant's turns."""
+    return _OPEN in text or _CLOSE in text
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str, name: str) -> "jinja2.Template":
+    """Return a template that sees no more than its arguments.
+
+    Raises:
+      ConfigError: it has a mistake, or jinja2 is not installed.
+    """
+    with optional("jinja2", "chat", "data.source"):
+        import jinja2
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The block `{% generation %}`, whose content is put between marks."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: "jinja2.parser.Parser") -> "jinja2.nodes.Node":
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_mark")
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _mark(self, caller: "jinja2.runtime.Macro") -> str:
+            return f"{_OPEN}{caller()}{_CLOSE}"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json  # jinja2's own is for HTML
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        message = f"{name} is not a Jinja template: line {error.lineno}: {error.message}"
+        raise ConfigError(Problem(_KEY, message)) from error
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        if file.exists() and not file.is_file():  # a pipe or a device may never end
+            raise ConfigError(Problem(_KEY, f"{file} is not a regular file"))
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        message = f"{file} is not UTF-8 text: byte {error.start}"
+        raise ConfigError(Problem(_KEY, message)) from error
+    except OSError as error:
+        raise ConfigError(Problem(_KEY, f"{file} cannot be read: {error.strerror}")) from error
+
+
+def _read_config(file: Path | None) -> Mapping[str, Any]:
+    """Return the content of a tokenizer_config.json; empty without one."""
+    if file is None:
+        return {}
+    try:
+        config = json.loads(_read(file))
+    except ValueError as error:
+        raise ConfigError(Problem("data.tokenizer", f"{file} is not JSON: {error}")) from error
+    return config if isinstance(config, dict) else {}
+
+
+def _own_template(config: Mapping[str, Any]) -> str:
+    """Return the template in a tokenizer_config.json, "" if there is none."""
+    own = config.get("chat_template")
+    if isinstance(own, list):  # several with names; conversations take the one called default
+        named = {entry.get("name"): entry.get("template") for entry in own}
+        own = named.get("default")
+    return own if isinstance(own, str) else ""
+
+
+def _special_tokens(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Return name and text of the tokens that a tokenizer_config.json names."""
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in config.items()
+        if name.endswith("_token")
+    }
+    return tuple((name, text) for name, text in texts.items() if isinstance(text, str))

@@ -1,0 +1,234 @@
+"""Encode a corpus into token files once, in parallel, so that a run only maps them.
+
+The directory has files of about `PART_BYTES` of text, `part-00000.bin` with the tokens of its
+documents, each followed by the end of document, and `part-00000.idx.npy` with where each begins,
+as `data.source=token_bin` reads them. `encoding.json` says what was encoded, with what. A file is
+complete once it has its name, so a command that is given again encodes only what is missing.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.data.corpus import Corpus, naming_files
+from maxpipe.data.documents import BadDocument, Documents
+from maxpipe.data.fingerprint import tokenizer_digest
+from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.storage.local_files import sampled_digest, write_atomically
+
+PART_BYTES = 32 << 20
+RECORD = "encoding.json"
+NO_TOKENS = ".empty"  # in place of the .bin file of a part without tokens, which no run would take
+SKIPPING = Problem("--on-bad-document", "skip leaves such texts out, and goes on from here")
+_OUT = "--out"
+
+
+class Part(NamedTuple):
+    """Documents `start` to `end` of the corpus, which become one file."""
+
+    number: int
+    start: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        return f"part-{self.number:05}"
+
+
+class Encoded(NamedTuple):
+    """What a part has become.
+
+    Attributes:
+      part: the part.
+      num_documents: without empty ones.
+      num_tokens: with ends of documents.
+      skipped: why documents were left out.
+    """
+
+    part: Part
+    num_documents: int
+    num_tokens: int
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What to encode, with what, and where to.
+
+    Attributes:
+      corpus: texts.
+      tokenizer: as `data.tokenizer`.
+      out: the directory.
+      skips_bad: whether texts that cannot be read are left out instead of ending the command.
+    """
+
+    corpus: Corpus
+    tokenizer: str
+    out: Path
+    skips_bad: bool = False
+
+    def parts(self) -> list[Part]:
+        """Return all parts, the same at every call for the same files.
+
+        Raises:
+          ConfigError: a file of the corpus cannot be used.
+        """
+        size = sum(os.path.getsize(file) for file in self.corpus.files)
+        count = len(self.corpus.open(in_pieces=True))
+        number = max(1, min(-(-size // PART_BYTES), count))
+        edges = [count * i // number for i in range(number + 1)]
+        return [Part(i, edges[i], edges[i + 1]) for i in range(number)]
+
+    def begin(self) -> None:
+        """Make the directory and note what is encoded, or check that it is what was begun there.
+
+        Raises:
+          ConfigError: the directory has tokens of another encoding or other files, or cannot be
+            written to; nothing is written then.
+        """
+        record, file = self._record(), self.out / RECORD
+        try:
+            if file.is_file():
+                self._compare(json.loads(file.read_bytes()), record)
+                return
+            if self.out.is_dir() and any(self.out.iterdir()):
+                message = f"{self.out} has other files; give a new or an empty directory"
+                raise ConfigError(Problem(_OUT, message))
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, [json.dumps(record, indent=2).encode() + b"\n"])
+        except OSError as error:
+            message = f"cannot write to {self.out}: {error.strerror}"
+            raise ConfigError(Problem(_OUT, message)) from None
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(Problem(_OUT, f"{file} is damaged; delete {self.out}")) from None
+
+    def is_done(self, part: Part) -> bool:
+        """Return whether a part has its file, or is known to have no tokens."""
+        return any((self.out / f"{part.name}{end}").is_file() for end in (".bin", NO_TOKENS))
+
+    def _record(self) -> dict[str, object]:
+        digest = hashlib.blake2b(digest_size=8)
+        for file in self.corpus.files:
+            size = os.path.getsize(file)
+            digest.update(f"{size} {sampled_digest(file, size)}\n".encode())
+        return {
+            "tokenizer": tokenizer_digest(self.tokenizer, self.corpus.cache_dir),
+            "source": self.corpus.source,
+            "files": len(self.corpus.files),
+            "contents": digest.hexdigest(),
+            "part_bytes": PART_BYTES,
+        }
+
+    def _compare(self, before: object, record: dict[str, object]) -> None:
+        known = before if isinstance(before, dict) else {}
+        changed = [name for name, value in record.items() if known.get(name) != value]
+        if changed:
+            message = (
+                f"{self.out} was begun with another {', '.join(changed)}: "
+                "choose another directory, or delete it"
+            )
+            raise ConfigError(Problem(_OUT, message))
+
+
+def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[Encoded]:
+    """Encode parts in processes of their own, and yield each as soon as its file is written.
+
+    Args:
+      encoding: has been begun.
+      parts: those that are not done.
+      workers: number of processes; with 1 it happens in this one.
+
+    Raises:
+      ConfigError: a text cannot be read; files of other parts stay.
+    """
+    encode = functools.partial(_encode_part, encoding)
+    if workers == 1 or len(parts) < 2:
+        yield from map(encode, parts)
+        return
+    # Libraries of this process have threads, which a forked one would lose.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(parts)), context, _be_one_of_several) as pool:
+        waiting = [pool.submit(encode, part) for part in parts]
+        try:
+            for future in waiting:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
+    """Return the numbers of documents and of tokens in the files of parts that are done."""
+    width = _dtype(load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)).itemsize
+    paths = [encoding.out / f"{part.name}.bin" for part in parts]
+    paths = [path for path in paths if path.is_file()]
+    indices = [np.load(path.with_suffix(".idx.npy"), mmap_mode="r") for path in paths]
+    return sum(map(len, indices)), sum(path.stat().st_size // width for path in paths)
+
+
+def _be_one_of_several() -> None:
+    """Set up a process of several, of which each has one core."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@functools.cache
+def _open(corpus: Corpus) -> Documents:
+    return corpus.open(in_pieces=True)
+
+
+def _encode_part(encoding: Encoding, part: Part) -> Encoded:
+    """Encode one part and write its files, the one that says that it is done last."""
+    tokenizer = load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)
+    documents = _open(encoding.corpus)
+    dtype = _dtype(tokenizer)
+    content = io.BytesIO()
+    starts, num_tokens = [], 0
+    skipped = []
+    for index in range(part.start, part.end):
+        try:
+            with naming_files():
+                text = documents[index]
+        except ConfigError as error:
+            if not isinstance(error.__cause__, BadDocument):
+                raise
+            if not encoding.skips_bad:
+                raise ConfigError(*error.problems, SKIPPING) from error
+            skipped.append(str(error))
+            continue
+        assert isinstance(text, str)
+        ids = tokenizer.encode(text)
+        if not ids.size:
+            continue
+        starts.append(num_tokens)
+        num_tokens += ids.size + 1
+        content.write(ids.astype(dtype).tobytes())
+        content.write(np.array([tokenizer.eos_id], dtype).tobytes())
+    index_file = io.BytesIO()
+    np.save(index_file, np.array(starts, np.int64))
+    try:
+        path = encoding.out / part.name
+        if starts:
+            write_atomically(path.with_suffix(".idx.npy"), [index_file.getvalue()])
+        end = ".bin" if starts else NO_TOKENS
+        write_atomically(path.with_suffix(end), [content.getvalue()])
+    except OSError as error:
+        message = f"cannot write to {encoding.out}: {error.strerror}"
+        raise ConfigError(Problem(_OUT, message)) from None
+    return Encoded(part, len(starts), num_tokens, tuple(skipped))
+
+
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    """Return the dtype that `data.source=token_bin` expects of files of a tokenizer."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")

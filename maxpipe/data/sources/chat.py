@@ -1,0 +1,150 @@
+"""Read conversations: JSON lines, or rows of parquet files, with `messages` and maybe `tools`.
+
+A message has a role and content, and whatever else the chat template knows, as in chat interfaces
+and in the data sets of Hugging Face. Parquet files are rewritten once as JSON lines, see
+`data.cache_dir`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from maxpipe.config.catalog import SOURCES
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.chat_template import ChatTemplate, Message, has_marks, load_chat_template
+from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.files import find_files, require_content
+from maxpipe.data.sources.parquet import read_rows
+from maxpipe.data.sources.text import JsonLines
+from maxpipe.storage.local_files import local_copy, unpacked, version_of
+
+_FIELDS = ("messages", "tools")
+_PARQUET = ".parquet"
+
+
+class Conversation(NamedTuple):
+    """The messages of a conversation, and descriptions of the tools it may call."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+
+
+class Conversations:
+    """The conversations of some files, laid out when they are asked for.
+
+    Args:
+      lines: an object with `messages` each.
+      template: lays them out.
+    """
+
+    def __init__(self, lines: JsonLines, template: ChatTemplate):
+        self._lines = lines
+        self._template = template
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> MarkedText:
+        """Return a conversation as text in which the assistant's turns are targets.
+
+        Raises:
+          BadDocument: it is no conversation, or the template refuses it; names file and line.
+          ConfigError: the template does not tell what the assistant says.
+        """
+        try:
+            return self._template.render(*parse(self._lines.line(index)))
+        except BadDocument as error:
+            place = self._lines.place(index)
+            problems = (
+                Problem(problem.key, f"{place}: {problem.message}") for problem in error.problems
+            )
+            raise BadDocument(*problems) from error
+
+
+def parse(line: bytes) -> Conversation:
+    """Return the conversation in a line of JSON.
+
+    Raises:
+      BadDocument: it is something else.
+    """
+    try:
+        value = json.loads(line)
+        if not isinstance(value, dict):
+            raise TypeError("it is no object")
+        messages = value["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise TypeError("messages is no list of them")
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise TypeError("a message has no role")
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode("utf-8")  # an escaped lone surrogate is legal JSON that nothing can encode
+        if has_marks(text):
+            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
+        tools = value.get("tools")
+        if not isinstance(tools, list | None):
+            raise TypeError("tools is no list")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        message = (
+            'not a JSON object with a list of {"role": ..., "content": ...} under "messages" '
+            f"({type(error).__name__}: {error})"
+        )
+        raise BadDocument(Problem("data.path", message)) from error
+    return Conversation([_filled(message) for message in messages], _filled(tools) or None)
+
+
+def _filled(value: Any) -> Any:
+    """Return a value without the nulls of objects: parquet writes them for what is not there.
+
+    `content` may be null, as in a message that only calls a tool, and templates ask for it.
+    """
+    if isinstance(value, dict):
+        return {
+            key: _filled(item)
+            for key, item in value.items()
+            if item is not None or key == "content"
+        }
+    return [_filled(item) for item in value] if isinstance(value, list) else value
+
+
+def _as_lines(path: str, cache_dir: str) -> str:
+    """Return the path of the JSON lines made of a parquet file; of another the path itself."""
+    if not path.endswith(_PARQUET):
+        return unpacked(path, cache_dir)
+
+    def write(target: Path) -> None:
+        with target.open("wb") as out:
+            out.writelines(_lines(path))
+
+    return local_copy(path, version_of(path), ".jsonl", cache_dir, write)
+
+
+def _lines(path: str) -> Iterator[bytes]:
+    for row in read_rows(path, _FIELDS, needed="messages"):
+        yield _line(path, row)
+
+
+def _line(path: str, row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:  # a picture, or another type that JSON lacks
+        message = f"{path}: a conversation cannot be written as JSON: {error}"
+        raise ConfigError(Problem("data.path", message)) from error
+
+
+def chat(config: DataConfig) -> Conversations:
+    """Return the conversations in the files of `data.path`, files in sorted order.
+
+    In a directory these are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet.
+
+    Raises:
+      ConfigError: there is no file, one is empty or damaged, or there is no chat template.
+    """
+    template = load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
+    endings = SOURCES["chat"].suffixes
+    files = require_content(find_files(config.path, endings, config.cache_dir))
+    return Conversations(
+        JsonLines(require_content([_as_lines(path, config.cache_dir) for path in files])), template
+    )

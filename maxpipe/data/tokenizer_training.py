@@ -1,0 +1,98 @@
+"""Train a byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2) on a corpus."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.data.corpus import Corpus, naming_files
+from maxpipe.storage.local_files import write_atomically
+
+END = "<|endoftext|>"
+LEAST_SIZE = 257  # the bytes, and the end of a document
+CONFIG = "tokenizer_config.json"  # next to the tokenizer
+_OUT = "--out"
+
+
+class Trained(NamedTuple):
+    """What training has made.
+
+    Attributes:
+      vocab_size: ids of the tokenizer, fewer than wanted if the texts have no more merges.
+      num_documents, num_bytes: of the texts that were read.
+    """
+
+    vocab_size: int
+    num_documents: int
+    num_bytes: int
+
+
+def check_target(out: Path) -> None:
+    """Raise ConfigError if a tokenizer cannot be written to `out`, or would replace one."""
+    if out.suffix != ".json":
+        message = f"{out} must end in .json, as data.tokenizer takes it: {out}.json"
+        raise ConfigError(Problem(_OUT, message))
+    for file in (out, out.with_name(CONFIG)):
+        if file.exists():
+            message = f"{file} exists, and a run may need it: choose another place, or delete it"
+            raise ConfigError(Problem(_OUT, message))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"cannot make {out.parent}: {error.strerror}"
+        raise ConfigError(Problem(_OUT, message)) from None
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progress: bool) -> Trained:
+    """Train a tokenizer and write it, with the name of its end of document next to it.
+
+    Any text can be encoded, since every byte is a token, and decoding gives the text back.
+
+    Args:
+      corpus: texts.
+      vocab_size: ids, at least `LEAST_SIZE`, of which one ends a document.
+      out: the tokenizer.json; see `check_target`.
+      shows_progress: whether the library draws bars on stderr.
+
+    Raises:
+      ConfigError: a text cannot be read, or the file not be written.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    documents = corpus.open(in_pieces=True)
+    counts = [0, 0]
+
+    def texts() -> Iterator[str]:
+        for index in range(len(documents)):
+            text = documents[index]
+            assert isinstance(text, str)
+            counts[0] += 1
+            counts[1] += len(text.encode())
+            yield text
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=shows_progress,
+    )
+    with naming_files():
+        tokenizer.train_from_iterator(texts(), trainer, length=len(documents))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    try:
+        write_atomically(out.with_name(CONFIG), [json.dumps(config, indent=2).encode() + b"\n"])
+        write_atomically(out, [tokenizer.to_str(pretty=True).encode() + b"\n"])
+    except OSError as error:
+        message = f"cannot write {out}: {error.strerror}"
+        raise ConfigError(Problem(_OUT, message)) from None
+    return Trained(tokenizer.get_vocab_size(), *counts)

@@ -1,0 +1,117 @@
+"""Read from the environment how the processes of a run find each other.
+
+No other module does. Imports no JAX, except in a process of its own where only JAX knows.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from maxpipe.config.errors import ConfigError, Problem
+
+# Variables by which JAX's own cluster detection finds a TPU pod, a multi-slice job, or an MPI
+# launch.
+CLUSTER_VARIABLES = ("MEGASCALE_COORDINATOR_ADDRESS", "OMPI_MCA_orte_hnp_uri")
+
+_DETECT_SECONDS = 300
+_DETECT = """
+import json
+from jax._src.clusters import ClusterEnv
+place = ClusterEnv.auto_detect_unset_distributed_params(*[None] * 5, 300)
+print(json.dumps(place))
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its run: who coordinates, of how many processes, which one."""
+
+    host: str
+    port: int
+    count: int
+    index: int
+
+
+def announced_processes() -> int:
+    """Return the number of processes in the environment; 1 where only JAX can detect it."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        return int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+    return _num_slurm_tasks()
+
+
+def job_of_process() -> tuple[str, int]:
+    """Return name and attempt of the job that this process belongs to; ("", 0) without a job.
+
+    A scheduler or launcher that starts a job again gives it the same name and a higher attempt,
+    after the attempt before has ended. MAXPIPE_JOB and MAXPIPE_ATTEMPT, which the launchers set,
+    take precedence over the variables of Slurm.
+    """
+    env = os.environ
+    if "MAXPIPE_JOB" in env:
+        return env["MAXPIPE_JOB"], _number(env.get("MAXPIPE_ATTEMPT", ""))
+    if "SLURM_JOB_ID" in env:
+        name = f"slurm {env.get('SLURM_CLUSTER_NAME', '')} {env['SLURM_JOB_ID']}"
+        return name, _number(env.get("SLURM_RESTART_COUNT", ""))
+    return "", 0
+
+
+def is_cluster() -> bool:
+    """Return whether JAX itself is to find the other processes of the run."""
+    env = os.environ
+    is_requested = env.get("MAXPIPE_DISTRIBUTED") == "1"
+    is_pod = len(env.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1
+    return (
+        is_requested or is_pod or _num_slurm_tasks() > 1 or any(n in env for n in CLUSTER_VARIABLES)
+    )
+
+
+def coordinator_variables() -> tuple[str, int, int] | None:
+    """Return coordinator, number of processes and index from JAX's variables, None if not set.
+
+    Raises:
+      ConfigError: only some of the variables are set.
+    """
+    env = os.environ
+    if "JAX_COORDINATOR_ADDRESS" not in env:
+        return None
+    missing = [n for n in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID") if n not in env]
+    if missing:
+        names = " and ".join(missing)
+        message = f"JAX_COORDINATOR_ADDRESS is set, so {names} must be set as well"
+        raise ConfigError(Problem("", message))
+    numbers = (int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
+    return env["JAX_COORDINATOR_ADDRESS"], *numbers
+
+
+def find_place() -> Place:
+    """Return the place of this process as JAX would find it, without importing JAX here.
+
+    Raises:
+      ConfigError: variables are missing, or JAX cannot tell.
+    """
+    place = coordinator_variables()
+    if place is None and is_cluster():
+        words = [sys.executable, "-c", _DETECT]
+        detection = subprocess.run(
+            words, capture_output=True, text=True, timeout=_DETECT_SECONDS, check=False
+        )
+        known = None if detection.returncode else json.loads(detection.stdout.splitlines()[-1])[:3]
+        if known is None or None in known:
+            reason = detection.stderr.strip().rpartition("\n")[2] or "it knows no such cluster"
+            raise ConfigError(Problem("", f"JAX cannot tell the processes of this job: {reason}"))
+        place = tuple(known) if known[1] > 1 else None
+    if place is None:
+        return Place("localhost", 0, 1, 0)
+    host, _, port = place[0].rpartition(":")
+    return Place(host.strip("[]"), int(port), *place[1:])
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _num_slurm_tasks() -> int:
+    """Return the number of tasks of this process's Slurm job step; 1 outside of Slurm."""
+    return int(os.environ.get("SLURM_NTASKS", "1")) if "SLURM_PROCID" in os.environ else 1

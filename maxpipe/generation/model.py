@@ -1,0 +1,238 @@
+"""Use a trained model from Python: logits of tokens, and text after a prompt."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from os import PathLike, fspath
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.run_argument import check_block, find_step
+from maxpipe.checkpoint.steps import StepStore
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.load import from_record
+from maxpipe.data.tokenizers import Tokenizer
+from maxpipe.generation.decoding import Decoder, Sampling, generate, load_parameters
+from maxpipe.generation.text import (
+    TextStream,
+    check_tokens,
+    find_tokenizer,
+    imported_ends,
+    read_prompt,
+)
+from maxpipe.model.parameters import Params
+
+
+class Model:
+    """A trained model, whatever the layout of its run; `maxpipe.load_model` returns one.
+
+    Parameters are in `model.dtype`, sharded over the devices of this process. Experts take every
+    token, whatever `model.moe.capacity_factor` was in training.
+
+    Args:
+      store: checkpoints of the run.
+      step: a committed one.
+      tokenizer: as `data.tokenizer`; None for the run's own.
+
+    Raises:
+      ConfigError: the run's model is not known here.
+      CheckpointDamaged, CheckpointUnreadable: the record of the step cannot be read.
+
+    Attributes:
+      config: resolved configuration of the run.
+      step: finished steps of the training.
+    """
+
+    def __init__(self, store: StepStore, step: int, tokenizer: str | None = None):
+        self._store = store
+        self._meta = store.record(step).meta
+        self._named_tokenizer = tokenizer
+        self.step = step
+        self.config = from_record(self._meta.get("config", {}))
+        check_block(self.config)
+
+    def __repr__(self) -> str:
+        return f"<maxpipe model of {self._store}, step {self.step}>"
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the run, or the one that was named.
+
+        Raises:
+          ConfigError: it is gone, or has ids that the model does not know.
+        """
+        return find_tokenizer(self._named_tokenizer, self.config, self._meta, self._store)
+
+    @cached_property
+    def params(self) -> Params:
+        """Return {"embed", "layers" [N, ...], "head"}, layers in model order.
+
+        Raises:
+          CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: they cannot be read.
+        """
+        with self._store.local_copy(self.step) as directory:
+            return load_parameters(directory, self.config)
+
+    def load(self) -> None:
+        """Read what `stream` needs now, rather than at its first use; raises as they do."""
+        _ = (self.tokenizer, self._ends, self.params)
+
+    def logits(self, tokens: np.ndarray | jax.Array | Sequence[Sequence[int]]) -> jax.Array:
+        """Return the logits of the token after each, float32 [B, T, V].
+
+        V is `model.vocab_size`; logits of padding in the vocabulary are -inf.
+
+        Args:
+          tokens: token ids, integers [B, T]; each row begins a text, and T is at most
+            `data.sequence_length`.
+
+        Raises:
+          ValueError: they have another shape or dtype, or are no ids of the model.
+        """
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            shape = f"{ids.dtype} {list(ids.shape)}"
+            raise ValueError(f"tokens: expected integers [B, T], such as [[1, 2, 3]]; got {shape}")
+        limit, num_ids = self.config.data.sequence_length, self.config.model.num_token_ids
+        if ids.shape[1] > limit:
+            message = f"expected at most {limit} in a row (data.sequence_length)"
+            raise ValueError(f"tokens: {message}; got {ids.shape[1]}")
+        if ids.min() < 0 or ids.max() >= num_ids:
+            spread = f"from {ids.min()} to {ids.max()}"
+            raise ValueError(f"tokens: the model's ids are 0 to {num_ids - 1}; got {spread}")
+        return self._logits(self.params, jnp.asarray(ids, jnp.int32))
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        stop_tokens: Sequence[int] = (),
+    ) -> str:
+        """Return what the model writes after a prompt, as `python -m maxpipe.generate` prints it.
+
+        Args:
+          prompt: the text to continue.
+          max_tokens: the largest number of tokens.
+          temperature: below 1 favours likely tokens, 0 takes the most likely one.
+          top_k: draw from this many most likely tokens; 0 = all.
+          top_p: draw from the most likely tokens that together have this probability; 1 = all.
+          seed: of the draws.
+          stop: end after one of these texts.
+          stop_tokens: end before one of these ids, as before the end of a document.
+
+        Raises:
+          ValueError: an argument is out of range, or the prompt empty or too long.
+        """
+        _check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        with _naming_arguments():
+            check_tokens(stop_tokens, self.config.model.num_token_ids)
+            ids = read_prompt(prompt, self.tokenizer, self.config.data.sequence_length)
+        stops = [stop] if isinstance(stop, str) else stop
+        sampling = Sampling(temperature, top_k, top_p)
+        texts = self.stream(
+            ids, sampling, seed=seed, max_tokens=max_tokens, stop=stops, stop_tokens=stop_tokens
+        )
+        return "".join(texts)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[str],
+        stop_tokens: Sequence[int],
+    ) -> Iterator[str]:
+        """Yield the text of each token as soon as it is complete; arguments as of `generate`.
+
+        Args:
+          prompt: token ids, from `read_prompt`.
+          sampling: how to draw.
+          seed, max_tokens, stop, stop_tokens: as of `generate`.
+        """
+        text_stream = TextStream(self.tokenizer, prompt)
+        ends = {self.tokenizer.eos_id, *stop_tokens, *self._ends}
+        written = ""
+        for token in generate(
+            self.config, self.params, prompt, sampling, seed=seed, max_tokens=max_tokens
+        ):
+            if token in ends:
+                break
+            text = text_stream.add(token)
+            yield text
+            written += text
+            if any(end in written for end in stop):
+                break
+        yield text_stream.finish()
+
+    @cached_property
+    def _ends(self) -> set[int]:
+        """Return the ids that end a text in the model that the run was imported from."""
+        return set() if self._named_tokenizer else imported_ends(self.config, self._store)
+
+    @cached_property
+    def _logits(self) -> jax.stages.Wrapped:
+        return jax.jit(Decoder(self.config.model, self.config.data.sequence_length).logits)
+
+
+def load_model(
+    run_dir: str | PathLike[str], *, step: int | None = None, tokenizer: str | None = None
+) -> Model:
+    """Load the model of a run, whatever its stages and devices were.
+
+    Args:
+      run_dir: the run's directory, also s3:// and gs://.
+      step: the checkpoint to read; None = the newest.
+      tokenizer: as `data.tokenizer`; None for the run's own.
+
+    Raises:
+      ConfigError: a ValueError: there is no such run or step, or its model is not known here.
+      CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: the checkpoint cannot be read.
+    """
+    with _naming_arguments():
+        store = open_steps(fspath(run_dir), "RUN_DIR")
+        model = Model(store, find_step(store, step), tokenizer)
+    _ = model.params  # what is wrong with them should not come up later
+    return model
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Call what a ConfigError names as on a command line, --step, by its name in Python."""
+    try:
+        yield
+    except ConfigError as error:
+        names = {"RUN_DIR": "run_dir", "--stop-token": "stop_tokens"}
+        problems = [
+            replace(problem, key=names.get(problem.key, problem.key.removeprefix("--")))
+            for problem in error.problems
+        ]
+        raise ConfigError(*problems) from error
+
+
+def _check_numbers(
+    max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    """Raise ValueError for an argument of `generate` that is out of range."""
+    bounds = {
+        "max_tokens": (max_tokens, max_tokens >= 1, "at least 1"),
+        "temperature": (temperature, 0 <= temperature < math.inf, "at least 0, and finite"),
+        "top_k": (top_k, top_k >= 0, "at least 0; 0 = all tokens"),
+        "top_p": (top_p, 0 < top_p <= 1, "above 0, and at most 1; 1 = all tokens"),
+        "seed": (seed, seed >= 0, "at least 0"),
+    }
+    for name, (value, is_legal, legal) in bounds.items():
+        if not is_legal:
+            raise ValueError(f"{name}: expected a number {legal}; got {value}")

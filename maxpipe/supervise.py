@@ -1,0 +1,122 @@
+"""Keep a run going: `python -m maxpipe.supervise -- python -m maxpipe.train CONFIG.yml ...`.
+
+Starts the command, and starts it again after exit codes 75, 124 and 134 and after death by a
+signal, at most `--max-restarts` times in a row, with growing pauses. Passes SIGTERM and Ctrl-C on,
+waits, and ends with the command's exit code. With several hosts or processes, one supervisor per
+process finds the others as maxpipe does; when one process ends, all are ended and started again
+together. `--status RUN_DIR` shows a supervised run.
+"""
+
+if __name__ == "__main__":
+    from maxpipe import ctrl_c
+
+    ctrl_c.expect()
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from maxpipe.checkpoint.steps import committed_steps
+from maxpipe.config.cli import exit_on_config_error
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.devices.cluster import find_place
+from maxpipe.supervision.council import Policy
+from maxpipe.supervision.progress import STATUS_FILE
+from maxpipe.supervision.supervisor import supervise
+from maxpipe.telemetry.recorder import METRICS
+
+SILENT_SECONDS = 20.0
+
+_TAIL_BYTES = 100_000
+
+
+@exit_on_config_error()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Supervise a command or show a status, and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:end])
+    command = words[end + 1 :]
+    if options.status:
+        for line in status(Path(options.status)):
+            print(line)
+        return 0
+    if not command:
+        usage = "maxpipe supervise -- python -m maxpipe.train CONFIG.yml key=value ..."
+        raise ConfigError(Problem("", f"what to supervise is missing: {usage}"))
+    policy = Policy(options.max_restarts, options.pause, options.wait)
+    return supervise(command, find_place(), policy, _log)
+
+
+def status(run: Path) -> list[str]:
+    """Return lines on a supervised run: state, members, step, last checkpoint, restarts.
+
+    Raises:
+      ConfigError: no supervisor has written to the run's directory.
+    """
+    file = run / STATUS_FILE
+    try:
+        known = json.loads(file.read_text())
+        silent = time.time() - file.stat().st_mtime
+    except (OSError, ValueError):
+        raise ConfigError(Problem("--status", f"no supervisor has written {file}")) from None
+    state = known["state"]
+    has_ended = state.startswith("has ended")
+    if silent > SILENT_SECONDS and not has_ended:
+        state = f"unknown: its supervisor has been silent for {silent:.0f} s"
+    steps = committed_steps(run / "checkpoints")
+    last_end = f"; the last attempt: {known['last_end']}" if known["last_end"] else ""
+    members = [f"{index} on {host}" for index, host in sorted(known["members"].items())]
+    return [
+        f"run         {run} {state}" if has_ended else f"run         {run}: {state}",
+        f"processes   {', '.join(members)}",
+        f"step        {_last_step(run / METRICS)}",
+        f"checkpoint  {max(steps, default='none')}",
+        f"restarts    {known['restarts']}{last_end}",
+    ]
+
+
+def _last_step(metrics: Path) -> int:
+    """Return the last step of a metrics file, 0 without one."""
+    if not metrics.exists():
+        return 0
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+        rows = file.read().splitlines()
+    for row in reversed(rows):
+        with suppress(ValueError):  # cut off at the beginning, or being written
+            values = json.loads(row)
+            if "loss" in values:
+                return int(values["step"])
+    return 0
+
+
+def _log(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} supervise: {text}", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    policy = Policy()
+    parser = argparse.ArgumentParser(
+        prog="python -m maxpipe.supervise",
+        description="Keep a training run going over losses of processes and hosts.",
+        usage="%(prog)s [options] -- COMMAND ...\n       %(prog)s --status RUN_DIR",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--status", metavar="RUN_DIR", help="show members, step, last checkpoint and restarts")
+    text = "in a row; an attempt of half an hour begins a new one (default: %(default)s)"
+    add("--max-restarts", type=int, default=policy.max_restarts, metavar="N", help=text)
+    text = "before the first restart, doubled for each that follows (default: %(default)g)"
+    add("--pause", type=float, default=policy.pause_seconds, metavar="SECONDS", help=text)
+    text = "for supervisors of other hosts to come, or to come back (default: %(default)g)"
+    add("--wait", type=float, default=policy.wait_seconds, metavar="SECONDS", help=text)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""Decide for all supervisors of a run when their trainers start, end, and start again.
+
+The council sits with supervisor 0. The others report to it and follow its orders; who carries
+reports and orders is `maxpipe.supervision.link`'s to know. Imports no JAX.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+
+from maxpipe.config.cli import CONFIG_ERROR
+from maxpipe.config.terminal import INTERRUPTED
+from maxpipe.supervision.ending import FAILED, LOST
+from maxpipe.supervision.signals import PREEMPTED
+from maxpipe.supervision.watchdog import HUNG
+
+RESTARTABLE = (PREEMPTED, HUNG, LOST)
+LONGEST_PAUSE = 600.0
+RESET_SECONDS = 1800.0  # of an attempt, after which earlier restarts no longer count
+
+_AFTER_LOSS_SECONDS = 2.0  # for a trainer to end by itself when another one is lost
+_AFTER_FAILURE_SECONDS = 60.0  # when another one has ended for a reason of its own
+_LOST_CODE = -int(signal.SIGKILL)  # of a trainer whose supervisor is gone
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A supervisor is there, and has no trainer running."""
+
+    count: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A trainer has ended; negative codes are signals."""
+
+    attempt: int
+    code: int
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """A supervisor was asked to stop by a signal, and has passed it on to its trainer."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host."""
+
+    attempt: int
+    port: int
+    job: str
+
+
+@dataclass(frozen=True)
+class End:
+    """End the trainer, if it has not ended by itself after some seconds."""
+
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End the supervisor, with this exit code."""
+
+    code: int
+    why: str
+
+
+Report = Joined | Ended | Stopping
+Order = Start | End | Finish
+Message = Report | Order
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Joined, Ended, Stopping, Start, End, Finish)
+}
+
+
+def encode(message: Message) -> str:
+    """Return a message as one line of JSON."""
+    return json.dumps({"kind": type(message).__name__, **asdict(message)})
+
+
+def decode(line: str) -> Message:
+    """Return the message of a line; raises ValueError if there is none in it."""
+    try:
+        values = json.loads(line)
+        message = _KINDS[values.pop("kind")](**values)
+        if any(type(getattr(message, value.name)) is not value.type for value in fields(message)):
+            raise TypeError("a value of another type")
+        return message
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no message: {line[:100]!r}") from error
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When to start again.
+
+    Attributes:
+      max_restarts: in a row; an attempt of half an hour or more begins a new row.
+      pause_seconds: before the first restart of a row, doubled for each one that follows.
+      wait_seconds: for supervisors that have not come, or have not come back.
+    """
+
+    max_restarts: int = 20
+    pause_seconds: float = 1.0
+    wait_seconds: float = 600.0
+
+
+@dataclass
+class Status:
+    """What `maxpipe supervise --status` shows.
+
+    Attributes:
+      state: what the run is doing.
+      attempt: number of the latest attempt, 0 before the first.
+      restarts: of all attempts.
+      last_end: why the attempt before ended; "" if there was none.
+      members: hosts of the supervisors that are there, by index.
+    """
+
+    state: str = ""
+    attempt: int = 0
+    restarts: int = 0
+    last_end: str = ""
+    members: dict[int, str] = field(default_factory=dict)
+
+
+def describe(code: int) -> str:
+    """Return an end as text, such as "SIGKILL" or "exit code 75"."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def shell_code(code: int) -> int:
+    """Return an exit code as a shell reports it: 128 + the signal's number for a signal."""
+    return code if code >= 0 else 128 - code
+
+
+def is_restartable(code: int) -> bool:
+    """Return whether the same command goes on after a trainer ended so."""
+    return code in RESTARTABLE or (code < 0 and code != -signal.SIGINT)
+
+
+def verdict(codes: Sequence[int]) -> int:
+    """Return the end that decides what follows an attempt.
+
+    An end after which the same command would not go on comes first, unless it follows from the loss
+    of another process; then the earliest one that is not 0.
+
+    Args:
+      codes: of all trainers, in the order in which they ended.
+    """
+    for position, code in enumerate(codes):
+        # A process that loses another one may fail at whatever it is doing.
+        follows = code == FAILED and any(map(_is_loss, codes[:position]))
+        if code and not is_restartable(code) and not follows:
+            return code
+    return next(filter(None, codes), 0)
+
+
+def _is_loss(code: int) -> bool:
+    return is_restartable(code) and code != PREEMPTED
+
+
+class Council:
+    """Restart all trainers of a run together, as one attempt.
+
+    An attempt starts when all supervisors are there. The first trainer to end, or supervisor to be
+    lost, ends it for all; how decides whether another one follows.
+
+    Args:
+      count: supervisors of the run, one for each process.
+      policy: when to start again.
+      job: names the run's job to the lease of its directory.
+      free_port: returns a port on which the coordinator of an attempt may listen.
+      log: takes a line for each event.
+      clock: seconds.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        policy: Policy,
+        job: str,
+        *,
+        free_port: Callable[[], int],
+        log: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.status = Status("waits for supervisors")
+        self._count = count
+        self._policy = policy
+        self._job = job
+        self._free_port = free_port
+        self._log = log
+        self._clock = clock
+        self._orders: list[Order] = []
+        self._running: set[int] = set()
+        self._ends: list[int] = []
+        self._is_in_attempt = False
+        self._is_stopping = False
+        self._is_finished = False
+        self._row = 0  # restarts that count against the limit
+        self._last_code = PREEMPTED  # of a run that is stopped before its first attempt
+        self._began = self._since = clock()
+        self._pause_until = 0.0
+
+    def receive(self, member: int, report: Report) -> None:
+        """Take what supervisor `member` reports."""
+        match report:
+            case Joined() if report.count != self._count or member not in range(self._count):
+                sides = f"{self._count} and {report.count}"
+                self._finish(CONFIG_ERROR, f"the supervisors count {sides} processes")
+            case Joined():
+                self.status.members[member] = report.host
+                self._since = self._clock()
+            case Stopping():
+                self._is_stopping = True
+                name = signal.Signals(report.number).name
+                self._log(f"{self._name(member)} was asked to stop by {name}")
+            case Ended() if report.attempt == self.status.attempt:
+                self._end(member, report.code, describe(report.code))
+
+    def lose(self, member: int) -> None:
+        """Take note that supervisor `member` is gone, and that its trainer counts as lost."""
+        if not self._is_finished:
+            self._log(f"the supervisor of {self._name(member)} is lost")
+        self.status.members.pop(member, None)
+        self._since = self._clock()
+        self._end(member, _LOST_CODE, "the loss of its supervisor")
+
+    def take_orders(self) -> list[Order]:
+        """Return what all supervisors have to do now; to be called several times a second."""
+        if self._is_finished:
+            pass
+        elif self._is_in_attempt:
+            if not self._running:
+                self._decide()
+        elif self._is_stopping:
+            self._finish(shell_code(self._last_code), "asked to stop")
+        elif self._clock() >= self._pause_until:
+            self._gather()
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _gather(self) -> None:
+        """Start an attempt if all supervisors are there."""
+        missing = sorted({*range(self._count)} - self.status.members.keys())
+        if not missing:
+            self._start()
+        elif self._clock() - max(self._since, self._pause_until) > self._policy.wait_seconds:
+            waited = f"in {self._policy.wait_seconds:g} s"
+            names = ", ".join(map(str, missing))
+            self._finish(LOST, f"no supervisor of process {names} has come {waited}")
+
+    def _start(self) -> None:
+        # Later attempts have higher numbers also if supervisor 0 itself was started again.
+        attempt = max(self.status.attempt + 1, int(time.time()))
+        self.status.attempt, self.status.state = attempt, "trains"
+        self._running, self._ends = {*range(self._count)}, []
+        self._is_in_attempt, self._began = True, self._clock()
+        several = f" with {self._count} processes" if self._count > 1 else ""
+        self._log(f"starts attempt {attempt}{several}")
+        self._orders.append(Start(attempt, self._free_port(), self._job))
+
+    def _end(self, member: int, code: int, how: str) -> None:
+        if member not in self._running:
+            return
+        self._running.discard(member)
+        is_first = not self._ends
+        self._ends.append(code)
+        if not is_first:
+            return
+        self.status.last_end = f"{self._name(member)} ended by {how}"
+        self._log(self.status.last_end)
+        if not self._running:
+            return
+        if _is_loss(code):
+            self._orders.append(End(self.status.attempt, _AFTER_LOSS_SECONDS))
+        elif code not in (0, PREEMPTED, INTERRUPTED):
+            # After these three the others may be saving; they have deadlines of their own.
+            self._orders.append(End(self.status.attempt, _AFTER_FAILURE_SECONDS))
+
+    def _decide(self) -> None:
+        """Finish after an attempt, or start another one after a pause."""
+        self._is_in_attempt = False
+        code = verdict(self._ends)
+        if self._is_stopping and code == -signal.SIGTERM:
+            code = PREEMPTED  # the signal came before the trainer could take it
+        self._last_code = code
+        if self._is_stopping or not is_restartable(code):
+            self._finish(shell_code(code), "asked to stop" if self._is_stopping else "")
+            return
+        if self._clock() - self._began >= RESET_SECONDS:
+            self._row = 0
+        if self._row >= self._policy.max_restarts:
+            self._finish(shell_code(code), f"giving up after {self._row} restarts")
+            return
+        pause = min(LONGEST_PAUSE, self._policy.pause_seconds * 2**self._row)
+        self._row += 1
+        self.status.restarts += 1
+        self.status.state = "restarts"
+        self._pause_until = self._clock() + pause
+        limit = f"{self._row} of at most {self._policy.max_restarts}"
+        self._log(f"{describe(code)}: restart {limit} in {pause:g} s")
+
+    def _finish(self, code: int, why: str) -> None:
+        self._is_finished = True
+        self.status.state = f"has ended with exit code {code}{why and f': {why}'}"
+        self._orders.append(Finish(code, why))
+
+    def _name(self, member: int) -> str:
+        host = self.status.members.get(member, "")
+        return f"process {member}{host and f' on {host}'}"

@@ -1,0 +1,117 @@
+"""Tell a supervisor how far its trainer is, and a trainer how long its run was down, by files.
+
+Both are started with the name of a file in MAXPIPE_PROGRESS. Imports no JAX.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from maxpipe.storage.local_files import write_atomically
+
+PROGRESS = "MAXPIPE_PROGRESS"
+DOWNTIME = "MAXPIPE_DOWNTIME"
+STATUS_FILE = "supervisor.json"  # in the run's directory, by supervisor 0
+
+_WRITE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trainer is.
+
+    Attributes:
+      run: its run's directory; "" while it is not known.
+      step: finished steps; 0 before the first one of this process.
+      at: time of that step by the machine's clock.
+    """
+
+    run: str = ""
+    step: int = 0
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Downtime:
+    """How long a run was down before this process began, in seconds.
+
+    Attributes:
+      detection: from the last step of the attempt before to the end of its trainer.
+      restart: from then to the start of this one.
+    """
+
+    detection: float = 0.0
+    restart: float = 0.0
+
+    def to_dict(self) -> dict[str, float]:
+        """Return cause -> seconds; empty if the run was not down."""
+        return asdict(self) if self != Downtime() else {}
+
+
+class ProgressFile:
+    """Write the progress of this process for its supervisor; without one every call does nothing.
+
+    Args:
+      path: of the file; None without a supervisor.
+      clock: seconds.
+    """
+
+    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time):
+        self._path = path
+        self._clock = clock
+        self._run = ""
+        self._written = 0.0
+
+    def run_directory(self, run: Path) -> None:
+        """Tell the run's directory, once it exists."""
+        self._run = str(run.resolve())
+        self._write(Progress(self._run))
+
+    def finished(self, step: int) -> None:
+        """Tell that a step is finished; written once a second at most."""
+        now = self._clock()
+        if now - self._written >= _WRITE_SECONDS:
+            self._written = now
+            self._write(Progress(self._run, step, now))
+
+    def _write(self, progress: Progress) -> None:
+        if self._path is not None:
+            # That a supervisor knows less is no reason to stop training.
+            with suppress(OSError):
+                write_atomically(self._path, [json.dumps(asdict(progress)).encode()])
+
+
+def progress_file_of_process() -> ProgressFile:
+    """Return the file that this process's supervisor has named."""
+    path = os.environ.get(PROGRESS)
+    return ProgressFile(Path(path) if path else None)
+
+
+def read_progress(path: Path) -> Progress:
+    """Return what a trainer has written, an empty progress if it has not."""
+    with suppress(OSError, ValueError, TypeError):
+        return Progress(**json.loads(path.read_text()))
+    return Progress()
+
+
+def downtime_variable(progress: Progress, ended: float) -> str:
+    """Return the value of MAXPIPE_DOWNTIME for the trainer that follows.
+
+    Args:
+      progress: of the trainer that has ended.
+      ended: time of its end by the machine's clock.
+    """
+    detection = ended - progress.at if progress.at else 0.0
+    return json.dumps((max(0.0, detection), ended))
+
+
+def downtime_of_process() -> Downtime:
+    """Return the downtime of the run before this process, zero without a supervisor."""
+    with suppress(ValueError, TypeError):
+        detection, ended = json.loads(os.environ.get(DOWNTIME, ""))
+        return Downtime(float(detection), max(0.0, time.time() - float(ended)))
+    return Downtime()

@@ -1,0 +1,108 @@
+"""Read the weights of another run of maxpipe, `init_from=run:DIR`, into parameters."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from maxpipe.checkpoint.arrays import differences, named_leaves, nbytes
+from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable
+from maxpipe.checkpoint.mirror import open_steps
+from maxpipe.checkpoint.reader import PARAMS, read_arrays
+from maxpipe.checkpoint.record import read_record
+from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.model_places import run_of
+from maxpipe.config.sections import Config
+from maxpipe.model.parameters import ParamSpec, map_specs
+from maxpipe.model.program import ModelProgram
+
+KEY = "init_from"
+
+
+class RunWeights:
+    """The parameters of a run's newest step, which have been compared with the model.
+
+    The step may have been made with any mesh, schedule and engine. Its optimizer is not read.
+
+    Args:
+      config: resolved; `init_from` names the directory of the run.
+
+    Attributes:
+      num_bytes, num_elements: of all parameters.
+
+    Raises:
+      ConfigError: there is no step, it cannot be read, or its model is another, with all names.
+    """
+
+    def __init__(self, config: Config):
+        self._directory = newest_step(config.init_from)
+        try:
+            leaves = read_record(self._directory).leaves
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
+            raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+        self._leaves = {
+            name: leaf for name, leaf in leaves.items() if name.startswith(f"{PARAMS}.")
+        }
+        if lines := differences(self._leaves, _expected(config), any_float=True):
+            raise ConfigError(*(Problem(KEY, f"{self._directory}: {line}") for line in lines))
+        self.num_bytes = sum(nbytes(leaf) for leaf in self._leaves.values())
+        self.num_elements = sum(math.prod(leaf.shape) for leaf in self._leaves.values())
+
+    def describe(self) -> list[str]:
+        """Return a line about what is read."""
+        size = f"{self.num_bytes / 1e9:.2f} GB in {len(self._leaves)} arrays"
+        return [f"{KEY}   {self._directory}: {size}, the optimizer starts at zero"]
+
+    def read(
+        self,
+        path: tuple[str, ...],
+        like: jax.ShapeDtypeStruct,
+        advance: Callable[[float], None] = lambda share: None,
+    ) -> jax.Array:
+        """Return a parameter in the layout on disk, [stacked_layers, ...] if it is of layers.
+
+        Args:
+          path: of the parameter.
+          like: shape, dtype and sharding of the result.
+          advance: is called with the share that has been read: all of it, at the end.
+
+        Raises:
+          ConfigError: a file is damaged, or cannot be read.
+        """
+        name = ".".join((PARAMS, *path))
+        try:
+            array = read_arrays(self._directory, self._leaves, {name: like.sharding})[name]
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
+            raise ConfigError(Problem(KEY, f"{self._directory}: {error}")) from error
+        advance(1.0)
+        assert isinstance(array, jax.Array)
+        return array.astype(like.dtype)
+
+
+def newest_step(value: str) -> Path:
+    """Return the directory of the newest committed step that `run:DIR` names.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    store = open_steps(run_of(value), KEY)
+    steps = store.steps()
+    if not steps:
+        raise ConfigError(Problem(KEY, f"{store} holds no checkpoint"))
+    with store.local_copy(steps[-1]) as directory:
+        return directory  # of this machine, since `run:` takes no URL
+
+
+def _expected(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shape and dtype of each parameter on disk, by its name there."""
+
+    def outer(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+    def layers(spec: ParamSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((config.model.stacked_layers, *spec.shape), spec.dtype)
+
+    specs = ModelProgram(config.model).specs
+    shapes = {part: map_specs(outer, specs[part]) for part in ("embed", "head")}
+    return named_leaves({PARAMS: shapes | {"layers": map_specs(layers, specs["layers"])}})

@@ -1,0 +1,86 @@
+"""`maxpipe.schedule` simulates what the command draws, and draws itself in a notebook."""
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import maxpipe
+import maxpipe.schedule
+
+
+def printed_by_command(*words):
+    command = [sys.executable, "-m", "maxpipe.schedule", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_schedule_prints_what_the_command_prints():
+    one = maxpipe.schedule("lockstep_1f1b", stages=2, microbatches=3, backward=2.2)
+    words = ["stages=2", "microbatches=3", "backward=2.2"]
+    assert f"{one!r}\n" == printed_by_command("lockstep_1f1b", *words)
+    several = maxpipe.schedule("lockstep_1f1b", "zb_h1", stages=2, microbatches=3, backward=2.2)
+    assert f"{several!r}\n" == printed_by_command("lockstep_1f1b", "zb_h1", "--compare", *words)
+
+
+def test_schedule_has_the_figures_of_each():
+    lockstep, zero_bubble = maxpipe.schedule("lockstep_1f1b", "zb_h1", stages=4, microbatches=8)
+    assert lockstep.makespan == 11 * 3  # (M + S - 1)(F + B)
+    assert lockstep.bubble_fraction == pytest.approx(3 / 11)
+    assert lockstep.peak_in_flight.tolist() == [7, 5, 3, 1]
+    assert zero_bubble.makespan < lockstep.makespan
+
+
+def test_schedule_takes_a_time_for_each_stage_and_switches():
+    (uneven,) = maxpipe.schedule("1f1b", stages=2, microbatches=2, forward=[1, 3.0])
+    assert np.nanmin(uneven.end["F"] - uneven.start["F"]) == 1
+    assert np.nanmax(uneven.end["F"] - uneven.start["F"]) == 3
+    (delayed,) = maxpipe.schedule("lockstep_1f1b", delay_activation_forwarding=True)
+    (plain,) = maxpipe.schedule("lockstep_1f1b", delay_activation_forwarding=False)
+    assert delayed.table.num_ticks > plain.table.num_ticks
+
+
+@pytest.mark.parametrize("names", [["lockstep_1f1b"], ["lockstep_1f1b", "zb_v"]])
+def test_schedule_draws_a_chart_of_each_in_a_notebook(names):
+    html = maxpipe.schedule(*names, stages=2, microbatches=3)._repr_html_()
+    tree = ElementTree.fromstring(f"<body>{html}</body>")
+    charts = [each for each in tree.iter() if each.tag.endswith("svg")]
+    assert len(charts) == len(names)
+    assert len({chart.get("data-scale") for chart in charts}) == 1  # one scale of time
+    assert ("<table>" in html) == (len(names) > 1)
+    assert all(name in html for name in names)
+    assert "<script" not in html  # notebooks do not run them when they are opened again
+
+
+def test_schedule_csv_holds_its_table(tmp_path):
+    schedules = maxpipe.schedule("zb_h1", stages=3, microbatches=4)
+    file = tmp_path / "own.csv"
+    file.write_text(schedules.to_csv())
+    (again,) = maxpipe.schedule(file)
+    assert again.makespan == schedules[0].makespan
+    assert again.table.num_stages == 3
+    with pytest.raises(ValueError, match="name one schedule"):
+        maxpipe.schedule("zb_h1", "1f1b").to_csv()
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        ([], {}, "name a schedule, one of"),
+        (["zb_h3"], {}, "zb_h3"),
+        (["1f1b"], {"stage": 4}, "stage: there is no such key; did you mean stages?"),
+        (["1f1b"], {"stages": 0}, "stages=0: must be a whole number"),
+        (["1f1b"], {"forward": [1, 2], "stages": 3}, "forward"),
+        (["zb_v"], {"repeats": 3}, "repeats"),
+    ],
+)
+def test_schedule_refuses_with_a_value_error(names, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        maxpipe.schedule(*names, **options)
+    assert "pipeline." not in str(caught.value)
+
+
+def test_schedule_module_stays_the_command():
+    assert maxpipe.schedule.main(["1f1b", "stages=0"]) == 2

@@ -1,0 +1,232 @@
+"""`maxpipe.runs`: figures, differences and curves of runs, from what they have written."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import maxpipe
+from maxpipe import runs
+from maxpipe.comparison import page
+from maxpipe.comparison.page import page_html, run_data
+from maxpipe.comparison.recorded import differing_keys, read_runs
+from maxpipe.config import to_yaml
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+
+
+def write_run(root, *words, steps=6, losses=None, evaluations=(3, 6), end="\n"):
+    """Write what a run with a step time of 2 s would have written."""
+    root.mkdir(parents=True)
+    config = maxpipe.load_config("base", f"run_name={root.name}", *words)
+    (root / "config.yml").write_text(to_yaml(config))
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    rows = []
+    for step in range(1, steps + 1):
+        loss = 6 - 0.5 * step if losses is None else losses[step - 1]
+        seconds = 2.0 if step > 1 else 60.0
+        row = {"step": step, "loss": loss, "grad_norm": 1.0, "learning_rate": 1e-3, "mfu": 0.25}
+        rows.append(row | {"step_seconds": seconds, "tokens_per_second": tokens / seconds})
+        if step in evaluations:
+            rows.append({"step": step, "eval_loss": 6.5 - 0.5 * step})
+    rows.append({"step": steps, "goodput": 0.9, "seconds_in_step": 70.0, "seconds_in_data": 0.1})
+    (root / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + end)
+    return root
+
+
+@pytest.fixture
+def two(tmp_path):
+    write_run(tmp_path / "runs" / "run-2", "steps=8", "optimizer.learning_rate=1e-4")
+    write_run(tmp_path / "runs" / "run-10", "steps=6", "model.tie_embeddings=true")
+    return tmp_path / "runs"
+
+
+def printed(capsys, *words):
+    assert runs.main([*map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_ls_has_a_line_with_the_figures_of_each_run_in_natural_order(two, capsys):
+    header, *lines = printed(capsys, "ls", two).splitlines()
+    assert " ".join(header.split()) == "run step loss eval loss best eval tokens/s MFU"
+    # 16 x 128 tokens in 2 s; the first step, with compilation, does not count.
+    assert [line.split() for line in lines] == [
+        ["run-2", "6/8", "3.0000", "3.5000", "3.5000", "@6", "1.02k", "25.0%"],
+        ["run-10", "6/6", "3.0000", "3.5000", "3.5000", "@6", "1.02k", "25.0%"],
+    ]
+
+
+def test_ls_without_a_directory_lists_those_in_runs(two, capsys, monkeypatch):
+    monkeypatch.chdir(two.parent)
+    assert printed(capsys, "ls") == printed(capsys, "ls", "runs")
+
+
+def test_ls_takes_live_damaged_and_empty_runs(two, capsys):
+    write_run(two / "torn", end='\n{"step": 7, "loss": 1')
+    (two / "torn" / "config.yml").write_text("{")
+    with (two / "torn" / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n[]\n{"step": "x", "loss": 9}\n{"step": 8, "loss": null}\n')
+    (two / "begun" / "config_history").mkdir(parents=True)
+    (two / "begun" / "config.yml").write_text(to_yaml(maxpipe.load_config("base")))
+    lines = {line.split()[0]: line.split()[1:] for line in printed(capsys, "ls", two).splitlines()}
+    assert lines["begun"] == ["0/200", "-", "-", "-", "-", "-"]
+    assert lines["torn"] == ["8/?", "-", "3.5000", "3.5000", "@6", "1.02k", "25.0%"]
+
+
+def test_runs_of_one_name_are_told_apart_by_the_path_before_it(tmp_path):
+    write_run(tmp_path / "a" / "base")
+    write_run(tmp_path / "b" / "base")
+    assert [run.name for run in read_runs([str(tmp_path)])] == ["a/base", "b/base"]
+    twice = [str(tmp_path / "a" / "base"), str(tmp_path / "a" / "base" / "metrics.jsonl")]
+    assert [run.name for run in read_runs(twice)] == ["base"]
+
+
+def test_show_has_all_about_a_run(two, capsys):
+    text = printed(capsys, "show", two / "run-2")
+    for pattern in (
+        "steps +6 of 8",
+        "best eval +3.5000 after step 6",
+        "tokens +12,288",
+        "step +2 s",
+        "time spent +step 1:10$",
+        "optimizer.learning_rate +0.0001",
+        "model.embed_dim +128",
+    ):
+        assert re.search(rf"^  {pattern}", text, re.MULTILINE), pattern
+    assert "beta2" not in text  # has its default
+
+
+def test_compare_lists_the_keys_that_differ(two, capsys):
+    figures, differences = printed(capsys, "compare", two / "run-2", two / "run-10").split("\n\n")
+    assert figures == printed(capsys, "ls", two).rstrip()
+    assert [line.split() for line in differences.splitlines()] == [
+        ["key", "run-2", "run-10"],
+        ["steps", "8", "6"],
+        ["model.tie_embeddings", "false", "true"],
+        ["optimizer.learning_rate", "0.0001", "0.003"],
+    ]
+
+
+def test_compare_of_long_names_has_a_line_for_each_run(tmp_path, capsys):
+    for rate in ("1e-3", "1e-4"):
+        root = tmp_path / f"a_run_with_a_very_long_name_{rate}"
+        write_run(root, f"optimizer.learning_rate={rate}")
+    differences = printed(capsys, "compare", tmp_path).split("\n\n")[1].splitlines()
+    assert differences[0].split() == ["run", "optimizer.learning_rate"]
+    assert [line.split()[1] for line in differences[1:]] == ["0.0001", "0.001"]
+
+
+def test_compare_of_equal_configurations_says_so(tmp_path, capsys):
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+    assert "the configurations are the same" in printed(capsys, "compare", tmp_path)
+
+
+def test_key_that_an_earlier_version_did_not_have_counts_as_its_default(tmp_path):
+    write_run(tmp_path / "new")
+    (write_run(tmp_path / "old") / "config.yml").write_text("steps: 200\n")
+    assert "seed" not in differing_keys(read_runs([str(tmp_path)]))
+    assert "model.embed_dim" in differing_keys(read_runs([str(tmp_path)]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ls", "{}/none"], "DIR: there is no directory"),
+        (["ls", "{}/empty"], "empty holds no run"),
+        (["compare", "{}/runs/run-2"], "run-2 is one run; name another"),
+        (["plot", "{}/runs", "--html", "{}/none/x.html"], "--html: cannot write"),
+    ],
+)
+def test_runs_with_bad_words_end_with_2_and_one_line(two, words, message, capsys):
+    (two.parent / "empty").mkdir()
+    with pytest.raises(SystemExit) as end:
+        runs.main([word.format(two.parent) for word in words])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.endswith("1 problem found\n")
+    assert len(error.splitlines()) == 2
+
+
+def test_plot_writes_a_page_that_needs_nothing_but_itself(two, tmp_path, capsys):
+    write_run(two / "x").rename(two / "a<b>&'c'")
+    runs.main(["plot", str(two), "--html", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text()
+    assert not re.search(
+        r"""(src|href)\s*=|@import|url\((?!#)|https?://(?!www\.w3\.org/2000/svg)""", text
+    )
+    assert "a&lt;b&gt;&amp;&#x27;c&#x27;" in text
+    assert "a<b>" not in text
+    assert capsys.readouterr().err == f"wrote {tmp_path}/page.html\n"
+
+
+def test_page_of_a_long_run_keeps_its_spikes(tmp_path):
+    losses = [3.0] * 20_000
+    losses[12_345], losses[777], losses[5] = 9.0, 1.0, None
+    write_run(tmp_path / "long", steps=20_000, losses=losses, evaluations=())
+    data = run_data(*read_runs([str(tmp_path)]))
+    assert len(data["step"]) <= 3 * page.MOST_BUCKETS + 1
+    assert {9.0, 1.0} <= {*data["loss"]}
+    assert data["step"] == sorted(data["step"])
+    assert (data["step"][0], data["step"][-1]) == (1, 20_000)
+
+
+def test_page_of_a_run_without_evaluations_has_no_such_chart(tmp_path):
+    write_run(tmp_path / "run", evaluations=())
+    text = page_html(read_runs([str(tmp_path)]))
+    assert 'data-metric="loss"' in text
+    assert 'data-metric="eval_loss"' not in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium installed")
+def test_page_can_be_hovered_zoomed_and_its_runs_hidden(two, tmp_path):
+    script = """<script>
+    setTimeout(() => {
+      const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
+      const svg = document.querySelector('[data-metric="loss"] svg');
+      svg.setPointerCapture = () => {};
+      const send = (name, share) => {
+        const box = svg.getBoundingClientRect();
+        const clientX = box.x + LEFT + share * (box.width - LEFT - RIGHT);
+        svg.dispatchEvent(new PointerEvent(name, {bubbles: true, clientX, clientY: box.y + 50}));
+      };
+      const labels = () => [...svg.querySelectorAll("text")].map((text) => text.textContent);
+      const lines = () => svg.querySelectorAll(".curve").length;
+      (async () => {
+        send("pointermove", 0.6);
+        const seen = {hover: tip.textContent, lines: lines(), all: labels()};
+        send("pointerdown", 0.5);
+        send("pointerup", 0.9);
+        await frame();
+        seen.zoomed = charts[0].range;
+        document.querySelector('[data-run="0"]').click();
+        await frame();
+        seen.hidden = lines();
+        form.reset.click();
+        form.along.value = "tokens";
+        form.along.dispatchEvent(new Event("change"));
+        await frame();
+        seen.tokens = charts[0].range;
+        document.title = JSON.stringify(seen);
+      })();
+    }, 300);
+    </script></body>"""
+    path = tmp_path / "page.html"
+    path.write_text(page_html(read_runs([str(two)])).replace("</body>", script))
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=5000", "--dump-dom", path.as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    seen = json.loads(re.search(r"<title>(.*)</title>", dom)[1])
+    assert seen["lines"] == 2
+    # 60 % of the way from step 1 to 6 is step 4.
+    assert seen["hover"].splitlines() == ["step 4", "run-2: 4 at 4", "run-10: 4 at 4"]
+    assert seen["zoomed"] == pytest.approx([3.5, 5.5], abs=0.02)
+    assert seen["hidden"] == 1
+    assert seen["tokens"] == [2048, 6 * 2048]
+    assert {"3", "4", "5"} <= {*seen["all"]}

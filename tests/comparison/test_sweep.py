@@ -1,0 +1,151 @@
+"""`maxpipe.train --sweep`: which runs it makes, what it refuses, and how it ends."""
+
+import signal
+import sys
+
+import pytest
+from helpers.training_process import TINY_MODEL, TrainingProcess, command, run
+
+from maxpipe import train
+from maxpipe.comparison import sweep as sweep_module
+from maxpipe.comparison.sweep import plan_members
+from maxpipe.config import ConfigError, load
+
+# One device compiles soonest.
+SMALL = (
+    "mesh.simulated_devices=1",
+    "mesh.ici.stage=1",
+    "mesh.ici.fsdp=1",
+    "pipeline.num_repeats=1",
+)
+
+
+def members(*words, overrides=()):
+    return plan_members(load("base", overrides), "base", overrides, words)
+
+
+def test_sweep_has_a_named_run_for_each_combination():
+    planned = members("optimizer.learning_rate=1e-3,3e-3", "model.num_layers=4,8", "seed=7")
+    assert [member.name for member in planned] == [
+        "base-learning_rate_1e-3-num_layers_4",
+        "base-learning_rate_1e-3-num_layers_8",
+        "base-learning_rate_3e-3-num_layers_4",
+        "base-learning_rate_3e-3-num_layers_8",
+    ]
+    assert planned[1].words == ("optimizer.learning_rate=1e-3", "model.num_layers=8", "seed=7")
+    assert planned[1].directory.as_posix() == "runs/base-learning_rate_1e-3-num_layers_8"
+
+
+def test_sweep_splits_at_commas_outside_of_brackets_and_quotes():
+    (first, second) = members("telemetry.profile_steps=[1, 2],[3, 4]")
+    assert first.words == ("telemetry.profile_steps=[1, 2]",)
+    assert second.name == "base-profile_steps_3_4"
+
+
+def test_sweep_names_stay_legal_short_and_different():
+    planned = members("mesh.ici.fsdp=2,-1", "mesh.dcn.fsdp=1,-1", overrides=["run_name=mine"])[:3]
+    assert planned[0].name == "mine-mesh_ici_fsdp_2-mesh_dcn_fsdp_1"
+    assert len({member.name for member in planned}) == 3
+    path = "/" + "x" * 300
+    long = members(f"data.path={path}1,{path}2", overrides=["data.source=text"])
+    assert [member.name for member in long] == ["base-1", "base-2"]
+    same = members("data.path=/a+b,/a_b", overrides=["data.source=text"])
+    assert [member.name for member in same] == ["base-path_a_b", "base-path_a_b-2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["steps"], "--sweep: 'steps' is not of the form key=value,value"),
+        (["steps=4"], "--sweep: names one run"),
+        (["steps=4,"], "--sweep: steps=4,: there is an empty value"),
+        (["steps=4,5,4"], "--sweep: steps=4,5,4: 4 comes twice"),
+        (["step=4,5"], "--sweep: step: unknown key; did you mean steps"),
+        (["seed=4,5", "seed=6"], "--sweep: seed: is set in --sweep, too"),
+        (["eval.every=4,5"], "--sweep: eval.every: is set in the rest of the command line, too"),
+        (["run_name=a,b"], "--sweep: run_name: every run has a name of its own"),
+        (["output_dir=a,b"], "--sweep: output_dir: the runs of a sweep are in one directory"),
+        (["seed=1,x"], "seed (command line): expected"),
+        (["model.num_layers=4,6"], "num_layers"),
+        (["compile.save=a,b"], "compile.save: training stores no executable"),
+    ],
+)
+def test_sweep_that_is_wrong_ends_with_2_before_anything_runs(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sweep_module, "_run", lambda _: pytest.fail("a run began"))
+    with pytest.raises(SystemExit) as end:
+        train.main(["base", "eval.every=50", "--sweep", *words])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.endswith("1 problem found\n")
+
+
+def test_sweep_names_all_that_is_wrong_once():
+    with pytest.raises(ConfigError) as caught:
+        members("seed=1,x", "steps=0,5")
+    assert [problem.key for problem in caught.value.problems] == ["steps", "seed"]
+
+
+@pytest.fixture
+def ran(monkeypatch, tmp_path):
+    """Return the words of the runs that would have begun; `ran.codes` are their exit codes."""
+
+    class Ran(list):
+        codes = ()
+
+    begun = Ran()
+
+    def pretend(words):
+        begun.append(words)
+        return begun.codes[len(begun) - 1]
+
+    monkeypatch.setattr(sweep_module, "_run", pretend)
+    monkeypatch.chdir(tmp_path)
+    return begun
+
+
+def test_sweep_goes_on_after_a_failure_and_says_so_at_the_end(ran, capsys):
+    ran.codes = (0, 42, 0)
+    words = ["base", "steps=5", "--import", "math", "--sweep", "seed=1,2,3"]
+    assert train.main(words) == 1
+    assert ran[1] == [
+        *(sys.executable, "-m", "maxpipe.train", "base", "steps=5", "seed=2"),
+        *("run_name=base-seed_2", "--import", "math"),
+    ]
+    printed = capsys.readouterr().out
+    assert "sweep       2 of 3: base-seed_2 (seed=2)\n" in printed
+    assert "base-seed_2 failed: exit code 42; the others go on" in printed
+    assert "sweep       2 of 3 runs are done, base-seed_2 failed with exit code 42\n" in printed
+
+
+@pytest.mark.parametrize("code", [75, 130])
+def test_sweep_that_a_signal_stops_begins_no_other_run(ran, code, capsys):
+    ran.codes = (0, code)
+    assert train.main(["base", "--sweep", "seed=1,2,3"]) == code
+    assert len(ran) == 2
+    assert "stopped in base-seed_2; the same command goes on with it" in capsys.readouterr().out
+
+
+def test_sweep_hands_a_signal_on_and_waits_for_the_save(tmp_path):
+    words = command(tmp_path, *SMALL, "steps=1000000", "checkpoint.every=1000000")
+    with TrainingProcess(tmp_path / "log", [*words, "--sweep", "seed=1,2"]) as process:
+        process.wait_for("step       4/")
+        process.send(signal.SIGINT)
+        assert process.wait() == 130, process.output
+        assert "is saved in" in process.output
+        assert "sweep       stopped in base-seed_1" in process.output
+    assert (tmp_path / "base-seed_1" / "checkpoints").is_dir()
+    assert not (tmp_path / "base-seed_2").exists()
+
+
+def test_sweep_trains_one_run_after_the_other_and_compares(tmp_path):
+    words = ["base", *TINY_MODEL, *SMALL, "eval.every=0", f"output_dir={tmp_path}"]
+    sweep = ["--sweep", "checkpoint.resume=must,auto", "steps=2"]
+    code, printed = run(tmp_path / "log", [*words, *sweep])
+    assert code == 1
+    assert "config error: checkpoint.resume" in printed
+    assert "base-resume_must failed: exit code 2; the others go on" in printed
+    last = printed.splitlines()[-4:]
+    assert last[0].split()[:2] == ["run", "step"]
+    assert last[1].split()[:2] == ["base-resume_auto", "2/2"]
+    assert "1 of 2 runs are done" in last[-1]

@@ -1,0 +1,105 @@
+"""Conversations in JSON lines and parquet files."""
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.config.sections import DataConfig
+from maxpipe.data.documents import BadDocument, MarkedText, open_documents
+from maxpipe.data.sources.chat import parse
+
+CALL = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+TALKS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "é?"}, {"role": "assistant", "content": "漢"}]},
+    {"messages": [{"role": "assistant", "content": "a\nb", "name": "n"}], "source": "elsewhere"},
+]
+
+
+def _config(path: Path, **keys: str) -> DataConfig:
+    keys = {"chat_template": "chatml", "cache_dir": str(path / "cache"), **keys}
+    return DataConfig(source="chat", path=str(path), eval_fraction=0, **keys)
+
+
+def _texts(config: DataConfig) -> list[str]:
+    documents = pickle.loads(pickle.dumps(open_documents(config, "train")))
+    texts = [documents[i] for i in range(len(documents))]
+    assert all(isinstance(text, MarkedText) and text.spans for text in texts)
+    return [text.text for text in texts]
+
+
+EXPECTED = [
+    "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n漢<|im_end|>\n",
+    "<|im_start|>assistant\na\nb<|im_end|>\n",
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_chat_reads_conversations_of_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    lines = "".join(json.dumps(talk) + "\n" for talk in TALKS).encode()
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(TALKS), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith("gz") else lines)
+    assert _texts(_config(tmp_path)) == EXPECTED
+
+
+def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> None:
+    talk = {
+        "messages": [{"role": "assistant", "content": None, "tool_calls": CALL}],
+        "tools": [{"name": "f"}],
+    }
+    rows = [talk, {"messages": [{"role": "assistant", "content": "b"}], "tools": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    template = tmp_path / "all.jinja"
+    template.write_text(
+        "{{ tools | tojson }}{% generation %}{{ messages | tojson }}{% endgeneration %}"
+    )
+    texts = _texts(_config(tmp_path, chat_template=str(template)))
+    assert json.loads(texts[0].removeprefix('[{"name": "f"}]')) == talk["messages"]
+    assert texts[1] == 'null[{"content": "b", "role": "assistant"}]' or texts[1] == (
+        'null[{"role": "assistant", "content": "b"}]'
+    )
+
+
+def test_parquet_without_messages_is_named(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([{"text": "a"}]), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=r'a\.parquet has the columns text; it needs "messages"'):
+        open_documents(_config(tmp_path), "train")
+
+
+BAD = [
+    b"{",
+    b"[]",
+    b'{"text": "a"}',
+    b'{"messages": []}',
+    b'{"messages": "hello"}',
+    b'{"messages": [{"content": "a"}]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    '{"messages": [{"role": "user", "content": "\ufdd0"}]}'.encode(),
+    b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
+def test_line_without_conversation_is_a_bad_document(line: bytes) -> None:
+    with pytest.raises(BadDocument, match="not a JSON object with a list of"):
+        parse(line)
+
+
+def test_bad_conversation_is_named_with_its_line(tmp_path: Path) -> None:
+    only_asks = {"messages": [{"role": "user", "content": "a"}]}
+    lines = [json.dumps(line) for line in (TALKS[0], {}, only_asks)]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines))
+    documents = open_documents(_config(tmp_path), "train")
+    with pytest.raises(BadDocument, match=r"^data\.path: \S*a\.jsonl:3: not a JSON object"):
+        documents[1]
+    with pytest.raises(BadDocument, match=r"^data\.path: \S*a\.jsonl:5: the assistant says noth"):
+        documents[2]

@@ -1,0 +1,174 @@
+"""Conversations laid out by templates, and what of them the assistant writes."""
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.data.chat_template import ChatTemplate, load_chat_template
+from maxpipe.data.documents import BadDocument, MarkedText
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "2"},
+]
+# Two dialects without marks: one closes every turn, one puts the assistant's text behind a space.
+CLOSED = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SPACED = (
+    "{%- for m in messages %}\n"
+    "    {%- if m['role'] == 'system' %}{% continue %}{% endif %}\n"
+    "    {{- '[INST] ' + m['content'] + ' [/INST]' if m['role'] == 'user' "
+    "else ' ' + m['content'] + eos_token }}\n"
+    "{%- endfor %}"
+)
+LAST_DIFFERS = (
+    "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}<think>"
+    "{% endif %}{{ m.content }}{% endfor %}"
+)
+
+
+def _template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, (("bos_token", "<s>"), ("eos_token", "</s>")), "the template")
+
+
+def _targets(text: MarkedText) -> list[str]:
+    return [text.text[start:end] for start, end in text.spans]
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "targets"),
+    [
+        (
+            CLOSED,
+            "<s><system>Be brief.</s>\n<user>One?</s>\n<assistant>1</s>\n"
+            "<user>Two?</s>\n<assistant>2</s>\n",
+            ["1</s>\n", "2</s>\n"],
+        ),
+        (SPACED, "[INST] One? [/INST] 1</s>[INST] Two? [/INST] 2</s>", [" 1</s>", " 2</s>"]),
+    ],
+)
+def test_template_without_marks_has_the_assistants_turns(
+    source: str, text: str, targets: list[str]
+) -> None:
+    rendered = _template(source).render(TALK, None)
+    assert rendered.text == text
+    assert _targets(rendered) == targets
+
+
+@pytest.mark.parametrize("dashes", ["-", "", "+"])
+def test_template_with_marks_has_what_is_between_them(dashes: str) -> None:
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+        f"{{%{dashes} generation {dashes.replace('+', '')}%}}{{{{ m.content }}}}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+    )
+    rendered = pickle.loads(pickle.dumps(_template(source))).render(TALK, None)
+    assert rendered.text.endswith("<user>Two?</s><assistant>2</s>")
+    assert _targets(rendered) == ["1", "2"]
+
+
+def test_marks_inside_marks_are_one_stretch() -> None:
+    source = "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}e"
+    rendered = _template(source).render(TALK, None)
+    assert (rendered.text, rendered.spans) == ("abcde", ((1, 4),))
+
+
+def test_chatml_is_known_by_name() -> None:
+    template = load_chat_template("chatml", "byte")
+    rendered = template.render(TALK, None)
+    assert rendered.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    assert _targets(rendered) == ["1<|im_end|>\n", "2<|im_end|>\n"]
+    assert template.prompt(TALK[:2]).endswith("One?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_tools_and_calls_reach_the_template_as_json() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "é", "n": 1}]}
+    source = "{{ tools | tojson }}{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
+    rendered = _template(source).render([call], [{"name": "<f>"}])
+    assert rendered.text == '[{"name": "<f>"}][{"name": "é", "n": 1}]'
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (TALK[:2], "the assistant says nothing in it, laid out by the template"),
+        ([{"role": "assistant", "content": 3}], "the template cannot lay it out: TypeError"),
+        ([{"role": "assistant", "content": "stop"}], "TemplateError: no stops"),
+    ],
+)
+def test_bad_conversation_is_explained(messages: list[dict[str, object]], reason: str) -> None:
+    source = (
+        "{% for m in messages %}{% if m.content == 'stop' %}{{ raise_exception('no stops') }}"
+        "{% endif %}{{ m.role + m.content }}{% endfor %}"
+    )
+    with pytest.raises(BadDocument, match=reason):
+        _template(source).render(messages, None)
+
+
+def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
+    assert _targets(_template(LAST_DIFFERS).render(TALK[:3], None)) == ["<assistant><think>1"]
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: .*\{% generation %\}") as error:
+        _template(LAST_DIFFERS).render(TALK, None)
+    assert not isinstance(error.value, BadDocument)  # skipping it would skip most of the data
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+    ],
+)
+def test_template_stays_in_its_sandbox(source: str) -> None:
+    with pytest.raises(BadDocument, match="SecurityError"):
+        _template(source + "{% generation %}a{% endgeneration %}").render(TALK, None)
+
+
+def _folder(directory: Path, **config: object) -> str:
+    (directory / "tokenizer.json").touch()
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def test_tokenizers_own_template_comes_from_its_files(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "of a list"}]
+    folder = _folder(tmp_path, chat_template=named, eos_token={"content": "</s>"}, bos_token=None)
+    template = load_chat_template("", folder)
+    assert (template.source, template.special_tokens) == ("of a list", (("eos_token", "</s>"),))
+    _folder(tmp_path, chat_template="of the configuration")
+    assert load_chat_template("", f"{folder}/tokenizer.json").source == "of the configuration"
+    (tmp_path / "chat_template.jinja").write_text("of a file")
+    assert load_chat_template("", f"hf:{folder}").source == "of a file"
+    (tmp_path / "mine.jinja").write_text("mine")
+    assert load_chat_template(str(tmp_path / "mine.jinja"), folder).source == "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{% for m in messages %}", r"is not a Jinja template: line 1: Unexpected end of template"),
+        ("\n{% generation %}", r"is not a Jinja template: line 2"),
+        (None, "cannot be read"),
+    ],
+)
+def test_unusable_template_is_named(tmp_path: Path, content: str | None, reason: str) -> None:
+    file = tmp_path / "mine.jinja"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=rf"^data\.chat_template: \S*mine\.jinja {reason}"):
+        load_chat_template(str(file), "byte")
+
+
+def test_tokenizer_without_template_asks_for_one(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, eos_token="</s>")
+    with pytest.raises(ConfigError, match=r"has no chat template of its own: data\.chat_template="):
+        load_chat_template("", folder)

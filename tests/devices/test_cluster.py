@@ -1,0 +1,82 @@
+"""What the environment says about a process's place in its run, and about its job."""
+
+import pytest
+
+from maxpipe.config import ConfigError
+from maxpipe.devices.cluster import CLUSTER_VARIABLES, Place, find_place, job_of_process
+
+SLURM = {
+    "SLURM_JOB_ID": "70000",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "job"),
+    [
+        ({}, ("", 0)),
+        ({"SLURM_JOB_ID": "9"}, ("slurm  9", 0)),
+        ({"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "3"}, ("slurm  9", 3)),
+        ({"MAXPIPE_JOB": "a", "MAXPIPE_ATTEMPT": "7", "SLURM_JOB_ID": "9"}, ("a", 7)),
+        ({"MAXPIPE_JOB": "a", "MAXPIPE_ATTEMPT": "x"}, ("a", 0)),
+    ],
+)
+def test_job_of_process_is_named_by_launcher_or_slurm(monkeypatch, environment, job):
+    for name in ("MAXPIPE_JOB", "MAXPIPE_ATTEMPT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert job_of_process() == job
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Return a function that sets variables, in an environment that says nothing."""
+    coordinator = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    others = ("MAXPIPE_DISTRIBUTED", "TPU_WORKER_HOSTNAMES", *CLUSTER_VARIABLES, *SLURM)
+    for name in (*coordinator, *others):
+        monkeypatch.delenv(name, raising=False)
+
+    def setenv(values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return setenv
+
+
+@pytest.mark.parametrize(
+    ("address", "host"), [("a.b:70", "a.b"), ("10.0.0.1:70", "10.0.0.1"), ("[::1]:70", "::1")]
+)
+def test_find_place_takes_jax_s_variables(environment, address, host):
+    environment(
+        {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+    )
+    assert find_place() == Place(host, 70, 3, 2)
+
+
+def test_find_place_without_several_processes_is_that_of_the_only_one(environment):
+    assert find_place() == Place("localhost", 0, 1, 0)
+
+
+def test_find_place_asks_jax_about_slurm(environment):
+    environment(SLURM)
+    place = find_place()
+    assert (place.host, place.count, place.index) == ("node07", 2, 1)
+    assert place.port > 1023
+
+
+def test_find_place_says_what_is_missing(environment):
+    environment({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_PROCESS_ID": "2"})
+    with pytest.raises(ConfigError, match="so JAX_NUM_PROCESSES must be set as well"):
+        find_place()
+
+
+def test_find_place_says_that_jax_cannot_tell(environment):
+    environment({"MAXPIPE_DISTRIBUTED": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
+    with pytest.raises(ConfigError, match="JAX cannot tell the processes of this job"):
+        find_place()

@@ -1,0 +1,68 @@
+"""A batch whose routing rounding may decide is named and drawn again; other differences fail."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from helpers import routing
+from helpers.engines import EngineUnderTest, make_batch, sequential, tiny
+
+ROWS = 4
+MODEL = tiny(
+    **{
+        "model.num_layers": 2,
+        "model.moe.experts": 4,
+        "model.moe.per_token": 2,
+        "model.moe.mlp_dim": 16,
+        "data.global_batch_size": ROWS,
+        "pipeline.engine": "sequential",
+    }
+).model
+
+
+def with_equal_experts_in_last_layer():
+    """Return the engine of one device whose second layer scores all experts alike."""
+    values = {"pipeline.engine": "sequential", "data.global_batch_size": ROWS}
+    engine = EngineUnderTest(dataclasses.replace(tiny(**values), model=MODEL))
+    weights = engine.params["layers"]["moe"]["router"]
+    engine.params["layers"]["moe"]["router"] = weights.at[1].set(0.0)
+    return engine
+
+
+def test_close_routing_names_layer_row_and_token():
+    named = routing.close_routing(with_equal_experts_in_last_layer(), make_batch(ROWS))
+    assert named == "layer 1, row 0, token 0: margin 0.0e+00 below 1e-06"
+
+
+def test_routing_of_random_weights_is_not_close():
+    assert routing.close_routing(sequential(MODEL, ROWS), make_batch(ROWS)) is None
+
+
+def scaled(result):
+    return dataclasses.replace(result, gradients=jax.tree.map(lambda g: 2 * g, result.gradients))
+
+
+def test_difference_without_a_close_routing_fails():
+    def train(batch):
+        return scaled(sequential(MODEL, ROWS).train(batch))
+
+    with pytest.raises(AssertionError, match="relative differences"):
+        routing.assert_same_as_one_device(train, MODEL, ROWS)
+
+
+def test_difference_with_a_close_routing_draws_another_seed(monkeypatch, capsys):
+    first = make_batch(ROWS)["tokens"]
+    monkeypatch.setattr(
+        routing,
+        "close_routing",
+        lambda engine, batch: "close" if np.array_equal(batch["tokens"], first) else None,
+    )
+
+    def train(batch):
+        result = sequential(MODEL, ROWS).train(batch)
+        return scaled(result) if np.array_equal(batch["tokens"], first) else result
+
+    routing.assert_same_as_one_device(train, MODEL, ROWS)
+    assert capsys.readouterr().out == "seed 0: close; another seed\n"

@@ -1,0 +1,137 @@
+"""One of several processes dies or hangs: all others end, with stacks and the documented code."""
+
+import random
+import signal
+import time
+
+import pytest
+from helpers.members import members
+from helpers.training_process import command
+
+DEADLINE = 8
+LOST = (134, -signal.SIGABRT)  # this process's own exit, or JAX's; both are 134 in a shell
+QUICK = 10  # seconds, with half a minute for a busy machine on top
+SLACK = 30
+
+PATIENT_FOR_A_MOMENT = """
+import sys
+from maxpipe import train
+from maxpipe.supervision import watchdog
+
+watchdog._HURRIED_SECONDS = 3.0
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+ONE_HANGS = """
+import os, sys, time
+from maxpipe.supervision.ending import run_command
+from maxpipe.training.batches import BatchPlacer
+from maxpipe.train import main
+
+original, calls = BatchPlacer.__call__, []
+
+def call(self, batch):
+    calls.append(None)
+    if len(calls) == 4 and os.environ["JAX_PROCESS_ID"] == "1":
+        time.sleep(600)
+    return original(self, batch)
+
+BatchPlacer.__call__ = call
+run_command(main)
+"""
+
+
+def words(directory, processes, *more):
+    """Return the arguments of an endless run that would wait for a lost process for minutes."""
+    return command(
+        directory,
+        "steps=100000",
+        f"mesh.simulated_devices={processes}",
+        f"mesh.ici.data={processes}",
+        "mesh.ici.stage=1",
+        "mesh.ici.fsdp=1",
+        "pipeline.engine=sequential",
+        "pipeline.num_repeats=1",
+        "model.num_layers=1",
+        "checkpoint.every=0",
+        "mesh.heartbeat_timeout_seconds=600",
+        f"telemetry.step_deadline_seconds={DEADLINE}",
+        *more,
+    )
+
+
+@pytest.mark.slow
+def test_train_one_of_two_hangs_both_end_with_124_and_stacks(tmp_path):
+    with members(tmp_path, 2, words(tmp_path, 2), program=ONE_HANGS) as started:
+        started[0].wait_for("step      2/")
+        began = time.monotonic()
+        codes = [process.wait() for process in started]
+        assert time.monotonic() - began < DEADLINE + QUICK + SLACK
+    assert codes == [124, 124]
+    assert "nothing has happened for 8 s since step" in started[0].output + started[1].output
+    for process in started:
+        assert "maxpipe/training/loop.py" in process.output, "no stacks"
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_train_one_of_two_is_stopped_the_other_ends_with_124_and_stacks(tmp_path, victim):
+    with members(tmp_path, 2, words(tmp_path, 2)) as started:
+        started[0].wait_for("step      2/")
+        started[victim].send(signal.SIGSTOP)
+        began = time.monotonic()
+        assert started[1 - victim].wait() in (124, *(LOST if victim else ()))
+        assert time.monotonic() - began < DEADLINE + QUICK + SLACK
+        assert "stacks of all threads follow" in started[1 - victim].output
+        # It cannot end before it goes on; then it finds its own deadline expired, or JAX's word.
+        started[victim].send(signal.SIGCONT)
+        assert started[victim].wait() in (124, *LOST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "doing",
+    [
+        (),
+        ("checkpoint.every=1",),
+        ("eval.every=1", "eval.batches=20"),
+    ],
+    ids=["step", "save", "evaluation"],
+)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_train_one_of_four_is_lost_at_a_random_moment_the_others_end(tmp_path, number, doing):
+    seed = random.randrange(1000)
+    draw = random.Random(seed)
+    victim = draw.randrange(4)
+    with members(tmp_path, 4, words(tmp_path, 4, *doing)) as started:
+        started[0].wait_for("step      2/")
+        time.sleep(draw.uniform(0, 1))
+        started[victim].send(number)
+        began = time.monotonic()
+        others = [process for process in started if process is not started[victim]]
+        codes = [process.wait() for process in others]
+        assert time.monotonic() - began < DEADLINE + QUICK + SLACK, f"seed {seed}"
+    assert {*codes} <= {124, *LOST}, f"seed {seed}: {codes}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_train_sigterm_to_a_process_whose_peer_is_stopped_ends_it(tmp_path, victim):
+    patient = words(tmp_path, 2, "telemetry.step_deadline_seconds=0")
+    with members(tmp_path, 2, patient, program=PATIENT_FOR_A_MOMENT) as started:
+        started[0].wait_for("step      2/")
+        started[victim].send(signal.SIGSTOP)
+        time.sleep(1)
+        started[1 - victim].send(signal.SIGTERM)
+        began = time.monotonic()
+        assert started[1 - victim].wait() == 124
+        assert time.monotonic() - began < QUICK + SLACK
+        assert "(asked to stop); stacks of all threads follow" in started[1 - victim].output
+
+
+@pytest.mark.slow
+def test_train_sigterm_to_one_process_before_the_first_step_ends_all_with_75(tmp_path):
+    with members(tmp_path, 2, words(tmp_path, 2)) as started:
+        started[0].wait_for("compiling   the first step")
+        started[1].send(signal.SIGTERM)
+        assert [process.wait() for process in started] == [75, 75]
+    assert "stopped in process 1: SIGTERM before the first step" in started[0].output

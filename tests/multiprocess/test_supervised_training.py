@@ -1,0 +1,97 @@
+"""A supervised run of several processes, whose trainers are killed and stopped from outside."""
+
+import os
+import signal
+
+import pytest
+from helpers.members import ends, members
+from helpers.runs import assert_same_run, losses, rows
+from helpers.supervised import SUPERVISED, trainer_of
+from helpers.training_process import command
+
+from maxpipe import supervise
+
+STEPS = 400
+
+
+def words(directory, *more):
+    return command(
+        directory,
+        f"steps={STEPS}",
+        "mesh.simulated_devices=2",
+        "mesh.ici.data=2",
+        "mesh.ici.stage=1",
+        "mesh.ici.fsdp=1",
+        "pipeline.engine=sequential",
+        "pipeline.num_repeats=1",
+        "model.num_layers=1",
+        "data.source=python_stdlib",
+        "checkpoint.every=50",
+        "mesh.heartbeat_timeout_seconds=600",
+        "telemetry.step_deadline_seconds=15",
+        *more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        pytest.param(0, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(1, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_train_supervised_ends_in_the_same_bits_when_one_trainer_is_lost(
+    tmp_path, capsys, victim, number
+):
+    with members(tmp_path, 2, words(tmp_path), program=SUPERVISED) as started:
+        started[0].wait_for(" 60/")
+        os.kill(trainer_of(started[victim].pid), number)
+        codes, output = ends(started)
+    assert codes == [0, 0], output
+    assert [*losses(tmp_path / "base")] == [*range(1, STEPS + 1)]
+    account = [row for row in rows(tmp_path / "base") if "goodput" in row][-1]
+    assert account["seconds_in_restart"] > 0
+    assert account["seconds_in_restore"] > 0
+    assert (account["seconds_in_detection"] > 14) == (number == signal.SIGSTOP)
+
+    assert supervise.main(["--status", str(tmp_path / "base")]) == 0
+    shown = capsys.readouterr().out
+    assert "base has ended with exit code 0" in shown
+    assert f"step        {STEPS}" in shown
+    assert f"checkpoint  {STEPS}" in shown
+    assert "restarts    1; the last attempt: process " in shown
+
+    with members(tmp_path, 2, words(tmp_path, "run_name=whole"), "whole") as started:
+        codes, output = ends(started)
+    assert codes == [0, 0], output
+    assert_same_run(tmp_path / "base", tmp_path / "whole", STEPS)
+
+
+def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
+    endless = words(tmp_path, "steps=100000", "stop_after=120")
+    with members(tmp_path, 2, endless, program=SUPERVISED) as started:
+        started[0].wait_for(" 60/")
+        os.kill(trainer_of(started[0].pid), signal.SIGKILL)
+        codes, output = ends(started)
+    assert codes == [0, 0], output
+    assert "resumed after step 50" in output
+    assert [*losses(tmp_path / "base")] == [*range(1, 121)]
+
+
+@pytest.mark.slow
+def test_train_supervised_asked_to_stop_saves_and_does_not_restart(tmp_path):
+    with members(tmp_path, 2, words(tmp_path, "steps=100000"), program=SUPERVISED) as started:
+        started[0].wait_for(" 60/")
+        started[1].send(signal.SIGTERM)
+        codes, output = ends(started)
+    assert codes == [75, 75], output
+    assert f"step {max(losses(tmp_path / 'base'))} is saved" in output
+
+
+def test_status_of_a_run_without_supervisor_ends_with_2(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        supervise.main(["--status", str(tmp_path)])
+    assert end.value.code == 2
+    assert "no supervisor has written" in capsys.readouterr().err

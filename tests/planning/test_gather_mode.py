@@ -1,0 +1,131 @@
+"""How often weights are gathered on auto, and what is said about it."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.compile_command import tpu_aot
+from helpers.engines import make_mesh, tiny
+
+from maxpipe.builder import build_engine_inputs
+from maxpipe.compiling.topology import devices_of
+from maxpipe.devices.mesh import build_mesh
+from maxpipe.planning import gather_mode
+from maxpipe.planning.estimate import estimate
+from maxpipe.planning.gather_mode import with_gather_mode
+
+KEY = gather_mode.KEY
+MPMD = {"pipeline.engine": "mpmd", "pipeline.schedule": "1f1b"}
+CIRCULAR = {
+    "pipeline.engine": "circular",
+    "pipeline.schedule": "circular",
+    "pipeline.num_microbatches": 4,
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    device_kind: str = "TPU v5p"
+    platform: str = "tpu"
+    coords: tuple[int, ...] = (0, 0, 0)
+
+
+def config_of(**values):
+    """Return two stages with weights split over four devices."""
+    base = {
+        "pipeline.engine": "scheduled",
+        "pipeline.schedule": "lockstep_1f1b",
+        "pipeline.num_repeats": 1,
+        "pipeline.num_microbatches": 3,
+        "mesh.ici.stage": 2,
+        "mesh.ici.fsdp": 4,
+        "data.global_batch_size": 48,
+    }
+    return tiny(**base | values)
+
+
+def decided(device=Device(), **values):
+    """Return (mode, notes)."""
+    devices = [replace(device, coords=(i, 0, 0)) for i in range(8)]
+    mesh = SimpleNamespace(devices=np.array(devices).reshape(2, 4))
+    notes = []
+    return with_gather_mode(config_of(**values), mesh, notes.append).pipeline.fsdp_gather, notes
+
+
+def test_auto_gathers_once_on_tpus_and_says_what_that_takes():
+    mode, (note,) = decided()
+    assert mode == "once"
+    assert note.startswith("pipeline.fsdp_gather=once: whole weights and gradients take 0.00 GiB")
+    assert note.endswith("at most 5% of a device's 95 GiB")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [("MEMORY_SHARE", 1e-9, "take 0.00 GiB more, over 0%"), ("ROOM", 1e-9, "take over 0%")],
+)
+def test_auto_gathers_per_iteration_where_memory_is_short(limit, value, reason, monkeypatch):
+    monkeypatch.setattr(gather_mode, limit, value)
+    mode, (note,) = decided()
+    assert mode == "per_iteration"
+    assert note.startswith("pipeline.fsdp_gather=per_iteration: ")
+    assert reason in note
+
+
+def test_share_of_memory_is_what_once_takes_more(monkeypatch):
+    once, iteration = (
+        estimate(config_of(**{KEY: mode})).total for mode in ("once", "per_iteration")
+    )
+    assert once > iteration
+    share = (once - iteration) / gather_mode.device_memory([Device()])
+    for factor, mode in ((1.01, "once"), (0.99, "per_iteration")):
+        monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * share)
+        assert decided()[0] == mode
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"device": Device("cpu", "cpu")},
+        {"device": Device("NVIDIA H100 80GB HBM3", "gpu")},
+        {"device": Device("TPU v99")},
+        {"mesh.ici.fsdp": 1, "mesh.ici.data": 4},
+        {"pipeline.fsdp_prefetch": "true"},
+        CIRCULAR,
+        MPMD,
+    ],
+    ids=["cpu", "gpu", "unknown_tpu", "whole_weights", "gathered_ahead", "circular", "mpmd"],
+)
+def test_auto_is_per_iteration_without_a_word_where_nothing_is_decided(values):
+    assert decided(**values) == ("per_iteration", [])
+
+
+@pytest.mark.parametrize("mode", ["per_iteration", "once"])
+def test_a_mode_as_told_needs_no_words(mode):
+    assert decided(**{KEY: mode}) == (mode, [])
+
+
+def test_engines_never_see_auto():
+    config = config_of(**{"mesh.ici.fsdp": 2})
+    assert config.pipeline.fsdp_gather == "auto"
+    inputs = build_engine_inputs(config, make_mesh(config))
+    assert inputs.config.fsdp_gather == "per_iteration"
+
+
+def test_estimate_takes_auto_for_per_iteration():
+    undecided, iteration = (estimate(config_of(**{KEY: m})) for m in ("auto", "per_iteration"))
+    assert undecided == iteration
+
+
+class TestTpu:
+    pytestmark = tpu_aot
+
+    def test_engine_gets_the_mode_and_gathers_nothing_ahead(self):
+        config = config_of(**{"compile.topology": "v5p:2x2x2"})
+        notes = []
+        mesh = build_mesh(config, devices_of(config))
+        inputs = build_engine_inputs(config, mesh, note=notes.append)
+        assert inputs.config.fsdp_gather == "once"
+        assert not inputs.gathers_ahead
+        (note,) = (note for note in notes if "fsdp" in note)
+        assert note.startswith("pipeline.fsdp_gather=once: ")

@@ -1,0 +1,268 @@
+"""Supervisors and their trainers as processes; the trainers are a few lines of Python."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers.members import free_port
+
+from maxpipe.devices.cluster import CLUSTER_VARIABLES
+
+# Does in each attempt what its argument says, such as "75 0": exit with 75, then with 0. "kill" is
+# death by SIGKILL; "wait" waits, and exits with 75 after SIGTERM; "deaf" waits, whatever comes.
+TRAINER = """
+import faulthandler, os, pathlib, signal, sys, time
+faulthandler.enable()
+index = os.environ.get("JAX_PROCESS_ID", "0")
+log = pathlib.Path(sys.argv[1]) / f"attempts{index}"
+with log.open("a") as file:
+    names = ("MAXPIPE_JOB", "MAXPIPE_ATTEMPT", "JAX_COORDINATOR_ADDRESS")
+    print(os.getpid(), *(os.environ.get(name, "-").replace(" ", "_") for name in names), file=file)
+acts = sys.argv[2 + int(index)].split()
+act = acts[min(len(log.read_text().splitlines()), len(acts)) - 1]
+
+def waiting_here():
+    while True:
+        time.sleep(0.1)
+
+def end(number, frame):
+    print("got", number, flush=True)
+    time.sleep(0.3)
+    sys.exit(75 if number == signal.SIGTERM else 130)
+
+handler = signal.SIG_IGN if act == "deaf" else end
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, handler)
+if act == "deaf":
+    faulthandler.disable()
+    signal.signal(signal.SIGABRT, signal.SIG_IGN)
+print("ready", flush=True)
+if act in ("wait", "deaf"):
+    waiting_here()
+time.sleep(0.3)
+if act == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(act))
+"""
+
+
+class Supervised:
+    """Supervisors of one run, their output in files.
+
+    Args:
+      directory: of logs.
+      acts: what the trainer of each process does, see `TRAINER`.
+      flags: of the supervisors.
+    """
+
+    def __init__(self, directory, *acts, flags=("--pause", "0.1")):
+        self.directory, self.acts, self.flags = directory, acts, flags
+        self.port = free_port()
+        self.processes = []
+
+    def start(self, index):
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in CLUSTER_VARIABLES and not name.startswith(("JAX_", "SLURM", "MAXPIPE"))
+        }
+        if len(self.acts) > 1:
+            environment |= {
+                "JAX_COORDINATOR_ADDRESS": f"localhost:{self.port}",
+                "JAX_NUM_PROCESSES": str(len(self.acts)),
+                "JAX_PROCESS_ID": str(index),
+            }
+        trainer = [sys.executable, "-c", TRAINER, str(self.directory), *self.acts]
+        with self.log(index).open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "maxpipe.supervise", *self.flags, "--", *trainer],
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+        self.processes[index : index + 1] = [process]
+
+    def __enter__(self):
+        for index in range(len(self.acts)):
+            self.start(index)
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def log(self, index):
+        return self.directory / f"supervisor{index}.log"
+
+    def output(self, index=0):
+        return self.log(index).read_text()
+
+    def attempts(self, index=0):
+        """Return pid, job, number and coordinator of a process's trainer in each attempt."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.directory / f"attempts{index}").read_text().splitlines()
+            return [line.split() for line in lines]
+        return []
+
+    def wait_for(self, condition):
+        until = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < until, [self.output(i) for i in range(len(self.acts))]
+            time.sleep(0.05)
+
+    def ready(self, count, index=0):
+        """Wait until the trainer of a process has been ready some times."""
+        self.wait_for(lambda: self.output(index).count("ready") == count)
+
+    def codes(self):
+        return [process.wait(60) for process in self.processes]
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "ends", ["75", *(pytest.param(end, marks=pytest.mark.slow) for end in ("124", "134", "kill"))]
+)
+def test_supervise_restarts_one_process_until_it_is_done(tmp_path, ends):
+    with Supervised(tmp_path, f"{ends} 0") as run:
+        assert run.codes() == [0]
+    first, second = run.attempts()
+    assert first[1] == second[1] != "-", "the job has one name"
+    assert int(first[2]) < int(second[2])
+    assert first[3] == second[3] == "-", "one process needs no coordinator"
+    assert "restart 1 of at most 20 in 0.1 s" in run.output()
+
+
+@pytest.mark.parametrize(
+    "code", [1, *(pytest.param(code, marks=pytest.mark.slow) for code in (2, 42))]
+)
+def test_supervise_ends_with_a_final_code(tmp_path, code):
+    with Supervised(tmp_path, str(code)) as run:
+        assert run.codes() == [code]
+    assert len(run.attempts()) == 1
+
+
+def test_supervise_gives_up_with_the_last_code(tmp_path):
+    with Supervised(tmp_path, "kill", flags=("--pause", "0", "--max-restarts", "2")) as run:
+        assert run.codes() == [137]
+    assert len(run.attempts()) == 3
+    assert "giving up after 2 restarts; exit code 137" in run.output()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
+def test_supervise_passes_a_signal_on_once_and_waits(tmp_path, number, code):
+    with Supervised(tmp_path, "wait") as run:
+        run.ready(1)
+        os.killpg(run.processes[0].pid, number)  # as a terminal does
+        assert run.codes() == [code]
+    assert run.output().count(f"got {int(number)}") == 1
+
+
+def test_supervise_command_that_is_not_there_ends_with_2(tmp_path):
+    words = [sys.executable, "-m", "maxpipe.supervise", "--", str(tmp_path / "nothing")]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert f"cannot start {tmp_path}/nothing: No such file or directory" in ended.stderr
+    ended = subprocess.run(words[:3], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "what to supervise is missing" in ended.stderr
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_supervise_restarts_all_processes_when_one_dies(tmp_path, victim):
+    acts = ["wait 0", "wait 0"]
+    acts[victim] = "kill 0"
+    with Supervised(tmp_path, *acts) as run:
+        assert run.codes() == [0, 0]
+    for one, other in zip(run.attempts(0), run.attempts(1), strict=True):
+        assert one[1:] == other[1:], "job, number and coordinator are the same"
+    ports = [attempt[3] for attempt in run.attempts()]
+    assert len({*ports}) == 2
+    assert f"localhost:{run.port}" not in ports, "the supervisors listen there"
+    assert f"process {victim} on {socket.gethostname()} ended by SIGKILL" in run.output()
+    assert "in waiting_here" in run.output(1 - victim), "no stacks"
+
+
+@pytest.mark.slow
+def test_supervise_kills_a_process_that_does_not_end(tmp_path):
+    with Supervised(tmp_path, "kill 0", "deaf 0") as run:
+        assert run.codes() == [0, 0]
+
+
+@pytest.mark.slow
+def test_supervise_restarts_when_a_process_is_stopped_and_another_one_notices(tmp_path):
+    with Supervised(tmp_path, "wait 0", "wait 0") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        os.kill(int(run.attempts(1)[0][0]), signal.SIGSTOP)
+        os.kill(int(run.attempts(0)[0][0]), signal.SIGABRT)
+        assert run.codes() == [0, 0]
+
+
+def test_supervise_asked_to_stop_on_one_host_ends_all_with_75(tmp_path):
+    with Supervised(tmp_path, "wait", "wait") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        # The trainers agree among themselves on when to stop.
+        for index in (0, 1):
+            os.kill(int(run.attempts(index)[0][0]), signal.SIGTERM)
+        run.processes[1].send_signal(signal.SIGTERM)
+        assert run.codes() == [75, 75]
+    assert [len(run.attempts(index)) for index in (0, 1)] == [1, 1]
+
+
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_supervise_killed_takes_its_trainer_along_and_comes_back(tmp_path, lost):
+    with Supervised(tmp_path, "wait 0", "wait 0") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        trainers = [int(run.attempts(index)[0][0]) for index in (0, 1)]
+        run.processes[lost].kill()
+        run.processes[lost].wait()
+        run.wait_for(lambda: not any(map(is_running, trainers)))
+        assert run.processes[1 - lost].poll() is None
+        run.start(lost)
+        assert run.codes() == [0, 0]
+
+
+@pytest.mark.slow
+def test_supervise_whose_supervisor_0_never_comes_ends_with_134(tmp_path):
+    run = Supervised(tmp_path, "wait", "wait", flags=("--wait", "1"))
+    run.processes = [None]
+    try:
+        run.start(1)
+        assert run.processes[1].wait(60) == 134
+    finally:
+        run.processes[1].kill()
+    assert "no supervisor 0 at localhost:" in run.output(1)
+
+
+@pytest.mark.slow
+def test_supervise_ignores_strangers_at_its_port(tmp_path):
+    with Supervised(tmp_path, "wait 0", "wait 0") as run:
+        run.ready(1, 0)
+        run.ready(1, 1)
+        for text in (b"GET / HTTP/1.1\n\n", b"1" * 100_000, b"0\n[[[\n", b"\xff\n"):
+            with socket.create_connection(("localhost", run.port)) as stranger:
+                stranger.sendall(text)
+        time.sleep(0.5)
+        for process in run.processes:
+            process.send_signal(signal.SIGTERM)
+        assert run.codes() == [75, 75]
+    assert len(run.attempts()) == 1

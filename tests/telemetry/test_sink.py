@@ -1,0 +1,116 @@
+"""A writer of telemetry that fails: what is said, what is tried again, and what is given up."""
+
+import errno
+
+import pytest
+
+from maxpipe.telemetry.sink import Sink, TelemetryError
+
+
+class Writer:
+    """Notes what it is asked for; fails while `is_full`."""
+
+    def __init__(self):
+        self.is_full = False
+        self.asked = []
+
+    def write(self, text):
+        self.asked.append(text)
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self):
+        self.write("close")
+
+
+@pytest.fixture
+def writer():
+    return Writer()
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+def sink_of(writer, lines, is_required=False, **options):
+    return Sink(
+        "the log", lambda: writer, is_required=is_required, print_line=lines.append, **options
+    )
+
+
+def write(sink, *texts):
+    for text in texts:
+        sink.use(lambda writer, text=text: writer.write(text))
+
+
+def test_sink_writes_and_closes_once(writer, lines):
+    sink = sink_of(writer, lines)
+    write(sink, "a", "b")
+    sink.close(Writer.close)
+    sink.close(Writer.close)
+    write(sink, "late")
+    assert (writer.asked, lines) == (["a", "b", "close"], [])
+
+
+def test_sink_gives_a_writer_up_after_its_first_error(writer, lines):
+    sink = sink_of(writer, lines)
+    writer.is_full = True
+    write(sink, "a", "b")
+    sink.close(Writer.close)
+    assert writer.asked == ["a"]
+    reason = "the log cannot be written: No space left on device"
+    assert lines == [f"warning: {reason}; training continues; telemetry.required=true would end it"]
+
+
+def test_sink_that_tries_again_says_at_the_end_how_often_it_failed(writer, lines):
+    sink = sink_of(writer, lines, tries_again=True)
+    writer.is_full = True
+    write(sink, "a", "b")
+    writer.is_full = False
+    write(sink, "c")
+    for _ in range(2):
+        sink.close(Writer.close)
+    assert writer.asked == ["a", "b", "c", "close"]
+    assert len(lines) == 2
+    assert lines[1] == "the log lacks what could not be written 2 times"
+
+
+def test_sink_that_tries_again_and_never_failed_says_nothing(writer, lines):
+    sink = sink_of(writer, lines, tries_again=True)
+    write(sink, "a")
+    sink.close(Writer.close)
+    assert lines == []
+
+
+@pytest.mark.parametrize("text", ["strerror", "no strerror"])
+def test_sink_that_cannot_be_opened_is_said_and_training_continues(lines, text):
+    def fail():
+        raise OSError(errno.EACCES, text) if text == "strerror" else OSError(text)
+
+    sink = Sink("the log", fail, is_required=False, print_line=lines.append)
+    write(sink, "a")
+    sink.close(Writer.close)
+    (line,) = lines
+    assert line.startswith(f"warning: the log cannot be written: {text}; training continues")
+
+
+@pytest.mark.parametrize("fails_at", ["open", "write", "close"])
+def test_required_sink_raises_whenever_it_fails(writer, lines, fails_at):
+    def open_writer():
+        writer.is_full = fails_at == "open"
+        if writer.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return writer
+
+    def run():
+        sink = Sink("the log", open_writer, is_required=True, print_line=lines.append)
+        writer.is_full = fails_at == "write"
+        write(sink, "a")
+        writer.is_full = fails_at == "close"
+        sink.close(Writer.close)
+
+    reason = r"^the log cannot be written: No space left on device \(telemetry.required\)$"
+    with pytest.raises(TelemetryError, match=reason):
+        run()
+    assert lines == []

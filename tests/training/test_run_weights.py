@@ -1,0 +1,71 @@
+"""Runs that start from the weights of another run."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.runs import output_dir, run, saved, train, write_config
+
+from maxpipe.config.errors import ConfigError
+from maxpipe.training.run_weights import newest_step
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """Return the command of a finished run, and its directory."""
+    words = write_config(tmp_path_factory.mktemp("first"))
+    train([*words, "steps=2", "optimizer.name=sgd", "checkpoint.every=1"])
+    return words, output_dir(words) / "tiny"
+
+
+def _parameters(root: Path, step: int) -> dict[str, np.ndarray]:
+    arrays = saved(root, step)
+    return {name: array for name, array in arrays.items() if name.startswith("params.")}
+
+
+def test_run_starts_from_the_newest_weights_on_another_layout(
+    first: tuple[list[str], Path],
+) -> None:
+    words, root = first
+    said = train(
+        [
+            *words,
+            f"init_from=run:{root}",
+            "run_name=second",
+            "steps=1",
+            "optimizer.learning_rate=0",
+            "pipeline.schedule=circular",
+            "mesh.ici.stage=4",
+            "mesh.ici.fsdp=1",
+            "pipeline.num_repeats=1",
+        ]
+    )
+    assert f"{root}/checkpoints/2" in said
+    before, after = _parameters(root, 2), _parameters(root.parent / "second", 1)
+    assert before.keys() == after.keys()
+    for name, array in before.items():
+        np.testing.assert_array_equal(after[name], array, err_msg=name)
+
+
+def test_run_of_another_model_is_refused_with_all_names(first: tuple[list[str], Path]) -> None:
+    words, root = first
+    more = ["run_name=third", f"init_from=run:{root}", "model.mlp_dim=128"]
+    process = run([*words, *more])
+    assert process.returncode == 2
+    for name in ("gate", "up", "down"):
+        assert f"{name}" in process.stderr
+    assert "in the checkpoint" in process.stderr
+
+
+@pytest.mark.parametrize("place", ["", "s3://bucket/run"])
+def test_init_from_run_takes_a_directory(place: str) -> None:
+    process = run(["configs/base.yml", f"init_from=run:{place}", "--print-config"])
+    assert process.returncode == 2
+    assert "is not of the form run:DIR" in process.stderr
+
+
+def test_newest_step_without_run_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^init_from: there is no directory \S+gone"):
+        newest_step(f"run:{tmp_path}/gone")
+    with pytest.raises(ConfigError, match=r"^init_from: .* holds no checkpoint"):
+        newest_step(f"run:{tmp_path}")
