@@ -129,7 +129,12 @@ def place(tmp_path_factory):
         yield directory
 
 
-@pytest.mark.parametrize("program", [*SCRIPTS, *OTHERS, *MORE_WORDS, *CONFIGURATION_ONLY])
+PROGRAMS = sorted(
+    [*SCRIPTS, *OTHERS, *MORE_WORDS, *CONFIGURATION_ONLY]
+)  # each xdist process has the same order
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_that_are_run_otherwise_are_still_shown(program):
     assert any(program in command for command in COMMANDS)
 

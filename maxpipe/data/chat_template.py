@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
@@ -23,7 +23,7 @@ from maxpipe.data.tokenizers import template_files
 if TYPE_CHECKING:
     import jinja2
 
-Message = Mapping[str, Any]  # "role", "content", and whatever else the template knows
+Message = Mapping[str, object]  # "role", "content", and whatever else the template knows
 
 _KEY = "data.chat_template"
 _CHATML = (
@@ -54,7 +54,7 @@ class ChatTemplate:
     special_tokens: tuple[tuple[str, str], ...]
     name: str
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> MarkedText:
+    def render(self, messages: Sequence[Message], tools: Sequence[object] | None) -> MarkedText:
         """Return a conversation as text in which the assistant's turns are targets.
 
         Raises:
@@ -78,7 +78,7 @@ class ChatTemplate:
     def _text(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Any] | None,
+        tools: Sequence[object] | None,
         add_generation_prompt: bool = False,
     ) -> str:
         import jinja2
@@ -96,7 +96,7 @@ class ChatTemplate:
             raise BadDocument(Problem("data.path", message)) from error
 
     def _turns(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
+        self, text: str, messages: Sequence[Message], tools: Sequence[object] | None
     ) -> Iterator[tuple[int, int]]:
         """Yield start and end of each turn of the assistant in the whole `text`."""
         for index, message in enumerate(messages):
@@ -241,7 +241,7 @@ def _read(file: Path) -> str:
         raise ConfigError(Problem(_KEY, f"{file} cannot be read: {error.strerror}")) from error
 
 
-def _read_config(file: Path | None) -> Mapping[str, Any]:
+def _read_config(file: Path | None) -> Mapping[str, object]:
     """Return the content of a tokenizer_config.json; empty without one."""
     if file is None:
         return {}
@@ -252,7 +252,7 @@ def _read_config(file: Path | None) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _own_template(config: Mapping[str, Any]) -> str:
+def _own_template(config: Mapping[str, object]) -> str:
     """Return the template in a tokenizer_config.json, "" if there is none."""
     own = config.get("chat_template")
     if isinstance(own, list):  # several with names; conversations take the one called default
@@ -261,7 +261,7 @@ def _own_template(config: Mapping[str, Any]) -> str:
     return own if isinstance(own, str) else ""
 
 
-def _special_tokens(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _special_tokens(config: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
     """Return name and text of the tokens that a tokenizer_config.json names."""
     texts = {
         name: token.get("content") if isinstance(token, dict) else token

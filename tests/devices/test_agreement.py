@@ -28,6 +28,14 @@ def together(monkeypatch):
                 assert changed.wait_for(lambda: key in values, 60)
                 return values[key]
 
+        class CallsOfThread:
+            """The number of the next call: each process counts its own."""
+
+            def __next__(self):
+                this.calls = getattr(this, "calls", -1) + 1
+                return this.calls
+
+        monkeypatch.setattr(agreement, "_calls", CallsOfThread())
         fakes = {"count": lambda: len(arguments), "index": lambda: this.index}
         for name, fake in (fakes | {"post": post, "read": read}).items():
             monkeypatch.setattr(processes, name, fake)

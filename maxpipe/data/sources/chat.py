@@ -28,7 +28,7 @@ class Conversation(NamedTuple):
     """The messages of a conversation, and descriptions of the tools it may call."""
 
     messages: Sequence[Message]
-    tools: Sequence[Any] | None
+    tools: Sequence[object] | None
 
 
 class Conversations:
@@ -126,7 +126,7 @@ def _lines(path: str) -> Iterator[bytes]:
         yield _line(path, row)
 
 
-def _line(path: str, row: Mapping[str, Any]) -> bytes:
+def _line(path: str, row: Mapping[str, object]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError) as error:  # a picture, or another type that JSON lacks

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -122,7 +122,7 @@ def _columns(path: str, file: "pq.ParquetFile", field: "pa.Field") -> "Iterator[
             yield column
 
 
-def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[str, Any]]:
+def read_rows(path: str, fields: Sequence[str], needed: str) -> Iterator[dict[str, object]]:
     """Yield the rows of a parquet file as Python values.
 
     Args:

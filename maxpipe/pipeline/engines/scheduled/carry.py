@@ -73,6 +73,11 @@ def read(store: jax.Array, slot: PlanArray) -> jax.Array:
     return lax.dynamic_index_in_dim(store, slot, keepdims=False)
 
 
+def read_chunk(stores: Params, chunk: PlanArray) -> Params:
+    """Return the parameters [L, ...] of a chunk, of stores [V, L, ...]."""
+    return jax.tree.map(lambda store: read(store, chunk), stores)
+
+
 def read_layers(stores: Params, chunk: PlanArray) -> Layers:
     """Return the parameters of each layer of a chunk, of stores [V, L, ...].
 

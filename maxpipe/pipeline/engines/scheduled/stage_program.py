@@ -54,6 +54,7 @@ from maxpipe.pipeline.engines.scheduled.carry import (
     filled,
     read,
     read_all,
+    read_chunk,
     read_layers,
     write,
     write_all,
@@ -472,14 +473,10 @@ class StageProgram:
         # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
         # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
-        index, weights = read(self.layer_index, chunk), self._read(layers, chunk)
+        index = read(self.layer_index, chunk)
+        weights = read_layers(layers, chunk) if self.by_layer else read_chunk(layers, chunk)
         side = microbatches.side_inputs(self._microbatch(microbatch))
         return weights, ChunkInputs(index, side, self.key, gathered)
-
-    def _read(self, layers: Params, chunk: PlanArray) -> Weights:
-        if self.by_layer:
-            return read_layers(layers, chunk)
-        return jax.tree.map(lambda a: read(a, chunk), layers)
 
     def _layer_inputs(self, batch: Batch) -> LayerInputs:
         return LayerInputs(microbatches.side_inputs(batch), self.key)
