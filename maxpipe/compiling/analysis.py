@@ -103,7 +103,7 @@ def _gains(report: Report, written: Config, config: Config, mesh: Mesh) -> list[
 
 def _with_step(report: Report, config: Config, mesh: Mesh, step: CompiledStep) -> Report:
     """Return the report with what is known of a compiled step."""
-    compiler = memory_of(step.executable)
+    compiler = memory_of(step.executable, mesh)
     hlo = step.text()
     runs = branch_runs(config, mesh)
     report = replace(

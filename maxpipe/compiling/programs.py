@@ -71,13 +71,13 @@ def compile_programs(trainer: StagesTrainer) -> Iterator[CompiledProgram]:
     num_microbatches = trainer.engine.table.num_microbatches
     try:
         for stage, name, compiled, offloaded in trainer.engine.compile():
-            hlo = compiled.as_text() or ""
+            hlo, mesh = compiled.as_text() or "", trainer.engine.meshes[stage]
             yield CompiledProgram(
                 stage,
                 name,
                 name.runs(num_microbatches),
-                memory_of(compiled),
-                find_collectives(parse(hlo), trainer.engine.meshes[stage]),
+                memory_of(compiled, mesh),
+                find_collectives(parse(hlo), mesh),
                 offloaded,
                 hlo,
             )

@@ -7,8 +7,9 @@ Letters: S stages, V repeats, M microbatches, D embed.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from maxpipe.config.catalog import ENGINES
+from maxpipe.config.catalog import ENGINES, SCHEDULES
 from maxpipe.config.rules.batches import data_shards
 from maxpipe.config.rules.stages import num_stages
 from maxpipe.config.sections import Config
@@ -18,20 +19,20 @@ from maxpipe.pipeline.layout import build_layout
 from maxpipe.pipeline.schedules.load import build_table
 from maxpipe.planning.footprint import (
     first_layers_width,
-    gradient_copies,
+    held_width,
     itemsize,
     layer_of,
     logits_bytes,
     microbatch_tokens,
     optimizer_bytes,
-    recomputed_width,
     residual_width,
     stash_width,
     total_parameters,
-    weights_in_use,
+    weights_of,
     with_dense_layers,
     working_width,
 )
+from maxpipe.planning.prefetch import gathers_ahead_in
 from maxpipe.planning.stores import (
     Widths,
     circular_store,
@@ -39,6 +40,7 @@ from maxpipe.planning.stores import (
     sequential_store,
     stored_columns,
 )
+from maxpipe.planning.weights_held import Use, weights_held
 
 # Passes over weights and activations: forward, recomputation, gradients for inputs and for weights.
 _PASSES = 4
@@ -49,9 +51,11 @@ class Memory:
     """Bytes on one device.
 
     Attributes:
-      parameters, optimizer, gradients: at rest, and whole where they are gathered for a step.
+      parameters, optimizer: at rest.
+      gradients: sums, whole where they are scattered once a step.
       activations: everything that grows with tokens.
-      in_use: weights that a unit gathers for itself, and what it makes of their gradients.
+      in_use: copies of weights that are computed with, and what becomes of their gradients before
+        these are added to the sums.
     """
 
     parameters: float
@@ -88,23 +92,42 @@ class Bounds:
         return max(self.compute, self.hbm, self.network or 0.0)
 
 
-def estimate(config: Config) -> Memory:
-    """Estimate the memory of one device for a resolved configuration on an SPMD engine."""
-    pipeline = config.pipeline
-    at_rest = total_parameters(config)
-    is_gathered = (
-        config.mesh.size("fsdp") > 1
-        and pipeline.gathers_whole
-        and ENGINES[pipeline.engine].has_stages
-    )
-    gathered = total_parameters(config, ("fsdp",)) if is_gathered else 0.0
+def estimate(config: Config, capacity: float | None = None) -> Memory:
+    """Estimate the memory of one device for a resolved configuration on an SPMD engine.
+
+    Args:
+      config: resolved.
+      capacity: bytes of a device, which decide whether weights are gathered ahead; None if unknown.
+    """
+    at_rest, use = total_parameters(config), _use(config, capacity)
+    held = weights_held(ENGINES[config.pipeline.engine], weights_of(config), use)
+    copies, gradients, unit, head = map(float, held)
+    moments = _moments(config)
+    # The head has done its work before the backward of a layer begins.
+    layers_are_more = moments.unit + unit >= moments.head + head
     return Memory(
-        parameters=itemsize(config.model.param_dtype) * at_rest
-        + itemsize(config.model.dtype) * gathered,
+        parameters=use.stored * at_rest,
         optimizer=optimizer_bytes(config) * at_rest,
-        gradients=4.0 * (gathered or at_rest) + at_rest * gradient_copies(config),
-        activations=_activations(config),
-        in_use=weights_in_use(config, build_layout(config).layers_per_stage),
+        gradients=gradients,
+        activations=moments.kept + (moments.unit if layers_are_more else moments.head),
+        in_use=copies + (unit if layers_are_more else head),
+    )
+
+
+def _use(config: Config, capacity: float | None) -> Use:
+    pipeline = config.pipeline
+    has_stages = ENGINES[pipeline.engine].has_stages
+    return Use(
+        pipeline.num_microbatches,
+        pipeline.num_repeats,
+        build_layout(config).layers_per_stage,
+        _delay(config) * num_stages(config),
+        float(pipeline.fsdp_gather == "per_repeat"),
+        float(pipeline.fsdp_gather == "once"),
+        float(gathers_ahead_in(config, capacity)),
+        has_stages and SCHEDULES[pipeline.schedule].splits_backward,
+        itemsize(config.model.dtype),
+        itemsize(config.model.param_dtype),
     )
 
 
@@ -151,13 +174,18 @@ def traffic(config: Config, memory: Memory) -> float:
     return weights + update + _PASSES * size * tokens * widths / config.mesh.size("stage")
 
 
-def _activations(config: Config) -> float:
-    """Return the bytes that grow with tokens: what the engine stores, and one layer's work."""
+class _Moments(NamedTuple):
+    """Bytes that grow with tokens: kept from forwards to backwards, and while units compute."""
+
+    kept: float
+    unit: float
+    head: float
+
+
+def _moments(config: Config) -> _Moments:
     model, pipeline = config.model, config.pipeline
     layout, engine, stages = build_layout(config), ENGINES[pipeline.engine], num_stages(config)
-    widths = Widths(
-        model.embed_dim, residual_width(config), stash_width(config), recomputed_width(config)
-    )
+    widths = Widths(model.embed_dim, residual_width(config), stash_width(config))
     rows = config.data.global_batch_size // (pipeline.num_microbatches * data_shards(config))
     if not engine.has_stages:
         stored = sequential_store(model.stacked_layers)
@@ -167,18 +195,26 @@ def _activations(config: Config) -> float:
             sizes.residuals, sizes.activations + sizes.gradients, sizes.stash, stages, rows
         )
     else:
-        delay = 2 if pipeline.delay_activation_forwarding else 1
-        stored = circular_store(stages, pipeline.num_microbatches, pipeline.num_repeats, delay)
+        microbatches, repeats = pipeline.num_microbatches, pipeline.num_repeats
+        by_autodiff = float(not pipeline.gathers_whole)
+        stored = circular_store(stages, microbatches, repeats, _delay(config), by_autodiff)
+    layers, size = layout.layers_per_stage, itemsize(model.dtype)
     first = first_layers_width(config)
-    columns = stored_columns(stored, layout.layers_per_stage, layout.num_outside, widths, first)
+    columns = stored_columns(stored, layers, layout.num_outside, widths, size, first)
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1
-    column = tokens * itemsize(model.dtype)
-    # The head has done its work before the backward of a layer begins.
-    width = working_width(config)
+    others = layers - 1 if engine.has_stages else 0
+    working = working_width(config) + others * held_width(config)
     if model.first_dense_layers:
         share = stored.outside if engine.lockstep else 1.0  # of the rows of a microbatch
-        width = max(width, float(share) * working_width(with_dense_layers(config)))
-    working = max(column * width, logits_bytes(config, tokens / head_shards))
-    return column * float(columns) + working
+        working = max(working, float(share) * working_width(with_dense_layers(config)))
+    column = tokens * size
+    return _Moments(
+        column * float(columns), column * working, logits_bytes(config, tokens / head_shards)
+    )
+
+
+def _delay(config: Config) -> int:
+    """Return how many iterations of the circular engine a transfer takes."""
+    return 2 if config.pipeline.delay_activation_forwarding else 1

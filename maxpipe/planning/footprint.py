@@ -20,6 +20,7 @@ from maxpipe.pipeline.chunk import offloaded_names, remat_policy
 from maxpipe.pipeline.weights import STORAGE_AXES, axes_in_use, spec_in_use
 from maxpipe.planning.layer_tensors import Layer, read_layer
 from maxpipe.planning.layer_trace import model_program, trace_model
+from maxpipe.planning.weights_held import Weights
 from maxpipe.sharding.collectives import EXPERT_AXIS
 from maxpipe.sharding.rules import AxisRules, without
 
@@ -37,17 +38,6 @@ def optimizer_bytes(config: Config) -> float:
     return 4.0 * OPTIMIZERS[config.optimizer.name].moments
 
 
-def gradient_copies(config: Config) -> float:
-    """Return the bytes per parameter of gradients of one microbatch that wait to be added.
-
-    An engine without stages computes all of them before it adds them to the sums.
-    """
-    accumulates = config.pipeline.num_microbatches > 1
-    if ENGINES[config.pipeline.engine].has_stages or not accumulates:
-        return 0.0
-    return float(itemsize(config.model.param_dtype))
-
-
 def microbatch_tokens(config: Config) -> float:
     """Return the tokens of a microbatch on one device."""
     rows = config.data.global_batch_size / (config.pipeline.num_microbatches * data_shards(config))
@@ -55,9 +45,10 @@ def microbatch_tokens(config: Config) -> float:
 
 
 def logits_bytes(config: Config, tokens: float) -> float:
-    """Return the bytes of a device's logits and their gradient, float32, for so many tokens."""
+    """Return the bytes of a device's logits, float32, and their gradient, for so many tokens."""
     tile = math.ceil(tokens / config.model.logit_tiles)
-    return 2 * 4.0 * tile * config.model.vocab_size / config.mesh.size("tensor")
+    size = 4.0 + itemsize(config.model.dtype)
+    return size * tile * config.model.vocab_size / config.mesh.size("tensor")
 
 
 def device_parameters(
@@ -135,32 +126,35 @@ def offloaded_width(config: Config) -> float:
     return layer_of(config).saved_width(offloaded_names(config.pipeline))
 
 
-def recomputed_width(config: Config) -> float:
-    """Return the width of what a chunk's backward computes again and holds of each other layer.
+def held_width(config: Config) -> float:
+    """Return the width of what a chunk's backward holds of each layer but the one it is at.
 
-    That is nothing where it computes one layer after the other.
+    These are saved tensors, and what it computes again: nothing where it takes one layer after the
+    other.
     """
-    pipeline = config.pipeline
+    pipeline, saved = config.pipeline, residual_width(config)
     if not pipeline.remat_iterations or not ENGINES[pipeline.engine].has_stages:
-        return 0.0
+        return saved
     if pipeline.remat_layers:
-        return config.model.embed_dim
-    return max(layer_of(config).result_width - residual_width(config), 0.0)
+        return saved + config.model.embed_dim
+    return max(layer_of(config).result_width, saved)
 
 
-def weights_in_use(config: Config, layers: float) -> float:
-    """Return the bytes of the weights that a unit gathers for itself, and of a layer's gradient.
-
-    Args:
-      config: resolved, on an engine of one program. A chunk that `fsdp_prefetch=auto` gathers ahead
-        is not counted; it is small wherever that is on.
-      layers: of a chunk.
-    """
-    pipeline, has_stages = config.pipeline, ENGINES[config.pipeline.engine].has_stages
-    if config.mesh.size("fsdp") == 1 or (has_stages and pipeline.gathers_whole):
-        return 0.0
-    layer = device_parameters(config, "layers", whole_over=STORAGE_AXES)
-    return layer * (itemsize(config.model.dtype) * (layers if has_stages else 1.0) + 4.0)
+def weights_of(config: Config) -> Weights:
+    """Return the parameters on one device of a configuration on an engine of one program."""
+    at_rest, layer = total_parameters(config), device_parameters(config, "layers")
+    projection = device_parameters(config, "head", whole_over=STORAGE_AXES)
+    if config.model.tie_embeddings:  # the table, without the first dense layers next to it
+        table = with_dense_layers(config)
+        projection = device_parameters(table, "embed", whole_over=STORAGE_AXES)
+    return Weights(
+        at_rest,
+        layer * config.model.stacked_layers / config.mesh.size("stage"),
+        total_parameters(config, ("fsdp",)),
+        layer,
+        device_parameters(config, "layers", whole_over=STORAGE_AXES),
+        projection,
+    )
 
 
 def stash_width(config: Config) -> float:
@@ -188,17 +182,18 @@ def handed_over_width(config: Config) -> float:
 
 
 def working_width(config: Config) -> float:
-    """Return the width of all tensors of a layer and their gradients.
+    """Return the width of what the backward of a layer holds at its widest moment.
 
-    Keys and values are those of whole sequences, and tokens at experts those of all devices that
-    share these.
+    These are all tensors, and the gradients of those that one product reads. Keys and values are
+    those of whole sequences, and tokens at experts those of all devices that share these, each with
+    its gradient.
     """
     layer = layer_of(config)
     others = (config.mesh.size("context") - 1) * layer.key_value_width
     if config.model.moe.experts and (devices := config.mesh.size(EXPERT_AXIS)) > 1:
         # Tokens of all devices, and what the experts of this one add to them.
         others += 2 * devices * config.model.embed_dim
-    return 2 * (layer.result_width + others + layer.elementwise_width)
+    return layer.result_width + layer.elementwise_width + layer.widest_gradients + 2 * others
 
 
 def _rules(config: Config) -> Rules:

@@ -211,6 +211,15 @@ class Layer:
         )
 
     @cached_property
+    def widest_gradients(self) -> float:
+        """Return the width of the gradients that exist at once: of all that one product reads."""
+        read = [
+            {r for v in p.operands for r in v.results if isinstance(r, Product)}
+            for p in self.products
+        ]
+        return max(sum(result.result.width for result in results) for results in read)
+
+    @cached_property
     def activated_width(self) -> float:
         """Return the width of results that an activation function turns into an operand."""
         return sum(

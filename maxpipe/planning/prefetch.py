@@ -51,8 +51,7 @@ def gathers_ahead(config: Config, mesh: Mesh, note: Callable[[str], None]) -> bo
             f"fsdp, and with more than {LONGEST_RING} compiling takes long"
         )
         return False
-    layer = device_parameters(config, "layers", whole_over=MANUAL_AXES)
-    required = 2 * layers * layer * itemsize(config.model.dtype)
+    required = _gathered_bytes(config)
     is_small = required <= MEMORY_SHARE * memory
     note(
         f"{KEY}={str(is_small).lower()}: two gathered chunks take {required / 2**30:.2f} GiB, "
@@ -60,3 +59,21 @@ def gathers_ahead(config: Config, mesh: Mesh, note: Callable[[str], None]) -> bo
         f"{memory / 2**30:.3g} GiB"
     )
     return is_small
+
+
+def gathers_ahead_in(config: Config, capacity: float | None) -> bool:
+    """Return the same of a TPU with so much memory, in bytes; None if it is not known."""
+    pipeline, ring = config.pipeline, config.mesh.size("fsdp")
+    scans = pipeline.scan_layers_per_stage and pipeline.num_layers_per_stage > 1
+    if not ENGINES[pipeline.engine].takes(KEY) or scans or ring == 1:
+        return False
+    if pipeline.gathers_whole or pipeline.fsdp_prefetch != "auto":
+        return not pipeline.gathers_whole and pipeline.fsdp_prefetch == "true"
+    is_known = capacity is not None and ring <= LONGEST_RING
+    return is_known and _gathered_bytes(config) <= MEMORY_SHARE * (capacity or 0.0)
+
+
+def _gathered_bytes(config: Config) -> float:
+    """Return the bytes of two gathered chunks."""
+    layer = device_parameters(config, "layers", whole_over=MANUAL_AXES)
+    return 2 * config.pipeline.num_layers_per_stage * layer * itemsize(config.model.dtype)

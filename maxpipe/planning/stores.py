@@ -20,13 +20,11 @@ class Widths(NamedTuple):
       embed: D, of an activation between layers.
       residuals: what a layer saves besides the input of its chunk.
       stash: what a layer's I leaves to its W.
-      recomputed: what the backward of a chunk computes again and holds of each other layer.
     """
 
     embed: Number
     residuals: Number
     stash: Number
-    recomputed: Number
 
 
 class Store(NamedTuple):
@@ -38,6 +36,7 @@ class Store(NamedTuple):
       stashes: chunks between their I and their W.
       outside: microbatches whose residuals layers outside the pipeline keep, and the first dense
         layers.
+      masks: activations that a mask of one byte for each value is kept for.
       has_chunks: whether a unit is a chunk.
     """
 
@@ -45,6 +44,7 @@ class Store(NamedTuple):
     inputs: Number = 0.0
     stashes: Number = 0.0
     outside: Number = 0.0
+    masks: Number = 0.0
     has_chunks: bool = True
 
 
@@ -73,29 +73,52 @@ def lockstep_store(
     return Store(residuals + 1, arrivals + 2, stash + np.greater(stash, 0), share)
 
 
-def circular_store(stages: Number, microbatches: Number, repeats: Number, delay: Number) -> Store:
-    """Return what the circular engine keeps: a unit of every iteration, and the conveyor."""
+def circular_store(
+    stages: Number, microbatches: Number, repeats: Number, delay: Number, by_autodiff: Number
+) -> Store:
+    """Return what the circular engine keeps: a unit of every iteration, and the conveyor.
+
+    Args:
+      stages, microbatches, repeats: S, M, V.
+      delay: of a transfer, in iterations.
+      by_autodiff: 1 where JAX differentiates the loop over iterations, else 0.
+    """
     iterations = microbatches * repeats + delay * (stages - 1)
     # The conveyor of inputs and outputs, and its gradient. Each stage runs the layers outside the
-    # pipeline on its microbatches.
-    return Store(iterations, 2 * microbatches / stages, outside=microbatches / stages)
+    # pipeline on its microbatches. Autodiff keeps the masks that choose each iteration's input and
+    # output.
+    return Store(
+        iterations,
+        2 * microbatches / stages,
+        outside=microbatches / stages,
+        masks=2 * iterations * by_autodiff,
+    )
 
 
 def stored_columns(
-    store: Store, layers: Number, outside_layers: Number, widths: Widths, first: Number = 0.0
+    store: Store,
+    layers: Number,
+    outside_layers: Number,
+    widths: Widths,
+    itemsize: float,
+    first: Number = 0.0,
 ) -> Number:
-    """Return the width of everything that grows with tokens but one layer's work and logits.
+    """Return the width of everything that is kept from forwards to backwards.
 
     Args:
       store: of the engine.
       layers: of a chunk.
       outside_layers: layers outside the pipeline, without the first dense ones.
       widths: of a layer.
+      itemsize: bytes of a value.
       first: width of what the first dense layers keep of a microbatch.
     """
     if not store.has_chunks:
         layers, outside_layers = 1.0, 0.0
-    stored = store.units * (widths.embed + layers * widths.residuals)
-    stored += store.inputs * widths.embed + store.stashes * layers * widths.stash
-    stored += store.outside * (outside_layers * (widths.embed + widths.residuals) + first)
-    return stored + (layers - 1) * widths.recomputed
+    return (
+        store.units * (widths.embed + layers * widths.residuals)
+        + store.inputs * widths.embed
+        + store.stashes * layers * widths.stash
+        + store.masks * widths.embed / itemsize
+        + store.outside * (outside_layers * (widths.embed + widths.residuals) + first)
+    )

@@ -1,30 +1,56 @@
 """Compare the plan's closed forms with the compiler, on candidates drawn at random.
 
     python scripts/benchmark/plan_accuracy.py CONFIG --topology v5p:2x2x2 --count 12 --seed 1 \
-        [key=value ...]
+        --results drawn.json [key=value ...]
 
-Every drawn candidate is compiled by maxpipe.compile in a process of its own, one after another, and
-none is dropped. A line is printed for each as it ends; then the errors of memory and the rank
-correlation of time.
+Every drawn candidate is compiled by maxpipe.compile in a process of its own, one after another,
+and none is dropped. The file holds the candidates and what the compiler says of them. A run that
+was cut short goes on where it stopped, and a finished file is compared without compiling again.
 """
 
 import argparse
+import json
 import random
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
 from maxpipe.compiling.compile_process import compile_configuration
-from maxpipe.config import load
+from maxpipe.config import load, resolve
+from maxpipe.config.options import update
 from maxpipe.config.printing import to_yaml
+from maxpipe.config.sections import Config
 from maxpipe.devices.chips import GIB
 from maxpipe.planning.search.block import block_of
 from maxpipe.planning.search.candidate import Candidate, candidate_of
 from maxpipe.planning.search.facts import Facts
 from maxpipe.planning.search.legality import Legality
 from maxpipe.planning.search.machine import machine_of
+from maxpipe.planning.search.plan import priced_configuration
 from maxpipe.planning.search.request import Request, shared_config
 from maxpipe.planning.search.search import Outcome, price
+from maxpipe.planning.search.written import versions
+
+
+@dataclass
+class Compiled:
+    """A drawn candidate, and what the compiler says of it.
+
+    Attributes:
+      updates: the keys that make it.
+      memory_bytes, seconds: compiled; None until then, or where there is no figure.
+      failure: why there are no figures.
+      compiled_in: seconds; 0 until it is compiled.
+      made_with: versions.
+    """
+
+    updates: dict[str, object]
+    memory_bytes: float | None = None
+    seconds: float | None = None
+    failure: str = ""
+    compiled_in: float = 0.0
+    made_with: str = ""
 
 
 def drawn(request: Request, count: int, seed: int) -> list[Candidate]:
@@ -60,6 +86,85 @@ def ranks(values: list[float]) -> np.ndarray:
     return np.argsort(np.argsort(values)).astype(float)
 
 
+def stored(path: Path | None, source: dict[str, object]) -> list[Compiled]:
+    """Return what a file holds; nothing if there is none.
+
+    Raises:
+      SystemExit: it is of another draw.
+    """
+    if path is None or not path.exists():
+        return []
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    if saved["source"] != source:
+        raise SystemExit(f"{path} is of {saved['source']}, not of {source}")
+    return [Compiled(**entry) for entry in saved["candidates"]]
+
+
+def save(path: Path | None, source: dict[str, object], candidates: list[Compiled]) -> None:
+    """Write the file anew."""
+    if path is not None:
+        plain = {"source": source, "candidates": [asdict(c) for c in candidates]}
+        whole = path.with_suffix(".partial")
+        whole.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+        whole.replace(path)
+
+
+def compiled(candidate: Compiled, config: Config) -> Compiled:
+    """Compile a candidate."""
+    proof = compile_configuration(to_yaml(config), lambda line: None)
+    return Compiled(
+        candidate.updates,
+        proof.memory,
+        proof.seconds,
+        proof.failure,
+        proof.compiled_in,
+        versions(),
+    )
+
+
+def name_of(candidate: Candidate) -> str:
+    """Return a candidate in words."""
+    return (
+        f"{candidate.mesh_text()} {candidate.schedule_text()} M={candidate.microbatches} "
+        f"V={candidate.repeats} {candidate.policy} {candidate.gather} t={candidate.tiles}"
+    )
+
+
+def row(closed: Candidate, found: Compiled) -> str:
+    """Return a line of the table."""
+    memory, seconds = "-", found.failure[:80] or "-"
+    if found.memory_bytes is not None:
+        error = closed.memory / found.memory_bytes - 1
+        memory = f"{found.memory_bytes / GIB:.2f} ({error:+.0%})"
+    if found.seconds is not None:
+        ratio = float(closed.seconds.step) / found.seconds - 1
+        seconds = f"{found.seconds:.4f} ({ratio:+.0%})"
+    closed_seconds = float(closed.seconds.step)
+    gib = closed.memory / GIB
+    return f"| {name_of(closed)} | {gib:.2f} | {memory} | {closed_seconds:.4f} | {seconds} |"
+
+
+def summary(pairs: list[tuple[Candidate, Compiled]]) -> list[str]:
+    """Return the errors of memory and the rank correlation of time."""
+    lines = []
+    known = [(a.memory, b.memory_bytes) for a, b in pairs if b.memory_bytes is not None]
+    if known:
+        errors = np.array([a / b - 1 for a, b in known])
+        spread = f"{errors.mean():+.1%} on average, {errors.min():+.1%} to {errors.max():+.1%}"
+        close = int((abs(errors) <= 0.15).sum())
+        lines.append(f"memory of {len(known)}: {spread}; {close} within 15 %")
+    timed = [(float(a.seconds.step), b.seconds) for a, b in pairs if b.seconds is not None]
+    if len(timed) > 1:
+        closed, seconds = (list(values) for values in zip(*timed, strict=True))
+        ratios = np.array(closed) / seconds
+        rank = np.corrcoef(ranks(closed), ranks(seconds))[0, 1]
+        lines.append(
+            f"time of {len(timed)}: closed / compiled {ratios.min():.2f} to {ratios.max():.2f}"
+        )
+        lines.append(f"Spearman {rank:.3f}; slowest / fastest {max(seconds) / min(seconds):.2f}")
+    return lines
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -68,45 +173,42 @@ def main() -> None:
     parser.add_argument("--topology", required=True)
     parser.add_argument("--count", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path, help="directory for the configurations")
+    parser.add_argument("--results", type=Path, help="file of the candidates, made or gone on with")
+    parser.add_argument("--stored", action="store_true", help="compare what the file holds")
     flags = parser.parse_intermixed_args()
     written = load(flags.config, flags.overrides).config
     machine = machine_of(flags.topology, 1, written)
     shared = shared_config(written, machine)
     batch = written.data.global_batch_size
     request = Request(flags.config, written, shared, machine, (batch,), {}, 0.0)
+    source = {
+        "config": flags.config,
+        "overrides": flags.overrides,
+        "topology": flags.topology,
+        "seed": flags.seed,
+        "count": flags.count,
+    }
+    candidates = stored(flags.results, source)
+    if not candidates:
+        candidates = [Compiled(c.updates()) for c in drawn(request, flags.count, flags.seed)]
+        save(flags.results, source, candidates)
     print(f"seed {flags.seed}, {flags.topology}, {flags.config} {' '.join(flags.overrides)}")
     print("| candidate | GiB, closed | GiB, compiled | s, closed | s, compiled |")
     print("|---|---|---|---|---|")
     pairs = []
-    for number, candidate in enumerate(drawn(request, flags.count, flags.seed)):
-        text = to_yaml(candidate.config(shared))
-        if flags.keep:
-            (flags.keep / f"{number}.yml").write_text(text, encoding="utf-8")
-        proof = compile_configuration(text, lambda line: None)
-        name = (
-            f"{candidate.mesh_text()} {candidate.schedule_text()} M={candidate.microbatches} "
-            f"V={candidate.repeats} {candidate.policy} {candidate.gather} t={candidate.tiles}"
-        )
-        closed = float(candidate.seconds.step)
-        memory = "-" if proof.memory is None else f"{proof.memory / GIB:.2f}"
-        seconds = proof.failure[:80] if proof.seconds is None else f"{proof.seconds:.4f}"
-        print(
-            f"| {name} | {candidate.memory / GIB:.2f} | {memory} | {closed:.4f} | {seconds} |",
-            flush=True,
-        )
-        if proof.memory is not None and proof.seconds is not None:
-            pairs.append((candidate.memory, proof.memory, closed, proof.seconds))
-    closed_memory, memory, closed_seconds, seconds = (
-        list(values) for values in zip(*pairs, strict=True)
-    )
-    errors = np.array(closed_memory) / memory - 1
-    print(f"\n{len(pairs)} of {flags.count} have a predicted step")
-    print(f"memory: {errors.mean():+.1%} on average, {errors.min():+.1%} to {errors.max():+.1%}")
-    ratios = np.array(closed_seconds) / seconds
-    print(f"time: closed / compiled {ratios.min():.2f} to {ratios.max():.2f}")
-    rank = np.corrcoef(ranks(closed_seconds), ranks(seconds))[0, 1]
-    print(f"Spearman of time: {rank:.2f}; slowest / fastest {max(seconds) / min(seconds):.2f}")
+    for number, candidate in enumerate(candidates):
+        config = update(shared, candidate.updates)
+        if not candidate.compiled_in:
+            if flags.stored:
+                continue
+            candidate = candidates[number] = compiled(candidate, config)
+            save(flags.results, source, candidates)
+        closed = priced_configuration(resolve(config, machine.devices), request)
+        if isinstance(closed, str):
+            raise SystemExit(closed)
+        pairs.append((closed, candidate))
+        print(row(closed, candidate), flush=True)
+    print("", f"{len(pairs)} of {len(candidates)} compiled", *summary(pairs), sep="\n")
 
 
 if __name__ == "__main__":

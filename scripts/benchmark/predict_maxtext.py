@@ -199,6 +199,7 @@ def compile_inside(file: Path, module: str, arguments: Sequence[str]) -> None:
         unknowns,
     )
     from maxpipe.compiling.prediction.prediction import Prediction
+    from maxpipe.compiling.step import memory_of
     from maxpipe.devices.chips import chip_of
 
     compile_step = jax.stages.Lowered.compile
@@ -223,7 +224,7 @@ def compile_inside(file: Path, module: str, arguments: Sequence[str]) -> None:
         content = {
             "predicted_step_seconds": prediction.seconds,
             "predicted": prediction.as_json(),
-            "memory": {"temp_bytes": compiled.memory_analysis().temp_size_in_bytes},
+            "memory": {"temp_bytes": memory_of(compiled, mesh).temp},
         }
         file.write_text(json.dumps(content), encoding="utf-8")
         return compiled

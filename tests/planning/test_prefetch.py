@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.engines import tiny
 
+from maxpipe.devices.chips import device_memory
 from maxpipe.planning import prefetch
 
 
@@ -17,9 +18,8 @@ class Device:
     coords: tuple[int, ...] = (0, 0, 0)
 
 
-def decided(device=Device(), ring=4, **values):
-    """Return (decision, notes) for two stages with weights split over `ring` devices."""
-    config = tiny(
+def config_of(**values):
+    return tiny(
         **{
             "pipeline.engine": "scheduled",
             "pipeline.schedule": "lockstep_1f1b",
@@ -31,10 +31,14 @@ def decided(device=Device(), ring=4, **values):
         }
         | values
     )
+
+
+def decided(device=Device(), ring=4, **values):
+    """Return (decision, notes) for two stages with weights split over `ring` devices."""
     devices = np.array([device] * 2 * ring).reshape(2, ring)
     mesh = SimpleNamespace(shape={"stage": 2, "fsdp": ring}, devices=devices)
     notes = []
-    return prefetch.gathers_ahead(config, mesh, notes.append), notes
+    return prefetch.gathers_ahead(config_of(**values), mesh, notes.append), notes
 
 
 @pytest.mark.parametrize(
@@ -89,3 +93,29 @@ def test_gathered_chunks_count_what_tensor_parallelism_leaves_to_a_device():
     notes = [decided(**{"mesh.ici.tensor": size, "model.mlp_dim": 2**24})[1][0] for size in (1, 2)]
     whole, half = (float(note.split("take ")[1].split()[0]) for note in notes)
     assert whole > 1.8 * half
+
+
+@pytest.mark.parametrize("share", [0.05, 1e-9])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"mesh.ici.fsdp": 1},
+        {"mesh.ici.fsdp": 8},
+        {"pipeline.fsdp_gather": "once"},
+        {"pipeline.fsdp_prefetch": "false"},
+        {"pipeline.fsdp_prefetch": "true", "mesh.ici.fsdp": 8},
+        {"pipeline.scan_layers_per_stage": True, "model.num_layers": 4},
+    ],
+)
+def test_what_is_decided_without_devices_is_what_is_decided_on_them(share, values, monkeypatch):
+    monkeypatch.setattr(prefetch, "MEMORY_SHARE", share)
+    values = {"pipeline.num_layers_per_stage": 2, "model.num_layers": 4} | values
+    ring = values.get("mesh.ici.fsdp", 4)
+    memory = device_memory([Device()])
+    assert prefetch.gathers_ahead_in(config_of(**values), memory) is decided(ring=ring, **values)[0]
+
+
+def test_nothing_is_gathered_ahead_on_auto_in_an_unknown_memory():
+    assert not prefetch.gathers_ahead_in(config_of(), None)
+    assert prefetch.gathers_ahead_in(config_of(**{"pipeline.fsdp_prefetch": "true"}), None)

@@ -67,10 +67,11 @@ def test_case_prints_rows_with_ratios_to_maxtext(script, monkeypatch, capsys):
 
 def test_program_compiled_inside_is_walked_and_reported(script, monkeypatch, tmp_path):
     text = (HLO / "step.hlo").read_text(encoding="utf-8")
-    compiled = SimpleNamespace(
-        as_text=lambda: text,
-        memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=7),
+    sizes = {"argument": 4, "output": 5, "alias": 4, "temp": 9, "generated_code": 1}
+    memory = SimpleNamespace(
+        **{f"{name}_size_in_bytes": size for name, size in sizes.items()}, peak_memory_in_bytes=12
     )
+    compiled = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled)
     module = SimpleNamespace(main=lambda words: jax.stages.Lowered.compile(None))
     monkeypatch.setitem(sys.modules, "fake_maxtext", module)

@@ -17,19 +17,21 @@ from maxpipe.planning.footprint import (
     device_parameters,
     first_layers_width,
     handed_over_width,
+    held_width,
     itemsize,
     layer_of,
     offloaded_width,
     optimizer_bytes,
-    recomputed_width,
     residual_width,
     stash_width,
     total_parameters,
+    weights_of,
     with_dense_layers,
     working_width,
 )
 from maxpipe.planning.layer_trace import trace_model
 from maxpipe.planning.search.space import Axes
+from maxpipe.planning.weights_held import Weights
 from maxpipe.sharding.collectives import EXPERT_AXIS
 
 # Weights are gathered over these axes for the computation; experts stay where they are.
@@ -46,6 +48,7 @@ class Parameters(NamedTuple):
       layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
       outer_at_rest, outer_gathered: those of embedding and head, likewise.
       embed_gathered, head_gathered: those of each, whole over all storage axes.
+      weights: the same as the closed forms of memory take them.
     """
 
     at_rest: float
@@ -56,6 +59,7 @@ class Parameters(NamedTuple):
     outer_at_rest: float
     embed_gathered: float
     head_gathered: float
+    weights: Weights
 
 
 class LayerCosts(NamedTuple):
@@ -85,7 +89,7 @@ class Saving(NamedTuple):
       offloaded: width that it saves in the host's memory.
       stash: width that an I leaves to its W.
       handed_over: the same on an engine with a program for each unit.
-      held: width of what a chunk's backward computes again and holds of each other layer.
+      held: width of what a chunk's backward holds of each layer but the one it is at.
       recomputed: share of a layer's forward that its backward computes again.
       first_kept: width that the first dense layers keep of a microbatch.
       first_recomputed: share of their forward that their backward computes again.
@@ -165,6 +169,7 @@ class Facts:
                 device_parameters(config, "embed") + device_parameters(config, "head"),
                 embed,
                 head,
+                weights_of(config),
             )
         return self._parameters[key]
 
@@ -211,7 +216,7 @@ class Facts:
                 offloaded_width(config),
                 stash_width(config),
                 handed_over_width(config),
-                recomputed_width(config),
+                held_width(config),
                 recomputed,
                 first_layers_width(config),
                 first_recomputed,

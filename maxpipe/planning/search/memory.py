@@ -15,6 +15,7 @@ from maxpipe.planning.stores import (
     sequential_store,
     stored_columns,
 )
+from maxpipe.planning.weights_held import Use, weights_held
 
 
 def memory_bytes(sizes: BlockSizes) -> Number:
@@ -25,61 +26,72 @@ def memory_bytes(sizes: BlockSizes) -> Number:
 def _program_bytes(sizes: BlockSizes) -> Number:
     """Return the same as `planning.estimate.estimate`, for many."""
     config, parameters = sizes.config, sizes.parameters
-    splits = sizes.block.grid.size("fsdp") > 1 and sizes.engine.has_stages
-    gathered = splits * (1.0 - sizes.gathers("per_iteration")) * parameters.gathered
-    state = state_per_parameter(config) * parameters.at_rest + sizes.itemsize * gathered
-    gradients = 4.0 * np.where(gathered > 0, gathered, parameters.at_rest)
-    if not sizes.engine.has_stages:  # see `footprint.gradient_copies`
-        waiting = parameters.at_rest * itemsize(config.model.param_dtype)
-        gradients = gradients + waiting * (sizes.microbatches > 1)
-    widths = Widths(config.model.embed_dim, sizes.residuals, sizes.stash, sizes.held)
-    store = _store(sizes)
-    columns = stored_columns(store, sizes.layers, sizes.outside, widths, sizes.first_kept)
+    held = weights_held(sizes.engine, parameters.weights, _use(sizes))
+    state = state_per_parameter(config) * parameters.at_rest + held.copies + held.gradients
+    widths, store = Widths(config.model.embed_dim, sizes.residuals, sizes.stash), _store(sizes)
+    columns = stored_columns(
+        store, sizes.layers, sizes.outside, widths, sizes.itemsize, sizes.first_kept
+    )
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
     column = sizes.tokens * sizes.itemsize
+    others = (sizes.layers - 1) * sizes.held if sizes.engine.has_stages else 0.0
     share = store.outside if sizes.engine.lockstep else 1.0
-    working = np.maximum(column * _working(sizes, share), _logits(sizes, head_tokens))
-    return state + gradients + column * columns + working + _weights_in_use(sizes)
+    unit = column * _working(sizes, others, share) + held.unit
+    head = _logits(sizes, head_tokens) + held.head
+    return state + column * columns + np.maximum(unit, head)
 
 
-def _weights_in_use(sizes: BlockSizes) -> Number:
-    """Return the same as `footprint.weights_in_use`, for many."""
-    if sizes.block.grid.size("fsdp") == 1:
-        return 0.0
-    layer = sizes.parameters.layer_gathered
-    if not sizes.engine.has_stages:
-        return layer * (sizes.itemsize + 4.0)
-    return sizes.gathers("per_iteration") * layer * (sizes.itemsize * sizes.layers + 4.0)
+def _use(sizes: BlockSizes) -> Use:
+    return Use(
+        sizes.microbatches,
+        sizes.repeats,
+        sizes.layers,
+        _delay(sizes) * sizes.stages,
+        sizes.gathers("per_repeat"),
+        sizes.gathers("once"),
+        sizes.gathers_ahead(),
+        sizes.splits_backward,
+        sizes.itemsize,
+        itemsize(sizes.config.model.param_dtype),
+    )
+
+
+def _delay(sizes: BlockSizes) -> int:
+    return 2 if sizes.config.pipeline.delay_activation_forwarding else 1
 
 
 def _store(sizes: BlockSizes) -> Store:
-    pipeline = sizes.config.pipeline
     if not sizes.engine.has_stages:
         return sequential_store(sizes.config.model.stacked_layers)
     if not sizes.engine.lockstep:
-        delay = 2 if pipeline.delay_activation_forwarding else 1
-        return circular_store(sizes.stages, sizes.microbatches, sizes.repeats, delay)
+        by_autodiff = sizes.gathers("per_iteration")
+        delay = _delay(sizes)
+        return circular_store(sizes.stages, sizes.microbatches, sizes.repeats, delay, by_autodiff)
     residuals, arrivals, stash = map(sizes.of_pattern, ("residuals", "arrivals", "stash"))
     return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
 
 
-def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
-    """Return the width of a layer's work; of first dense layers, for so much of a microbatch."""
+def _working(sizes: BlockSizes, held: Number = 0.0, first_share: Number = 1.0) -> Number:
+    """Return the width of a layer's work, and of what the other layers of its chunk hold.
+
+    That of first dense layers, if more: for so much of a microbatch, and each by itself.
+    """
     others = sizes.block.grid.size("context") - 1
 
     def width(layer: LayerCosts) -> float:
         return layer.working + 2 * others * layer.key_values
 
     if sizes.facts.of_first_layers is None:
-        return width(sizes.layer)
+        return width(sizes.layer) + held
     first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)
-    return np.maximum(width(sizes.layer), first_share * width(first))
+    return np.maximum(width(sizes.layer) + held, first_share * width(first))
 
 
 def _logits(sizes: BlockSizes, tokens: Number) -> Number:
     """Return the bytes of logits and their gradient, see `footprint.logits_bytes`."""
     tile = np.ceil(tokens / along(sizes.block.tiles, "tiles"))
-    return 8.0 * tile * sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
+    size = 4.0 + sizes.itemsize
+    return size * tile * sizes.config.model.vocab_size / sizes.block.grid.size("tensor")
 
 
 def _stage_bytes(sizes: BlockSizes) -> Number:

@@ -46,8 +46,9 @@ class Waits(NamedTuple):
       gather: of a layer's weights.
       scatter: sum of a layer's gradients over the devices that share its weights.
       forward, backward: of activations within a layer, which the next product waits for.
+      gradient: sum of a layer's gradients over copies of its weights, where every unit has one.
       permute: of activations to the next stage.
-      reduction: sum of all gradients over copies of the parameters, once a step.
+      reduction: sum of the other gradients over copies of the parameters, once a step.
       outer: gathers and sums of embedding and head, once.
     """
 
@@ -55,6 +56,7 @@ class Waits(NamedTuple):
     scatter: Number
     forward: Number
     backward: Number
+    gradient: Number
     permute: Number
     reduction: Number
     outer: Number

@@ -46,8 +46,8 @@ def _units(sizes: BlockSizes, machine: Machine) -> Units:
     again: Number = 0.0
     if sizes.engine.has_stages:
         # The backward of several layers holds results of products, and computes the rest once more.
-        again = (sizes.layers > 1) * (sizes.held > 0)
-    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again)
+        again = 1.0 * ((sizes.layers > 1) & (sizes.held > sizes.residuals))
+    layer = _layer(sizes, machine, sizes.facts, sizes.residuals, sizes.recomputed, again)
     head_flops = 3 * sizes.tokens * sizes.facts.head_flops / grid.layer_shards
     peak, moved = machine.peak * machine.matrix_efficiency, sizes.parameters.head_gathered
     head = roofline(head_flops, peak, 3 * sizes.itemsize * moved, machine.hbm)
@@ -59,13 +59,22 @@ def _first_layers(sizes: BlockSizes, machine: Machine) -> Number:
     facts = sizes.facts.of_first_layers
     if facts is None:
         return 0.0
-    layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0)
+    residuals: Number = 0.0
+    if sizes.engine.has_stages and not sizes.engine.lockstep:
+        # A loop over microbatches stores them; elsewhere a microbatch's are read where they lie.
+        residuals = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
+    layer = _layer(sizes, machine, facts, residuals, sizes.first_recomputed, 0.0)
     # A lockstep engine begins their backward at the tokens.
     return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
 
 
 def _layer(
-    sizes: BlockSizes, machine: Machine, facts: Facts, recomputed: Number, again: Number
+    sizes: BlockSizes,
+    machine: Machine,
+    facts: Facts,
+    residuals: Number,
+    recomputed: Number,
+    again: Number,
 ) -> _Layer:
     """Return the times of a layer of a model.
 
@@ -73,6 +82,7 @@ def _layer(
       sizes: of the block.
       machine: that runs it.
       facts: of the model.
+      residuals: width of what goes through a store.
       recomputed: share of the forward that the backward computes again.
       again: how often it makes what lies between products once more.
     """
@@ -86,7 +96,8 @@ def _layer(
     attention = masked * tokens * layer.attention_flops / machine.attention_peak()
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
-    forward = products + attention + between
+    stored = _stored(sizes, residuals) / machine.hbm
+    forward = products + attention + between + stored
     prepared = _prepared(sizes, parameters) / machine.hbm
     # Sums of gradients are read and written, float32.
     accumulated = 8.0 * _gradient_parameters(sizes, parameters) / machine.hbm
@@ -95,7 +106,8 @@ def _layer(
         products
         + ATTENTION_BACKWARD * attention
         + (2 + again) * between
-        + recomputed * forward
+        + recomputed * (forward - stored)
+        + stored
         + prepared,
         products + accumulated,
     )
@@ -108,6 +120,16 @@ def _prepared(sizes: BlockSizes, parameters: Parameters) -> Number:
     cast = (stored + sizes.itemsize) * parameters.layer_at_rest
     is_gathered = parameters.layer_gathered > parameters.layer_at_rest
     return each * (cast + is_gathered * sizes.itemsize * parameters.layer_gathered)
+
+
+def _stored(sizes: BlockSizes, residuals: Number) -> Number:
+    """Return the bytes that move while a layer's residuals are written to a store, or read of it.
+
+    Each is a copy, as what makes them and what reads them has layouts of its own.
+    """
+    if not sizes.engine.one_program:
+        return 0.0  # programs hand them over
+    return 2 * sizes.itemsize * sizes.tokens * residuals
 
 
 def _gradient_parameters(sizes: BlockSizes, parameters: Parameters) -> Number:
@@ -140,7 +162,7 @@ def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
     moved = parameters.layer_gathered - parameters.layer_at_rest
     gradient_size = 4.0 if sizes.engine.lockstep or not sizes.engine.one_program else sizes.itemsize
     activations = sizes.tokens * sizes.itemsize * sizes.config.model.embed_dim
-    tensor, context, data = (grid.size(axis) for axis in ("tensor", "context", "data"))
+    tensor, context = grid.size("tensor"), grid.size("context")
     experts = grid.size(EXPERT_AXIS)
     # Two sums of activations over tensor in a forward, each as a scatter and a gather.
     summed = 2 * 2 * activations * (tensor - 1) / tensor * cost("tensor")
@@ -149,13 +171,23 @@ def _waits(sizes: BlockSizes, machine: Machine) -> Waits:
     sums = sizes.tokens * 4.0 * sizes.config.model.embed_dim
     exchanged = (activations + sums) * (experts - 1) * cost(EXPERT_AXIS)
     outer = parameters.embed_gathered + parameters.head_gathered - parameters.outer_at_rest
+    # Devices that share weights sum up their gradients, by autodiff in every unit.
+    sharing = grid.size("data") * context
+    summed_once = 2 * (sharing - 1) / sharing * _joint(cost("data"), cost("context"))
+    by_autodiff = _by_autodiff(sizes)
+    units = 1.0 if sizes.engine.has_stages else sizes.microbatches
+    once = 4.0 * (1.0 - by_autodiff) * parameters.at_rest
+    once = once + by_autodiff * units * sizes.itemsize * parameters.outer_at_rest
     return Waits(
         gather=sizes.itemsize * moved * cost("fsdp"),
         scatter=gradient_size * moved * cost("fsdp"),
         forward=summed + keys + exchanged,
-        backward=(summed + exchanged) * (1 + sizes.recomputed) + keys * (2 + sizes.recomputed),
+        # Sums of keys' gradients are float32; keys of other devices are gathered again.
+        backward=(summed + exchanged) * (1 + sizes.recomputed)
+        + keys * (2.0 + np.greater(sizes.recomputed, 0)),
+        gradient=by_autodiff * sizes.itemsize * parameters.layer_at_rest * summed_once,
         permute=activations * machine.permute_cost(grid, links) * (sizes.stages > 1),
-        reduction=2 * 4.0 * parameters.at_rest * (data - 1) / data * cost("data")
+        reduction=once * summed_once
         + 2 * 4.0 * parameters.whole_over_experts * (experts - 1) / experts * cost(EXPERT_AXIS),
         outer=(sizes.itemsize + gradient_size) * outer * _joint(cost("fsdp"), cost("stage")),
     )
@@ -179,7 +211,16 @@ def _unit_waits(sizes: BlockSizes, units: Units, waits: Waits) -> tuple[Number, 
     before += (1.0 - ahead) * layers * waits.gather
     after = ahead * exposed(layers * moved, waits.scatter, layers * backward)
     after += (1.0 - ahead) * layers * moved
-    return layers * waits.forward + each * before, layers * waits.backward + each * after
+    in_backward = layers * (waits.backward + waits.gradient)
+    return layers * waits.forward + each * before, in_backward + each * after
+
+
+def _by_autodiff(sizes: BlockSizes) -> Number:
+    """Return 1 where JAX differentiates the loop over layers or iterations, else 0."""
+    if not sizes.engine.has_stages:
+        return 1.0
+    is_written_out = sizes.engine.lockstep or not sizes.engine.one_program
+    return 0.0 if is_written_out else sizes.gathers("per_iteration")
 
 
 def _communication(sizes: BlockSizes, units: Units, waits: Waits) -> Number:

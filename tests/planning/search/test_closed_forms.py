@@ -73,7 +73,7 @@ def test_memory_of_many_is_the_estimate_of_each(config, facts, priced):
         index = int(draw.choice(legal))
         candidate = candidate_of(each.block, index, each.memory, each.seconds, facts)
         resolved = resolve(candidate.config(config), 8, 1)
-        expected = estimate(resolved).total
+        expected = estimate(resolved, machine_of("v6e:2x4", 1, config).capacity).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 
@@ -113,7 +113,7 @@ def test_memory_with_first_dense_layers_is_the_estimate(config, engine, schedule
     for index in np.random.default_rng(5).choice(np.flatnonzero(priced.legal), 8, replace=False):
         memory, seconds = priced.memory, priced.seconds
         candidate = candidate_of(priced.block, int(index), memory, seconds, facts)
-        expected = estimate(resolve(candidate.config(mixture), 8, 1)).total
+        expected = estimate(resolve(candidate.config(mixture), 8, 1), machine.capacity).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 

@@ -1,0 +1,138 @@
+"""Compute the weights and gradients that an engine holds besides those at rest, in bytes.
+
+Every number may be an array with an entry for each of many candidates.
+
+Letters: S stages, V repeats, M microbatches.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from maxpipe.config.engine_facts import Engine
+from maxpipe.planning.stores import Number
+
+_SUM = 4.0  # bytes of a gradient that is summed up: float32
+
+
+class Weights(NamedTuple):
+    """Parameters on one device, as numbers of values.
+
+    Attributes:
+      at_rest: all of them.
+      layers_at_rest: those of all layers.
+      gathered: all of them, whole over fsdp.
+      layer_at_rest, layer_gathered: those of a layer, the second whole over all storage axes.
+      projection: those that make logits, whole over all storage axes.
+    """
+
+    at_rest: Number
+    layers_at_rest: Number
+    gathered: Number
+    layer_at_rest: Number
+    layer_gathered: Number
+    projection: Number
+
+
+class Use(NamedTuple):
+    """How an engine uses weights.
+
+    Attributes:
+      microbatches, repeats, layers: M, V, and layers of a chunk.
+      period: the fewest microbatches that a conveyor holds, S or twice that.
+      per_repeat, once: 1 where weights are gathered so often, else 0.
+      ahead: 1 where they are gathered a slot ahead, else 0.
+      splits_backward: whether weight gradients are units of their own.
+      size, stored: bytes of a value that is computed with, and at rest.
+    """
+
+    microbatches: Number
+    repeats: Number
+    layers: Number
+    period: float
+    per_repeat: Number
+    once: Number
+    ahead: Number
+    splits_backward: bool
+    size: float
+    stored: float
+
+
+class Held(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      copies: of weights, all step long.
+      gradients: sums, all step long.
+      unit: what a unit makes of weights, and their gradients, while it computes.
+      head: the same of the head.
+    """
+
+    copies: Number
+    gradients: Number
+    unit: Number
+    head: Number
+
+
+def weights_held(engine: Engine, weights: Weights, use: Use) -> Held:
+    """Return what an engine of one program holds besides parameters and optimizer at rest."""
+    if not engine.has_stages:
+        return _sequential(weights, use)
+    return _lockstep(weights, use) if engine.lockstep else _circular(weights, use)
+
+
+def _sequential(weights: Weights, use: Use) -> Held:
+    # Gradients of a microbatch wait until all are there, and are added then.
+    waiting = use.stored * weights.at_rest * np.greater(use.microbatches, 1)
+    return Held(
+        _cast_layers(weights, use),
+        _SUM * weights.at_rest + waiting,
+        # A layer and its gradient.
+        2 * use.size * weights.layer_gathered,
+        2 * use.size * weights.projection,
+    )
+
+
+def _cast_layers(weights: Weights, use: Use) -> Number:
+    """Return the bytes of all layers in the dtype of activations.
+
+    XLA casts them before the loop over layers or iterations.
+    """
+    return use.size * weights.layers_at_rest if use.size < use.stored else 0.0
+
+
+def _lockstep(weights: Weights, use: Use) -> Held:
+    each = 1.0 - use.per_repeat - use.once  # per iteration; the engine has no repeats to gather for
+    chunk = use.layers * weights.layer_gathered
+    # F and B, and W, have a set each if they gather ahead; otherwise one after the other has one.
+    sets = 1.0 + use.ahead * (1.0 + use.splits_backward)
+    whole = np.greater(weights.layer_gathered, weights.layer_at_rest) * weights.layer_gathered
+    gradients = each * (use.layers * weights.layer_at_rest + whole) + use.once * chunk
+    return Held(
+        # Of what is gathered ahead XLA casts all shards before the loop.
+        use.ahead * _cast_layers(weights, use) + use.once * use.size * weights.gathered,
+        _SUM * (each * weights.at_rest + use.once * weights.gathered),
+        each * use.size * sets * chunk + _SUM * gradients,
+        (each * use.size + _SUM) * weights.projection,
+    )
+
+
+def _circular(weights: Weights, use: Use) -> Held:
+    each = 1.0 - use.per_repeat - use.once
+    chunk = use.layers * weights.layer_gathered
+    # A repeat's weights are gathered during the one before, or the one before that.
+    lookahead = 1.0 + np.equal(use.microbatches, use.period)
+    sets = np.minimum(use.repeats, lookahead + 1.0) * use.per_repeat
+    sums = np.minimum(use.repeats, 2.0) * use.per_repeat
+    at_rest = each + use.per_repeat
+    # Logits of all microbatches are made of one copy, which has one gradient.
+    head = 2 * use.size * weights.projection
+    return Held(
+        each * _cast_layers(weights, use)
+        + use.size * (sets * chunk + use.once * weights.gathered)
+        + head,
+        _SUM * (at_rest * weights.at_rest + sums * chunk + use.once * weights.gathered),
+        # A chunk's weights, and its gradient.
+        (each + 1.0) * use.size * chunk,
+        0.0,
+    )

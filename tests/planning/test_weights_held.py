@@ -1,0 +1,87 @@
+"""What engines hold of weights and gradients, on numbers that make each part visible."""
+
+import numpy as np
+import pytest
+
+from maxpipe.config.catalog import ENGINES
+from maxpipe.planning.weights_held import Use, Weights, weights_held
+
+# 8 chunks of 2 layers on a stage, split over four devices; two bytes computed with, four at rest.
+WEIGHTS = Weights(
+    at_rest=170.0,
+    layers_at_rest=160.0,
+    gathered=680.0,
+    layer_at_rest=10.0,
+    layer_gathered=40.0,
+    projection=100.0,
+)
+USE = Use(
+    microbatches=8,
+    repeats=8,
+    layers=2,
+    period=4,
+    per_repeat=0.0,
+    once=0.0,
+    ahead=0.0,
+    splits_backward=False,
+    size=2.0,
+    stored=4.0,
+)
+
+
+def held(engine, **changes):
+    return weights_held(ENGINES[engine], WEIGHTS, USE._replace(**changes))
+
+
+def test_loops_that_xla_writes_hold_all_layers_cast():
+    assert held("sequential").copies == 2 * 160
+    assert held("circular").copies == 2 * 160 + 2 * 2 * 100  # and the projection with its gradient
+    assert held("sequential", stored=2.0).copies == 0
+    assert held("scheduled").copies == 0
+    assert held("scheduled", ahead=1.0).copies == 2 * 160
+
+
+def test_gradients_of_a_microbatch_wait_where_there_are_several():
+    assert held("sequential").gradients == 4 * 170 + 4 * 170
+    assert held("sequential", microbatches=1).gradients == 4 * 170
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "repeats", "sets", "sums"),
+    # As many as there are repeats, and a third set of weights where repeats are short.
+    [(8, 1, 1, 1), (8, 2, 2, 2), (8, 8, 2, 2), (4, 2, 2, 2), (4, 8, 3, 2)],
+)
+def test_weights_gathered_once_a_repeat_are_there_two_or_three_times(
+    microbatches, repeats, sets, sums
+):
+    found = held("circular", microbatches=microbatches, repeats=repeats, per_repeat=1.0)
+    chunk = 2 * 40
+    assert found.copies == 2 * sets * chunk + 2 * 2 * 100
+    assert found.gradients == 4 * (170 + sums * chunk)
+
+
+@pytest.mark.parametrize("engine", ["circular", "scheduled"])
+def test_weights_gathered_once_are_whole_with_their_gradients(engine):
+    found = held(engine, once=1.0)
+    assert found.copies - 2 * 680 == (2 * 2 * 100 if engine == "circular" else 0)
+    assert found.gradients == 4 * 680
+
+
+def test_every_slot_that_gathers_ahead_has_a_chunk():
+    plain, ahead = held("scheduled"), held("scheduled", ahead=1.0)
+    chunk = 2 * 40
+    # A chunk, the gradients of its shards, and one layer's whole gradient.
+    assert plain.unit == 2 * chunk + 4 * (2 * 10 + 40)
+    assert ahead.unit - plain.unit == 2 * chunk
+    split = held("scheduled", ahead=1.0, splits_backward=True)
+    assert split.unit - ahead.unit == 2 * chunk
+    assert plain.head == (2 + 4) * 100
+
+
+def test_many_are_computed_at_once():
+    once = np.array([0.0, 1.0])
+    found = held("scheduled", once=once)
+    for place, value in enumerate(once):
+        assert [np.broadcast_to(part, 2)[place] for part in found] == [
+            *held("scheduled", once=value)
+        ]
