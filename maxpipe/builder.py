@@ -166,6 +166,12 @@ def _check_stages_of_processes(config: Config, mesh: Mesh, engine: MpmdEngine) -
             "engine=auto"
         )
         raise ConfigError(Problem("mesh.ici.stage", message))
+    if not describe_transfers():
+        message = (
+            "JAX has started for another engine, without sockets between its processes; start the "
+            "run in new processes"
+        )
+        raise ConfigError(Problem("pipeline.engine", message))
     if engine.model.offloaded and any(len(processes_of(stage)) > 1 for stage in engine.meshes):
         reason = "a stage of several processes has no memory of one host"
         raise ConfigError(Problem("pipeline.remat_policy", f"{reason}; use minimal or full"))

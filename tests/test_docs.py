@@ -71,6 +71,7 @@ SMALL = [
 # A run from a folder of Hugging Face, which the commands after it export.
 IMPORT = next(line for line in commands(PAGES["docs/families.md"]) if "run_name=mine" in line)
 IMPORTED_RUN = "runs/mine"
+COMPARED = ("dense", "of_experts")  # runs whose losses a page draws
 SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: test_documented_runs.py makes the runs, and test_configs.py
 # compiles.
@@ -123,6 +124,8 @@ def place(tmp_path_factory):
         assert train.main([*FIRST_RUN.split()[3:], *SMALL]) == 0
         shutil.copytree("runs/base", "runs/longer")  # docs/comparing.md compares it
         (directory / "runs" / "base" / STATUS_FILE).write_text(json.dumps(asdict(Status("trains"))))
+        for name in COMPARED:
+            shutil.copytree(directory / "runs" / "base", directory / "runs" / name)
         yield directory
 
 

@@ -23,7 +23,8 @@ def start_jax(config: Config) -> None:
 
     Raises:
       ConfigError: the environment's description of the processes is incomplete, they cannot share
-        the simulated devices evenly or do not fit the stages, or JAX has other devices already.
+        the simulated devices evenly, or do not fit the stages, or JAX has started with other
+        devices than those to simulate.
     """
     # Checked first: after `start_processes` the message would come only when all peers are there.
     check_processes(derive_known(config), announced_processes())
@@ -36,7 +37,7 @@ def start_jax(config: Config) -> None:
             start_threads(config, devices, announced_processes())
     start_processes(config.mesh.heartbeat_timeout_seconds)
     engine = ENGINES.get(derive_known(config).pipeline.engine)
-    if processes.count() > 1 and engine and not engine.one_program:
+    if processes.count() > 1 and engine and not engine.one_program and not has_started():
         start_transfers()
     start_compile_cache(config)
 

@@ -31,11 +31,16 @@ def start_transfers() -> None:
 
 
 def describe_transfers() -> str:
-    """Return in words how arrays travel between processes."""
+    """Return in words how arrays travel between processes; empty if they cannot.
+
+    They cannot if JAX has started without the sockets that its devices need.
+    """
     device = jax.local_devices()[0]
     if getattr(device.client, "supports_cross_host_transfers", False):
         return f"jax.device_put, by the {device.client.platform} runtime"
     address = jax.config.read("jax_cross_host_transfer_socket_address")
+    if not address:
+        return ""
     return f"jax.device_put, over sockets; process {jax.process_index()} is at {address}"
 
 

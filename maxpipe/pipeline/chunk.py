@@ -126,7 +126,7 @@ def _layer_key(program: ModelProgram, key: jax.Array | None, number: jax.Array) 
 
 def apply_layers(
     layer_fn: LayerFn,
-    layers: Params,
+    layers: Params | tuple[Params, ...],
     index: jax.Array,
     x: jax.Array,
     side: SideInputs,
@@ -139,7 +139,7 @@ def apply_layers(
 
     Args:
       layer_fn: from `layer_function`, perhaps rematerialised.
-      layers: leaves [L, ...].
+      layers: leaves [L, ...]; without `scan` perhaps those of each layer by itself.
       index: int32 [L], indices in model order.
       x: activations [B, T, D].
       side: side inputs of the microbatch.
@@ -152,6 +152,7 @@ def apply_layers(
       (activations, auxiliary losses summed over layers and sequences).
     """
     if scan and index.shape[0] > 1:
+        assert not isinstance(layers, tuple)
 
         def body(
             x: jax.Array, layer: tuple[Params, jax.Array]
@@ -162,7 +163,9 @@ def apply_layers(
         return x, jax.tree.map(partial(jnp.sum, axis=0), stacked)
     of_layers: list[AuxiliaryLosses] = []
     for i in range(index.shape[0]):
-        layer = jax.tree.map(lambda p, i=i: p[i], layers)
+        layer = (
+            layers[i] if isinstance(layers, tuple) else jax.tree.map(lambda p, i=i: p[i], layers)
+        )
         if gathered is not None:
             layer = {"shards": layer, "gathered": gathered[i]}
         x, aux = layer_fn(layer, index[i], x, side, key)

@@ -196,11 +196,11 @@ def _moments(config: Config) -> _Moments:
         )
     else:
         microbatches, repeats = pipeline.num_microbatches, pipeline.num_repeats
-        by_autodiff = float(not pipeline.gathers_whole)
+        by_autodiff = not pipeline.gathers_whole
         stored = circular_store(stages, microbatches, repeats, _delay(config), by_autodiff)
-    layers, size = layout.layers_per_stage, itemsize(model.dtype)
-    first = first_layers_width(config)
-    columns = stored_columns(stored, layers, layout.num_outside, widths, size, first)
+    first, size = first_layers_width(config), itemsize(model.dtype)
+    layers, outside = layout.layers_per_stage, layout.num_outside
+    columns = stored_columns(stored, layers, outside, widths, size, first)
     tokens = microbatch_tokens(config)
     # A lockstep engine divides the tokens of the head among all stages.
     head_shards = stages if engine.lockstep else 1

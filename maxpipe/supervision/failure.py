@@ -89,13 +89,14 @@ def ending_with_lost_process() -> Iterator[None]:
     except Exception as error:
         if processes.count() == 1 or (cause := _cause_in_jax(error)) is None:
             raise
+        is_own = str(cause).startswith(_OWN_FAULTS)
+        # While this waits, JAX may end the process, or the listener with the reason of another one,
+        # next to which this error would say nothing.
+        is_alike = not is_own and _meet(_FAILED_ALIKE, _BARRIER_ALIKE_MS)
         _print(error)
-        if str(cause).startswith(_OWN_FAULTS):
-            _end_all(FAILED, error)
-        # While this waits, JAX may end the process, or the listener with a reason of another one.
-        if _meet(_FAILED_ALIKE, _BARRIER_ALIKE_MS):
+        if is_alike:
             leave(FAILED)
-        _end_all(LOST, error)
+        _end_all(FAILED if is_own else LOST, error)
 
 
 def _print(error: Exception) -> None:

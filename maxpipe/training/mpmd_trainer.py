@@ -9,7 +9,7 @@ processes are absent (`devices.transfers`), and calls the same functions in the 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ from maxpipe.training.state import (
 )
 from maxpipe.training.step import judge_step
 from maxpipe.training.trainer import ReadParameter, Trainer
+
+ResultT = TypeVar("ResultT")
 
 
 @jax.tree_util.register_dataclass
@@ -349,7 +351,7 @@ class MpmdTrainer(Trainer[MpmdState]):
         return new_state(params, self._optimizer.init(params), key, history)
 
 
-class OnStage:
+class OnStage(Generic[ResultT]):
     """A function that runs on a stage, with results whole on each device; absent elsewhere.
 
     Args:
@@ -357,16 +359,19 @@ class OnStage:
       mesh: of the stage.
     """
 
-    def __init__(self, f: Callable[..., Any], mesh: Mesh):
+    def __init__(self, f: Callable[..., ResultT], mesh: Mesh):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._is_here = is_here(mesh)
         self._run = jax.jit(f, out_shardings=self._replicated)
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> ResultT:
+        result: ResultT
         if self._is_here:
-            return self._run(*args)
-        shapes = self._run.eval_shape(*args)
-        return jax.tree.map(lambda x: absent(with_sharding(x, self._replicated)), shapes)
+            result = self._run(*args)
+        else:
+            shapes = self._run.eval_shape(*args)
+            result = jax.tree.map(lambda x: absent(with_sharding(x, self._replicated)), shapes)
+        return result
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from maxpipe.config import Config
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.devices.start import start_jax
 from maxpipe.model.program import ModelProgram
+from maxpipe.pipeline.engines.mpmd.program import UnitName
 from maxpipe.training.batches import BatchPlacer
 from maxpipe.training.mpmd_trainer import MpmdState, MpmdTrainer
 
@@ -120,7 +121,7 @@ def _run_case(directory: Path, case: int, config: Config) -> None:
     ]
     on_disk = trainer.to_canonical(dataclasses.replace(state, stages=tuple(stages)))
     gradients = jax.tree.map(_whole, on_disk.params)
-    programs = trainer.engine.training.runner.executables
+    programs: dict[UnitName, Any] = dict(trainer.engine.training.runner.executables)
     # A jitted function has one cached program for each layout of its arguments.
     compiled = [str(name) for name, unit in programs.items() if unit.run._cache_size()]
     file = directory / f"case{case}-{jax.process_index()}.pickle"

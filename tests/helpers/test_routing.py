@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers import routing
-from helpers.engines import EngineUnderTest, make_batch, sequential, tiny
+from helpers.engines import EngineUnderTest, Result, make_batch, sequential, tiny
 
 ROWS = 4
 MODEL = tiny(
@@ -22,7 +22,7 @@ MODEL = tiny(
 ).model
 
 
-def with_equal_experts_in_last_layer():
+def with_equal_experts_in_last_layer() -> EngineUnderTest:
     """Return the engine of one device whose second layer scores all experts alike."""
     values = {"pipeline.engine": "sequential", "data.global_batch_size": ROWS}
     engine = EngineUnderTest(dataclasses.replace(tiny(**values), model=MODEL))
@@ -31,28 +31,30 @@ def with_equal_experts_in_last_layer():
     return engine
 
 
-def test_close_routing_names_layer_row_and_token():
+def test_close_routing_names_layer_row_and_token() -> None:
     named = routing.close_routing(with_equal_experts_in_last_layer(), make_batch(ROWS))
     assert named == "layer 1, row 0, token 0: margin 0.0e+00 below 1e-06"
 
 
-def test_routing_of_random_weights_is_not_close():
+def test_routing_of_random_weights_is_not_close() -> None:
     assert routing.close_routing(sequential(MODEL, ROWS), make_batch(ROWS)) is None
 
 
-def scaled(result):
+def scaled(result: Result) -> Result:
     return dataclasses.replace(result, gradients=jax.tree.map(lambda g: 2 * g, result.gradients))
 
 
-def test_difference_without_a_close_routing_fails():
-    def train(batch):
+def test_difference_without_a_close_routing_fails() -> None:
+    def train(batch: routing.Batch) -> Result:
         return scaled(sequential(MODEL, ROWS).train(batch))
 
     with pytest.raises(AssertionError, match="relative differences"):
         routing.assert_same_as_one_device(train, MODEL, ROWS)
 
 
-def test_difference_with_a_close_routing_draws_another_seed(monkeypatch, capsys):
+def test_difference_with_a_close_routing_draws_another_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = make_batch(ROWS)["tokens"]
     monkeypatch.setattr(
         routing,
@@ -60,7 +62,7 @@ def test_difference_with_a_close_routing_draws_another_seed(monkeypatch, capsys)
         lambda engine, batch: "close" if np.array_equal(batch["tokens"], first) else None,
     )
 
-    def train(batch):
+    def train(batch: routing.Batch) -> Result:
         result = sequential(MODEL, ROWS).train(batch)
         return scaled(result) if np.array_equal(batch["tokens"], first) else result
 

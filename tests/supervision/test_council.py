@@ -176,6 +176,12 @@ def test_council_asked_to_stop_finishes_with_75(run):
     assert run.end((0, 75), (1, 75))[-1] == Finish(75, "asked to stop")
 
 
+def test_council_asked_to_stop_does_not_restart_a_trainer_that_hangs(run):
+    run.council.receive(1, Stopping(signal.SIGTERM))
+    assert run.end((0, 124), (1, 134))[-1] == Finish(124, "asked to stop")
+    assert run.council.status.restarts == 0
+
+
 def test_council_asked_to_stop_in_a_pause_finishes_with_the_last_code(run):
     run.end((0, 124), (1, 124))
     run.council.receive(1, Stopping(signal.SIGTERM))

@@ -53,10 +53,13 @@ def choose_dispatch(
       ConfigError: the configured way needs a collective that the platform lacks.
     """
     if moe.dispatch == "auto":
-        note(
-            f"{KEY}=ring: over {devices} devices it moves no more than all_to_all, whose buffers "
-            "have a place for every token on every device"
+        reason = (
+            f"over {devices} devices it moves no more than all_to_all, whose buffers have a place "
+            "for every token on every device"
         )
+        if platform == "tpu":
+            reason += "; predicted for v5p, the others take longer to sort rows than they save"
+        note(f"{KEY}=ring: {reason}")
         return "ring"
     platforms = DISPATCHES[moe.dispatch].platforms
     if platform not in platforms:

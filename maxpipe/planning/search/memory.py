@@ -29,14 +29,12 @@ def _program_bytes(sizes: BlockSizes) -> Number:
     held = weights_held(sizes.engine, parameters.weights, _use(sizes))
     state = state_per_parameter(config) * parameters.at_rest + held.copies + held.gradients
     widths, store = Widths(config.model.embed_dim, sizes.residuals, sizes.stash), _store(sizes)
-    columns = stored_columns(
-        store, sizes.layers, sizes.outside, widths, sizes.itemsize, sizes.first_kept
-    )
+    size, first = sizes.itemsize, sizes.first_kept
+    columns = stored_columns(store, sizes.layers, sizes.outside, widths, size, first)
     head_tokens = sizes.tokens / (sizes.stages if sizes.engine.lockstep else 1)
-    column = sizes.tokens * sizes.itemsize
-    others = (sizes.layers - 1) * sizes.held if sizes.engine.has_stages else 0.0
+    column = sizes.tokens * size
     share = store.outside if sizes.engine.lockstep else 1.0
-    unit = column * _working(sizes, others, share) + held.unit
+    unit = column * _working(sizes, share) + held.unit
     head = _logits(sizes, head_tokens) + held.head
     return state + column * columns + np.maximum(unit, head)
 
@@ -71,20 +69,20 @@ def _store(sizes: BlockSizes) -> Store:
     return lockstep_store(residuals, arrivals, stash, sizes.stages, np.floor(sizes.rows))
 
 
-def _working(sizes: BlockSizes, held: Number = 0.0, first_share: Number = 1.0) -> Number:
-    """Return the width of a layer's work, and of what the other layers of its chunk hold.
-
-    That of first dense layers, if more: for so much of a microbatch, and each by itself.
-    """
+def _working(sizes: BlockSizes, first_share: Number = 1.0) -> Number:
+    """Return the width of a chunk's work; of first dense layers, for so much of a microbatch."""
     others = sizes.block.grid.size("context") - 1
 
     def width(layer: LayerCosts) -> float:
         return layer.working + 2 * others * layer.key_values
 
+    working: Number = width(sizes.layer)
+    if sizes.engine.one_program and sizes.engine.has_stages:
+        working = working + (sizes.layers - 1) * sizes.held
     if sizes.facts.of_first_layers is None:
-        return width(sizes.layer) + held
+        return working
     first = sizes.facts.of_first_layers.layer(sizes.block.grid.sizes)
-    return np.maximum(width(sizes.layer) + held, first_share * width(first))
+    return np.maximum(working, first_share * width(first))
 
 
 def _logits(sizes: BlockSizes, tokens: Number) -> Number:

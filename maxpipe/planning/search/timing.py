@@ -46,8 +46,9 @@ def _units(sizes: BlockSizes, machine: Machine) -> Units:
     again: Number = 0.0
     if sizes.engine.has_stages:
         # The backward of several layers holds results of products, and computes the rest once more.
-        again = 1.0 * ((sizes.layers > 1) & (sizes.held > sizes.residuals))
-    layer = _layer(sizes, machine, sizes.facts, sizes.residuals, sizes.recomputed, again)
+        again = (sizes.layers > 1) * (sizes.held > sizes.residuals)
+    stored = _stored(sizes, sizes.residuals) / machine.hbm
+    layer = _layer(sizes, machine, sizes.facts, sizes.recomputed, again, stored)
     head_flops = 3 * sizes.tokens * sizes.facts.head_flops / grid.layer_shards
     peak, moved = machine.peak * machine.matrix_efficiency, sizes.parameters.head_gathered
     head = roofline(head_flops, peak, 3 * sizes.itemsize * moved, machine.hbm)
@@ -59,11 +60,11 @@ def _first_layers(sizes: BlockSizes, machine: Machine) -> Number:
     facts = sizes.facts.of_first_layers
     if facts is None:
         return 0.0
-    residuals: Number = 0.0
-    if sizes.engine.has_stages and not sizes.engine.lockstep:
-        # A loop over microbatches stores them; elsewhere a microbatch's are read where they lie.
+    stored: Number = 0.0
+    if not sizes.engine.lockstep:
         residuals = sizes.first_kept / sizes.num_first - sizes.config.model.embed_dim
-    layer = _layer(sizes, machine, facts, residuals, sizes.first_recomputed, 0.0)
+        stored = _stored(sizes, residuals) / machine.hbm
+    layer = _layer(sizes, machine, facts, sizes.first_recomputed, 0.0, stored)
     # A lockstep engine begins their backward at the tokens.
     return sizes.num_first * (sum(layer) + sizes.engine.lockstep * layer.forward)
 
@@ -72,9 +73,9 @@ def _layer(
     sizes: BlockSizes,
     machine: Machine,
     facts: Facts,
-    residuals: Number,
     recomputed: Number,
     again: Number,
+    stored: Number,
 ) -> _Layer:
     """Return the times of a layer of a model.
 
@@ -82,9 +83,9 @@ def _layer(
       sizes: of the block.
       machine: that runs it.
       facts: of the model.
-      residuals: width of what goes through a store.
       recomputed: share of the forward that the backward computes again.
       again: how often it makes what lies between products once more.
+      stored: time of writing residuals to a store, or of reading them.
     """
     axes, tokens, size = sizes.block.grid.sizes, sizes.tokens, sizes.itemsize
     layer, parameters = facts.layer(axes), facts.parameters(axes)
@@ -96,7 +97,6 @@ def _layer(
     attention = masked * tokens * layer.attention_flops / machine.attention_peak()
     # What norms make, and every product's result once more: it is rotated, activated or added.
     between = 2 * size * tokens * (layer.elementwise + layer.results) / machine.hbm
-    stored = _stored(sizes, residuals) / machine.hbm
     forward = products + attention + between + stored
     prepared = _prepared(sizes, parameters) / machine.hbm
     # Sums of gradients are read and written, float32.

@@ -135,9 +135,11 @@ def test_auto_takes_the_ring_and_says_why():
     said = []
     assert choose_dispatch(MoEConfig(experts=8), 4, "cpu", said.append) == "ring"
     assert said[0].startswith("model.moe.dispatch=ring: over 4 devices it moves no more")
+    assert choose_dispatch(MoEConfig(experts=8), 4, "tpu", said.append) == "ring"
+    assert said[1].removeprefix(said[0]).startswith("; predicted for v5p, the others take longer")
     moe = MoEConfig(experts=8, dispatch="all_to_all")
     assert choose_dispatch(moe, 4, "cpu", said.append) == "all_to_all"
-    assert len(said) == 1
+    assert len(said) == 2
 
 
 def test_a_way_that_the_platform_lacks_is_refused_with_the_others():

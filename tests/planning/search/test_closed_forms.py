@@ -113,7 +113,8 @@ def test_memory_with_first_dense_layers_is_the_estimate(config, engine, schedule
     for index in np.random.default_rng(5).choice(np.flatnonzero(priced.legal), 8, replace=False):
         memory, seconds = priced.memory, priced.seconds
         candidate = candidate_of(priced.block, int(index), memory, seconds, facts)
-        expected = estimate(resolve(candidate.config(mixture), 8, 1), machine.capacity).total
+        resolved = resolve(candidate.config(mixture), 8, 1)
+        expected = estimate(resolved, machine.capacity).total
         assert candidate.memory == pytest.approx(expected, rel=1e-9), candidate.updates()
 
 

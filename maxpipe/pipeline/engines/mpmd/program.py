@@ -142,9 +142,9 @@ def fingerprint(program: SlicedProgram, table: Table) -> str:
     numbers: dict[Var, int] = {}
 
     def text(atom: Atom) -> str:
-        is_literal = isinstance(atom, Literal)
-        name = f"={atom.val}" if is_literal else numbers.setdefault(atom, len(numbers))
-        return f"{name}:{_shape(atom)}"
+        if isinstance(atom, Literal):
+            return f"={atom.val}:{_shape(atom)}"
+        return f"{numbers.setdefault(atom, len(numbers))}:{_shape(atom)}"
 
     def line(atoms: Iterable[Atom]) -> str:
         return " ".join(map(text, atoms))

@@ -3,7 +3,7 @@
 Letters as in `stage_program`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -73,6 +73,22 @@ def read(store: jax.Array, slot: PlanArray) -> jax.Array:
     return lax.dynamic_index_in_dim(store, slot, keepdims=False)
 
 
+def read_layers(stores: Params, chunk: PlanArray) -> Layers:
+    """Return the parameters of each layer of a chunk, of stores [V, L, ...].
+
+    A slice of all layers would be one more copy where each layer is then used by itself.
+    """
+
+    def layer(i: int) -> Params:
+        def slice_of(store: jax.Array) -> jax.Array:
+            starts = [chunk, i, *[0] * (store.ndim - 2)]
+            return lax.dynamic_slice(store, starts, (1, 1, *store.shape[2:]))[0, 0]
+
+        return jax.tree.map(slice_of, stores)
+
+    return tuple(layer(i) for i in range(jax.tree.leaves(stores)[0].shape[1]))
+
+
 def write(store: jax.Array | None, slot: PlanArray, value: jax.Array) -> jax.Array:
     """Return the store [slots + 1, ...] with one slot overwritten by `value` [...]."""
     return lax.dynamic_update_index_in_dim(store, value, slot, 0)
@@ -88,15 +104,25 @@ def write_all(stores: Sequence[jax.Array], slot: PlanArray, values: Sequence[jax
     return [write(store, slot, value) for store, value in zip(stores, values, strict=True)]
 
 
-def add_to_layers(carry: Carry, active: PlanArray, chunk: PlanArray, gradients: Params) -> Carry:
-    """Add a chunk's gradients [L, ...] to this stage's [V, L, ...], zeros if the slot is idle."""
+def add_to_layers(
+    carry: Carry, active: PlanArray, chunk: PlanArray, gradients: Params | Layers
+) -> Carry:
+    """Add a chunk's gradients to this stage's [V, L, ...], zeros if the slot is idle.
+
+    They are [L, ...], or those of each layer by itself.
+    """
 
     # A choice, no product with 0: an idle slot may have computed NaN.
-    def add_chunk(total: jax.Array, g: jax.Array) -> jax.Array:
-        # [L, ...] into row `chunk` of [V, L, ...]
-        return total.at[chunk].add(jnp.where(active, g, 0).astype(total.dtype))
+    def add_at(*place: PlanArray | int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        return lambda total, g: total.at[place].add(jnp.where(active, g, 0).astype(total.dtype))
 
-    return carry._replace(layer_gradients=jax.tree.map(add_chunk, carry.layer_gradients, gradients))
+    totals = carry.layer_gradients
+    if isinstance(gradients, tuple):
+        for i, layer in enumerate(gradients):
+            totals = jax.tree.map(add_at(chunk, i), totals, layer)
+    else:
+        totals = jax.tree.map(add_at(chunk), totals, gradients)
+    return carry._replace(layer_gradients=totals)
 
 
 def add(total: jax.Array, g: jax.Array) -> jax.Array:

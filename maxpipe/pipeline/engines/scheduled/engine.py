@@ -64,6 +64,7 @@ from maxpipe.pipeline.engines.scheduled.stage_program import (
     ChunkVjp,
     Settings,
     StageProgram,
+    Weights,
 )
 from maxpipe.pipeline.layout import LAYER_AXES
 from maxpipe.pipeline.manual import (
@@ -229,15 +230,22 @@ class ScheduledEngine(SpmdEngine):
     # What a chunk and the head compute; differentiated by the stage program. With
     # `fsdp_gather=once` their weights are gathered already, otherwise they gather them themselves.
 
-    def _chunk(self, x: jax.Array, weights: Params, inputs: ChunkInputs) -> ChunkOutputs:
-        """Apply the layers of a chunk to x [B, T, D]; weights [L, ...]."""
+    @property
+    def _loops(self) -> bool:
+        """Return whether the layers of a chunk run as a loop."""
+        is_loop = self._inputs.config.scan_layers_per_stage
+        return is_loop and self._layout.layers_per_stage > 1
+
+    def _chunk(self, x: jax.Array, weights: Weights, inputs: ChunkInputs) -> ChunkOutputs:
+        """Apply the layers of a chunk to x [B, T, D]."""
         layer_fn = layer_function(
             self._program, self._prepare_layer, padded=not self._layout.is_even
         )
         layer_fn = self._remat.layer(layer_fn, is_only=self._layout.layers_per_stage == 1)
-        scan = self._inputs.config.scan_layers_per_stage
         index, side, key, gathered = inputs
-        return apply_layers(layer_fn, weights, index, x, side, key, scan=scan, gathered=gathered)
+        return apply_layers(
+            layer_fn, weights, index, x, side, key, scan=self._loops, gathered=gathered
+        )
 
     def _prepare_layer(self, layer: Params) -> Params:
         # Weights are gathered before the loop, in the layer itself, or a slot ahead.
@@ -252,19 +260,21 @@ class ScheduledEngine(SpmdEngine):
             layer["shards"],
         )
 
-    def _gather_chunk(self, layers: Params, buffer: Layers | None) -> Layers:
-        """Return the parameters [L, ...] of a chunk in full, layer by layer."""
+    def _gather_chunk(self, layers: Layers, buffer: Layers | None) -> Layers:
+        """Return the parameters of each layer of a chunk in full."""
         gathers = self._gathers["layers"]
 
         def layer(i: int) -> Params:
-            shards = jax.tree.map(lambda p: p[i], layers)
             if buffer is None:
-                return map_gathers(lambda gather, p: gather.gather(p), gathers, shards)
+                return map_gathers(lambda gather, p: gather.gather(p), gathers, layers[i])
             return map_gathers(
-                lambda gather, p, full: gather.gather_in_steps(p, full), gathers, shards, buffer[i]
+                lambda gather, p, full: gather.gather_in_steps(p, full),
+                gathers,
+                layers[i],
+                buffer[i],
             )
 
-        return tuple(layer(i) for i in range(self._layout.layers_per_stage))
+        return tuple(layer(i) for i in range(len(layers)))
 
     def _head_loss(
         self, outer: Params, x: jax.Array, targets: jax.Array, weights: jax.Array
@@ -364,6 +374,7 @@ class ScheduledEngine(SpmdEngine):
             head=ShardedHead(self._head_loss, self._settings.num_stages, after),
             embedding_table=params["embed"]["embedding"],
             layers=layers,
+            by_layer=not self._loops,
             layer_index=layer_index[:, lax.axis_index("stage")],
             outer=outer,
             before=self._before,

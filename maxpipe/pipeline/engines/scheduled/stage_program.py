@@ -54,6 +54,7 @@ from maxpipe.pipeline.engines.scheduled.carry import (
     filled,
     read,
     read_all,
+    read_layers,
     write,
     write_all,
 )
@@ -84,8 +85,9 @@ class ChunkInputs(NamedTuple):
 
 
 ChunkOutputs = tuple[jax.Array, AuxiliaryLosses]  # (activation [B, T, D], auxiliary losses)
-Chunk = Callable[[jax.Array, Params, ChunkInputs], ChunkOutputs]
-ChunkVjp = SplitVjp[Params, ChunkInputs, ChunkOutputs]
+Weights = Params | Layers  # of a chunk: [L, ...], or those of each layer by itself
+Chunk = Callable[[jax.Array, Weights, ChunkInputs], ChunkOutputs]
+ChunkVjp = SplitVjp[Weights, ChunkInputs, ChunkOutputs]
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,18 @@ class StageProgram:
 
     Attributes:
       settings: see there.
-      chunk: (x [B, T, D], parameters of a chunk [L, ...], its inputs) -> (y [B, T, D], auxiliary
-        losses).
+      chunk: (x [B, T, D], parameters of a chunk, its inputs) -> (y [B, T, D], auxiliary losses).
       embedding, head: the ends of the model.
       embedding_table: local columns of the embedding table.
-      layers: parameters of this stage [V, L, ...], as `chunk` takes them.
+      layers: parameters of this stage [V, L, ...].
+      by_layer: whether `chunk` takes those of each layer by itself, as one that runs no loop does.
       layer_index: int32 [V, L].
       outer: parameters as the head takes them.
       before: layers before the pipeline, if there are any.
       before_weights: their parameters, [num_outside, ...]; empty if there are none.
       batch: microbatches [B, M, ...] of this data shard.
       key: key of the step or None.
-      gather: makes the parameters [L, ...] of a chunk full, in the memory of another chunk's if
+      gather: makes the parameters of a chunk's layers full, in the memory of another chunk's if
         there is one; None if `chunk` gathers its own or needs no gathering.
       loss_scale, aux_scale: float32 scalars, inverse of the global weight sum and number of
         sequences.
@@ -134,13 +136,14 @@ class StageProgram:
     head: ShardedHead
     embedding_table: jax.Array
     layers: Params
+    by_layer: bool
     layer_index: jax.Array
     outer: Params
     before: ShardedLayers | None
     before_weights: Params
     batch: Batch
     key: jax.Array | None
-    gather: Callable[[Params, Layers | None], Layers] | None
+    gather: Callable[[Layers, Layers | None], Layers] | None
     loss_scale: jax.Array
     aux_scale: jax.Array
 
@@ -191,6 +194,10 @@ class StageProgram:
         # waits for the other; after it in a phase where some B needs those of its own tick's F.
         if has_B and not phase.reuses_residuals_in_tick:
             residuals = read_all(carry.residuals, tick.B.residuals)
+            if phase.stores_head_gradient:
+                # XLA would fuse reads with the F slot's writes, and B would wait for F.
+                residuals, stores = lax.optimization_barrier((residuals, carry.residuals))
+                carry = carry._replace(residuals=stores)
 
         # 2. F slot: a chunk's forward, from the embedding or an arrived activation.
         if phase.F.active.any():
@@ -240,7 +247,7 @@ class StageProgram:
             carry = carry._replace(aux=add_auxiliary(carry.aux, aux))
 
         def compute(
-            x: jax.Array, weights: Params, inputs: ChunkInputs
+            x: jax.Array, weights: Weights, inputs: ChunkInputs
         ) -> tuple[ChunkOutputs, Arrays]:
             if vjp is None:
                 return self.chunk(x, weights, inputs), []
@@ -334,7 +341,7 @@ class StageProgram:
         assert carry.gradients is not None
         dy = read(carry.gradients, tick.B.reads)
         if phase.stores_head_gradient:
-            # XLA would fuse this with the write of the head's gradient, and B would wait for F.
+            # As for residuals: the write of the head's gradient waits for F.
             dy, gradients = lax.optimization_barrier((dy, carry.gradients))
             carry = carry._replace(gradients=gradients)
         if phase.B.from_head.any():
@@ -387,7 +394,7 @@ class StageProgram:
     @jax.named_scope("weight_gradients")
     def _weight_gradients(
         self,
-        vjp: SplitBackwardVjp[Params, ChunkInputs, ChunkOutputs],
+        vjp: SplitBackwardVjp[Weights, ChunkInputs, ChunkOutputs],
         carry: Carry,
         tick: LockstepPlan,
     ) -> Carry:
@@ -456,18 +463,23 @@ class StageProgram:
             return None
         # Barrier: see `chunk_operands`.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
-        return self.gather(jax.tree.map(lambda a: read(a, chunk), layers), buffer)
+        return self.gather(read_layers(layers, chunk), buffer)
 
     def chunk_operands(
         self, chunk: PlanArray, microbatch: PlanArray, gathered: Layers | None
-    ) -> tuple[Params, ChunkInputs]:
-        """Return the parameters of a chunk [L, ...] and its inputs for a microbatch."""
+    ) -> tuple[Weights, ChunkInputs]:
+        """Return the parameters of a chunk and its inputs for a microbatch."""
         # Barrier: otherwise XLA hoists the cast of all chunks' weights out of the loop and keeps
         # the copies.
         layers, chunk = lax.optimization_barrier((self.layers, chunk))
-        weights, index = jax.tree.map(lambda a: read(a, chunk), (layers, self.layer_index))
+        index, weights = read(self.layer_index, chunk), self._read(layers, chunk)
         side = microbatches.side_inputs(self._microbatch(microbatch))
         return weights, ChunkInputs(index, side, self.key, gathered)
+
+    def _read(self, layers: Params, chunk: PlanArray) -> Weights:
+        if self.by_layer:
+            return read_layers(layers, chunk)
+        return jax.tree.map(lambda a: read(a, chunk), layers)
 
     def _layer_inputs(self, batch: Batch) -> LayerInputs:
         return LayerInputs(microbatches.side_inputs(batch), self.key)
