@@ -143,14 +143,17 @@ def held_width(config: Config) -> float:
 def weights_of(config: Config) -> Weights:
     """Return the parameters on one device of a configuration on an engine of one program."""
     at_rest, layer = total_parameters(config), device_parameters(config, "layers")
-    projection = "embed" if config.model.tie_embeddings else "head"
+    projection = device_parameters(config, "head", whole_over=STORAGE_AXES)
+    if config.model.tie_embeddings:  # the table, without the first dense layers next to it
+        table = with_dense_layers(config)
+        projection = device_parameters(table, "embed", whole_over=STORAGE_AXES)
     return Weights(
         at_rest,
         layer * config.model.stacked_layers / config.mesh.size("stage"),
         total_parameters(config, ("fsdp",)),
         layer,
         device_parameters(config, "layers", whole_over=STORAGE_AXES),
-        device_parameters(config, projection, whole_over=STORAGE_AXES),
+        projection,
     )
 
 

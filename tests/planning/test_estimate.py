@@ -8,7 +8,7 @@ from maxpipe.builder import build_trainer
 from maxpipe.config import Config, replace, resolve
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning.estimate import Memory, estimate, traffic
-from maxpipe.planning.footprint import total_parameters
+from maxpipe.planning.footprint import total_parameters, weights_of
 
 PIPELINE = {"mesh.ici.stage": 4, "mesh.ici.fsdp": 2, "pipeline.num_repeats": 2, "eval.every": 0}
 
@@ -152,3 +152,15 @@ def test_experts_over_devices_are_priced_with_rows_for_every_choice():
     assert whole.gradients - shared.gradients == 4.0 * of_experts * 3 / 4
     # Four devices' tokens, of which all may choose the two experts of one.
     assert shared.activations > 1.5 * whole.activations
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_made_of_weights_without_the_first_dense_layers(tied):
+    values = {"model.moe.experts": 8, "model.moe.per_token": 2, "model.moe.mlp_dim": 32}
+    values |= {"model.tie_embeddings": tied, "mesh.ici.stage": 2, "mesh.ici.fsdp": 4}
+
+    def projection(layers, first):
+        depth = {"model.num_layers": layers, "model.first_dense_layers": first}
+        return weights_of(config_of(**values, **depth, **{"pipeline.num_repeats": 1})).projection
+
+    assert projection(6, 2) == projection(4, 0)
