@@ -59,7 +59,7 @@ def find_corpus(words: Sequence[str], cache_dir: str = "") -> Corpus:
     endings = {
         source: facts.suffixes
         for source, facts in SOURCES.items()
-        if facts.needs_path and any(facts.suffixes) and source != TEXT
+        if facts.needs_path and any(facts.suffixes) and source != TEXT and not facts.is_chat
     }
     kinds: dict[str, str] = {}
     for file in files:

@@ -217,7 +217,10 @@ def test_page_can_be_hovered_zoomed_and_its_runs_hidden(two, tmp_path):
     }, 300);
     </script></body>"""
     path = tmp_path / "page.html"
-    path.write_text(page_html(read_runs([str(two)])).replace("</body>", script))
+    # Virtual time does not wait for the frames of a screen.
+    frames = "<head><script>window.requestAnimationFrame = (f) => setTimeout(f, 16);</script>"
+    html = page_html(read_runs([str(two)])).replace("<head>", frames, 1)
+    path.write_text(html.replace("</body>", script))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
     command += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=5000", "--dump-dom", path.as_uri()]

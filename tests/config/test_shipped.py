@@ -16,7 +16,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_every_config_is_a_preset_by_its_name(elsewhere):
     names = list(shipped_configs())
-    assert names[:3] == ["base", "mixture", "muon"]
+    assert names[:4] == ["base", "finetune", "mixture", "muon"]
     assert {"llama3-8b", "v5p-512"} <= set(names)
     for name in names:
         load(name)
@@ -46,7 +46,7 @@ def test_a_file_inherits_from_a_preset_by_name(elsewhere):
     ("word", "words"),
     [
         ("lama3-8b", ["'lama3-8b' is neither a file nor a preset", "did you mean llama3-8b?"]),
-        ("zzz", ["The presets are base, mixture, muon, "]),
+        ("zzz", ["The presets are base, finetune, mixture, muon, "]),
     ],
 )
 def test_a_misspelt_preset_is_answered_with_the_nearest(elsewhere, word, words):

@@ -57,7 +57,8 @@ def check_init_from(c: Config) -> None:
         if not directory or is_url(directory):
             message = (
                 f"{c.init_from!r} is not of the form {scheme}DIR, with a directory of this "
-                "machine; copy it from the object store, or mount it"
+                f"machine; copy the {'run' if scheme == RUN else 'step'} from the object store, or "
+                "mount it"
             )
             raise ConfigError(Problem("init_from", message))
         return
