@@ -59,12 +59,6 @@ class TestStartOfProcesses:
         with pytest.raises(ConfigError, match=r"mesh\.ici\.stage: 3 stages do not fit 4 processes"):
             start_jax(config)
         assert started == []
-        config = replace(config, **{"mesh.ici.stage": 4})
-        with pytest.raises(
-            ConfigError, match=r"pipeline\.engine: mpmd runs in at most 2 processes"
-        ):
-            start_jax(config)
-        assert started == []
 
     @pytest.mark.parametrize(
         ("variables", "several"),

@@ -68,6 +68,9 @@ def tied_and_uneven_v(stages, fsdp):
         (2, 2, 1),
         (2, 2, 2),
         (2, 4, 1),  # two stages in each process
+        (4, 2, 2),  # two processes for each stage
+        (4, 4, 1),
+        (4, 4, 2),
     ],
 )
 def test_schedules_in_processes_equal_sequential(tmp_path, processes, stages, fsdp):

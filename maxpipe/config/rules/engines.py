@@ -196,9 +196,6 @@ def _propose_policies(c: Config) -> str:
     return f"use {', '.join(saving)} or custom"
 
 
-MOST_PROCESSES = 2  # of an engine that has a program per stage
-
-
 def check_processes(c: Config, num_processes: int) -> None:
     """Check that stages can be whole processes; no rule, since no key says how many there are.
 
@@ -219,14 +216,6 @@ def check_processes(c: Config, num_processes: int) -> None:
             f"of {num_processes}, or pipeline.schedule=lockstep_1f1b with engine=auto"
         )
         raise ConfigError(Problem("mesh.ici.stage", message))
-    # Four processes with a stage each have been seen to wait for each other without end.
-    if num_processes > MOST_PROCESSES:
-        message = (
-            f"{engine} runs in at most {MOST_PROCESSES} processes, and there are {num_processes}; "
-            "start fewer, each with more devices, or use pipeline.schedule=lockstep_1f1b with "
-            "engine=auto"
-        )
-        raise ConfigError(Problem("pipeline.engine", message))
 
 
 def check_offloading(c: Config, devices: str) -> None:
