@@ -2,17 +2,20 @@
 
 Every process has the same arrays in its hands. One whose devices all belong to other processes is
 absent here: it has a shape and a layout, and no data. The processes of the sender and those of the
-receiver make the same calls in the same order, and wait for nothing.
+receiver make the same calls in the same order, and wait for nothing. So do all other processes: JAX
+numbers transfers in each process by itself, and a sender and a receiver find each other by the
+number.
 
 `jax.device_put` moves the data: over sockets between CPUs, and on accelerators by what their
 runtime offers, such as NCCL, or over sockets where it offers nothing.
 """
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from maxpipe.devices import processes
 
@@ -70,14 +73,21 @@ def send(arrays: Sequence[jax.Array], targets: Sequence[NamedSharding]) -> list[
     """
     if not arrays:
         return []
-    sides = (arrays[0].sharding, targets[0])
-    if any(side.has_addressable_devices for side in sides):
+    source, target = arrays[0].sharding, targets[0]
+    crosses = _processes_of_devices(source) != _processes_of_devices(target)
+    if crosses or source.has_addressable_devices:
         sent: list[jax.Array] = jax.device_put(list(arrays), list(targets))
         return sent
     return [
         absent(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target))
         for x, target in zip(arrays, targets, strict=True)
     ]
+
+
+@lru_cache(maxsize=1024)
+def _processes_of_devices(sharding: Sharding) -> frozenset[int]:
+    devices: Iterable[jax.Device] = sharding.device_set
+    return frozenset(device.process_index for device in devices)
 
 
 def _own_address(coordinator: str) -> str:

@@ -330,7 +330,7 @@ class Runner:
             if values
         }
         # The receiver of these has not compiled the program that writes them.
-        members = list(map(processes_of, meshes))
+        self._members = members = list(map(processes_of, meshes))
         sent = {
             v: sent_spec(program, v, parts)
             for name, receiver in self._receiver.items()
@@ -425,7 +425,7 @@ class Runner:
             if values := self._sends[name]:
                 receiver = self._receiver[name]
                 arrays = live[stage].read(values, microbatch)
-                # Between processes the receiver makes the same call, in `_receive`.
+                # Between processes all others make the same call, in `_receive`.
                 arrived = send(arrays, [self._on_stage(receiver, x) for x in arrays])
                 if self._is_here[receiver]:
                     live[receiver].add(values, arrived, microbatch)
@@ -442,15 +442,16 @@ class Runner:
     def _receive(
         self, stage: int, name: UnitName, microbatch: int, live: Sequence[LiveValues]
     ) -> None:
-        """Take what a unit of another process sends to a stage of this one."""
+        """Take part in a transfer between other processes, be it to a stage of this one or not."""
         receiver = self._receiver.get(name)
-        if receiver is None or not self._is_here[receiver]:
+        if receiver is None or self._members[stage] == self._members[receiver]:
             return
         values = self._sends[name]
         # As the other process lays them out; it has the data.
         arrays = [absent(self._sent[v, stage]) for v in values]
         arrived = send(arrays, [self._on_stage(receiver, x) for x in arrays])
-        live[receiver].add(values, arrived, microbatch)
+        if self._is_here[receiver]:
+            live[receiver].add(values, arrived, microbatch)
 
     def _add_ends(self, parts: DeviceParts, stage_of_chunk: Sequence[int]) -> None:
         """Prepare the programs that gather inputs for each chunk, and reduce its outputs."""
