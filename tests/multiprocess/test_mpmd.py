@@ -98,7 +98,7 @@ def test_train_lost_process_ends_other_and_same_command_finishes_with_same_bits(
         codes, output = ends(started)
         assert time.monotonic() - killed_at < HEARTBEAT + 15
     assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] == -signal.SIGABRT, output  # 134 in a shell
+    assert codes[1 - victim] in (-signal.SIGABRT, 134), output  # the same in a shell
     last = max(checkpoints(parts / "base")) + 3
     words = (*words, f"stop_after={last}")
     in_two_processes(tmp_path, command(parts, *words), "again")
