@@ -20,8 +20,8 @@ CALLS = {
     "yaml.load",
     "yaml.full_load",
 }
-# The one module that imports by name: what the catalogue names.
-IMPORTS_BY_NAME = {"config/imports.py"}
+# These import by name: what the catalogue names, and what the package offers, from a table.
+IMPORTS_BY_NAME = {"config/imports.py", "__init__.py"}
 
 
 def findings(source, imports_by_name=False):
