@@ -17,8 +17,9 @@ from maxpipe.checkpoint.record import read_record
 from maxpipe.checkpoint.steps import StepsDirectory
 from maxpipe.config import ConfigError, replace
 from maxpipe.config.load import from_record
-from maxpipe.generation import launch
+from maxpipe.generation import model
 from maxpipe.generation.decoding import Sampling, generate, load_parameters
+from maxpipe.generation.text import find_tokenizer
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 
@@ -78,7 +79,7 @@ def test_command_prints_token_by_token_and_ends_at_stops(run_dir, capsys, monkey
             seen.append(capsys.readouterr().out)
             yield ord(character)
 
-    monkeypatch.setattr(launch, "generate", tokens)
+    monkeypatch.setattr(model, "generate", tokens)
     assert call(capsys, run_dir)[:2] == (0, "d\n")
     assert seen == ["def ", "a", "b", ".", " ", "c"]
     seen.clear()
@@ -90,7 +91,7 @@ def test_command_prints_token_by_token_and_ends_at_stops(run_dir, capsys, monkey
 
 def test_command_end_of_document_ends_text(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(
-        launch, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
+        model, "generate", lambda *arguments, **options: iter([ord("a"), 257, ord("b")])
     )
     assert call(capsys, run_dir)[:2] == (0, "def a\n")
 
@@ -108,7 +109,7 @@ def test_command_ctrl_c_exits_with_130(run_dir, capsys, monkeypatch):
         yield ord("a")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "generate", tokens)
+    monkeypatch.setattr(model, "generate", tokens)
     assert call(capsys, run_dir) == (130, "def a\n", "")
 
 
@@ -154,7 +155,7 @@ def test_find_tokenizer_missing_file_names_remedy(capsys, run_dir):
     assert "1 problem found" in call(capsys, run_dir, "--tokenizer=/nowhere/tokenizer.json")[2]
     config = from_record(read_record(run_dir / "checkpoints" / "1").meta["config"])
     with pytest.raises(ConfigError) as error:
-        launch.find_tokenizer(
+        find_tokenizer(
             None,
             replace(config, **{"data.tokenizer": "/nowhere/tokenizer.json"}),
             {},

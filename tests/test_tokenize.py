@@ -70,7 +70,7 @@ def ids_of(source, path, tokenizer):
     config = DataConfig(source=source, path=str(path), tokenizer=tokenizer, eval_fraction=0.0)
     loaded = load_tokenizer(tokenizer)
     documents = EncodedDocuments(open_documents(config, "train"), loaded, loaded.vocab_size)
-    return [documents[i].tolist() for i in range(len(documents))]
+    return [documents[i].ids.tolist() for i in range(len(documents))]
 
 
 @pytest.mark.parametrize(
