@@ -80,6 +80,9 @@ def place(tmp_path_factory):
         (directory / "data" / f"{i}.txt").write_text(part, encoding="utf-8")
     (plan,) = (c for c in COMMANDS if "--write best.yml" in c and "llama3-8b" in c)
     run(directory, [*shlex.split(plan), "--no-compile"])
+    for name in ("train", "encode"):
+        (tokenize,) = (c for c in COMMANDS if c.startswith(f"python -m maxpipe.tokenize {name} "))
+        run(directory, shlex.split(tokenize))
     # Others start from its weights.
     run(directory, [*shlex.split(TRAIN), "configs/base.yml", *SMALL, "stop_after=2"])
     return directory
@@ -120,10 +123,15 @@ def test_documented_training_begins(command, place, tmp_path, request):
         request.getfixturevalue("s3").create_bucket(Bucket=bucket)
     # The reader's files are in /data.
     words = [word.replace("=/data/", f"={place}/data/") for word in shlex.split(command)]
-    printed = run(place, [*words, *small_words(command), f"output_dir={tmp_path}"])
-    (root,) = tmp_path.iterdir()
-    assert sorted(losses(root)) == [1, 2]
-    if "eval.every=" not in command:
-        assert any("eval_loss" in row for row in rows(root)), rows(root)
-    assert checkpoints(root) == [2]
-    assert re.match(r"done: 2 steps|stopped after step 2 of \d+ ", printed.splitlines()[-1])
+    end = words.index("--sweep") if "--sweep" in words else len(words)  # values of a sweep are last
+    small = [*small_words(command), f"output_dir={tmp_path}"]
+    printed = run(place, [*words[:end], *small, *words[end:]])
+    roots = [*tmp_path.iterdir()]
+    assert len(roots) == (4 if "--sweep" in words else 1)
+    for root in roots:
+        assert sorted(losses(root)) == [1, 2]
+        if "eval.every=" not in command:
+            assert any("eval_loss" in row for row in rows(root)), rows(root)
+        assert checkpoints(root) == [2]
+    if "--sweep" not in words:
+        assert re.match(r"done: 2 steps|stopped after step 2 of \d+ ", printed.splitlines()[-1])
