@@ -46,7 +46,7 @@ def test_train_supervised_ends_in_the_same_bits_when_one_trainer_is_lost(
     tmp_path, capsys, victim, number
 ):
     with members(tmp_path, 2, words(tmp_path), program=SUPERVISED) as started:
-        started[0].wait_for(" 60/")
+        started[0].wait_for(" 300/")
         os.kill(trainer_of(started[victim].pid), number)
         codes, output = ends(started)
     assert codes == [0, 0], output
@@ -73,7 +73,7 @@ def test_train_supervised_ends_in_the_same_bits_when_one_trainer_is_lost(
 def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
     endless = words(tmp_path, "steps=100000", "stop_after=1000")
     with members(tmp_path, 2, endless, program=SUPERVISED) as started:
-        started[0].wait_for(" 60/")
+        started[0].wait_for(" 300/")
         os.kill(trainer_of(started[0].pid), signal.SIGKILL)
         codes, output = ends(started)
     assert codes == [0, 0], output
@@ -84,7 +84,7 @@ def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
 @pytest.mark.slow
 def test_train_supervised_asked_to_stop_saves_and_does_not_restart(tmp_path):
     with members(tmp_path, 2, words(tmp_path, "steps=100000"), program=SUPERVISED) as started:
-        started[0].wait_for(" 60/")
+        started[0].wait_for(" 300/")
         started[1].send(signal.SIGTERM)
         codes, output = ends(started)
     assert codes == [75, 75], output
