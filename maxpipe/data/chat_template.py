@@ -71,10 +71,6 @@ class ChatTemplate:
             raise BadDocument(Problem("data.path", message))
         return MarkedText(text, spans)
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """Return a conversation as text that ends where the assistant's next turn begins."""
-        return _without_marks(self._text(messages, None, add_generation_prompt=True))[0]
-
     def _text(
         self,
         messages: Sequence[Message],

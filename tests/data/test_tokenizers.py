@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.hf_folder import write_byte_pairs
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from maxpipe.config.errors import ConfigError
 from maxpipe.data.tokenizers import encode_prompt, load_tokenizer, tokenizer_files
@@ -17,21 +18,7 @@ TEXT = "the quick brown fox jumps over the lazy dog, é 漢字"
 
 
 def _make(directory: Path, specials: list[str]) -> Path:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    if "<s>" in specials:
-        # Llama's file adds bos, too; the loader frames documents itself and must not get it twice.
-        bos = ("<s>", specials.index("<s>"))
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[bos])
-    path = directory / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
+    return write_byte_pairs(directory, TEXT, specials, size=300)
 
 
 def test_hugging_face_pickled_tokenizer_round_trips(tmp_path: Path) -> None:

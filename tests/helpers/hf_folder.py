@@ -1,6 +1,7 @@
 """Write folders of tiny models as Hugging Face has them: weights, config.json, tokenizer."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -49,6 +50,29 @@ def write_tokenizer(directory: Path, letters: str = "abc") -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     return directory / "tokenizer.json"
+
+
+def write_byte_pairs(directory: Path, text: str, specials: Sequence[str], size: int) -> Path:
+    """Write a byte-level BPE tokenizer trained on a text; return its tokenizer.json."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[*specials],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text] * 3, trainer)
+    if "<s>" in specials:
+        # Llama's file adds bos, too; the loader frames documents itself and must not get it twice.
+        bos = ("<s>", specials.index("<s>"))
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            "<s> $A", special_tokens=[bos]
+        )
+    path = directory / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
 
 
 def write_folder(path: Path, name: str = "gemma3") -> Path:

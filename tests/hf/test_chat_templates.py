@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from helpers.hf_folder import write_byte_pairs
 
 from maxpipe.data.chat_template import load_chat_template
 from maxpipe.data.documents import encode_marked
@@ -44,16 +44,7 @@ TOOLS = [{"type": "function", "function": {"name": "é<>", "parameters": {}}}]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return the path of a tokenizer.json of byte pairs."""
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT] * 3, trainer)
-    tokenizer.save(str(path))
+    path = write_byte_pairs(tmp_path_factory.mktemp("tokenizer"), TEXT, SPECIALS, size=330)
     (path.parent / "tokenizer_config.json").write_text(
         '{"bos_token": "<s>", "eos_token": {"content": "</s>"}}'
     )
