@@ -14,6 +14,7 @@ from maxpipe.config.load import from_record
 from maxpipe.config.sections import Config
 from maxpipe.data.tokenizers import TOKENIZER, Tokenizer
 from maxpipe.generation.text import find_tokenizer
+from maxpipe.hf.adapters import export_adapter
 from maxpipe.hf.exporter import export
 from maxpipe.hf.model_types import choose_family
 from maxpipe.hf.origin import ORIGIN, origin_of
@@ -46,10 +47,17 @@ def launch(flags: argparse.Namespace) -> int:
                 count = export_file(directory, record, config, target, dtype)
             print(f"{target}: step {step}, {count} tensors")
             return DONE
-        target = Path(flags.hf)
+        target = Path(flags.hf or flags.adapter)
         with store.local_files(TOKENIZER) as companions, store.local_files(ORIGIN) as kept:
             origin = origin_of(config, kept)
             family = choose_family(config, flags.type, origin)
+            if flags.adapter:
+                with store.local_copy(step) as directory:
+                    names = export_adapter(
+                        directory, record, config, target, family=family, dtype=dtype
+                    )
+                print(f"{target}: step {step}, adapters of {family.model_type}: {', '.join(names)}")
+                return DONE
             with store.local_copy(step) as directory:
                 names = export(
                     directory,
@@ -65,9 +73,8 @@ def launch(flags: argparse.Namespace) -> int:
                     version=version_of(record.meta),
                 )
     except OSError as error:
-        flag, place = (
-            ("--safetensors", flags.safetensors) if flags.safetensors else ("--hf", flags.hf)
-        )
+        named = {"--safetensors": flags.safetensors, "--adapter": flags.adapter, "--hf": flags.hf}
+        flag, place = next((flag, place) for flag, place in named.items() if place)
         message = f"cannot write to {place}: {error.strerror or error}"
         raise ConfigError(Problem(flag, message)) from None
     except (CheckpointDamaged, CheckpointUnreadable) as error:
