@@ -84,7 +84,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# The others differ little from these.
+FIRST = ("lockstep_1f1b", "circular_per_repeat", "zb_v", "experts")
+MARKED = [pytest.param(n, marks=[] if n in FIRST else [pytest.mark.slow]) for n in CASES]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_loss_and_gradients_of_adapters_equal_those_of_one_device(name):
     config = tiny(**LORA | CASES[name])
     subject = MpmdUnderTest if config.pipeline.engine == "mpmd" else EngineUnderTest
