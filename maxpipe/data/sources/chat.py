@@ -2,13 +2,13 @@
 
 A message has a role and content, and whatever else the chat template knows, as in chat interfaces
 and in the data sets of Hugging Face. Parquet files are rewritten once as JSON lines, see
-`data.cache_dir`.
+`data.cache_dir`; nulls are left out then, since parquet has them for what another row has.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
@@ -22,6 +22,7 @@ from maxpipe.storage.local_files import local_copy, unpacked, version_of
 
 _FIELDS = ("messages", "tools")
 _PARQUET = ".parquet"
+_COPY = ".messages.jsonl"  # ends the name of the lines made of a parquet file
 
 
 class Conversation(NamedTuple):
@@ -92,21 +93,9 @@ def parse(line: bytes) -> Conversation:
             f"({type(error).__name__}: {error})"
         )
         raise BadDocument(Problem("data.path", message)) from error
-    return Conversation([_filled(message) for message in messages], _filled(tools) or None)
-
-
-def _filled(value: Any) -> Any:
-    """Return a value without the nulls of objects: parquet writes them for what is not there.
-
-    `content` may be null, as in a message that only calls a tool, and templates ask for it.
-    """
-    if isinstance(value, dict):
-        return {
-            key: _filled(item)
-            for key, item in value.items()
-            if item is not None or key == "content"
-        }
-    return [_filled(item) for item in value] if isinstance(value, list) else value
+    # As apply_chat_template does: `"tool_calls": null` is a message without calls.
+    given = [{key: item for key, item in m.items() if item is not None} for m in messages]
+    return Conversation(given, tools)
 
 
 def _as_lines(path: str, cache_dir: str) -> str:
@@ -118,7 +107,7 @@ def _as_lines(path: str, cache_dir: str) -> str:
         with target.open("wb") as out:
             out.writelines(_lines(path))
 
-    return local_copy(path, version_of(path), ".jsonl", cache_dir, write)
+    return local_copy(path, version_of(path), _COPY, cache_dir, write)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -128,10 +117,17 @@ def _lines(path: str) -> Iterator[bytes]:
 
 def _line(path: str, row: Mapping[str, object]) -> bytes:
     try:
-        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(_filled(row), ensure_ascii=False).encode() + b"\n"
     except (TypeError, ValueError) as error:  # a picture, or another type that JSON lacks
         message = f"{path}: a conversation cannot be written as JSON: {error}"
         raise ConfigError(Problem("data.path", message)) from error
+
+
+def _filled(value: object) -> object:
+    """Return a value without the nulls of objects, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: _filled(item) for key, item in value.items() if item is not None}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
 
 
 def chat(config: DataConfig) -> Conversations:

@@ -50,9 +50,17 @@ def test_chat_reads_conversations_of_every_kind_of_file(tmp_path: Path, name: st
     assert _texts(_config(tmp_path)) == EXPECTED
 
 
+def test_nulls_within_fields_of_json_lines_stay() -> None:
+    call = [{"function": {"name": "f", "arguments": {"unit": None, "a": [None, 1]}}}]
+    tools = [{"name": "f", "parameters": {"unit": {"default": None}}}]
+    message = {"role": "assistant", "tool_calls": call}
+    talk = {"messages": [{**message, "content": None, "name": None}], "tools": tools}
+    assert parse(json.dumps(talk).encode()) == ([message], tools)
+
+
 def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> None:
     talk = {
-        "messages": [{"role": "assistant", "content": None, "tool_calls": CALL}],
+        "messages": [{"role": "assistant", "tool_calls": CALL}],
         "tools": [{"name": "f"}],
     }
     rows = [talk, {"messages": [{"role": "assistant", "content": "b"}], "tools": None}]
