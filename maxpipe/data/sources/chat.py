@@ -51,17 +51,24 @@ class Conversations:
         """Return a conversation as text in which the assistant's turns are targets.
 
         Raises:
-          BadDocument: it is no conversation, or the template refuses it; names file and line.
-          ConfigError: the template does not tell what the assistant says.
+          BadDocument: it is no conversation, or the template refuses it.
+          ConfigError: the template does not tell what the assistant says. Both name file and line,
+            or row.
         """
         try:
             return self._template.render(*parse(self._lines.line(index)))
-        except BadDocument as error:
-            place = self._lines.place(index)
+        except ConfigError as error:
+            place = self._place(index)
             problems = (
                 Problem(problem.key, f"{place}: {problem.message}") for problem in error.problems
             )
-            raise BadDocument(*problems) from error
+            kind = BadDocument if isinstance(error, BadDocument) else ConfigError
+            raise kind(*problems) from error
+
+    def _place(self, index: int) -> str:
+        path, line = self._lines.position(index)
+        # Each row has become a line.
+        return f"{path}: row {line - 1}" if path.endswith(_PARQUET) else f"{path}:{line}"
 
 
 def parse(line: bytes) -> Conversation:
@@ -141,6 +148,5 @@ def chat(config: DataConfig) -> Conversations:
     template = load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
     endings = SOURCES["chat"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))
-    return Conversations(
-        JsonLines(require_content([_as_lines(path, config.cache_dir) for path in files])), template
-    )
+    lines = require_content([_as_lines(path, config.cache_dir) for path in files])
+    return Conversations(JsonLines(lines, originals=files), template)
