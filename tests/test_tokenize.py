@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from maxpipe import tokenize
 from maxpipe.config.sections import DataConfig
 from maxpipe.data import encoding
 from maxpipe.data.documents import EncodedDocuments, open_documents
+from maxpipe.data.sources.tokens import _map_tokens
 from maxpipe.data.tokenizers import load_tokenizer
 
 TEXTS = [
@@ -100,6 +102,23 @@ def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypa
     assert "2 of 3 files are there already" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert (out / "part-00000.bin").stat().st_mtime_ns == times["part-00000.bin"]
+
+
+def test_more_files_than_descriptors_are_encoded_and_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(encoding, "PART_BYTES", 1)
+    lines = "".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(300))
+    (tmp_path / "a.jsonl").write_text(lines)
+    _map_tokens.cache_clear()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # macOS gives a process 256, of which this one has many already.
+    few = len(os.listdir("/dev/fd")) + 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+    try:
+        assert encode(tmp_path / "a.jsonl", "byte", tmp_path / "tokens", "--workers=1") == 0
+        assert len([*(tmp_path / "tokens").glob("part-*.bin")]) == 300
+        assert len(ids_of("token_bin", tmp_path / "tokens", "byte")) == 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, monkeypatch, capsys):

@@ -38,6 +38,7 @@ _CHATML = (
 _HAS_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Unicode reserves these two for uses inside a program: no text may have them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_PROBE = "An answer."  # no template changes it
 
 
 @dataclass(frozen=True)
@@ -98,17 +99,30 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:index], tools, add_generation_prompt=True)
+            before = self._before(index, messages, tools)
             after = self._text(messages[: index + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
                 problem = (
-                    f"{self.name} lays out a turn of the assistant differently when others follow, "
-                    "so what is to be learned cannot be told: give a copy of the template with "
-                    "{% generation %} before and {% endgeneration %} after what the assistant "
-                    "writes"
+                    f"{self.name} lays out message {index + 1}, a turn of the assistant, "
+                    "differently when others follow, so what is to be learned cannot be told: give "
+                    "a copy of the template with {% generation %} before and {% endgeneration %} "
+                    "after what the assistant writes"
                 )
                 raise ConfigError(Problem(_KEY, problem))
             yield len(before), len(after)
+
+    def _before(
+        self, index: int, messages: Sequence[Message], tools: Sequence[object] | None
+    ) -> str:
+        """Return the text before turn `index`, which is the assistant's."""
+        try:
+            return self._text(messages[:index], tools, add_generation_prompt=True)
+        except BadDocument:
+            if index:
+                raise
+            # Many templates ask for a first message.
+            talk = [{"role": "assistant", "content": _PROBE}]
+            return self._text(talk, tools).rpartition(_PROBE)[0]
 
 
 def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatTemplate:

@@ -26,11 +26,12 @@ from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.corpus import Corpus, naming_files
 from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import tokenizer_digest
-from maxpipe.data.tokenizers import Tokenizer, load_tokenizer
+from maxpipe.data.sources.tokens import INDEX_SUFFIX, dtype_of
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import sampled_digest, write_atomically
 
 PART_BYTES = 8 << 20
-MOST_PARTS = 4096  # of a larger corpus the parts are larger
+MOST_PARTS = 512  # of a larger corpus the parts are larger
 RECORD = "encoding.json"
 NO_TOKENS = ".empty"  # in place of the .bin file of a part without tokens, which no run would take
 SKIPPING = Problem("--on-bad-document", "skip leaves such texts out, and goes on from here")
@@ -179,11 +180,15 @@ def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterato
 
 def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
     """Return the numbers of documents and of tokens in the files of parts that are done."""
-    width = _dtype(load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)).itemsize
-    paths = [encoding.out / f"{part.name}.bin" for part in parts]
-    paths = [path for path in paths if path.is_file()]
-    indices = [np.load(path.with_suffix(".idx.npy"), mmap_mode="r") for path in paths]
-    return sum(map(len, indices)), sum(path.stat().st_size // width for path in paths)
+    width = dtype_of(load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)).itemsize
+    num_documents = num_tokens = 0
+    for part in parts:
+        path = encoding.out / f"{part.name}.bin"
+        if path.is_file():
+            # A mapping holds a file descriptor, of which there are few: none outlives its turn.
+            num_documents += len(np.load(path.with_suffix(INDEX_SUFFIX), mmap_mode="r"))
+            num_tokens += path.stat().st_size // width
+    return num_documents, num_tokens
 
 
 def _be_one_of_several() -> None:
@@ -201,7 +206,7 @@ def _encode_part(encoding: Encoding, part: Part) -> Encoded:
     """Encode one part and write its files, the one that says that it is done last."""
     tokenizer = load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)
     documents = _open(encoding.corpus)
-    dtype = _dtype(tokenizer)
+    dtype = dtype_of(tokenizer)
     content = io.BytesIO()
     starts, num_tokens = [], 0
     skipped = []
@@ -229,15 +234,10 @@ def _encode_part(encoding: Encoding, part: Part) -> Encoded:
     try:
         path = encoding.out / part.name
         if starts:
-            write_atomically(path.with_suffix(".idx.npy"), [index_file.getvalue()])
+            write_atomically(path.with_suffix(INDEX_SUFFIX), [index_file.getvalue()])
         end = ".bin" if starts else NO_TOKENS
         write_atomically(path.with_suffix(end), [content.getvalue()])
     except OSError as error:
         message = f"cannot write to {encoding.out}: {error.strerror}"
         raise ConfigError(Problem(_OUT, message)) from None
     return Encoded(part, len(starts), num_tokens, tuple(skipped))
-
-
-def _dtype(tokenizer: Tokenizer) -> np.dtype:
-    """Return the dtype that `data.source=token_bin` expects of files of a tokenizer."""
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
