@@ -1,4 +1,4 @@
-"""Use a trained model from Python: logits of tokens, and text after a prompt."""
+"""Use a trained model from Python: logits of tokens, text after a prompt, answers in chats."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,9 @@ from maxpipe.checkpoint.run_argument import check_block, find_step
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import from_record
+from maxpipe.data.chat_template import ChatTemplate, Message
 from maxpipe.data.tokenizers import Tokenizer
+from maxpipe.generation.chat import before, end_of_turn, find_chat_template, read_conversation
 from maxpipe.generation.decoding import Decoder, Sampling, generate, load_parameters
 from maxpipe.generation.text import (
     TextStream,
@@ -145,6 +147,72 @@ class Model:
         )
         return "".join(texts)
 
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[object] | None = None,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> str:
+        """Return the assistant's answer to a conversation, as `maxpipe.generate --chat` prints it.
+
+        Args:
+          messages: {"role": ..., "content": ...} each, and what else the chat template knows.
+          tools: descriptions of those that may be called.
+          max_tokens, temperature, top_k, top_p, seed: as of `generate`.
+
+        Raises:
+          ValueError: an argument is out of range, the run has no chat template, or the template
+            refuses the conversation, or it is too long.
+        """
+        _check_numbers(max_tokens, temperature, top_k, top_p, seed)
+        if not messages:
+            raise ValueError('messages: expected some, such as [{"role": "user", "content": "Hi"}]')
+        sampling = Sampling(temperature, top_k, top_p)
+        with _naming_arguments():
+            prompt = self.read_conversation(messages, tools)
+            texts = self.answer(
+                prompt, sampling, seed=seed, max_tokens=max_tokens, stop=(), stop_tokens=()
+            )
+            return "".join(texts).rstrip()
+
+    def read_conversation(
+        self, messages: Sequence[Message], tools: Sequence[object] | None = None
+    ) -> list[int]:
+        """Return the token ids after which the answer to a conversation begins.
+
+        Raises:
+          ConfigError: the run has no chat template, or it refuses them, or they are too long.
+        """
+        limit = self.config.data.sequence_length
+        return read_conversation(messages, tools, self._chat_template, self.tokenizer, limit)
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        seed: int,
+        max_tokens: int,
+        stop: Sequence[str],
+        stop_tokens: Sequence[int],
+    ) -> Iterator[str]:
+        """Yield the answer up to the end of the assistant's turn; arguments as of `stream`."""
+        end = end_of_turn(self._chat_template, self.tokenizer)
+        texts = self.stream(
+            prompt,
+            sampling,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop,
+            stop_tokens=[*stop_tokens, *end.tokens],
+        )
+        return before(end.text, texts)
+
     def stream(
         self,
         prompt: Sequence[int],
@@ -183,6 +251,10 @@ class Model:
         return set() if self._named_tokenizer else imported_ends(self.config, self._store)
 
     @cached_property
+    def _chat_template(self) -> ChatTemplate:
+        return find_chat_template(self.config, self._store)
+
+    @cached_property
     def _logits(self) -> jax.stages.Wrapped:
         return jax.jit(Decoder(self.config.model, self.config.data.sequence_length).logits)
 
@@ -214,7 +286,7 @@ def _naming_arguments() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        names = {"RUN_DIR": "run_dir", "--stop-token": "stop_tokens"}
+        names = {"RUN_DIR": "run_dir", "--stop-token": "stop_tokens", "--chat": "messages"}
         problems = [
             replace(problem, key=names.get(problem.key, problem.key.removeprefix("--")))
             for problem in error.problems

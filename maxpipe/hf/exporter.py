@@ -19,7 +19,8 @@ from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json
 from maxpipe.config.sections import Config
-from maxpipe.data.tokenizers import Tokenizer, main_file
+from maxpipe.data.chat_template import put_chat_template
+from maxpipe.data.tokenizers import CHAT_TEMPLATE, Tokenizer, main_file
 from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
 from maxpipe.hf.model_card import model_card
@@ -129,6 +130,8 @@ def _leaf_reader(directory: Path, record: Record) -> Callable[[Rule], np.ndarray
 def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> bool:
     """Copy the run's tokenizer; if that is the imported one, all of the imported folder's files.
 
+    A chat template that the run was trained with takes the place of others.
+
     Returns:
       Whether these were copied.
     """
@@ -142,6 +145,8 @@ def copy_companions(target: Path, companions: Sequence[Path], origin: Path | Non
                 shutil.copyfile(origin / kept, target / kept)
     for file in companions:
         place = target / (name_in_folder(file) if file == trained_with else file.name)
-        if not place.exists():
+        if file.name != CHAT_TEMPLATE and not place.exists():
             shutil.copyfile(file, place)
+    if trained := next((file for file in companions if file.name == CHAT_TEMPLATE), None):
+        put_chat_template(trained.read_text(encoding="utf-8"), target)
     return keeps_origin
