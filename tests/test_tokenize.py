@@ -90,6 +90,24 @@ def test_encode_gives_the_tokens_that_a_run_reads_from_the_texts(
     assert len(expected) == 3
 
 
+def test_encode_of_one_text_cuts_it_as_the_run_of_that_sequence_length(tmp_path, capsys):
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(20_000)))
+    words = ("--sequence-length=512", "--workers=1")
+    assert encode(path, "byte", tmp_path / "tokens", *words) == 0
+    assert "train with data.source=token_bin" in (printed := capsys.readouterr().out)
+    assert printed.endswith(" data.sequence_length=512\n")
+    run = DataConfig(source="text", path=str(path), sequence_length=512)
+    documents = [open_documents(run, split) for split in ("train", "eval")]
+    decode = load_tokenizer("byte").decode
+    texts = [decode(ids) for ids in ids_of("token_bin", tmp_path / "tokens", "byte")]
+    assert sorted(texts) == sorted(text for split in documents for text in split)
+    assert encode(path, "byte", tmp_path / "tokens", *words) == 0
+    with pytest.raises(SystemExit):
+        encode(path, "byte", tmp_path / "tokens")
+    assert "was begun with another sequence_length: choose" in capsys.readouterr().err
+
+
 def test_encode_goes_on_with_what_is_missing(corpus, trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(encoding, "PART_BYTES", 300)
     out = tmp_path / "tokens"
@@ -150,6 +168,7 @@ def test_encode_after_a_bad_text_goes_on_without_it(corpus, trained, tmp_path, m
         (["encode", "{}/corpus", "--tokenizer=none.json", "--out={}/t"], "--tokenizer: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/corpus"], "--out: "),
         (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--workers=0"], "--workers: "),
+        (["encode", "{}/corpus", "--tokenizer=byte", "--out={}/t", "--sequence-length=0"], "--seq"),
         (["encode", "{}/none", "--tokenizer=byte", "--out={}/t"], "FILES: no file at"),
     ],
 )

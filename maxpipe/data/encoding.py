@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.corpus import Corpus, naming_files
+from maxpipe.config.imports import import_variants
+from maxpipe.data.corpus import Corpus, text_of
 from maxpipe.data.documents import BadDocument, Documents
 from maxpipe.data.fingerprint import tokenizer_digest
 from maxpipe.data.sources.tokens import INDEX_SUFFIX, dtype_of
@@ -75,12 +76,14 @@ class Encoding:
       tokenizer: as `data.tokenizer`.
       out: the directory.
       skips_bad: whether texts that cannot be read are left out instead of ending the command.
+      imports: modules that add variants, such as the tokenizer.
     """
 
     corpus: Corpus
     tokenizer: str
     out: Path
     skips_bad: bool = False
+    imports: tuple[str, ...] = ()
 
     def parts(self) -> list[Part]:
         """Return all parts, the same at every call for the same files.
@@ -89,7 +92,7 @@ class Encoding:
           ConfigError: a file of the corpus cannot be used.
         """
         size = sum(os.path.getsize(file) for file in self.corpus.files)
-        count = len(self.corpus.open(in_pieces=True))
+        count = len(self.corpus.open())
         number = max(1, min(-(-size // PART_BYTES), count, MOST_PARTS))
         edges = [count * i // number for i in range(number + 1)]
         return [Part(i, edges[i], edges[i + 1]) for i in range(number)]
@@ -133,6 +136,7 @@ class Encoding:
             "source": self.corpus.source,
             "files": len(self.corpus.files),
             "contents": digest.hexdigest(),
+            "sequence_length": self.corpus.sequence_length if self.corpus.is_cut else None,
             "part_bytes": PART_BYTES,
         }
 
@@ -164,7 +168,9 @@ def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterato
         return
     # Libraries of this process have threads, which a forked one would lose.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(parts)), context, _be_one_of_several) as pool:
+    with ProcessPoolExecutor(
+        min(workers, len(parts)), context, _be_one_of_several, (encoding.imports,)
+    ) as pool:
         waiting = [pool.submit(encode, part) for part in parts]
         try:
             for future in as_completed(waiting):
@@ -191,15 +197,16 @@ def summary(encoding: Encoding, parts: list[Part]) -> tuple[int, int]:
     return num_documents, num_tokens
 
 
-def _be_one_of_several() -> None:
+def _be_one_of_several(imports: tuple[str, ...]) -> None:
     """Set up a process of several: it has one core, and its parent answers Ctrl-C."""
+    import_variants(imports)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 @functools.cache
 def _open(corpus: Corpus) -> Documents:
-    return corpus.open(in_pieces=True)
+    return corpus.open()
 
 
 def _encode_part(encoding: Encoding, part: Part) -> Encoded:
@@ -212,8 +219,7 @@ def _encode_part(encoding: Encoding, part: Part) -> Encoded:
     skipped = []
     for index in range(part.start, part.end):
         try:
-            with naming_files():
-                text = documents[index]
+            text = text_of(documents, index)
         except ConfigError as error:
             if not isinstance(error.__cause__, BadDocument):
                 raise
@@ -221,7 +227,6 @@ def _encode_part(encoding: Encoding, part: Part) -> Encoded:
                 raise ConfigError(*error.problems, SKIPPING) from error
             skipped.append(str(error))
             continue
-        assert isinstance(text, str)
         ids = tokenizer.encode(text)
         if not ids.size:
             continue

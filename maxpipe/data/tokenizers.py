@@ -189,6 +189,13 @@ def without_special_tokens(tokenizer: Tokenizer, text: str) -> str:
     return text
 
 
+def decode_all(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> str:
+    """Return the text of `ids`, of special tokens as well if they are those of a chat template."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.decode_with_special_tokens(ids)
+    return tokenizer.decode(ids)
+
+
 class ByteTokenizer:
     """UTF-8 bytes as tokens: 256 bytes, then begin of document, end of document, padding."""
 
@@ -358,6 +365,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of `ids` without special tokens."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+    def decode_with_special_tokens(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of `ids`, of which special tokens are a part."""
+        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
 def _token_bytes(tokenizer: Mapping[str, Any], vocabulary: Mapping[str, int]) -> np.ndarray | None:
