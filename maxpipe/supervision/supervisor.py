@@ -40,6 +40,7 @@ from maxpipe.supervision.council import (
 )
 from maxpipe.supervision.ending import LOST
 from maxpipe.supervision.link import Hub, Line, LinkLost, connect, exchange, free_port
+from maxpipe.supervision.memory import MEMORY, shared_memory
 from maxpipe.supervision.progress import (
     DOWNTIME,
     PROGRESS,
@@ -111,6 +112,7 @@ class Supervisor:
       place: of this host in the run.
       log: takes a line for each event.
       directory: for files of this supervisor.
+      memory: a directory for the trainer's replicas; None if there is none.
     """
 
     def __init__(
@@ -119,12 +121,14 @@ class Supervisor:
         place: Place,
         log: Callable[[str], None],
         directory: Path,
+        memory: Path | None,
     ):
         self.code: int | None = None
         self.progress_file = directory / "progress.json"
         self._command = command
         self._place = place
         self._log = log
+        self._memory = memory
         self._attempt = 0
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
@@ -175,6 +179,8 @@ class Supervisor:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
+        if self._memory is not None:
+            environment[MEMORY] = str(self._memory)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:
@@ -225,13 +231,16 @@ def supervise(
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
+        memory = stack.enter_context(shared_memory())
         signals = stack.enter_context(_signals())
         address, council = (place.host, place.port), None
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)
-            hub = stack.enter_context(_hub(council, place.port))
+            # A single process, though announced, starts JAX's own coordinator at its port.
+            port = place.port if place.count > 1 else 0
+            hub = stack.enter_context(_hub(council, port))
             address = ("localhost", hub.port)
-        supervisor = Supervisor(command, place, log, directory)
+        supervisor = Supervisor(command, place, log, directory, memory)
         stack.callback(supervisor.end)
         status = _StatusWriter(supervisor.progress_file)
         greeting = Joined(place.count, platform.node())
