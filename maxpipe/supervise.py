@@ -23,6 +23,7 @@ from pathlib import Path
 from maxpipe.checkpoint.steps import committed_steps
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.errors import ConfigError, Problem
+from maxpipe.config.terminal import emit
 from maxpipe.devices.cluster import find_place
 from maxpipe.supervision.council import Policy
 from maxpipe.supervision.progress import STATUS_FILE
@@ -96,7 +97,7 @@ def _last_step(metrics: Path) -> int:
 
 
 def _log(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} supervise: {text}", file=sys.stderr, flush=True)
+    emit(f"{time.strftime('%H:%M:%S')} supervise: {text}", sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:

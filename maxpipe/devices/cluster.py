@@ -5,6 +5,7 @@ No other module does. Imports no JAX, except in a process of its own where only 
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -106,6 +107,17 @@ def find_place() -> Place:
         return Place("localhost", 0, 1, 0)
     host, _, port = place[0].rpartition(":")
     return Place(host.strip("[]"), int(port), *place[1:])
+
+
+def free_port(address: str = "") -> int:
+    """Return a port at which nothing listens.
+
+    Args:
+      address: of this machine, such as an IPv4 or IPv6 number; all of them if empty.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _number(text: str) -> int:
