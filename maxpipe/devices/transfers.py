@@ -96,9 +96,9 @@ def _processes_of_devices(sharding: Sharding) -> frozenset[int]:
 def _own_address(coordinator: str) -> str:
     """Return the address by which this host reaches the coordinator, and others reach this host."""
     host, _, port = coordinator.rpartition(":")
-    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    addresses = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
     # All hosts have to choose alike, so the order in which a resolver answers does not count.
-    family, kind, protocol, _, target = min(found, key=lambda info: info[0] != socket.AF_INET)
+    family, kind, protocol, _, target = min(addresses, key=lambda info: info[0] != socket.AF_INET)
     # A datagram socket sends nothing when it connects; it only chooses an interface.
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

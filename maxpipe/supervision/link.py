@@ -111,7 +111,7 @@ class _Guest:
       line: to it.
       came: when, by `time.monotonic`.
       member: number that it gives itself.
-      unread: lines that nobody has looked at yet.
+      unread: lines of its that have not been taken.
       is_refused: whether it has been told to go.
     """
 
