@@ -157,7 +157,7 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         # without a gradient, which the stage of the last backward has. They follow the losses.
         first = len(metrics)
         for stage, stage_sums in enumerate(sums):
-            # Transfers are numbered: one order in all processes, whose dictionaries differ.
+            # JAX numbers transfers, and the order of a dictionary differs between processes.
             for output in sorted(stage_sums):
                 path = self._paths[output - first]
                 owner = self._owner[path]
