@@ -4,13 +4,11 @@ Imports no JAX, so that a supervisor costs next to no memory and outlives what J
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +36,7 @@ from maxpipe.supervision.council import (
     describe,
     encode,
 )
-from maxpipe.supervision.ending import LOST
+from maxpipe.supervision.ending import LOST, die_with_parent
 from maxpipe.supervision.link import Hub, Line, LinkLost, connect, exchange, free_port
 from maxpipe.supervision.progress import (
     DOWNTIME,
@@ -53,7 +51,6 @@ _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
 _STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
-_KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class TrainerProcess:
@@ -72,7 +69,7 @@ class TrainerProcess:
             command,
             env={**os.environ, **environment},
             start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self._abort_at = self._kill_at = float("inf")
 
@@ -310,17 +307,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls so that Linux kills it when its supervisor dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(*_KILL_WITH_PARENT)
-        if os.getppid() != parent:  # dead already
-            os._exit(LOST)
-
-    return prepare
