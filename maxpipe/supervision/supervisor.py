@@ -4,14 +4,12 @@ Imports no JAX, so that a supervisor costs next to no memory and outlives what J
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +38,7 @@ from maxpipe.supervision.council import (
     describe,
     encode,
 )
-from maxpipe.supervision.ending import LOST
+from maxpipe.supervision.ending import LOST, die_with_parent
 from maxpipe.supervision.link import (
     Hub,
     Line,
@@ -65,7 +63,6 @@ _STATUS_SECONDS = 5.0
 _LAST_STATUS_SECONDS = 10.0  # for a file system to take the last status
 _OTHER_FILES = 64  # that supervisor 0 has open next to a line for each supervisor
 _STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
-_KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class TrainerProcess:
@@ -84,7 +81,7 @@ class TrainerProcess:
             command,
             env={**os.environ, **environment},
             start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self._abort_at = self._kill_at = float("inf")
 
@@ -411,17 +408,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls so that Linux kills it when its supervisor dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(*_KILL_WITH_PARENT)
-        if os.getppid() != parent:  # dead already
-            os._exit(LOST)
-
-    return prepare
