@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 
-from maxpipe.checkpoint.run_argument import add_run_arguments
+from maxpipe.checkpoint.run_argument import add_average_argument, add_run_arguments
 from maxpipe.config.cli import exit_on_config_error
 from maxpipe.config.imports import import_variants
 from maxpipe.supervision.signals import INTERRUPTED
@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add_run_arguments(parser)
+    add_average_argument(parser)
     add("--prompt", type=_utf8, metavar="TEXT", help="the text to continue")
     add(
         "--chat",

@@ -64,7 +64,7 @@ SMALL = [
     "steps=2",
     "eval.every=2",
     "eval.batches=1",
-    "checkpoint.every=2",
+    "checkpoint.every=1",
     "mesh.simulated_devices=0",
     "mesh.ici.fsdp=4",
 ]

@@ -7,7 +7,7 @@ from functools import partial
 
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable
 from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import find_step
+from maxpipe.checkpoint.run_argument import find_steps
 from maxpipe.data.chat_template import Message
 from maxpipe.data.tokenizers import without_special_tokens
 from maxpipe.generation.chat import TooLong
@@ -28,10 +28,10 @@ def launch(flags: argparse.Namespace) -> int:
         template.
     """
     store = open_steps(flags.run_dir, "RUN_DIR")
-    step = find_step(store, flags.step)
+    steps = find_steps(store, flags.step, flags.average)
     system = [_said("system", flags.system)] if flags.system else []
     try:
-        model = Model(store, step, flags.tokenizer)
+        model = Model(store, steps, flags.tokenizer)
         # What the command line names is looked at before the parameters are read.
         tokenizer = model.tokenizer
         check_tokens(flags.stop_token, model.config.model.num_token_ids)
@@ -41,7 +41,7 @@ def launch(flags: argparse.Namespace) -> int:
             prompt = read_prompt(flags.prompt, tokenizer, model.config.data.sequence_length)
         model.load()
     except (CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable) as error:
-        print(f"error: {store}/{step}: {error}", file=sys.stderr)
+        print(f"error: {store}/{steps[-1]}: {error}", file=sys.stderr)
         return NOT_LOADED
     draw: Draw = partial(
         model.answer if flags.chat else model.stream,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike, fspath
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.checkpoint.mirror import open_steps
-from maxpipe.checkpoint.run_argument import check_block, find_step
+from maxpipe.checkpoint.run_argument import check_block, find_steps
 from maxpipe.checkpoint.steps import StepStore
 from maxpipe.config.errors import ConfigError
 from maxpipe.config.load import from_record
@@ -38,7 +38,7 @@ class Model:
 
     Args:
       store: checkpoints of the run.
-      step: a committed one.
+      steps: committed ones; the parameters are the mean over them.
       tokenizer: as `data.tokenizer`; None for the run's own.
 
     Raises:
@@ -47,14 +47,15 @@ class Model:
 
     Attributes:
       config: resolved configuration of the run.
-      step: finished steps of the training.
+      step: finished steps of the training, at the last one.
     """
 
-    def __init__(self, store: StepStore, step: int, tokenizer: str | None = None):
+    def __init__(self, store: StepStore, steps: Sequence[int], tokenizer: str | None = None):
         self._store = store
-        self._meta = store.record(step).meta
+        self._steps = steps
+        self.step = steps[-1]
+        self._meta = store.record(self.step).meta
         self._named_tokenizer = tokenizer
-        self.step = step
         self.config = from_record(self._meta.get("config", {}))
         check_block(self.config)
 
@@ -77,8 +78,11 @@ class Model:
         Raises:
           CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable: they cannot be read.
         """
-        with self._store.local_copy(self.step) as directory:
-            return load_parameters(directory, self.config)
+        with ExitStack() as copies:
+            directories = [
+                copies.enter_context(self._store.local_copy(step)) for step in self._steps
+            ]
+            return load_parameters(directories, self.config)
 
     def load(self) -> None:
         """Read what `stream` needs now, rather than at its first use; raises as they do."""
@@ -260,13 +264,18 @@ class Model:
 
 
 def load_model(
-    run_dir: str | PathLike[str], *, step: int | None = None, tokenizer: str | None = None
+    run_dir: str | PathLike[str],
+    *,
+    step: int | None = None,
+    average: int = 1,
+    tokenizer: str | None = None,
 ) -> Model:
     """Load the model of a run, whatever its stages and devices were.
 
     Args:
       run_dir: the run's directory, also s3:// and gs://.
       step: the checkpoint to read; None = the newest.
+      average: read the mean of this many checkpoints, the last ones up to `step`.
       tokenizer: as `data.tokenizer`; None for the run's own.
 
     Raises:
@@ -275,7 +284,7 @@ def load_model(
     """
     with _naming_arguments():
         store = open_steps(fspath(run_dir), "RUN_DIR")
-        model = Model(store, find_step(store, step), tokenizer)
+        model = Model(store, find_steps(store, step, average), tokenizer)
     _ = model.params  # what is wrong with them should not come up later
     return model
 

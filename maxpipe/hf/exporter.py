@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.reader import PARAMS, read_arrays
+from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json
@@ -37,7 +38,7 @@ from maxpipe.model.program import ModelProgram
 
 
 def export(
-    directory: Path,
+    reader: ParameterReader,
     record: Record,
     config: Config,
     target: Path,
@@ -53,7 +54,8 @@ def export(
     """Write the parameters of a checkpoint into a new folder.
 
     Args:
-      directory, record: of a committed step.
+      reader: of the parameters.
+      record: of the step, of several the last.
       config: of the run, resolved.
       target: the folder; it appears under this name when it is complete.
       family: from `model_types.choose_family`.
@@ -81,7 +83,7 @@ def export(
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        write_weights(unfinished, files, rules, kind, _leaf_reader(directory, record))
+        write_weights(unfinished, files, rules, kind, _leaf_reader(reader))
         write_index(unfinished, files, kind.itemsize)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
         ids: dict[str, Any] = {**special_ids(tokenizer)} if tokenizer else {}
@@ -94,6 +96,7 @@ def export(
         card = model_card(
             config,
             record,
+            steps=reader.steps,
             model_type=family.model_type,
             dtype=dtype,
             size=sum(math.prod(shape) for file in files for shape in file.shapes.values()),
@@ -119,10 +122,9 @@ def config_json(family: Family, config: Config, origin: Path | None) -> dict[str
     return {**kept, **written, "max_position_embeddings": longest}
 
 
-def _leaf_reader(directory: Path, record: Record) -> Callable[[Rule], np.ndarray]:
+def _leaf_reader(reader: ParameterReader) -> Callable[[Rule], np.ndarray]:
     def read(rule: Rule) -> np.ndarray:
-        name = ".".join((PARAMS, *rule.path))
-        return np.asarray(read_arrays(directory, record.leaves, {name: None})[name])
+        return np.asarray(reader.read(".".join((PARAMS, *rule.path))))
 
     return read
 
