@@ -162,17 +162,22 @@ def open_documents(config: DataConfig, split: Split) -> Documents:
       ConfigError: files are missing or unusable, or the split would be empty.
     """
     if not config.eval_path:
-        return split_documents(_open_all(config), split, config.eval_fraction)
+        return split_documents(open_all(config), split, config.eval_fraction)
     if split == "train":
-        return _open_all(config)
+        return open_all(config)
     try:
-        return _open_all(replace(config, path=config.eval_path))
+        return open_all(replace(config, path=config.eval_path))
     except ConfigError as error:
         messages = (problem.message for problem in error.problems)
         raise ConfigError(*(Problem("data.eval_path", text) for text in messages)) from error
 
 
-def _open_all(config: DataConfig) -> Documents:
+def open_all(config: DataConfig) -> Documents:
+    """Return the documents of `data.source`, before any are held out.
+
+    Raises:
+      ConfigError: files are missing or unusable, or there is no document.
+    """
     documents: Documents = implementation(SOURCES[config.source])(config)
     if not len(documents):
         raise ConfigError(Problem("data.path", f"there is no document in {config.path!r}"))

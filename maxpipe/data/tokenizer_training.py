@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
-from maxpipe.data.corpus import Corpus, naming_files
+from maxpipe.data.corpus import Corpus, text_of
 from maxpipe.storage.local_files import write_atomically
 
 END = "<|endoftext|>"
@@ -60,13 +60,12 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progres
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    documents = corpus.open(in_pieces=True)
+    documents = corpus.open()
     counts = [0, 0]
 
     def texts() -> Iterator[str]:
         for index in range(len(documents)):
-            text = documents[index]
-            assert isinstance(text, str)
+            text = text_of(documents, index)
             counts[0] += 1
             counts[1] += len(text.encode())
             yield text
@@ -80,8 +79,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progres
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=shows_progress,
     )
-    with naming_files():
-        tokenizer.train_from_iterator(texts(), trainer, length=len(documents))
+    tokenizer.train_from_iterator(texts(), trainer, length=len(documents))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,

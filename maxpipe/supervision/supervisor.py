@@ -4,14 +4,12 @@ Imports no JAX, so that a supervisor costs next to no memory and outlives what J
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,7 +38,7 @@ from maxpipe.supervision.council import (
     describe,
     encode,
 )
-from maxpipe.supervision.ending import LOST
+from maxpipe.supervision.ending import LOST, die_with_parent
 from maxpipe.supervision.link import (
     Hub,
     Line,
@@ -49,6 +47,7 @@ from maxpipe.supervision.link import (
     describe_absence,
     exchange,
 )
+from maxpipe.supervision.memory import MEMORY, shared_memory
 from maxpipe.supervision.progress import (
     DOWNTIME,
     PROGRESS,
@@ -64,7 +63,6 @@ _STATUS_SECONDS = 5.0
 _LAST_STATUS_SECONDS = 10.0  # for a file system to take the last status
 _OTHER_FILES = 64  # that supervisor 0 has open next to a line for each supervisor
 _STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
-_KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class TrainerProcess:
@@ -83,7 +81,7 @@ class TrainerProcess:
             command,
             env={**os.environ, **environment},
             start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self._abort_at = self._kill_at = float("inf")
 
@@ -122,6 +120,7 @@ class Supervisor:
       place: of this host in the run.
       log: takes a line for each event.
       directory: for files of this supervisor.
+      memory: a directory for the trainer's replicas; None if there is none.
 
     Attributes:
       code: exit code of this supervisor, None as long as its run has not ended.
@@ -135,6 +134,7 @@ class Supervisor:
         place: Place,
         log: Callable[[str], None],
         directory: Path,
+        memory: Path | None,
     ):
         self.code: int | None = None
         self.stopped_by = 0
@@ -142,6 +142,7 @@ class Supervisor:
         self._command = command
         self._place = place
         self._log = log
+        self._memory = memory
         self._attempt = 0
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
@@ -189,6 +190,8 @@ class Supervisor:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
+        if self._memory is not None:
+            environment[MEMORY] = str(self._memory)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:
@@ -242,9 +245,10 @@ def supervise(
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
+        memory = stack.enter_context(shared_memory())
         signals = stack.enter_context(_signals())
         address = (place.host, place.port)
-        supervisor = Supervisor(command, place, log, directory)
+        supervisor = Supervisor(command, place, log, directory, memory)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)
             hub = stack.enter_context(_hub(council, place))
@@ -316,8 +320,10 @@ def _hub(council: Council, place: Place) -> Hub:
       ConfigError: its port is in use, or it may not have a line to each supervisor.
     """
     _allow_files(place.count + _OTHER_FILES)
+    # A single process, though announced, starts JAX's own coordinator at its port.
+    port = place.port if place.count > 1 else 0
     try:
-        return Hub(council, place.port)
+        return Hub(council, port)
     except OSError as error:
         message = (
             f"port {place.port} of the coordinator's address cannot be used: {error.strerror}; "
@@ -402,17 +408,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls so that Linux kills it when its supervisor dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(*_KILL_WITH_PARENT)
-        if os.getppid() != parent:  # dead already
-            os._exit(LOST)
-
-    return prepare

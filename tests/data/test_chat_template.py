@@ -63,6 +63,15 @@ def test_template_without_marks_has_the_assistants_turns(
     assert _targets(rendered) == targets
 
 
+def test_template_that_asks_for_a_first_message_has_the_turn_of_one_that_is_the_assistants() -> (
+    None
+):
+    source = "{% if messages[0].role != 'system' %}Be kind.</s>{% endif %}" + CLOSED
+    rendered = _template(source).render(TALK[2:], None)
+    assert rendered.text.startswith("Be kind.</s><s><assistant>1</s>\n<user>")
+    assert _targets(rendered) == ["1</s>\n", "2</s>\n"]
+
+
 @pytest.mark.parametrize("dashes", ["-", "", "+"])
 def test_template_with_marks_has_what_is_between_them(dashes: str) -> None:
     source = (
@@ -113,7 +122,8 @@ def test_bad_conversation_is_explained(messages: list[dict[str, object]], reason
 
 def test_turns_that_change_when_others_follow_ask_for_marks() -> None:
     assert _targets(_template(LAST_DIFFERS).render(TALK[:3], None)) == ["<assistant><think>1"]
-    with pytest.raises(ConfigError, match=r"^data\.chat_template: .*\{% generation %\}") as error:
+    reason = r"^data\.chat_template: the template lays out message 3, .*\{% generation %\}"
+    with pytest.raises(ConfigError, match=reason) as error:
         _template(LAST_DIFFERS).render(TALK, None)
     assert not isinstance(error.value, BadDocument)  # skipping it would skip most of the data
 

@@ -10,6 +10,7 @@ from maxpipe import generate
 from maxpipe.builder import build_trainer
 from maxpipe.data.loader import make_loader
 from maxpipe.devices.mesh import build_mesh
+from maxpipe.generation.decoding import Decoder
 from maxpipe.model.layers import SideInputs
 from maxpipe.model.program import ModelProgram
 from maxpipe.training.batches import BatchPlacer
@@ -103,6 +104,21 @@ def test_generate_writes_what_the_command_writes(run, model, options, capsys):
     text = model.generate(PROMPT, max_tokens=20, **options)
     assert capsys.readouterr().out == f"{PROMPT}{text}\n"
     assert text or "stop_tokens" in options
+
+
+def test_generate_traces_the_model_once_for_many_prompts_and_seeds(model, monkeypatch):
+    traced = []
+    for name in ("prefill", "step"):
+        method = getattr(Decoder, name)
+        monkeypatch.setattr(
+            Decoder, name, lambda *args, f=method: traced.append(f.__name__) or f(*args)
+        )
+    texts = [
+        model.generate(prompt, max_tokens=8, temperature=1.7, top_k=50, seed=seed)
+        for prompt, seed in (("ab", 0), ("ab", 1), ("cd", 1), ("ab", 0))
+    ]
+    assert traced == ["prefill", "step"]
+    assert texts[0] == texts[3] != texts[1]
 
 
 def test_load_model_reads_the_step_that_is_named(run, model):

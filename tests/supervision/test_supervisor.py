@@ -259,7 +259,7 @@ def test_supervise_hears_and_ends_while_a_file_system_stalls(tmp_path, monkeypat
 
 def test_supervisor_counts_an_attempt_without_a_step_as_part_of_the_restart(tmp_path):
     place = Place("localhost", 0, 1, 0)
-    here = Supervisor([sys.executable, "-c", ""], place, lambda text: None, tmp_path)
+    here = Supervisor([sys.executable, "-c", ""], place, lambda text: None, tmp_path, None)
 
     def downtime_after(progress):
         here.handle(Start(1, 7, ""))
