@@ -278,7 +278,7 @@ def start_run(
             meta = checkpointer.record(resume_step).meta
             check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     # Compared with the model before anything is written.
-    weights = open_weights(config) if resume_step is None else None
+    weights = open_weights(config, together=True) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
     changed: list[Change] = []
     if resume_step is None:
