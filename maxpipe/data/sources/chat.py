@@ -14,10 +14,11 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
 from maxpipe.data.chat_template import ChatTemplate, Message, has_marks, load_chat_template
-from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.documents import BadDocument, MarkedText, require_offsets
 from maxpipe.data.files import find_files, require_content
 from maxpipe.data.sources.parquet import read_rows
 from maxpipe.data.sources.text import JsonLines
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import local_copy, unpacked, version_of
 
 _FIELDS = ("messages", "tools")
@@ -143,8 +144,10 @@ def chat(config: DataConfig) -> Conversations:
     In a directory these are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet.
 
     Raises:
-      ConfigError: there is no file, one is empty or damaged, or there is no chat template.
+      ConfigError: there is no file, one is empty or damaged, there is no chat template, or the
+        tokenizer cannot encode conversations.
     """
+    require_offsets(load_tokenizer(config.tokenizer, config.cache_dir))
     template = load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
     endings = SOURCES["chat"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))
