@@ -13,7 +13,12 @@ from typing import NamedTuple
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.chat_template import ChatTemplate, Message, has_marks, load_chat_template
+from maxpipe.data.chat_template import (
+    ChatTemplate,
+    Message,
+    has_reserved_characters,
+    load_chat_template,
+)
 from maxpipe.data.documents import BadDocument, MarkedText, require_offsets
 from maxpipe.data.files import find_files, require_content
 from maxpipe.data.sources.parquet import read_rows
@@ -90,7 +95,7 @@ def parse(line: bytes) -> Conversation:
                 raise TypeError("a message has no role")
         text = json.dumps(value, ensure_ascii=False)
         text.encode("utf-8")  # an escaped lone surrogate is legal JSON that nothing can encode
-        if has_marks(text):
+        if has_reserved_characters(text):
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
         tools = value.get("tools")
         if not isinstance(tools, list | None):
