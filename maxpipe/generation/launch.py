@@ -25,7 +25,7 @@ def launch(flags: argparse.Namespace) -> int:
     try:
         model = Model(store, step, flags.tokenizer)
         # What the command line names is looked at before the parameters are read.
-        tokenizer = model.tokenizer
+        tokenizer = model.find_tokenizer()
         check_tokens(flags.stop_token, model.config.model.num_token_ids)
         prompt = read_prompt(flags.prompt, tokenizer, model.config.data.sequence_length)
         model.load()
