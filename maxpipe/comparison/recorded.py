@@ -109,6 +109,14 @@ def read_runs(words: Sequence[str]) -> list[Recorded]:
     return [_read(name, root) for name, root in zip(names, roots, strict=True)]
 
 
+def last_step(file: Path) -> int:
+    """Return the last step of a metrics file, 0 if it has none or is not there."""
+    step = 0
+    for step_of_row, row in _rows(file):
+        step = step_of_row if "loss" in row else step
+    return step
+
+
 def differing_keys(runs: Sequence[Recorded]) -> list[str]:
     """Return the keys whose values differ between runs, other than their names and places."""
     known = [run.settings for run in runs if run.settings]

@@ -14,11 +14,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import optional
 from maxpipe.config.model_places import CHATML
+from maxpipe.config.sections import DataConfig
 from maxpipe.data.documents import BadDocument, MarkedText
-from maxpipe.data.tokenizers import template_files
+from maxpipe.data.tokenizers import (
+    CHAT_TEMPLATE,
+    TemplateFiles,
+    pick_template_files,
+    template_files,
+)
 
 if TYPE_CHECKING:
     import jinja2
@@ -71,6 +78,21 @@ class ChatTemplate:
             message = f"the assistant says nothing in it, laid out by {self.name}"
             raise BadDocument(Problem("data.path", message))
         return MarkedText(text, spans)
+
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[object] | None) -> str:
+        """Return a conversation as text that ends where the assistant's answer begins; raises
+        BadDocument if the template refuses it.
+        """
+        return _without_marks(self._text(messages, tools, add_generation_prompt=True))[0]
+
+    def end_of_turn(self) -> str:
+        """Return what the template writes after an answer, "" if that is nothing.
+
+        Raises:
+          BadDocument: the template refuses a conversation of a question and an answer.
+        """
+        talk = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": _PROBE}]
+        return _without_marks(self._text(talk, None))[0].rpartition(_PROBE)[2]
 
     def _text(
         self,
@@ -138,16 +160,13 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
       ConfigError: there is none, or it is not a template.
     """
     files = template_files(tokenizer, cache_dir)
-    config = _read_config(files.config)
-    special_tokens = _special_tokens(config)
+    special_tokens = _special_tokens(_read_config(files.config))
     if value == CHATML:
         template = ChatTemplate(_CHATML, special_tokens, f"{_KEY}={CHATML}")
     elif value:
         template = ChatTemplate(_read(Path(value)), special_tokens, value)
-    elif files.template is not None:
-        template = ChatTemplate(_read(files.template), special_tokens, str(files.template))
-    elif source := _own_template(config):
-        template = ChatTemplate(source, special_tokens, f"the template of {files.config}")
+    elif own := _template_of(files):
+        template = own
     else:
         message = (
             f"data.tokenizer={tokenizer} has no chat template of its own: {_KEY}={CHATML} takes a "
@@ -156,6 +175,58 @@ def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatT
         raise ConfigError(Problem(_KEY, message))
     _compile(template.source, template.name)
     return template
+
+
+def trained_template(data: DataConfig) -> ChatTemplate | None:
+    """Return the template of a run's conversations, None if it reads none; raises as
+    `load_chat_template`.
+    """
+    read = [entry["source"] for entry in data.mixture] or [data.source]
+    if not any(SOURCES[source].is_chat for source in read):
+        return None
+    return load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
+
+
+def chat_template_among(files: Sequence[Path]) -> ChatTemplate | None:
+    """Return the chat template in the files of a tokenizer or a model, None if they have none.
+
+    Raises:
+      ConfigError: it cannot be read, or is not a template.
+    """
+    template = _template_of(pick_template_files(files))
+    if template is not None:
+        _compile(template.source, template.name)
+    return template
+
+
+def put_chat_template(source: str, folder: Path) -> None:
+    """Write a template into a model's folder, for transformers, unless the folder has it already.
+
+    Others in the folder go: programs do not agree on which of several counts.
+
+    Raises:
+      ConfigError: a file in the folder cannot be read.
+      OSError: the folder cannot be written to.
+    """
+    files = pick_template_files(sorted(folder.iterdir()))
+    present = _template_of(files)
+    if present is not None and present.source == source:
+        return
+    config = dict(_read_config(files.config))
+    if files.config is not None and config.pop("chat_template", None) is not None:
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        files.config.write_text(text, encoding="utf-8")
+    (folder / "chat_template.json").unlink(missing_ok=True)
+    (folder / CHAT_TEMPLATE).write_text(source, encoding="utf-8")
+
+
+def _template_of(files: TemplateFiles) -> ChatTemplate | None:
+    config = _read_config(files.config)
+    if files.template is not None:
+        source, name = _read(files.template), str(files.template)
+    else:
+        source, name = _own_template(config), f"the template of {files.config}"
+    return ChatTemplate(source, _special_tokens(config), name) if source else None
 
 
 def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:

@@ -19,7 +19,7 @@ from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.imports import attribute_of
 from maxpipe.config.sections import Config, DataConfig
-from maxpipe.data.chat_template import load_chat_template
+from maxpipe.data.chat_template import trained_template
 from maxpipe.data.files import local_files, parts_of
 from maxpipe.data.tokenizers import tokenizer_files
 from maxpipe.storage.local_files import (
@@ -369,10 +369,9 @@ def tokenizer_digest(name_or_path: str, cache_dir: str = "") -> str:
 
 def _template_digest(data: DataConfig) -> str:
     """Return a digest of the chat template and what it may write, "" without conversations."""
-    read = [entry["source"] for entry in data.mixture] or [data.source]
-    if not any(SOURCES[source].is_chat for source in read):
+    template = trained_template(data)
+    if template is None:
         return ""
-    template = load_chat_template(data.chat_template, data.tokenizer, data.cache_dir)
     content = json.dumps([template.source, sorted(template.special_tokens)])
     return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 

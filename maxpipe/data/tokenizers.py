@@ -25,7 +25,7 @@ from maxpipe.config.model_places import (
 
 TOKENIZER = "tokenizer"  # directory of a run with copies of its tokenizer's files
 _CONFIG = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATE = "chat_template.jinja"
 # Tried in this order if no tokenizer_config.json names the tokens.
 COMMON_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<｜begin▁of▁sentence｜>")
 COMMON_EOS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
@@ -128,12 +128,18 @@ def template_files(name_or_path: str, cache_dir: str = "") -> TemplateFiles:
     if name_or_path in TOKENIZERS or num_plain_ids(name_or_path):
         return TemplateFiles(None, None)
     if folder := tokenizer_folder(name_or_path):
-        directory = open_folder(folder, "data.tokenizer").fetch((_CONFIG, _TEMPLATE), cache_dir)
+        directory = open_folder(folder, "data.tokenizer").fetch((_CONFIG, CHAT_TEMPLATE), cache_dir)
     else:
         path = Path(tokenizer_path(name_or_path))
         directory = path if path.is_dir() else path.parent
-    files = (directory / _CONFIG, directory / _TEMPLATE)
-    return TemplateFiles(*(file if file.exists() else None for file in files))
+    files = (directory / _CONFIG, directory / CHAT_TEMPLATE)
+    return pick_template_files([file for file in files if file.exists()])
+
+
+def pick_template_files(files: Sequence[Path]) -> TemplateFiles:
+    """Return which of the files of a tokenizer or model may hold its chat template."""
+    by_name = {file.name: file for file in files}
+    return TemplateFiles(by_name.get(_CONFIG), by_name.get(CHAT_TEMPLATE))
 
 
 @cache
@@ -155,8 +161,8 @@ def _local_path(value: str, cache_dir: str) -> str:
 
 
 def main_file(files: Sequence[Path]) -> Path | None:
-    """Return the file of `tokenizer_files` that `load_tokenizer` takes; None if there is none."""
-    return next((file for file in files if file.name != _CONFIG), None)
+    """Return the file of a run's tokenizer that `load_tokenizer` takes; None if there is none."""
+    return next((file for file in files if file.name not in (_CONFIG, CHAT_TEMPLATE)), None)
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxpipe.checkpoint.average import read_mean_parameters
 from maxpipe.checkpoint.reader import read_parameters
 from maxpipe.config import MESH_AXES, Config
 from maxpipe.config.sections import ModelConfig
@@ -273,8 +274,8 @@ class Decoder:
         return x, Cache(first_caches, stacked)
 
 
-def load_parameters(step_directory: Path, config: Config) -> Params:
-    """Return the parameters of a checkpoint in the compute dtype.
+def load_parameters(step_directories: Sequence[Path], config: Config) -> Params:
+    """Return the parameters of a checkpoint, of several the mean, in the compute dtype.
 
     They are sharded over the tensor axis of all devices of this process.
 
@@ -286,7 +287,11 @@ def load_parameters(step_directory: Path, config: Config) -> Params:
     rules = AxisRules(config.sharding.logical_axis_rules, mesh)
     program = ModelProgram(config.model)
     weights = Weights(rules, program.specs, ("layers_per_stage",), (config.model.stacked_layers,))
-    return jax.jit(program.cast)(read_parameters(step_directory, weights.abstract()))
+    if len(step_directories) == 1:
+        params = read_parameters(step_directories[0], weights.abstract())
+    else:
+        params = read_mean_parameters(step_directories, weights.abstract())
+    return jax.jit(program.cast)(params)
 
 
 def generate(

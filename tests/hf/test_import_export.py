@@ -257,7 +257,7 @@ def test_export_has_the_tokenizer_that_the_run_was_trained_with(tmp_path, letter
 
 def test_card_of_a_run_on_bytes_promises_no_tokenizer():
     config, record = resolve(load("base"), 4), Record(3, {}, {})
-    facts = {"model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
+    facts = {"steps": [3], "model_type": "llama", "dtype": "float32", "size": 7, "version": ""}
     card = model_card(config, record, **facts, has_tokenizer=False)
     assert "AutoTokenizer" not in card
     assert "trained with maxpipe." in card

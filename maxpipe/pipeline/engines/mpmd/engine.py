@@ -154,11 +154,11 @@ class MpmdEngine(Engine[StageParams, ChunkArrays]):
         sums = self.training.run(arguments, batch, keys, self.observer)
         metrics = {name: self._total(sums, output) for output, name in enumerate(self._losses)}
         # 2. Bring gradients of parameters that several stages read to the owner, and zeros of those
-        # without a gradient, which the stage of the loss has. They follow the losses.
+        # without a gradient, which the stage of the last backward has. They follow the losses.
         first = len(metrics)
         for stage, stage_sums in enumerate(sums):
-            # A copy of the names, since what belongs elsewhere is taken out on the way.
-            for output in list(stage_sums):
+            # JAX numbers transfers, and the order of a dictionary differs between processes.
+            for output in sorted(stage_sums):
                 path = self._paths[output - first]
                 owner = self._owner[path]
                 if owner != stage:
