@@ -304,11 +304,11 @@ class EncodedDocuments:
             raise ConfigError(Problem("model.vocab_size", message))
 
 
-def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
-    """Return the tokens of a text; those that have a character of its spans have weight 1.
+def require_offsets(tokenizer: Tokenizer) -> OffsetTokenizer:
+    """Return a tokenizer that can encode conversations.
 
     Raises:
-      ConfigError: the tokenizer does not know the characters of its tokens.
+      ConfigError: it does not know the characters of its tokens.
     """
     if not hasattr(tokenizer, "encode_with_offsets"):
         message = (
@@ -316,8 +316,16 @@ def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
             "tokenizer.json"
         )
         raise ConfigError(Problem("data.tokenizer", message))
-    offset_tokenizer = cast(OffsetTokenizer, tokenizer)
-    ids, offsets = offset_tokenizer.encode_with_offsets(document.text)
+    return cast(OffsetTokenizer, tokenizer)
+
+
+def encode_marked(document: MarkedText, tokenizer: Tokenizer) -> Encoded:
+    """Return the tokens of a text; those that have a character of its spans have weight 1.
+
+    Raises:
+      ConfigError: as `require_offsets`.
+    """
+    ids, offsets = require_offsets(tokenizer).encode_with_offsets(document.text)
     first, end = offsets.T
     weights = np.zeros(len(ids), np.float32)
     for span_first, span_end in document.spans:

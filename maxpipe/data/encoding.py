@@ -51,7 +51,7 @@ class Part(NamedTuple):
         return f"part-{self.number:05}"
 
 
-class Encoded(NamedTuple):
+class EncodedPart(NamedTuple):
     """What a part has become.
 
     Attributes:
@@ -151,7 +151,7 @@ class Encoding:
             raise ConfigError(Problem(_OUT, message))
 
 
-def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[Encoded]:
+def encode_parts(encoding: Encoding, parts: list[Part], workers: int) -> Iterator[EncodedPart]:
     """Encode parts in processes of their own, and yield each as soon as its file is written.
 
     Args:
@@ -209,7 +209,7 @@ def _open(corpus: Corpus) -> Documents:
     return corpus.open()
 
 
-def _encode_part(encoding: Encoding, part: Part) -> Encoded:
+def _encode_part(encoding: Encoding, part: Part) -> EncodedPart:
     """Encode one part and write its files, the one that says that it is done last."""
     tokenizer = load_tokenizer(encoding.tokenizer, encoding.corpus.cache_dir)
     documents = _open(encoding.corpus)
@@ -245,4 +245,4 @@ def _encode_part(encoding: Encoding, part: Part) -> Encoded:
     except OSError as error:
         message = f"cannot write to {encoding.out}: {error.strerror}"
         raise ConfigError(Problem(_OUT, message)) from None
-    return Encoded(part, len(starts), num_tokens, tuple(skipped))
+    return EncodedPart(part, len(starts), num_tokens, tuple(skipped))

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.data.corpus import Corpus, text_of
+from maxpipe.data.tokenizers import TOKENIZER_CONFIG
 from maxpipe.storage.local_files import write_atomically
 
 END = "<|endoftext|>"
 LEAST_SIZE = 257  # the bytes, and the end of a document
-CONFIG = "tokenizer_config.json"  # next to the tokenizer
 _OUT = "--out"
 
 
@@ -33,7 +33,7 @@ def check_target(out: Path) -> None:
     if out.suffix != ".json":
         message = f"{out} must end in .json, as data.tokenizer takes it: {out}.json"
         raise ConfigError(Problem(_OUT, message))
-    for file in (out, out.with_name(CONFIG)):
+    for file in (out, out.with_name(TOKENIZER_CONFIG)):
         if file.exists():
             message = f"{file} exists, and a run may need it: choose another place, or delete it"
             raise ConfigError(Problem(_OUT, message))
@@ -88,7 +88,9 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, out: Path, *, shows_progres
         "clean_up_tokenization_spaces": False,
     }
     try:
-        write_atomically(out.with_name(CONFIG), [json.dumps(config, indent=2).encode() + b"\n"])
+        write_atomically(
+            out.with_name(TOKENIZER_CONFIG), [json.dumps(config, indent=2).encode() + b"\n"]
+        )
         write_atomically(out, [tokenizer.to_str(pretty=True).encode() + b"\n"])
     except OSError as error:
         message = f"cannot write {out}: {error.strerror}"

@@ -160,6 +160,20 @@ def test_tokenizers_own_template_comes_from_its_files(tmp_path: Path) -> None:
     assert load_chat_template(str(tmp_path / "mine.jinja"), folder).source == "mine"
 
 
+def test_template_for_tools_is_that_of_conversations_with_tools(tmp_path: Path) -> None:
+    marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+    sources = {
+        "default": f"\n plain {marked} {{{{ documents is none }}}}\n  ",
+        "tool_use": f"\n{{{{ tools[0] }}}} {marked}\n\n",
+    }
+    named = [{"name": name, "template": source} for name, source in sources.items()]
+    template = load_chat_template("", _folder(tmp_path, chat_template=["a", *named]))
+    talk = [{"role": "assistant", "content": "a"}]
+    for tools, name in ((None, "default"), (["f"], "tool_use"), ([{}], "tool_use")):
+        assert template.render(talk, tools) == _template(sources[name]).render(talk, tools)
+    assert template.render(talk, None).text == "\n plain a True\n  "
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -176,7 +190,8 @@ def test_unusable_template_is_named(tmp_path: Path, content: str | None, reason:
         load_chat_template(str(file), "byte")
 
 
-def test_tokenizer_without_template_asks_for_one(tmp_path: Path) -> None:
-    folder = _folder(tmp_path, eos_token="</s>")
+@pytest.mark.parametrize("template", [None, ["a"], [{"name": "rag", "template": "no"}]])
+def test_tokenizer_without_template_asks_for_one(tmp_path: Path, template: object) -> None:
+    folder = _folder(tmp_path, eos_token="</s>", chat_template=template)
     with pytest.raises(ConfigError, match=r"has no chat template of its own: data\.chat_template="):
         load_chat_template("", folder)

@@ -153,6 +153,7 @@ def test_logits_refuse_what_are_no_tokens(model, tokens, message):
         ({"top_k": -1}, "top_k"),
         ({"seed": -1}, "seed"),
         ({"stop_tokens": [320]}, "^stop_tokens: the model has no token 320"),
+        ({"stop_tokens": [7, -1]}, "^stop_tokens: the model has no token -1; its ids are 0 to 319"),
         ({"prompt": ""}, "^prompt: is empty"),
         ({"prompt": "x" * 40}, "^prompt: has 41 tokens"),
     ],
@@ -160,6 +161,13 @@ def test_logits_refuse_what_are_no_tokens(model, tokens, message):
 def test_generate_refuses_bad_arguments(model, options, message):
     with pytest.raises(ValueError, match=message):
         model.generate(**{"prompt": PROMPT} | options)
+
+
+def test_tokenizer_that_does_not_fit_is_named_by_its_argument(run, tmp_path):
+    for tokenizer, message in (("ids:321", "has 321 ids"), (str(tmp_path), "there is no|neither")):
+        model = maxpipe.load_model(run.directory, tokenizer=tokenizer)
+        with pytest.raises(ValueError, match=f"^tokenizer: .*({message})"):
+            _ = model.tokenizer
 
 
 def test_load_model_of_nothing_names_its_argument(run, tmp_path):

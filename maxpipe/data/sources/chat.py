@@ -13,11 +13,17 @@ from typing import NamedTuple
 from maxpipe.config.catalog import SOURCES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import DataConfig
-from maxpipe.data.chat_template import ChatTemplate, Message, has_marks, load_chat_template
-from maxpipe.data.documents import BadDocument, MarkedText
+from maxpipe.data.chat_template import (
+    ChatTemplate,
+    Message,
+    has_reserved_characters,
+    load_chat_template,
+)
+from maxpipe.data.documents import BadDocument, MarkedText, require_offsets
 from maxpipe.data.files import find_files, require_content
 from maxpipe.data.sources.parquet import read_rows
 from maxpipe.data.sources.text import JsonLines
+from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.storage.local_files import local_copy, unpacked, version_of
 
 _FIELDS = ("messages", "tools")
@@ -89,7 +95,7 @@ def parse(line: bytes) -> Conversation:
                 raise TypeError("a message has no role")
         text = json.dumps(value, ensure_ascii=False)
         text.encode("utf-8")  # an escaped lone surrogate is legal JSON that nothing can encode
-        if has_marks(text):
+        if has_reserved_characters(text):
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters of a text")
         tools = value.get("tools")
         if not isinstance(tools, list | None):
@@ -143,8 +149,10 @@ def chat(config: DataConfig) -> Conversations:
     In a directory these are *.jsonl, *.jsonl.gz, *.jsonl.zst and *.parquet.
 
     Raises:
-      ConfigError: there is no file, one is empty or damaged, or there is no chat template.
+      ConfigError: there is no file, one is empty or damaged, there is no chat template, or the
+        tokenizer cannot encode conversations.
     """
+    require_offsets(load_tokenizer(config.tokenizer, config.cache_dir))
     template = load_chat_template(config.chat_template, config.tokenizer, config.cache_dir)
     endings = SOURCES["chat"].suffixes
     files = require_content(find_files(config.path, endings, config.cache_dir))

@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_parquet_does_not_invent_fields_that_a_message_lacks(tmp_path: Path) -> 
     assert texts[1] == 'null[{"content": "b", "role": "assistant"}]' or texts[1] == (
         'null[{"role": "assistant", "content": "b"}]'
     )
+
+
+@pytest.mark.parametrize("source", ["chat", "python_help"])
+def test_tokenizer_that_cannot_encode_conversations_is_refused_at_once(
+    tmp_path: Path, source: str
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(TALKS[0]))
+    config = replace(_config(tmp_path, tokenizer="ids:300"), source=source)
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: does not tell which characters"):
+        open_documents(config, "train")
 
 
 def test_parquet_without_messages_is_named(tmp_path: Path) -> None:
