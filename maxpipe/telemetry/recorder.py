@@ -12,6 +12,7 @@ from maxpipe.telemetry.profiling import goodput_line, goodput_row
 from maxpipe.telemetry.sink import Sink
 from maxpipe.telemetry.writers import MetricsFile, Row, TensorBoard, Value
 
+SOURCES_SHOWN = 4  # losses of sources on the console, the largest ones
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"  # in the run's directory
 
 
@@ -24,10 +25,10 @@ class Recorder:
       metrics.jsonl: one row for every finished step with `step, loss, grad_norm, learning_rate,
         step_seconds, tokens_per_second, mfu` and the extra values of the step; rows `step,
         eval_loss, eval_perplexity, eval_bits_per_byte` for evaluations, the last only if the bytes
-        of tokens are known; rows `step, changed, before, now` for keys that a resumed start
-        has changed; at the end of each process `step, goodput` and its parts
-        (`maxpipe.telemetry.profiling`). Numbers that are not finite, and `mfu` if the peak is
-        unknown, are null. Figures of layers are lists in model order.
+        of tokens are known, and `eval_loss/SOURCE` for each source of a mixture; rows `step,
+        changed, before, now` for keys that a resumed start has changed; at the end of each process
+        `step, goodput` and its parts (`maxpipe.telemetry.profiling`). Numbers that are not finite,
+        and `mfu` if the peak is unknown, are null. Figures of layers are lists in model order.
       tensorboard/: the same values as scalars, those of layers in a group of their own.
 
     Args:
@@ -149,7 +150,13 @@ class Recorder:
                 fields = step, change.key, change.before, change.now
                 self._metrics.use(methodcaller("write_change", *fields))
 
-    def evaluation(self, step: int, eval_loss: float, bits_per_byte: float | None = None) -> None:
+    def evaluation(
+        self,
+        step: int,
+        eval_loss: float,
+        bits_per_byte: float | None = None,
+        by_source: Mapping[str, float] | None = None,
+    ) -> None:
         """Record an evaluation on held-out data after `step`.
 
         Args:
@@ -157,14 +164,21 @@ class Recorder:
           eval_loss: mean cross-entropy, nats per token.
           bits_per_byte: cross-entropy per byte of text, which compares across tokenizers; None if
             the bytes are not known.
+          by_source: mean cross-entropy of each source of a mixture, by its name.
         """
         if not self._is_main:
             return
+        losses = by_source or {}
         values = {"loss": eval_loss, "perplexity": _perplexity(eval_loss)}
         parts = [f"eval loss {eval_loss:.4f}", f"perplexity {values['perplexity']:.4g}"]
         if bits_per_byte is not None:
             values["bits_per_byte"] = bits_per_byte
             parts.append(f"{bits_per_byte:.4f} bits/byte")
+        values |= {f"loss/{name}": loss for name, loss in losses.items()}
+        worst = sorted(losses, key=lambda name: -losses[name])[:SOURCES_SHOWN]
+        parts += [f"{name} {loss:.4f}" for name, loss in losses.items() if name in worst]
+        if len(losses) > len(worst):
+            parts.append(f"and {len(losses) - len(worst)} lower")
         row = {"step": step} | {f"eval_{name}": value for name, value in values.items()}
         self._metrics.use(lambda file: file.write(row))
         self._console.print_line("  ".join([f"step {step}/{self._last_step}", *parts]))

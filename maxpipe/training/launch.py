@@ -28,7 +28,7 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
 from maxpipe.data.fingerprint import fingerprint_data
-from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.loader import Loader, make_loader, moved_state, open_eval_sources
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
@@ -267,8 +267,7 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
-    for note in loader.notes:
-        log(f"data.path: {note}{_held_out(config, eval_loader)}")
+    _log_notes(config, loader, eval_loader)
     fingerprint = fingerprint_data(config)
     versions = package_versions()
     resume_step = _step_to_resume(config, checkpointer)
@@ -320,6 +319,7 @@ def start_run(
         meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
+        eval_sources=open_eval_sources(config, place_eval.rows),
         token_bytes=token_bytes(config),
     )
 
@@ -432,6 +432,12 @@ def _continue_loader(
     if "data" in config.checkpoint.accept_changes and num_before:
         state = moved_state(state, num_before, loader.num_documents)
     return make_loader(config, "train", place.rows, state)
+
+
+def _log_notes(config: Config, loader: Loader, eval_loader: Loader | None) -> None:
+    """Say what the data's reader has to say about it."""
+    for note in loader.notes:
+        log(f"data.path: {note}{_held_out(config, eval_loader)}")
 
 
 def _held_out(config: Config, eval_loader: Loader | None) -> str:

@@ -84,6 +84,21 @@ def test_recorder_writes_every_step_whatever_log_every_is(tmp_path):
     }
 
 
+def test_recorder_has_losses_of_sources_everywhere_and_the_largest_on_the_console(tmp_path, capsys):
+    losses = {"a": 2.0, "b": 1.0, "c": 4.0, "d": 3.0, "text:x/*": 5.0}
+    r = recorder(tmp_path, steps=9)
+    r.evaluation(9, 2.25, by_source=losses)
+    r.close()
+    (row,) = rows(tmp_path)
+    names = {f"eval_loss/{name}": loss for name, loss in losses.items()}
+    assert row == {"step": 9, "eval_loss": 2.25, "eval_perplexity": math.exp(2.25), **names}
+    shown = "a 2.0000  c 4.0000  d 3.0000  text:x/* 5.0000  and 1 lower"
+    assert f"eval loss 2.2500  perplexity 9.488  {shown}\n" in capsys.readouterr().out
+    tags = {tag for tag, _ in logged_scalars(tmp_path / "run" / "tensorboard")}
+    tags.remove("eval/loss/text_x/_")  # as tensorboardX writes it
+    assert tags == {"eval/loss", "eval/perplexity", *(f"eval/loss/{name}" for name in "abcd")}
+
+
 def test_recorder_unknown_peak_writes_null_mfu(tmp_path):
     r = recorder(tmp_path)
     r.step(1, 5.0, 1.5, 3e-4, 0.5)
