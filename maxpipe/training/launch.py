@@ -21,6 +21,7 @@ from maxpipe.checkpoint.reader import Restored
 from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
 from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
 from maxpipe.checkpoint.replicas import Replicas
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, derive_known, resolve
@@ -37,7 +38,9 @@ from maxpipe.devices.cluster import job_of_process
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import start_jax
+from maxpipe.devices.transfers import processes_of
 from maxpipe.devices.xla_flags import advice
+from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
@@ -391,6 +394,7 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
 
 def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
     """Build the telemetry of a run that continues after `step`."""
+    one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
         config,
         directory.root,
@@ -398,6 +402,7 @@ def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: in
         tokens_per_step=config.data.global_batch_size * config.data.sequence_length,
         peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
+        stage_processes=[] if one_program else list(map(processes_of, stage_meshes(mesh))),
     )
 
 

@@ -91,6 +91,7 @@ def _train(run: Run) -> int:
         config.optimizer.max_consecutive_skips,
         run.supervision.finished_step,
         run.on_step,
+        run.trainer,
     )
     saved_step = run.checkpointer.saved_step  # below `run.step` if that is only in memory
     is_interrupted = False
@@ -311,6 +312,7 @@ class StepLog:
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
       progress: called with the number of each finished step.
       on_step: see `Run`.
+      trainer: has the clocks of stages.
 
     Attributes:
       last_step: the last recorded step, 0 before the first.
@@ -323,9 +325,11 @@ class StepLog:
         max_consecutive_skips: int,
         progress: Callable[[int], None],
         on_step: OnStep | None,
+        trainer: Trainer,
     ):
         self._recorder = recorder
         self._on_step = on_step
+        self._trainer = trainer
         self._limit = max_consecutive_skips
         self._progress = progress
         self._pending: tuple[int, Metrics] | None = None
@@ -363,7 +367,8 @@ class StepLog:
             self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
-        row = self._recorder.step(step, step_seconds=seconds, **values)
+        stages = self._trainer.stage_seconds()
+        row = self._recorder.step(step, step_seconds=seconds, stage_seconds=stages, **values)
         if self._on_step is not None:
             with jax.transfer_guard("allow"):  # a caller may look at arrays
                 self._on_step(step, row)
@@ -372,3 +377,4 @@ class StepLog:
         """Leave what happened since the last step out of the next step's time."""
         if self._pending is None:
             self._since = time.perf_counter()
+            self._trainer.resume_clocks()
