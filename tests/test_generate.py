@@ -132,7 +132,7 @@ def test_command_ctrl_c_exits_with_130(run_dir, capsys, monkeypatch):
         (
             ("--stop-token=1000",),
             "a",
-            "--stop-token: the model has no token 1000; its ids are below",
+            "--stop-token: the model has no token 1000; its ids are 0 to",
         ),
         (
             ("--temperature=inf",),

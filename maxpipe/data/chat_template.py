@@ -42,7 +42,7 @@ _CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_HAS_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Unicode reserves these two for uses inside a program: no text may have them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _PROBE = "An answer."  # no template changes it
@@ -69,7 +69,7 @@ class ChatTemplate:
           BadDocument: the template refuses the conversation, or the assistant says nothing in it.
           ConfigError: the template does not tell what the assistant says.
         """
-        if _HAS_MARKS.search(self.source):
+        if _GENERATION_TAG.search(self.source):
             text, spans = _without_marks(self._text(messages, tools))
         else:
             text = self._text(messages, tools)
@@ -107,6 +107,7 @@ class ChatTemplate:
             return template.render(
                 messages=messages,
                 tools=tools,
+                documents=None,  # as transformers names what a run does not have
                 add_generation_prompt=add_generation_prompt,
                 **dict(self.special_tokens),
             )
@@ -121,17 +122,30 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:index], tools, add_generation_prompt=True)
+            before = self._before(index, messages, tools)
             after = self._text(messages[: index + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
                 problem = (
-                    f"{self.name} lays out a turn of the assistant differently when others follow, "
-                    "so what is to be learned cannot be told: give a copy of the template with "
-                    "{% generation %} before and {% endgeneration %} after what the assistant "
-                    "writes"
+                    f"{self.name} lays out message {index + 1}, a turn of the assistant, "
+                    "differently when others follow, so what is to be learned cannot be told: give "
+                    "a copy of the template with {% generation %} before and {% endgeneration %} "
+                    "after what the assistant writes"
                 )
                 raise ConfigError(Problem(_KEY, problem))
             yield len(before), len(after)
+
+    def _before(
+        self, index: int, messages: Sequence[Message], tools: Sequence[object] | None
+    ) -> str:
+        """Return the text before turn `index`, which is the assistant's."""
+        try:
+            return self._text(messages[:index], tools, add_generation_prompt=True)
+        except BadDocument:
+            if index:
+                raise
+            # Many templates ask for a first message.
+            talk = [{"role": "assistant", "content": _PROBE}]
+            return self._text(talk, tools).rpartition(_PROBE)[0]
 
 
 def load_chat_template(value: str, tokenizer: str, cache_dir: str = "") -> ChatTemplate:
@@ -233,7 +247,7 @@ def _without_marks(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
     return "".join(pieces[::2]), tuple(spans)
 
 
-def has_marks(text: str) -> bool:
+def has_reserved_characters(text: str) -> bool:
     """Return whether a text has one of the characters that mark the assistant's turns."""
     return _OPEN in text or _CLOSE in text
 
@@ -323,10 +337,22 @@ def _read_config(file: Path | None) -> Mapping[str, object]:
 def _own_template(config: Mapping[str, object]) -> str:
     """Return the template in a tokenizer_config.json, "" if there is none."""
     own = config.get("chat_template")
-    if isinstance(own, list):  # several with names; conversations take the one called default
-        named = {entry.get("name"): entry.get("template") for entry in own}
-        own = named.get("default")
+    if isinstance(own, list):  # several with names
+        entries = [entry for entry in own if isinstance(entry, dict)]
+        return _one_of({entry.get("name"): entry.get("template") for entry in entries})
     return own if isinstance(own, str) else ""
+
+
+def _one_of(named: Mapping[object, object]) -> str:
+    """Return the template called default, joined with tool_use for conversations with tools."""
+    default, tool_use = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        return ""
+    if not isinstance(tool_use, str):
+        return default
+    # Each loses a newline at its end, as it does alone; a plus keeps the space next to a tag.
+    with_tools, without = (text.removesuffix("\n") for text in (tool_use, default))
+    return f"{{% if tools is not none +%}}{with_tools}{{%+ else +%}}{without}{{%+ endif %}}"
 
 
 def _special_tokens(config: Mapping[str, object]) -> tuple[tuple[str, str], ...]:

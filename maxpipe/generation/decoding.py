@@ -9,6 +9,7 @@ C channels of a head, D model width, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -312,24 +313,41 @@ def generate(
       seed: of the draws; token n depends on it, on n and on the text so far.
       max_tokens: the largest number of tokens.
     """
-    decoder = Decoder(config.model, config.data.sequence_length)
+    programs = _programs(config.model, config.data.sequence_length, sampling)
     key = jax.random.key(seed)
-
-    @jax.jit
-    def first(params: Params, tokens: jax.Array) -> tuple[jax.Array, Cache]:
-        logits, cache = decoder.prefill(params, tokens)
-        return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
-
-    def following(
-        params: Params, token: jax.Array, position: jax.Array, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        logits, cache = decoder.step(params, token, position, cache)
-        return sampling(logits, jax.random.fold_in(key, position + 1)), cache
-
-    next_token = jax.jit(following, donate_argnums=3)
-    token, cache = first(params, jnp.asarray([prompt], jnp.int32))
+    token, cache = programs.first(params, jnp.asarray([prompt], jnp.int32), key)
     end = len(prompt) + max_tokens
     for position in range(len(prompt), end):
         yield int(token[0])
         if position + 1 < end:
-            token, cache = next_token(params, token, jnp.int32(position), cache)
+            token, cache = programs.following(params, token, jnp.int32(position), cache, key)
+
+
+class _Programs(NamedTuple):
+    """What is compiled to generate.
+
+    Attributes:
+      first: (params, tokens of a prompt, key) -> the token after it, cache.
+      following: (params, token, its position, cache, key) -> the token after it, cache.
+    """
+
+    first: jax.stages.Wrapped
+    following: jax.stages.Wrapped
+
+
+@lru_cache(maxsize=8)
+def _programs(config: ModelConfig, window: int, sampling: Sampling) -> _Programs:
+    """Return the programs of a model, the same ones for the next prompt; arguments of `Decoder`."""
+    decoder = Decoder(config, window)
+
+    def first(params: Params, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Cache]:
+        logits, cache = decoder.prefill(params, tokens)
+        return sampling(logits, jax.random.fold_in(key, tokens.shape[1])), cache
+
+    def following(
+        params: Params, token: jax.Array, position: jax.Array, cache: Cache, key: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        logits, cache = decoder.step(params, token, position, cache)
+        return sampling(logits, jax.random.fold_in(key, position + 1)), cache
+
+    return _Programs(jax.jit(first), jax.jit(following, donate_argnums=3))

@@ -33,7 +33,7 @@ def launch(flags: argparse.Namespace) -> int:
     try:
         model = Model(store, steps, flags.tokenizer)
         # What the command line names is looked at before the parameters are read.
-        tokenizer = model.tokenizer
+        tokenizer = model.find_tokenizer()
         check_tokens(flags.stop_token, model.config.model.num_token_ids)
         if flags.chat:
             prompt = model.read_conversation([*system, _said("user", flags.prompt or "")])

@@ -62,13 +62,22 @@ class Model:
     def __repr__(self) -> str:
         return f"<maxpipe model of {self._store}, step {self.step}>"
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the run, or the one that was named.
 
         Raises:
           ConfigError: it is gone, or has ids that the model does not know.
         """
+        with _naming_arguments():
+            return self.find_tokenizer()
+
+    def find_tokenizer(self) -> Tokenizer:
+        """Return `tokenizer`; errors name it as a command line does, --tokenizer."""
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
         return find_tokenizer(self._named_tokenizer, self.config, self._meta, self._store)
 
     @cached_property

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from maxpipe.checkpoint.policies import EVAL_LOSS
 from maxpipe.checkpoint.record import Record
+from maxpipe.config.model_places import run_of
 from maxpipe.config.sections import Config
 
 FILE = "README.md"
@@ -55,6 +56,7 @@ def model_card(
     """
     m, tokens = config.model, config.data.global_batch_size * config.data.sequence_length
     start = "imported weights" if config.init_from else "random weights"
+    start = "the weights of another run" if run_of(config.init_from) else start
     facts: dict[str, object] = {
         "parameters": f"{size:,}, {dtype}",
         "layers, width, vocabulary": f"{m.num_layers}, {m.embed_dim}, {m.num_token_ids}",

@@ -91,8 +91,9 @@ def _train(run: Run) -> int:
         config.optimizer.max_consecutive_skips,
         run.supervision.finished_step,
         run.on_step,
+        run.trainer,
     )
-    saved_step = run.step
+    saved_step = run.checkpointer.saved_step  # below `run.step` if that is only in memory
     is_interrupted = False
     clock.enter("step")
     # An implicit transfer would stall the device queue in every step.
@@ -125,6 +126,8 @@ def _train(run: Run) -> int:
             if due.save and step_log.last_is_finite:
                 save(run)
                 saved_step = run.step
+            elif due.replicate and step_log.last_is_finite:
+                replicate(run)
             step_log.resume()
         # 4. The last step is still pending: finish it, and save what is not saved yet.
         step_log.finish()
@@ -144,12 +147,13 @@ def _train(run: Run) -> int:
 class _Due:
     evaluate: bool
     save: bool
+    replicate: bool
     trace: bool
     call: bool
 
     @property
     def any(self) -> bool:
-        return self.evaluate or self.save or self.trace or self.call
+        return self.evaluate or self.save or self.replicate or self.trace or self.call
 
 
 def _due(run: Run) -> _Due:
@@ -158,6 +162,7 @@ def _due(run: Run) -> _Due:
     return _Due(
         evaluate=bool(every) and (step % every == 0 or step == run.config.steps),
         save=run.checkpointer.due(step),
+        replicate=run.checkpointer.replica_due(step),
         # The trace of a step is complete only when the step is.
         trace=step in run.config.telemetry.profile_steps,
         # What is called sees the state after its step, not one that is a step ahead.
@@ -195,12 +200,24 @@ def save(run: Run) -> None:
     """
     # Look again, not only at the last renewal: a new owner's steps must not be overwritten.
     run.supervision.lease.verify()
+    _checkpoint(run, run.checkpointer.save)
+
+
+def replicate(run: Run) -> None:
+    """Start a replica in memory, which holds the same as a checkpoint."""
+    _checkpoint(run, run.checkpointer.replicate)
+
+
+def _checkpoint(
+    run: Run, start: Callable[[int, object, np.ndarray, dict[str, Any]], object]
+) -> None:
+    """Call `start` with the step, its state as on disk, the data position, and the meta."""
     run.supervision.watchdog.progress(f"step {run.step}", before_step=False)
     with run.supervision.time.phase("checkpoint"), jax.transfer_guard("allow"):
         rows = all_rows(run.loader.state, run.place.rows, run.config.data.global_batch_size)
         # `checkpoint.keep_best` compares steps by this loss.
         meta = run.meta | {EVAL_LOSS: run.eval_losses.get(run.step)}
-        run.checkpointer.save(run.step, run.trainer.to_canonical(run.state), rows, meta)
+        start(run.step, run.trainer.to_canonical(run.state), rows, meta)
     run.supervision.watchdog.progress(f"the start of saving step {run.step}")
 
 
@@ -295,6 +312,7 @@ class StepLog:
       max_consecutive_skips: `optimizer.max_consecutive_skips`.
       progress: called with the number of each finished step.
       on_step: see `Run`.
+      trainer: has the clocks of stages.
 
     Attributes:
       last_step: the last recorded step, 0 before the first.
@@ -307,9 +325,11 @@ class StepLog:
         max_consecutive_skips: int,
         progress: Callable[[int], None],
         on_step: OnStep | None,
+        trainer: Trainer,
     ):
         self._recorder = recorder
         self._on_step = on_step
+        self._trainer = trainer
         self._limit = max_consecutive_skips
         self._progress = progress
         self._pending: tuple[int, Metrics] | None = None
@@ -347,7 +367,8 @@ class StepLog:
             self._recorder.print_line(
                 f"step {step}: {why}, update skipped: {what}; batch {step - 1} counted from 0"
             )
-        row = self._recorder.step(step, step_seconds=seconds, **values)
+        stages = self._trainer.stage_seconds()
+        row = self._recorder.step(step, step_seconds=seconds, stage_seconds=stages, **values)
         if self._on_step is not None:
             with jax.transfer_guard("allow"):  # a caller may look at arrays
                 self._on_step(step, row)
@@ -356,3 +377,4 @@ class StepLog:
         """Leave what happened since the last step out of the next step's time."""
         if self._pending is None:
             self._since = time.perf_counter()
+            self._trainer.resume_clocks()

@@ -18,7 +18,7 @@ from maxpipe import export as export_command
 from maxpipe import train
 from maxpipe.builder import build_trainer
 from maxpipe.checkpoint.record import Record
-from maxpipe.config import ConfigError, load, resolve
+from maxpipe.config import ConfigError, load, replace, resolve
 from maxpipe.hf.exporter import copy_companions
 from maxpipe.hf.families.gemma import Gemma3
 from maxpipe.hf.importer import HfWeights
@@ -262,3 +262,7 @@ def test_card_of_a_run_on_bytes_promises_no_tokenizer():
     assert "AutoTokenizer" not in card
     assert "trained with maxpipe." in card
     assert "evaluation loss" not in card
+    assert "from random weights" in card
+    started = replace(config, init_from="run:runs/base")
+    card = model_card(started, record, **facts, has_tokenizer=False)
+    assert "from the weights of another run" in card

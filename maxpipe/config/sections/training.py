@@ -158,6 +158,12 @@ class CheckpointConfig:
         "seconds that a preempted run has for its last save; a slower save is warned of; 0 = never",
         minimum=0,
     )
+    replica_every: int = option(
+        0,
+        "keep a replica in the memory of the host every this many steps, from which `maxpipe "
+        "supervise` restarts; 0 = never",
+        minimum=0,
+    )
     keep: int = option(3, "number of newest checkpoints to keep", minimum=1)
     keep_every: int = option(
         0,
