@@ -277,6 +277,14 @@ class EncodedDocuments:
                 ) from error
             self._skipped[index] = str(error)
             return _EMPTY
+        return self.encode(document)
+
+    def encode(self, document: Document) -> Encoded:
+        """Return a document that has been read as `__getitem__` does.
+
+        Raises:
+          ConfigError: a token id is outside the vocabulary.
+        """
         if isinstance(document, MarkedText):
             encoded = encode_marked(document, self._tokenizer)
             self._check_ids(encoded.ids)
