@@ -64,7 +64,7 @@ SMALL = [
     "steps=2",
     "eval.every=2",
     "eval.batches=1",
-    "checkpoint.every=2",
+    "checkpoint.every=1",
     "mesh.simulated_devices=0",
     "mesh.ici.fsdp=4",
 ]
@@ -74,6 +74,8 @@ IMPORTED_RUN = "runs/mine"
 # A run with adapters, likewise.
 ADAPTER = next(line for line in commands(PAGES["docs/finetuning.md"]) if "model.lora" in line)
 ADAPTED_RUN = "runs/adapter"
+FINETUNE = "python -m maxpipe.train configs/finetune.yml"
+FINETUNED_RUN = "runs/finetune"
 COMPARED = ("dense", "of_experts")  # runs whose losses a page draws
 SMALL_IMPORT = [*TINY[len(TINY_MODEL) :], *SMALL[-2:], "steps=1"]
 # Only the configuration is checked: test_documented_runs.py makes the runs, and test_configs.py
@@ -156,6 +158,12 @@ def adapted(place):
     assert (place / ADAPTED_RUN / "checkpoints" / "2").is_dir()
 
 
+@pytest.fixture(scope="module")
+def finetuned(place):
+    """Make the run on conversations."""
+    assert train.main([*FINETUNE.split()[3:], *SMALL]) == 0
+
+
 def test_readme_has_the_first_run():
     assert FIRST_RUN in commands(PAGES["README.md"])
 
@@ -173,6 +181,8 @@ def test_command(command, place, capfd, request):
         request.getfixturevalue("imported")
     if ADAPTED_RUN in words:
         request.getfixturevalue("adapted")
+    if FINETUNED_RUN in words:
+        request.getfixturevalue("finetuned")
     words += ["--seconds=1"] if words[3:4] == ["solve"] else []
     named = [word for word in words if re.match(r"(configs|scripts|examples|docs|tests)/", word)]
     assert [word for word in named if not (place / word).exists()] == []

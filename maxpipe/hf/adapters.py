@@ -10,8 +10,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint.reader import PARAMS, read_arrays
-from maxpipe.checkpoint.record import Record
+from maxpipe.checkpoint.average import ParameterReader
+from maxpipe.checkpoint.reader import PARAMS
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.model_places import SCHEME
 from maxpipe.config.sections import Config
@@ -32,12 +32,12 @@ class MergedParameters:
     """The parameters of a step, those of the base with what their adapters add.
 
     Args:
-      directory, record: of a committed step.
+      reader: of one step, or of several, whose factors A and B have means of their own.
       lora: `model.lora` of the run.
     """
 
-    def __init__(self, directory: Path, record: Record, lora: LoRAConfig):
-        self._directory, self._record, self._lora = directory, record, lora
+    def __init__(self, reader: ParameterReader, lora: LoRAConfig):
+        self._reader, self._lora = reader, lora
 
     def read(self, path: ParameterPath) -> np.ndarray:
         """Return a parameter, [stacked_layers, ...] if it is of layers; merged ones are float32.
@@ -60,15 +60,14 @@ class MergedParameters:
         """
         *place, name = path
         own = (*place, f"{name}{_SUFFIX}")
-        if not self._lora.rank or ".".join((PARAMS, *own, "a")) not in self._record.leaves:
+        if not self._lora.rank or ".".join((PARAMS, *own, "a")) not in self._reader.leaves:
             return None
         a, b = (self._array((*own, factor)).astype(np.float32) for factor in ("a", "b"))
         rank, stack = self._lora.rank, a.shape[:1] if path[0] == "layers" else ()
         return a.reshape(*stack, -1, rank), b.reshape(*stack, rank, -1)
 
     def _array(self, path: ParameterPath) -> np.ndarray:
-        name = ".".join((PARAMS, *path))
-        return np.asarray(read_arrays(self._directory, self._record.leaves, {name: None})[name])
+        return np.asarray(self._reader.read(".".join((PARAMS, *path))))
 
 
 def is_of_adapter(name: str) -> bool:
@@ -78,12 +77,12 @@ def is_of_adapter(name: str) -> bool:
 
 
 def export_adapter(
-    directory: Path, record: Record, config: Config, target: Path, *, family: Family, dtype: str
+    reader: ParameterReader, config: Config, target: Path, *, family: Family, dtype: str
 ) -> list[str]:
     """Write the adapters of a step into a new folder, as PEFT's `PeftModel.from_pretrained` reads.
 
     Args:
-      directory, record: of a committed step.
+      reader: of the parameters.
       config: of the run, resolved.
       target: the folder; it appears under this name when it is complete.
       family: type of the base.
@@ -104,7 +103,7 @@ def export_adapter(
     if not model.lora.rank:
         message = "the run has model.lora.rank=0, no adapters; use --hf for all of the model"
         raise ConfigError(Problem(FLAG, message))
-    parameters = MergedParameters(directory, record, model.lora)
+    parameters = MergedParameters(reader, model.lora)
     rules = [
         rule
         for rule in tensor_rules(family, ModelProgram(model.base))

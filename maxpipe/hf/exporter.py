@@ -13,11 +13,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.from_hf import FILE, SPECIAL_IDS, read_config_json
 from maxpipe.config.sections import Config
-from maxpipe.data.tokenizers import Tokenizer, main_file
+from maxpipe.data.chat_template import put_chat_template
+from maxpipe.data.tokenizers import CHAT_TEMPLATE, Tokenizer, main_file
 from maxpipe.hf.adapters import MergedParameters
 from maxpipe.hf.family import Family
 from maxpipe.hf.model_card import FILE as CARD
@@ -35,7 +37,7 @@ from maxpipe.model.program import ModelProgram
 
 
 def export(
-    directory: Path,
+    reader: ParameterReader,
     record: Record,
     config: Config,
     target: Path,
@@ -51,7 +53,8 @@ def export(
     """Write the parameters of a checkpoint into a new folder, adapters merged into the base.
 
     Args:
-      directory, record: of a committed step.
+      reader: of the parameters.
+      record: of the step, of several the last.
       config: of the run, resolved.
       target: the folder; it appears under this name when it is complete.
       family: from `model_types.choose_family`.
@@ -79,7 +82,7 @@ def export(
     unfinished = target.with_name(f".{target.name}.unfinished-{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        parameters = MergedParameters(directory, record, config.model.lora)
+        parameters = MergedParameters(reader, config.model.lora)
         write_weights(unfinished, files, rules, kind, lambda rule: parameters.read(rule.path))
         write_index(unfinished, files, kind.itemsize)
         content = config_json(family, config, origin) | {"torch_dtype": dtype, "dtype": dtype}
@@ -93,6 +96,7 @@ def export(
         card = model_card(
             config,
             record,
+            steps=reader.steps,
             model_type=family.model_type,
             dtype=dtype,
             size=sum(math.prod(shape) for file in files for shape in file.shapes.values()),
@@ -121,6 +125,8 @@ def config_json(family: Family, config: Config, origin: Path | None) -> dict[str
 def copy_companions(target: Path, companions: Sequence[Path], origin: Path | None) -> bool:
     """Copy the run's tokenizer; if that is the imported one, all of the imported folder's files.
 
+    A chat template that the run was trained with takes the place of others.
+
     Returns:
       Whether these were copied.
     """
@@ -134,6 +140,8 @@ def copy_companions(target: Path, companions: Sequence[Path], origin: Path | Non
                 shutil.copyfile(origin / kept, target / kept)
     for file in companions:
         place = target / (name_in_folder(file) if file == trained_with else file.name)
-        if not place.exists():
+        if file.name != CHAT_TEMPLATE and not place.exists():
             shutil.copyfile(file, place)
+    if trained := next((file for file in companions if file.name == CHAT_TEMPLATE), None):
+        put_chat_template(trained.read_text(encoding="utf-8"), target)
     return keeps_origin

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from maxpipe.checkpoint.average import ParameterReader
 from maxpipe.checkpoint.reader import PARAMS
-from maxpipe.checkpoint.record import Record
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.sections import Config
 from maxpipe.hf.adapters import MergedParameters, is_of_adapter
@@ -21,14 +21,14 @@ from maxpipe.storage.local_files import write_atomically
 FLAG = "--safetensors"
 
 
-def export_file(directory: Path, record: Record, config: Config, target: Path, dtype: str) -> int:
+def export_file(reader: ParameterReader, config: Config, target: Path, dtype: str) -> int:
     """Write all parameters, one leaf in memory at a time, adapters merged into the base.
 
-    Layer parameters are [num_layers, ...], in model order. The file's metadata has the step and
-    the model's configuration as JSON.
+    Layer parameters are [num_layers, ...], in model order. The file's metadata has the step, the
+    steps of a mean, and the model's configuration as JSON.
 
     Args:
-      directory, record: of a committed step.
+      reader: of one or several steps.
       config: of the run, resolved.
       target: the file; it appears under this name when it is complete.
       dtype: of the tensors.
@@ -46,12 +46,14 @@ def export_file(directory: Path, record: Record, config: Config, target: Path, d
     kind, prefix = jnp.dtype(dtype), f"{PARAMS}."
     leaves = {
         name.removeprefix(prefix): leaf
-        for name, leaf in record.leaves.items()
-        if name.startswith(prefix) and not is_of_adapter(name)
+        for name, leaf in reader.leaves.items()
+        if not is_of_adapter(name)
     }
     entries = [(name, kind, leaf.shape) for name, leaf in leaves.items()]
-    model = {"step": record.step, "model": asdict(config.model.base)}
-    parameters = MergedParameters(directory, record, config.model.lora)
+    model = {"step": reader.steps[-1], "model": asdict(config.model.base)}
+    if len(reader.steps) > 1:
+        model["mean_of_steps"] = reader.steps
+    parameters = MergedParameters(reader, config.model.lora)
 
     def pieces() -> Iterator[bytes]:
         yield header(entries, {"maxpipe": json.dumps(model)})[0]
