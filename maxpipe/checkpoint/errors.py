@@ -28,6 +28,10 @@ class CheckpointDamaged(RuntimeError):
     """A committed checkpoint cannot be read, or what was read is not what was saved."""
 
 
+class ReplicasDamaged(RuntimeError):
+    """A replica in memory is not sound; it has been dropped, so that the next try does without."""
+
+
 class CheckpointUnreadable(RuntimeError):
     """A checkpoint that may be sound cannot be read here: a newer version or missing permission."""
 

@@ -18,6 +18,7 @@ from maxpipe.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointSaveError,
     CheckpointUnreadable,
+    ReplicasDamaged,
     StateNotFinite,
 )
 from maxpipe.checkpoint.mirror import Mirror
@@ -25,7 +26,8 @@ from maxpipe.checkpoint.mirror_sync import MirrorSync
 from maxpipe.checkpoint.orbax_writer import OrbaxWriter
 from maxpipe.checkpoint.policies import Retention, SaveTimer
 from maxpipe.checkpoint.reader import PARAMS, Restored, read_step
-from maxpipe.checkpoint.record import ITERATOR, Leaf, Record
+from maxpipe.checkpoint.record import ITERATOR, Leaf, Record, read_record
+from maxpipe.checkpoint.replicas import Replicas
 from maxpipe.checkpoint.steps import ABANDONED, DAMAGED, StepsDirectory, StepStore
 from maxpipe.config.sections import CheckpointConfig
 from maxpipe.devices import processes
@@ -52,6 +54,9 @@ class Checkpointer:
     newer steps to `<step>.abandoned`. An error of a background save is raised once, by the next
     call.
 
+    With replicas, `replicate` puts a step into the memory of the host. It is restored like a step
+    in the directory, if it is newer or as new; a damaged one is dropped.
+
     With several processes all of them make the same calls.
 
     Args:
@@ -59,6 +64,7 @@ class Checkpointer:
         shared file system with atomic renames.
       settings: `checkpoint.*`.
       mirror: of the directory.
+      replicas: in memory.
       log: takes warnings; called in process 0 only.
       clock: seconds, monotonic.
     """
@@ -69,6 +75,7 @@ class Checkpointer:
         settings: CheckpointConfig,
         *,
         mirror: Mirror | None = None,
+        replicas: Replicas | None = None,
         log: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -82,6 +89,7 @@ class Checkpointer:
         on_written = (lambda: None) if mirror else self._timer.finished
         self._writer = OrbaxWriter(self._directory.path, self._retention, on_written)
         self._sync = MirrorSync(self._directory, mirror, self._retention) if mirror else None
+        self._replicas = replicas
         self._latest: int | None = None  # step last saved or restored here, perhaps uncommitted
 
     @property
@@ -93,12 +101,23 @@ class Checkpointer:
         """Return committed steps in ascending order, including those that only the mirror has."""
         return sorted({step for store in self._stores for step in store.steps()})
 
+    def resumable(self) -> list[int]:
+        """Return `steps`, and those of which every process has a replica, in ascending order."""
+        return sorted({*self.steps(), *(self._replicas.steps if self._replicas else ())})
+
+    @property
+    def saved_step(self) -> int:
+        """Return the step last saved, or restored from where it is saved; 0 if there is none."""
+        return self._latest or 0
+
     def record(self, step: int) -> Record:
-        """Return the record of a step from the directory, or from the mirror if only it has it.
+        """Return the record of a step from memory, the directory or the mirror, in this order.
 
         Raises:
           CheckpointDamaged, CheckpointUnreadable: as `read_record`.
         """
+        if self._replicas is not None and step in self._replicas.steps:
+            return read_record(self._replicas.of(step))
         stores = [store for store in self._stores if step in store.steps()]
         return (stores or self._stores)[0].record(step)
 
@@ -118,6 +137,25 @@ class Checkpointer:
         # Asked in every step, whatever else holds: processes have to agree on the time.
         is_due = self._timer.is_due(step)
         return step > 0 and step != self._latest and is_due
+
+    def replica_due(self, step: int) -> bool:
+        """Return whether to write a replica after this step, if it is not saved."""
+        return self._replicas is not None and self._replicas.due(step)
+
+    def replicate(self, step: int, state: object, iterator: Array, meta: dict[str, Any]) -> None:
+        """Start writing a replica in the background, after the one before.
+
+        Arguments and errors are those of `save`, except that a replica that cannot be written is
+        only reported.
+        """
+        assert self._replicas is not None
+        leaves = {**named_leaves(state), ITERATOR: iterator}
+        arrays = {name: saveable(name, leaf) for name, leaf in leaves.items()}
+        with jax.transfer_guard("allow"):
+            if warning := self._replicas.finish():
+                self._log(warning)
+            record = Record(step, meta, _describe(step, arrays)).to_json()
+            self._replicas.start(step, arrays, record)
 
     def save(self, step: int, state: object, iterator: Array, meta: dict[str, Any]) -> bool:
         """Start saving in the background, unless the step was just saved or restored.
@@ -198,7 +236,8 @@ class Checkpointer:
         """Read and verify a committed step.
 
         Without `step`, reads the newest sound step. Damaged newer steps are reported and, once an
-        older one has been loaded, set aside as `<step>.damaged`. With `step`, reads that one only.
+        older one has been loaded, set aside as `<step>.damaged`. With `step`, reads that one only,
+        which must be saved; a replica of it does not count.
 
         Args:
           abstract_state: pytree of `jax.ShapeDtypeStruct`; leaves with a sharding come back as
@@ -213,6 +252,7 @@ class Checkpointer:
           CheckpointDamaged: `step`, or every committed step, is damaged; nothing is renamed.
           CheckpointUnreadable: a step that may be sound cannot be read here; older steps are not
             tried.
+          ReplicasDamaged: there were only replicas, none of them sound.
           FileNotFoundError: there is no committed step.
         """
         # The step to read may be the one that is still being written.
@@ -225,7 +265,12 @@ class Checkpointer:
             except CheckpointDamaged as error:
                 directory = self._directory.of(step)
                 raise CheckpointDamaged(f"checkpoint {directory}: {error}") from error
-        self._latest = restored.step
+        # A step that is only in memory is still to be saved.
+        is_saved = processes.of_first_process(int(restored.step in self.steps()))
+        self._latest = restored.step if is_saved else None
+        if self._replicas is not None:
+            # They are of steps that the run is about to repeat.
+            self._replicas.drop(*(s for s in self._replicas.steps if s > restored.step))
         return restored
 
     def wait(self) -> None:
@@ -243,6 +288,8 @@ class Checkpointer:
         Raises:
           CheckpointSaveError: the save failed, and no call has raised this yet.
         """
+        if self._replicas is not None:
+            self._replicas.wait()
         self._finish_saves()
         if self._sync is not None:
             # The last step, and what an earlier copy could not bring to the mirror.
@@ -290,9 +337,14 @@ class Checkpointer:
     ) -> Restored[State]:
         # Nothing is renamed until a sound step has been read: the machine may be at fault.
         damage: dict[int, str] = {}
+        had_replicas = self._replicas is not None and bool(self._replicas.steps)
         while (step := self._newest_below(min(damage, default=None))) is not None:
+            is_replica = self._replicas is not None and step in self._replicas.steps
+            read = self._read_replica if is_replica else self._read
             try:
-                restored = self._read(step, abstract_state, optional)
+                restored = read(step, abstract_state, optional)
+            except ReplicasDamaged:
+                continue  # dropped; the step may be saved as well
             except CheckpointDamaged as error:
                 damage[step] = str(error)
                 self._log(f"checkpoint {step} in {self._directory} is damaged: {error}")
@@ -301,6 +353,8 @@ class Checkpointer:
                 self._set_damaged_aside(list(damage), restored.step)
             return restored
         if not damage:
+            if had_replicas:
+                raise ReplicasDamaged("all replicas in memory are damaged, and no step is saved")
             raise FileNotFoundError(f"no committed checkpoint in {self.place}")
         reasons = "\n".join(f"  step {step}: {reason}" for step, reason in damage.items())
         raise CheckpointDamaged(
@@ -326,10 +380,23 @@ class Checkpointer:
             )
         return restored
 
+    def _read_replica(
+        self, step: int, abstract_state: State, optional: Collection[str]
+    ) -> Restored[State]:
+        """Read a replica; if a part of it is not sound, drop it and raise `ReplicasDamaged`."""
+        assert self._replicas is not None
+        directory = self._replicas.of(step)
+        try:
+            return read_step(directory, abstract_state, optional, self._convert_dtype)
+        except (CheckpointDamaged, CheckpointUnreadable) as error:
+            self._replicas.drop(step)
+            self._log(f"the replica of step {step} in memory cannot be used: {error}")
+            raise ReplicasDamaged(str(error)) from error
+
     def _newest_below(self, limit: int | None) -> int | None:
         """Return the newest step below `limit`, as process 0 sees it."""
         # Processes may list a shared file system at different times.
-        steps = [step for step in self.steps() if limit is None or step < limit]
+        steps = [step for step in self.resumable() if limit is None or step < limit]
         step = processes.of_first_process(max(steps, default=-1))
         return step if step >= 0 else None
 

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from maxpipe.config.sections import TelemetryConfig
+from maxpipe.supervision.memory import memory_of_process
 from maxpipe.supervision.progress import (
     Downtime,
     ProgressFile,
@@ -25,6 +27,7 @@ class Supervision:
       interruption, watchdog, time, lease: see their classes.
       owns_process: whether the run may end the process; false in a program that calls it.
       progress, downtime: what passes between it and a supervisor, if it has one.
+      memory: a directory in memory that outlives the process, from its supervisor; None without.
     """
 
     interruption: Interruption = field(default_factory=Interruption)
@@ -34,6 +37,7 @@ class Supervision:
     owns_process: bool = True
     progress: ProgressFile = field(default_factory=ProgressFile)
     downtime: Downtime = field(default_factory=Downtime)
+    memory: Path | None = None
 
     def finished_step(self, step: int) -> None:
         """Restart the clock of the watchdog, and make signals wait for the next step and a save."""
@@ -54,6 +58,7 @@ def supervise(telemetry: TelemetryConfig) -> Iterator[Supervision]:
             account,
             progress=progress_file_of_process(),
             downtime=downtime_of_process(),
+            memory=memory_of_process(),
         )
 
 

@@ -4,24 +4,25 @@ Imports no JAX, so that a supervisor costs next to no memory and outlives what J
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import platform
+import resource
 import signal
 import subprocess
-import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
-from maxpipe.devices.cluster import Place, job_of_process
+from maxpipe.devices.cluster import Place, free_port, job_of_process
 from maxpipe.storage.local_files import write_atomically
 from maxpipe.supervision.council import (
     Council,
@@ -33,13 +34,20 @@ from maxpipe.supervision.council import (
     Policy,
     Report,
     Start,
-    Status,
     Stopping,
     describe,
     encode,
 )
-from maxpipe.supervision.ending import LOST
-from maxpipe.supervision.link import Hub, Line, LinkLost, connect, exchange, free_port
+from maxpipe.supervision.ending import LOST, die_with_parent
+from maxpipe.supervision.link import (
+    Hub,
+    Line,
+    LinkLost,
+    connect,
+    describe_absence,
+    exchange,
+)
+from maxpipe.supervision.memory import MEMORY, shared_memory
 from maxpipe.supervision.progress import (
     DOWNTIME,
     PROGRESS,
@@ -52,8 +60,9 @@ from maxpipe.supervision.signals import PREEMPTED
 _LOOK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 _STATUS_SECONDS = 5.0
+_LAST_STATUS_SECONDS = 10.0  # for a file system to take the last status
+_OTHER_FILES = 64  # that supervisor 0 has open next to a line for each supervisor
 _STACKS_SECONDS = 5.0  # from SIGABRT, after which a trainer writes its stacks, to SIGKILL
-_KILL_WITH_PARENT = (1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG of Linux's prctl
 
 
 class TrainerProcess:
@@ -72,7 +81,7 @@ class TrainerProcess:
             command,
             env={**os.environ, **environment},
             start_new_session=True,  # a terminal's Ctrl-C comes once, from the supervisor
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self._abort_at = self._kill_at = float("inf")
 
@@ -111,6 +120,12 @@ class Supervisor:
       place: of this host in the run.
       log: takes a line for each event.
       directory: for files of this supervisor.
+      memory: a directory for the trainer's replicas; None if there is none.
+
+    Attributes:
+      code: exit code of this supervisor, None as long as its run has not ended.
+      progress_file: where the trainer tells how far it is.
+      stopped_by: the signal that it has passed on to its trainer, 0 without one.
     """
 
     def __init__(
@@ -119,23 +134,23 @@ class Supervisor:
         place: Place,
         log: Callable[[str], None],
         directory: Path,
+        memory: Path | None,
     ):
         self.code: int | None = None
+        self.stopped_by = 0
         self.progress_file = directory / "progress.json"
         self._command = command
         self._place = place
         self._log = log
+        self._memory = memory
         self._attempt = 0
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
         self._downtime = ""
-        self._stopped_by = 0
 
     def join(self, line: Line) -> None:
         """Report over this line to the council from now on."""
         self._line = line
-        if self._stopped_by:
-            self._report(Stopping(self._stopped_by))
 
     def handle(self, order: Message) -> None:
         """Follow an order."""
@@ -152,7 +167,7 @@ class Supervisor:
 
     def stop(self, number: int) -> None:
         """Pass a signal that asks to stop on to the trainer, and tell the council."""
-        self._stopped_by = number
+        self.stopped_by = number
         if self._trainer is not None:
             self._trainer.send(number)
         self._report(Stopping(number))
@@ -175,6 +190,8 @@ class Supervisor:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
+        if self._memory is not None:
+            environment[MEMORY] = str(self._memory)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:
@@ -191,8 +208,8 @@ class Supervisor:
             self._log(f"cannot start {self._command[0]}: {error.strerror}")
             self._report(Ended(self._attempt, CONFIG_ERROR))
             return
-        if self._stopped_by:  # the signal came while the order was on its way
-            self._trainer.send(self._stopped_by)
+        if self.stopped_by:  # the signal came while the order was on its way
+            self._trainer.send(self.stopped_by)
 
     def _report(self, report: Report) -> None:
         if self._line is not None:
@@ -202,7 +219,10 @@ class Supervisor:
         if self._trainer is None or (code := self._trainer.poll()) is None:
             return None
         self._trainer = None
-        self._downtime = downtime_variable(read_progress(self.progress_file), time.time())
+        progress = read_progress(self.progress_file)
+        # An attempt without a step is a part of the restart after the one before.
+        if progress.at or not self._downtime:
+            self._downtime = downtime_variable(progress, time.time())
         if self._place.index > 0:  # the council tells of process 0
             self._log(f"process {self._place.index}: {describe(code)}")
         return code
@@ -225,70 +245,148 @@ def supervise(
     job = job_of_process()[0] or f"{platform.node()} {os.getpid()} {time.time():.0f}"
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxpipe-")))
+        memory = stack.enter_context(shared_memory())
         signals = stack.enter_context(_signals())
-        address, council = (place.host, place.port), None
+        address = (place.host, place.port)
+        supervisor = Supervisor(command, place, log, directory, memory)
         if place.index == 0:
             council = Council(place.count, policy, job, free_port=free_port, log=log)
-            hub = stack.enter_context(_hub(council, place.port))
+            hub = stack.enter_context(_hub(council, place))
             address = ("localhost", hub.port)
-        supervisor = Supervisor(command, place, log, directory)
+            stack.enter_context(_StatusWriter(council, supervisor.progress_file))
         stack.callback(supervisor.end)
-        status = _StatusWriter(supervisor.progress_file)
-        greeting = Joined(place.count, platform.node())
-        while supervisor.code is None:
-            try:
-                seconds = policy.wait_seconds
-                line = connect(address, place.index, greeting, seconds, lambda: bool(signals))
-            except LinkLost as error:
-                log(f"{error}; exit code {LOST}")
+        return _follow(supervisor, place, address, policy.wait_seconds, signals, log)
+
+
+def _follow(
+    supervisor: Supervisor,
+    place: Place,
+    address: tuple[str, int],
+    wait_seconds: float,
+    signals: list[int],
+    log: Callable[[str], None],
+) -> int:
+    """Let a supervisor follow the council at an address, and return the exit code.
+
+    Args:
+      supervisor: has not joined yet.
+      place: of its host in the run.
+      address: host and port of supervisor 0.
+      wait_seconds: for supervisor 0 to come, or to come back.
+      signals: that ask to stop, as they come.
+      log: takes a line for each event.
+    """
+    greeting = Joined(place.count, platform.node())
+    until = time.monotonic() + wait_seconds
+    while supervisor.code is None:
+        try:
+            line = connect(
+                address,
+                place.index,
+                greeting,
+                until,
+                lambda: bool(signals or supervisor.stopped_by),
+            )
+        except LinkLost as error:
+            log(f"{error}; exit code {LOST}")
+            return LOST
+        if line is None:
+            is_interrupted = signal.SIGINT in (*signals, supervisor.stopped_by)
+            return INTERRUPTED if is_interrupted else PREEMPTED
+        supervisor.join(line)
+        try:
+            while supervisor.code is None:
+                if signals:
+                    supervisor.stop(signals.pop())
+                exchange(line, supervisor.handle, _LOOK_SECONDS)
+                supervisor.look()
+        except LinkLost as error:
+            log(f"the line to supervisor 0 is lost ({error}); ending process {place.index}")
+            supervisor.end()
+            if line.is_answered:
+                until = time.monotonic() + wait_seconds
+            elif time.monotonic() > until:
+                log(f"{describe_absence(address, str(error))}; exit code {LOST}")
                 return LOST
-            if line is None:
-                return INTERRUPTED if signal.SIGINT in signals else PREEMPTED
-            supervisor.join(line)
-            try:
-                while supervisor.code is None:
-                    if signals:
-                        supervisor.stop(signals.pop())
-                    exchange(line, supervisor.handle, _LOOK_SECONDS)
-                    supervisor.look()
-                    if council is not None:
-                        status.write(council.status)
-            except LinkLost as error:
-                log(f"the line to supervisor 0 is lost ({error}); ending process {place.index}")
-                supervisor.end()
-                time.sleep(_RETRY_SECONDS)
-            line.close()
-        if council is not None:
-            status.write(council.status)
-        return supervisor.code
+            time.sleep(_RETRY_SECONDS)
+        line.close()
+    return supervisor.code
 
 
-def _hub(council: Council, port: int) -> Hub:
-    """Return the hub of a council, or raise `ConfigError` if the port is in use."""
+def _hub(council: Council, place: Place) -> Hub:
+    """Return the hub of a council.
+
+    Raises:
+      ConfigError: its port is in use, or it may not have a line to each supervisor.
+    """
+    _allow_files(place.count + _OTHER_FILES)
+    # A single process, though announced, starts JAX's own coordinator at its port.
+    port = place.port if place.count > 1 else 0
     try:
         return Hub(council, port)
     except OSError as error:
-        message = f"port {port} of the coordinator's address cannot be used: {error.strerror}"
+        message = (
+            f"port {place.port} of the coordinator's address cannot be used: {error.strerror}; "
+            "end the process that holds it, or choose another port in JAX_COORDINATOR_ADDRESS"
+        )
         raise ConfigError(Problem("", message)) from error
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many files open at once.
+
+    Raises:
+      ConfigError: it may not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return
+    if hard != resource.RLIM_INFINITY and hard < count:
+        message = (
+            f"supervisor 0 needs {count} open files, a line to each of the others among them, and "
+            f"may have {hard}: raise the limit of this host (ulimit -Hn)"
+        )
+        raise ConfigError(Problem("", message))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 class _StatusWriter:
     """Writes `supervisor.json` into the run's directory when it changes, and now and then.
 
+    It does so in a thread of its own within a context: a file system may stall for longer than the
+    other supervisors bear silence.
+
     Args:
+      council: its status is written.
       progress_file: where the trainer tells the run's directory.
     """
 
-    def __init__(self, progress_file: Path):
+    def __init__(self, council: Council, progress_file: Path):
+        self._council = council
         self._progress_file = progress_file
         self._run = ""
         self._written = ""
         self._at = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="status", daemon=True)
 
-    def write(self, status: Status) -> None:
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join(_LAST_STATUS_SECONDS)
+
+    def _serve(self) -> None:
+        while not self._closed.wait(_LOOK_SECONDS):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
         """Write what supervisor 0 knows, if that is due."""
         self._run = self._run or read_progress(self._progress_file).run
-        text = json.dumps(asdict(status))
+        text = json.dumps(asdict(self._council.status))
         is_due = text != self._written or time.monotonic() - self._at > _STATUS_SECONDS
         if self._run and is_due:
             self._written, self._at = text, time.monotonic()
@@ -310,17 +408,3 @@ def _signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """Return what a child calls so that Linux kills it when its supervisor dies."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:
-        libc.prctl(*_KILL_WITH_PARENT)
-        if os.getppid() != parent:  # dead already
-            os._exit(LOST)
-
-    return prepare

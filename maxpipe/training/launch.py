@@ -6,16 +6,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxpipe.checkpoint.errors import CheckpointDamaged
+from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
 from maxpipe.checkpoint.manager import Checkpointer
 from maxpipe.checkpoint.mirror import open_mirror
 from maxpipe.checkpoint.policies import step_to_resume
+from maxpipe.checkpoint.reader import Restored
+from maxpipe.checkpoint.replica_memory import KEY as REPLICA_EVERY
+from maxpipe.checkpoint.replica_memory import NO_MEMORY, reserve
+from maxpipe.checkpoint.replicas import Replicas
+from maxpipe.config.catalog import ENGINES
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.identity import Change
 from maxpipe.config.load import Loaded, derive_known, resolve
@@ -23,7 +29,7 @@ from maxpipe.config.printing import notes
 from maxpipe.config.sections import Config
 from maxpipe.config.terminal import emit
 from maxpipe.data.fingerprint import fingerprint_data
-from maxpipe.data.loader import Loader, make_loader, moved_state
+from maxpipe.data.loader import Loader, make_loader, moved_state, open_eval_sources
 from maxpipe.data.tokenizers import load_tokenizer
 from maxpipe.devices import processes
 from maxpipe.devices.agreement import check_agreement
@@ -32,7 +38,9 @@ from maxpipe.devices.cluster import job_of_process
 from maxpipe.devices.mesh import build_mesh, num_slices
 from maxpipe.devices.simulated import explain_threads
 from maxpipe.devices.start import start_jax
+from maxpipe.devices.transfers import processes_of
 from maxpipe.devices.xla_flags import advice
+from maxpipe.pipeline.engines.mpmd.engine import stage_meshes
 from maxpipe.planning.auto_stages import choose_stages
 from maxpipe.planning.flops import model_flops_per_token
 from maxpipe.supervision import Supervision
@@ -56,7 +64,10 @@ from maxpipe.training.inputs import naming_all_inputs
 from maxpipe.training.loop import DONE, Run, run_and_close, train
 from maxpipe.training.run_directory import Meta, RunDirectory
 from maxpipe.training.start_report import Decisions, report
+from maxpipe.training.state import TrainState
 from maxpipe.training.trainer import StateT, Trainer
+
+NEWEST = ("auto", "must")  # values of `checkpoint.resume` that take the newest step
 
 
 class BuildTrainer(Protocol):
@@ -120,7 +131,7 @@ def run(
     memory = device_memory(mesh.devices.reshape(-1).tolist())
     with naming_all_inputs(config):
         config = choose_stages(config, memory, decisions.add)
-    directory, checkpointer = open_run_directory(config)
+    directory, checkpointer = open_run_directory(config, supervision.memory)
     last_step = finished_step(config, checkpointer)
     if last_step is not None:
         checkpointer.close()  # copies to the mirror what an earlier process could not
@@ -130,6 +141,9 @@ def run(
     started = time.perf_counter()
     with naming_all_inputs(config):
         trainer = build_trainer(config, mesh, note=decisions.add)
+        if supervision.memory is not None and config.checkpoint.replica_every:
+            abstract = trainer.abstract_canonical()
+            decisions.add(reserve(abstract, supervision.memory, config.checkpoint.replica_every))
         current = start_run(config, mesh, trainer, directory, checkpointer, supervision)
     supervision.progress.run_directory(directory.root)
     reasons = decisions.take(notes(config, loaded))
@@ -170,16 +184,29 @@ def _owned(config: Config) -> Iterator[RunLease]:
         yield lease
 
 
-def open_run_directory(config: Config) -> tuple[RunDirectory, Checkpointer]:
+def open_run_directory(
+    config: Config, memory: Path | None = None
+) -> tuple[RunDirectory, Checkpointer]:
     """Open the run's directory and its checkpoints, without writing to them.
 
+    Args:
+      config: resolved.
+      memory: where replicas lie; None without a supervisor.
+
     Raises:
-      ConfigError: the directory belongs to another configuration, or its mirror cannot be read.
+      ConfigError: the directory belongs to another configuration, its mirror cannot be read, or
+        there is no memory for the replicas that the configuration asks for.
     """
+    every = config.checkpoint.replica_every
+    if every and memory is None:
+        raise ConfigError(Problem(REPLICA_EVERY, NO_MEMORY))
     mirror = open_mirror(config)
     directory = RunDirectory(config, mirror)
     directory.claim(config, write=False)
-    checkpointer = Checkpointer(directory.checkpoints, config.checkpoint, mirror=mirror, log=log)
+    replicas = Replicas(memory, directory.checkpoints, every) if every and memory else None
+    checkpointer = Checkpointer(
+        directory.checkpoints, config.checkpoint, mirror=mirror, replicas=replicas, log=log
+    )
     return directory, checkpointer
 
 
@@ -191,7 +218,7 @@ def finished_step(config: Config, checkpointer: Checkpointer) -> int | None:
     Raises:
       CheckpointUnreadable: its record cannot be read here.
     """
-    if config.checkpoint.resume not in ("auto", "must"):
+    if config.checkpoint.resume not in NEWEST:
         return None
     step = processes.of_first_process(max(checkpointer.steps(), default=0))
     if step < config.steps:
@@ -243,18 +270,17 @@ def start_run(
     place_eval = BatchPlacer(mesh, trainer.batch_spec, config.eval.global_batch_size)
     loader = make_loader(config, "train", place.rows)
     eval_loader = make_loader(config, "eval", place_eval.rows) if config.eval.every else None
-    for note in loader.notes:
-        log(f"data.path: {note}{_held_out(config, eval_loader)}")
+    _log_notes(config, loader, eval_loader)
     fingerprint = fingerprint_data(config)
     versions = package_versions()
-    resume_step = step_to_resume(config.checkpoint.resume, checkpointer.steps(), checkpointer.place)
+    resume_step = _step_to_resume(config, checkpointer)
     if resume_step is not None:
         # A refusal should not cost the time of a restore; damage is the restore's to judge.
         with suppress(CheckpointDamaged):
             meta = checkpointer.record(resume_step).meta
             check_continuity(config, fingerprint, meta, directory, checkpointer.place)
     # Compared with the model before anything is written.
-    weights = open_weights(config) if resume_step is None else None
+    weights = open_weights(config, together=True) if resume_step is None else None
     claim_run_directory(config, directory, is_new=resume_step is None)
     changed: list[Change] = []
     if resume_step is None:
@@ -262,12 +288,12 @@ def start_run(
     else:
         if config.init_from:
             log(f"init_from={config.init_from} is not read: the run continues from its checkpoint")
-        exact_step = None if config.checkpoint.resume in ("auto", "must") else resume_step
-        with supervision.time.phase("restore"):
-            # The spike filter may be switched on or off, or have another window, in the next start.
-            restored = checkpointer.restore(
-                trainer.abstract_canonical(), exact_step, optional=("history",)
-            )
+        try:
+            restored = _restore(config, trainer, checkpointer, resume_step, supervision)
+        except ReplicasDamaged as error:
+            log(f"{error}, so the run starts again")
+            _close(loader, eval_loader)
+            return start_run(config, mesh, trainer, directory, checkpointer, supervision)
         # Perhaps not the step that was checked above, if that was damaged.
         meta, step = restored.meta, restored.step
         changed = check_continuity(config, fingerprint, meta, directory, checkpointer.place)
@@ -296,8 +322,35 @@ def start_run(
         meta={"config": asdict(config), VERSIONS: versions, FINGERPRINT: recorded},
         supervision=supervision,
         eval_loader=eval_loader,
+        eval_sources=open_eval_sources(config, place_eval.rows),
         token_bytes=token_bytes(config),
     )
+
+
+def _step_to_resume(config: Config, checkpointer: Checkpointer) -> int | None:
+    """Return `step_to_resume`; replicas in memory count as long as no step is asked for."""
+    resume = config.checkpoint.resume
+    steps = checkpointer.resumable() if resume in NEWEST else checkpointer.steps()
+    return step_to_resume(resume, steps, checkpointer.place)
+
+
+def _close(*loaders: Loader | None) -> None:
+    for loader in filter(None, loaders):
+        loader.close()
+
+
+def _restore(
+    config: Config,
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    step: int,
+    supervision: Supervision,
+) -> Restored[TrainState]:
+    """Return the newest sound step, or `step` if the configuration asks for that one."""
+    exact_step = None if config.checkpoint.resume in NEWEST else step
+    with supervision.time.phase("restore"):
+        # The spike filter may be switched on or off, or have another window, in the next start.
+        return checkpointer.restore(trainer.abstract_canonical(), exact_step, optional=("history",))
 
 
 def _initial_state(
@@ -341,6 +394,7 @@ def claim_run_directory(config: Config, directory: RunDirectory, *, is_new: bool
 
 def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: int) -> Recorder:
     """Build the telemetry of a run that continues after `step`."""
+    one_program = ENGINES[config.pipeline.engine].one_program
     return Recorder(
         config,
         directory.root,
@@ -348,6 +402,7 @@ def build_recorder(config: Config, mesh: Mesh, directory: RunDirectory, step: in
         tokens_per_step=config.data.global_batch_size * config.data.sequence_length,
         peak_seconds=peak_seconds(config, mesh),
         is_main=jax.process_index() == 0,
+        stage_processes=[] if one_program else list(map(processes_of, stage_meshes(mesh))),
     )
 
 
@@ -382,6 +437,12 @@ def _continue_loader(
     if "data" in config.checkpoint.accept_changes and num_before:
         state = moved_state(state, num_before, loader.num_documents)
     return make_loader(config, "train", place.rows, state)
+
+
+def _log_notes(config: Config, loader: Loader, eval_loader: Loader | None) -> None:
+    """Say what the data's reader has to say about it."""
+    for note in loader.notes:
+        log(f"data.path: {note}{_held_out(config, eval_loader)}")
 
 
 def _held_out(config: Config, eval_loader: Loader | None) -> str:

@@ -1,6 +1,7 @@
 """One of two processes that save, restore and fall back together; started by a test.
 
-Arguments: address, index, directory, and optionally the URL of a mirror to restore from.
+Arguments: address, index, directory, and optionally the URL of a mirror to restore from, or
+"memory" for replicas.
 """
 
 import itertools
@@ -25,6 +26,7 @@ from maxpipe.checkpoint import reader  # noqa: E402
 from maxpipe.checkpoint.errors import CheckpointDamaged, CheckpointUnreadable  # noqa: E402
 from maxpipe.checkpoint.manager import Checkpointer  # noqa: E402
 from maxpipe.checkpoint.mirror import Mirror, open_url  # noqa: E402
+from maxpipe.checkpoint.replicas import Replicas  # noqa: E402
 from maxpipe.config import CheckpointConfig  # noqa: E402
 from maxpipe.devices import processes  # noqa: E402
 
@@ -50,14 +52,16 @@ def numbers(step):
     return np.random.default_rng(step).standard_normal((8, 6)).astype(np.float32)
 
 
-def save(checkpointer, step):
+def save(checkpointer, step, start=None):
     state = {
         "split": place(numbers(step), "a", "b"),
         "copied": place(numbers(step)),
         "host": numbers(step),
     }
-    rows = place(np.arange(12, dtype=np.int64).reshape(4, 3) + step * 2**40, ("a", "b"))
-    checkpointer.save(step, state, rows, {"step": step})
+    rows = np.arange(12, dtype=np.int64).reshape(4, 3) + step * 2**40
+    if start is None:
+        start, rows = checkpointer.save, place(rows, ("a", "b"))
+    start(step, state, rows, {"step": step})
 
 
 def check(restored, step):
@@ -155,6 +159,54 @@ def go_on_from_the_mirror(url):
     print("done")
 
 
+def restore_what_both_have_in_memory():
+    """Each process has a memory of its own, and what is damaged in one is so for both."""
+    memory = DIRECTORY.parent / f"memory-{INDEX}"
+    target = {
+        "split": jax.ShapeDtypeStruct(
+            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec("a", "b"))
+        ),
+        "copied": jax.ShapeDtypeStruct(
+            (8, 6), np.float32, sharding=NamedSharding(MESH, PartitionSpec())
+        ),
+        "host": jax.ShapeDtypeStruct((8, 6), np.float32),
+    }
+    messages = []
+
+    def start():
+        multihost_utils.sync_global_devices("start")
+        return Checkpointer(
+            DIRECTORY,
+            CheckpointConfig(),
+            replicas=Replicas(memory, DIRECTORY, 5),
+            log=messages.append,
+        )
+
+    checkpointer = start()
+    save(checkpointer, 1, checkpointer.save)
+    for step in (5, 10, 15, 20):
+        save(checkpointer, step, checkpointer.replicate)
+    checkpointer.close()
+    (replicas,) = memory.iterdir()
+    assert sorted(path.name for path in replicas.iterdir()) == ["15", "20"]
+    assert start().resumable() == [1, 15, 20]
+    check(start().restore(target), 20)
+    # As if process 1 had been killed while it was writing step 20.
+    if INDEX == 1:
+        (replicas / "20").rename(replicas / "20.unfinished")
+    again = start()
+    assert again.resumable() == [1, 15]
+    check(again.restore(target), 15)
+    if INDEX == 1:
+        (replicas / "15" / "arrays" / "manifest.ocdbt").unlink()
+    again = start()
+    assert again.resumable() == [1, 15]
+    check(again.restore(target), 1)
+    assert len(messages) == (1 if INDEX == 0 else 0), messages
+    assert again.resumable() == [1]
+    print("done")
+
+
 def fail_for_the_newest(download):
     def failing(mirror, step, directory):
         if step == 4:
@@ -192,7 +244,10 @@ def main():
 
 if __name__ == "__main__":
     try:
-        go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()
+        if sys.argv[4:] == ["memory"]:
+            restore_what_both_have_in_memory()
+        else:
+            go_on_from_the_mirror(sys.argv[4]) if len(sys.argv) > 4 else main()
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()

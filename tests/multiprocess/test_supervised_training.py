@@ -1,13 +1,15 @@
 """A supervised run of several processes, whose trainers are killed and stopped from outside."""
 
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from helpers.members import ends, members
 from helpers.runs import assert_same_run, losses, rows
 from helpers.supervised import SUPERVISED, trainer_of
-from helpers.training_process import command
+from helpers.training_process import command, run
 
 from maxpipe import supervise
 
@@ -79,6 +81,48 @@ def test_train_supervised_goes_on_when_process_0_is_killed(tmp_path):
     assert codes == [0, 0], output
     assert "resumed after step " in output
     assert [*losses(tmp_path / "base")] == [*range(1, 1001)]
+
+
+def memories():
+    """Return the names of directories in memory that supervisors have made."""
+    return {path.name for path in Path("/dev/shm").glob("*maxpipe-memory-*")}
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_train_supervised_goes_on_from_the_replicas_in_memory(tmp_path, count):
+    others = memories()
+    many = words(
+        tmp_path,
+        "steps=300",
+        "checkpoint.every=100",
+        "checkpoint.replica_every=10",
+        f"mesh.ici.data={count}",
+        f"mesh.simulated_devices={count}",
+    )
+    with members(tmp_path, count, many, program=SUPERVISED) as started:
+        started[0].wait_for(" 180/")
+        assert len(memories() - others) >= count
+        os.kill(trainer_of(started[-1].pid), signal.SIGKILL)
+        codes, output = ends(started)
+    assert codes == [0] * count, output
+    resumed = re.search(r"resumed after step (\d+)", output)
+    assert resumed is not None, output
+    assert int(resumed[1]) >= 160, "not from the newest replica that all had"
+    assert int(resumed[1]) % 10 == 0
+    assert memories() <= others
+    assert re.search(r"replica_every=10: replicas take [\d,]+ bytes of the memory of each", output)
+
+    with members(tmp_path, count, [*many, "run_name=whole"], "whole", SUPERVISED) as started:
+        codes, output = ends(started)
+    assert codes == [0] * count, output
+    assert_same_run(tmp_path / "base", tmp_path / "whole", 300)
+
+
+@pytest.mark.slow
+def test_train_with_replicas_and_no_supervisor_is_refused(tmp_path):
+    code, output = run(tmp_path / "log", words(tmp_path, "checkpoint.replica_every=10"))
+    assert code == 2
+    assert "checkpoint.replica_every: replicas lie in the memory of a supervisor" in output
 
 
 @pytest.mark.slow

@@ -26,6 +26,12 @@ class Trainer:
         )
         return state + 1, numbers | {"finite": np.bool_(finite), "skipped": np.int32(not finite)}
 
+    def stage_seconds(self):
+        return []
+
+    def resume_clocks(self):
+        pass
+
     def to_canonical(self, state):
         return f"state {state}"
 
@@ -60,6 +66,14 @@ class Checkpointer:
         self.notes, self.every, self.late = notes, every, late
         self.losses = {}
         self.not_finite = set()
+        self.saved_step = 0
+        self.replica_every = 0
+
+    def replica_due(self, step):
+        return bool(self.replica_every) and step % self.replica_every == 0
+
+    def replicate(self, step, state, rows, meta):
+        self.notes.append(f"replicate {step}: {state}, batch {rows[0, 0]}")
 
     def due(self, step):
         return step in self.late or (bool(self.every) and step % self.every == 0)
@@ -156,6 +170,8 @@ def run(notes):
         config = tiny(**({"steps": 6, "checkpoint.every": 0} | values))
         checkpointer = Checkpointer(notes, config.checkpoint.every, late)
         checkpointer.not_finite = set(not_finite)
+        checkpointer.saved_step = start
+        checkpointer.replica_every = config.checkpoint.replica_every
         return Run(
             config=config,
             trainer=Trainer(notes, bad),
@@ -216,6 +232,24 @@ def test_loop_at_the_last_step_evaluates_and_saves(run, notes):
 def test_loop_with_a_save_due_by_time_skips_bad_steps(run, notes):
     assert run(late={2, 5}, bad={2}, **{"checkpoint.every_minutes": 1}) == DONE
     assert of(notes, "save") == ["save 5: state 5, batch 5", "save 6: state 6, batch 6"]
+
+
+def test_loop_with_replicas_writes_one_where_nothing_is_saved(run, notes):
+    run(bad={4}, **{"checkpoint.every": 3, "checkpoint.replica_every": 2, "steps": 8})
+    assert of(notes, "save", "replicate") == [
+        "replicate 2: state 2, batch 2",
+        "save 3: state 3, batch 3",
+        "save 6: state 6, batch 6",
+        "replicate 8: state 8, batch 8",
+        "save 8: state 8, batch 8",
+    ]
+
+
+def test_loop_that_begins_with_a_replica_and_takes_no_step_saves_it(run, notes):
+    parts = run.parts(start=4, **{"stop_after": 3, "checkpoint.every": 2})
+    parts.checkpointer.saved_step = 2
+    assert train(parts) == DONE
+    assert of(notes, "save", "step") == ["save 4: state 4, batch 4"]
 
 
 def test_loop_stores_the_evaluation_loss_of_the_saved_step_only(run):

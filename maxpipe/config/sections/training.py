@@ -80,6 +80,13 @@ class EvalConfig:
 
     every: int = option(50, "evaluate every this many steps; 0 = never", minimum=0)
     batches: int = option(2, "batches per evaluation", minimum=1)
+    batches_per_source: int = option(
+        -1,
+        "batches of each source of data.mixture, evaluated by itself; -1 = eval.batches divided "
+        "among them, rounded up; 0 = none",
+        minimum=0,
+        derived=True,
+    )
     global_batch_size: int = option(
         -1, "sequences per evaluation batch; -1 = data.global_batch_size", minimum=1, derived=True
     )
@@ -149,6 +156,12 @@ class CheckpointConfig:
     grace_seconds: float = option(
         30,
         "seconds that a preempted run has for its last save; a slower save is warned of; 0 = never",
+        minimum=0,
+    )
+    replica_every: int = option(
+        0,
+        "keep a replica in the memory of the host every this many steps, from which `maxpipe "
+        "supervise` restarts; 0 = never",
         minimum=0,
     )
     keep: int = option(3, "number of newest checkpoints to keep", minimum=1)

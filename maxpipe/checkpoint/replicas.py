@@ -1,0 +1,186 @@
+"""Keep replicas of a run's newest steps in host memory, where the death of a trainer leaves them.
+
+A supervisor makes a directory in memory (below /dev/shm), passes it to its trainer, and removes it
+when the run ends: see `maxpipe.supervision.memory`. Every `checkpoint.replica_every` steps each
+process writes its own shards there, in the background, and no other process's:
+
+    <memory>/<run>/<step>/      a step as on disk: its record, and one database of arrays
+
+A replica is committed by one rename, and read like any checkpoint, so that its record and the
+digests of all its arrays are verified. Shards that a process did not write read as zeros: after a
+change of the mesh the digests do not match, and the run continues from the disk. So it does from a
+damaged replica.
+
+A step can be restored if every process has it. So the two newest replicas are kept: while some
+processes are still writing one, all of them have the one before. The older of two is removed only
+when all processes have said that they have the newer one. A replica that could not be written costs
+a warning; it is the checkpoints on disk that a run depends on.
+"""
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxpipe.checkpoint.arrays import ITEM as ARRAYS
+from maxpipe.checkpoint.arrays import Array, box_of
+from maxpipe.checkpoint.record import record_file
+from maxpipe.checkpoint.steps import StepsDirectory
+from maxpipe.devices import processes
+
+
+class Replicas:
+    """Write and find the replicas of one run in this process's memory.
+
+    All processes make the object and the same calls together.
+
+    Args:
+      memory: from the supervisor; outlives this process.
+      run: the directory of the run's checkpoints, by which replicas of another run, which the same
+        command may have started before, are told apart.
+      every: `checkpoint.replica_every`.
+
+    Attributes:
+      steps: replicas that every process had at the start and that were not dropped since.
+    """
+
+    def __init__(self, memory: Path, run: Path, every: int):
+        name = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16]
+        self._directory = StepsDirectory(memory / name)
+        self._every = every
+        self._writer: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._discard_except(self._directory.steps())
+        self.steps = _in_every_process(self._directory.steps())
+
+    def __str__(self) -> str:
+        return "memory"
+
+    def due(self, step: int) -> bool:
+        """Return whether to write a replica after this step."""
+        return step % self._every == 0
+
+    def of(self, step: int) -> Path:
+        """Return the directory of a step."""
+        return self._directory.of(step)
+
+    def drop(self, *steps: int) -> None:
+        """Remove steps, which are not restored any more."""
+        for step in steps:
+            shutil.rmtree(self.of(step), ignore_errors=True)
+        self.steps = [step for step in self.steps if step not in steps]
+
+    def finish(self) -> str:
+        """Wait until every process has written its last replica; return a warning or ""."""
+        self.wait()
+        failure, self._failure = self._failure, None
+        if processes.agree(failure is None):
+            # All have the newest one, and none will need the one before.
+            self._discard_except(self._directory.steps()[-1:])
+            return ""
+        reason = f"{type(failure).__name__}: {failure}" if failure else "by another process"
+        return f"the last replica in memory could not be written: {reason}"
+
+    def start(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
+        """Start writing this process's shards; `finish` must have been called before.
+
+        Args:
+          step: number of the step.
+          arrays: name -> array that nothing overwrites.
+          record: JSON, from `Record.to_json`.
+        """
+        assert self._writer is None
+        arguments = (step, arrays, record)
+        self._writer = threading.Thread(
+            target=self._write, args=arguments, name="replica", daemon=True
+        )
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written by this process."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+
+    def _write(self, step: int, arrays: Mapping[str, Array], record: Mapping[str, object]) -> None:
+        scratch = self._directory.path / f"{step}.unfinished"
+        try:
+            write_shards(scratch / ARRAYS, arrays)
+            file = record_file(scratch)
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps(record))
+            scratch.rename(self.of(step))
+        # Whatever it is, training goes on without a replica.
+        except Exception as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            self._failure = error
+
+    def _discard_except(self, steps: list[int]) -> None:
+        kept = {str(step) for step in steps}
+        if self._directory.path.is_dir():
+            for path in self._directory.path.iterdir():
+                if path.name not in kept:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def write_shards(database: Path, arrays: Mapping[str, Array]) -> None:
+    """Write this process's shards of arrays so that `arrays.load` reads them; uncompressed.
+
+    Args:
+      database: a new directory.
+      arrays: name -> array.
+
+    Raises:
+      ValueError, OSError, ...: TensorStore's errors.
+    """
+    import tensorstore as ts
+
+    context = ts.Context()
+    codec = ts.CodecSpec({"driver": "zarr", "compressor": None})
+    pending = []
+    for name, array in arrays.items():
+        base = {"driver": "file", "path": f"{database}/"}
+        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+        store = ts.open(
+            spec,
+            create=True,
+            dtype=ts.dtype(np.dtype(array.dtype).name),
+            shape=array.shape,
+            chunk_layout=ts.ChunkLayout(chunk_shape=_shard_shape(array)),
+            codec=codec,
+            context=context,
+        ).result()
+        for box, shard in _shards(array):
+            part = tuple(slice(start, stop) for start, stop in box)
+            pending.append(store[part].write(shard, can_reference_source_data_indefinitely=True))
+    for write in pending:
+        write.result()
+
+
+def _shards(array: Array) -> Iterator[tuple[tuple[tuple[int, int], ...], np.ndarray]]:
+    """Yield this process's distinct parts of an array; a NumPy array is whole everywhere."""
+    if not isinstance(array, jax.Array):
+        yield box_of((), array.shape), array
+        return
+    shards = {box_of(shard.index, array.shape): shard for shard in array.addressable_shards}
+    for box, shard in shards.items():
+        yield box, np.asarray(shard.data)
+
+
+def _shard_shape(array: Array) -> list[int]:
+    shape = array.sharding.shard_shape(array.shape) if isinstance(array, jax.Array) else array.shape
+    return [max(size, 1) for size in shape]
+
+
+def _in_every_process(steps: list[int]) -> list[int]:
+    """Return the steps of process 0 that all processes have, ascending; all call this."""
+    count = processes.of_first_process(len(steps))
+    # Another process may have fewer or others.
+    padded = (*steps, *([-1] * count))[:count]
+    proposed = [processes.of_first_process(step) for step in padded]
+    return [step for step in proposed if processes.agree(step in steps)]

@@ -1,0 +1,78 @@
+"""The memory that replicas take, and what the host has of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxpipe.checkpoint.replica_memory import (
+    COPIES,
+    Share,
+    describe,
+    free_bytes,
+    reserve,
+    shard_bytes,
+)
+from maxpipe.config.errors import ConfigError
+
+MESH = Mesh(np.asarray(jax.devices()[:8]).reshape(2, 4), ("a", "b"))
+
+
+def leaf(shape, dtype, *spec):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(MESH, PartitionSpec(*spec)))
+
+
+STATE = {
+    "split": leaf((8, 4), jnp.float32, "a", "b"),
+    "copied": leaf((8, 4), jnp.float32, "a"),  # on four devices each
+    "scalar": leaf((), jnp.int32),
+    "half": leaf((6,), jnp.bfloat16, "a"),
+}
+
+
+def test_shard_bytes_count_copies_on_several_devices_once():
+    assert shard_bytes(STATE, process=0) == 8 * 4 * 4 + 8 * 4 * 4 + 4 + 6 * 2
+    assert shard_bytes(STATE, process=1) == 0
+
+
+def test_describe_adds_processes_of_a_host_and_names_the_fullest():
+    shares = [
+        Share("one", free=1000, held=0, needed=300),
+        Share("two", free=5000, held=0, needed=2000),
+        Share("two", free=4000, held=0, needed=2000),
+    ]
+    assert describe(shares, 10) == (
+        "checkpoint.replica_every=10: replicas take 4,000 bytes of the memory of each host, "
+        "of which 4,000 are free"
+    )
+
+
+def test_describe_counts_what_earlier_replicas_hold_as_free():
+    line = describe([Share("one", free=100, held=200, needed=300)], 10)
+    assert line.endswith("of which 300 are free")
+
+
+def test_describe_with_too_little_on_one_host_names_it_and_a_remedy():
+    shares = [Share("one", 1000, 0, 900), Share("two", 1000, 0, 600), Share("two", 1000, 0, 600)]
+    with pytest.raises(ConfigError, match="1,200 bytes of the memory of two") as error:
+        describe(shares, 10)
+    (problem,) = error.value.problems
+    assert problem.key == "checkpoint.replica_every"
+    assert "of which 1,000 are free" in problem.message
+    assert "give 0" in problem.message
+
+
+def test_reserve_counts_the_files_of_an_earlier_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("maxpipe.checkpoint.replica_memory.free_bytes", lambda _: 700)
+    needed = COPIES * shard_bytes(STATE, 0)
+    (tmp_path / "5").mkdir()
+    (tmp_path / "5" / "data").write_bytes(bytes(needed - 700))
+    assert f"of which {needed} are free" in reserve(STATE, tmp_path, 5)
+    (tmp_path / "5" / "data").write_bytes(bytes(needed - 701))
+    with pytest.raises(ConfigError, match=r"checkpoint\.replica_every"):
+        reserve(STATE, tmp_path, 5)
+
+
+def test_free_bytes_are_those_of_the_host(tmp_path):
+    assert 0 < free_bytes(tmp_path) < 2**50

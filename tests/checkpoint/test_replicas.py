@@ -1,0 +1,185 @@
+"""Replicas in a directory that stands for a host's memory."""
+
+import errno
+import shutil
+
+import numpy as np
+import pytest
+
+from maxpipe.checkpoint import replicas
+from maxpipe.checkpoint.errors import CheckpointDamaged, ReplicasDamaged
+from maxpipe.checkpoint.manager import Checkpointer
+from maxpipe.checkpoint.reader import verify_step
+from maxpipe.checkpoint.replicas import Replicas
+from maxpipe.config import CheckpointConfig
+
+SETTINGS = CheckpointConfig(every=10, replica_every=5)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def start(directory, memory, messages):
+    """Return start() -> a checkpointer of a new process, as after the death of the one before."""
+
+    def _start(run=directory):
+        return Checkpointer(
+            directory,
+            SETTINGS,
+            replicas=Replicas(memory, run, SETTINGS.replica_every),
+            log=messages.append,
+        )
+
+    return _start
+
+
+@pytest.fixture
+def replicate(samples):
+    def _replicate(checkpointer, *steps):
+        for step in steps:
+            parts = samples.state(step), samples.iterator(step), samples.meta(step)
+            checkpointer.replicate(step, *parts)
+        checkpointer.close()
+
+    return _replicate
+
+
+def steps_in(memory):
+    return sorted(path.name for path in memory.glob("*/*"))
+
+
+def damage(memory, step):
+    """Change a byte in the middle of the largest file of a replica."""
+    files = [path for path in next(memory.glob(f"*/{step}")).rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_checkpointer_restores_the_newest_replica_to_the_bit(start, samples, replicate):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    replicate(checkpointer, 15, 20)
+    again = start()
+    assert (again.steps(), again.resumable()) == ([10], [10, 15, 20])
+    assert again.record(20).meta == samples.meta(20)
+    samples.assert_restored(again.restore(samples.abstract(samples.state(20))), 20)
+    assert again.saved_step == 0, "a step in memory is still to be saved"
+    assert again.save(20, samples.state(20), samples.iterator(20), samples.meta(20))
+    again.close()
+    assert again.steps() == [10, 20]
+
+
+def test_checkpointer_prefers_a_newer_step_on_disk(start, samples, replicate):
+    checkpointer = start()
+    replicate(checkpointer, 5)
+    samples.save(checkpointer, 10)
+    checkpointer.close()
+    again = start()
+    samples.assert_restored(again.restore(samples.abstract(samples.state(10))), 10)
+    assert again.saved_step == 10
+
+
+@pytest.mark.parametrize("saved", [10, 15], ids=["older", "as new"])
+def test_checkpointer_with_a_damaged_replica_reads_the_disk(
+    start, samples, replicate, memory, messages, saved
+):
+    checkpointer = start()
+    samples.save(checkpointer, saved)
+    replicate(checkpointer, 15)
+    damage(memory, 15)
+    again = start()
+    samples.assert_restored(again.restore(samples.abstract(samples.state(15))), saved)
+    assert messages == [
+        "the replica of step 15 in memory cannot be used: digest of params.weight does not match"
+    ]
+    assert steps_in(memory) == []
+    assert again.steps() == [saved], "the step on disk was set aside"
+
+
+def test_checkpointer_with_a_damaged_replica_reads_the_one_before(
+    start, samples, replicate, memory
+):
+    replicate(start(), 5, 10)
+    damage(memory, 10)
+    again = start()
+    samples.assert_restored(again.restore(samples.abstract(samples.state(10))), 5)
+    assert again.resumable() == [5]
+
+
+def test_checkpointer_whose_only_replicas_are_damaged_says_so_and_forgets_them(
+    start, samples, replicate, memory
+):
+    replicate(start(), 5)
+    damage(memory, 5)
+    again = start()
+    with pytest.raises(ReplicasDamaged, match="no step is saved"):
+        again.restore(samples.abstract(samples.state(5)))
+    assert again.resumable() == []
+
+
+def test_checkpointer_asked_for_a_step_reads_the_disk_and_drops_later_replicas(
+    start, samples, replicate, memory
+):
+    checkpointer = start()
+    samples.save(checkpointer, 10)
+    replicate(checkpointer, 15)
+    again = start()
+    samples.assert_restored(again.restore(samples.abstract(samples.state(10)), 10), 10)
+    assert steps_in(memory) == []
+
+
+def test_replicas_keep_two_and_forget_what_was_not_finished(start, replicate, memory):
+    replicate(start(), 5, 10, 15)
+    assert steps_in(memory) == ["10", "15"]
+    (next(memory.glob("*")) / "20.unfinished").mkdir()
+    assert start().resumable() == [10, 15]
+    assert steps_in(memory) == ["10", "15"]
+
+
+def test_replicas_of_another_run_are_not_seen(start, replicate, tmp_path):
+    replicate(start(), 5)
+    assert start(run=tmp_path / "other").resumable() == []
+
+
+def test_replica_that_cannot_be_written_is_reported_and_the_one_before_stays(
+    start, samples, replicate, memory, messages, monkeypatch
+):
+    checkpointer = start()
+    replicate(checkpointer, 5)
+    write = replicas.write_shards
+
+    def fail(database, arrays):
+        database.mkdir(parents=True)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(replicas, "write_shards", fail)
+    replicate(checkpointer, 10)
+    assert steps_in(memory) == ["5"]
+    monkeypatch.setattr(replicas, "write_shards", write)
+    replicate(checkpointer, 15)
+    assert messages == [
+        "the last replica in memory could not be written: "
+        "OSError: [Errno 28] No space left on device"
+    ]
+    assert steps_in(memory) == ["15", "5"]
+
+
+def test_written_shards_are_a_step_that_any_reader_verifies(start, replicate, memory):
+    replicate(start(), 5)
+    (step,) = memory.glob("*/5")
+    assert verify_step(step).step == 5
+
+
+def test_replica_without_a_part_of_an_array_is_damaged(start, samples, replicate, memory):
+    replicate(start(), 5)
+    (step,) = memory.glob("*/5")
+    shutil.rmtree(step / "arrays")
+    parts = {"params.weight": np.zeros((128, 64), np.float32)}
+    replicas.write_shards(step / "arrays", parts)
+    with pytest.raises(CheckpointDamaged):
+        verify_step(step)
