@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.config.catalog import RematPolicy
 from maxpipe.model.layers import AuxiliaryLosses
 from maxpipe.model.parameters import Params, trainable, with_trainable
 from maxpipe.pipeline import microbatches
@@ -123,9 +122,8 @@ class SequentialEngine(SpmdEngine):
         index = jnp.asarray(self.layer_index())
         # Always a scan: one layer is compiled, whatever their number.
         x, aux = apply_layers(self._layer_fn, params["layers"], index, x, side, key, scan=True)
-        # The head saves its input alone: logits would be the largest tensors of the step.
-        head = checkpoint(self._program.head_loss, RematPolicy())
-        loss, cross_entropy = head(
+        # Its backward follows at once, when logits computed again would take as much as saved ones.
+        loss, cross_entropy = self._program.head_loss(
             outer, self._rules.constrain(x, axes), batch["targets"], batch["weights"]
         )
         return loss, cross_entropy, aux
