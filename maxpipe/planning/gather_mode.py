@@ -6,62 +6,44 @@ their gradients in full. Where the engine can, gathering a repeat ahead holds le
 fast, though it gathers more often.
 """
 
-from collections.abc import Callable
-
-from jax.sharding import Mesh
-
 from maxpipe.config.catalog import ENGINES
 from maxpipe.config.options import update
 from maxpipe.config.rules.engines import refusals_of
 from maxpipe.config.sections import Config
-from maxpipe.devices.chips import GIB, device_memory
+from maxpipe.devices.chips import GIB
 from maxpipe.pipeline.chunk import offloaded_names
 from maxpipe.pipeline.engines.circular.iterations import unfit_rules
 from maxpipe.planning.estimate import estimate
 from maxpipe.planning.footprint import axis_rules
+from maxpipe.planning.prefetch import MEMORY_SHARE, Note, ignore_note
 
 KEY = "pipeline.fsdp_gather"
-MEMORY_SHARE = 0.05  # of a device, for what is whole
 ROOM = 0.9  # of a device, for everything, since estimates are coarse
 
-Note = Callable[[str], None]
 
-
-def ignore(text: str) -> None:
-    """Drop a line that has been printed already."""
-
-
-def with_gather_mode(config: Config, mesh: Mesh, note: Note = ignore) -> Config:
+def with_gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore_note) -> Config:
     """Return the configuration with `pipeline.fsdp_gather` decided.
 
     Args:
       config: resolved.
-      mesh: all devices.
+      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
       note: called with the decision and its reason where both ways are open.
     """
-    devices = list(mesh.devices.flat)
-    memory = device_memory(devices) if devices[0].platform == "tpu" else None
-    return update(config, {KEY: gather_mode(config, memory, note)})
+    return update(config, {KEY: _gather_mode(config, tpu_memory, note)})
 
 
-def gather_mode(config: Config, tpu_memory: float | None, note: Note = ignore) -> str:
-    """Return how often weights are gathered.
-
-    Args:
-      config: resolved.
-      tpu_memory: bytes of a device; None if it is no TPU, or an unknown one.
-      note: as for `with_gather_mode`.
-    """
+def _gather_mode(config: Config, tpu_memory: float | None, note: Note) -> str:
+    """Return how often weights are gathered."""
     pipeline = config.pipeline
     if pipeline.fsdp_gather != "auto":
         return pipeline.fsdp_gather
     if pipeline.fsdp_prefetch == "true" or tpu_memory is None or not _can_gather_whole(config):
         return "per_iteration"
     device = f"a device's {tpu_memory / GIB:.3g} GiB"
-    iteration = estimate(update(config, {KEY: "per_iteration"})).total
+    iteration = estimate(update(config, {KEY: "per_iteration"}), tpu_memory).total
     reason = ""
     for mode, what in _whole_modes(config).items():
-        whole = estimate(update(config, {KEY: mode})).total
+        whole = estimate(update(config, {KEY: mode}), tpu_memory).total
         extra = max(0.0, whole - iteration)
         more = f"{extra / GIB:.2f} GiB more"
         if extra > MEMORY_SHARE * tpu_memory:

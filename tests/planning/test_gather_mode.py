@@ -1,9 +1,5 @@
 """How often weights are gathered on auto, and what is said about it."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 from helpers.compile_command import tpu_aot
 from helpers.engines import EngineUnderTest, make_mesh
@@ -13,6 +9,7 @@ from maxpipe.builder import build_engine_inputs
 from maxpipe.compiling.topology import devices_of
 from maxpipe.config import ConfigError
 from maxpipe.config.sections.parallelism import DEFAULT_RULES
+from maxpipe.devices.chips import device_memory, memory_of_tpus
 from maxpipe.devices.mesh import build_mesh
 from maxpipe.planning import gather_mode
 from maxpipe.planning.estimate import estimate
@@ -29,10 +26,9 @@ CIRCULAR = {
 
 def decided(device=V5P, **values):
     """Return (mode, notes)."""
-    devices = [replace(device, coords=(i, 0, 0)) for i in range(8)]
-    mesh = SimpleNamespace(devices=np.array(devices).reshape(2, 4))
     notes = []
-    return with_gather_mode(config_of(**values), mesh, notes.append).pipeline.fsdp_gather, notes
+    config = with_gather_mode(config_of(**values), memory_of_tpus([device]), notes.append)
+    return config.pipeline.fsdp_gather, notes
 
 
 @pytest.mark.parametrize("values", [{}, CIRCULAR], ids=["lockstep", "circular"])
@@ -60,17 +56,27 @@ def test_auto_gathers_per_iteration_where_memory_is_short(
 
 def more(mode, **values):
     """Return what a mode takes more than `per_iteration`, as a share of a device's memory."""
+    memory = device_memory([V5P])
     whole, iteration = (
-        estimate(config_of(**values, **{KEY: mode})).total for mode in (mode, "per_iteration")
+        estimate(config_of(**values, **{KEY: mode}), memory).total
+        for mode in (mode, "per_iteration")
     )
     assert whole > iteration
-    return (whole - iteration) / gather_mode.device_memory([V5P])
+    return (whole - iteration) / memory
 
 
 def test_share_of_memory_is_what_once_takes_more(monkeypatch):
     for factor, mode in ((1.01, "once"), (0.99, "per_iteration")):
         monkeypatch.setattr(gather_mode, "MEMORY_SHARE", factor * more("once"))
         assert decided()[0] == mode
+
+
+def test_once_is_compared_with_what_per_iteration_holds_of_chunks_gathered_ahead(monkeypatch):
+    ahead, unit = more("once"), more("once", **{"pipeline.fsdp_prefetch": "false"})
+    assert ahead < unit
+    monkeypatch.setattr(gather_mode, "MEMORY_SHARE", (ahead + unit) / 2)
+    assert decided()[0] == "once"
+    assert decided(**{"pipeline.fsdp_prefetch": "false"})[0] == "per_iteration"
 
 
 def test_circular_engine_gathers_per_repeat_where_all_repeats_are_too_much(monkeypatch):
@@ -129,7 +135,9 @@ def test_engines_never_see_auto():
 
 
 def test_estimate_takes_auto_for_per_iteration():
-    undecided, iteration = (estimate(config_of(**{KEY: m})) for m in ("auto", "per_iteration"))
+    undecided, iteration = (
+        estimate(config_of(**{KEY: m}), None) for m in ("auto", "per_iteration")
+    )
     assert undecided == iteration
 
 

@@ -199,8 +199,8 @@ class PipelineConfig:
     fsdp_prefetch: str = option(
         "auto",
         "with fsdp_gather=per_iteration, gather a chunk's weights one slot ahead, while another "
-        "unit computes; auto = on TPUs with fsdp of at most 4, where two gathered chunks take at "
-        "most 5 % of a device's memory",
+        "unit computes; auto = on TPUs with fsdp of at most 4, where two gathered chunks (three "
+        "if backwards are split) take at most 5 % of a device's memory",
         choices=("auto", "true", "false"),
     )
     scan_iterations: bool = option(
