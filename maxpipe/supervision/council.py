@@ -5,6 +5,7 @@ reports and orders is `maxpipe.supervision.link`'s to know. Imports no JAX.
 """
 
 import json
+import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +28,11 @@ _LOST_CODE = -int(signal.SIGKILL)  # of a trainer whose supervisor is gone
 
 @dataclass(frozen=True)
 class Joined:
-    """A supervisor is there, and has no trainer running."""
+    """A supervisor is there, and has no trainer running; its memory is served at HOST:PORT."""
 
     count: int
     host: str
+    memory: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,16 @@ class Stopping:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host."""
+    """Start a trainer; the coordinator of this attempt listens at `port` of supervisor 0's host.
+
+    `memories` are all supervisors' HOST:PORT, by commas, and `word` opens them; "" without.
+    """
 
     attempt: int
     port: int
     job: str
+    memories: str = ""
+    word: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,8 @@ class Council:
         self._free_port = free_port
         self._log = log
         self._clock = clock
+        self._memories: dict[int, str] = {}
+        self._word = secrets.token_hex(16)
         self._orders: list[Order] = []
         self._running: set[int] = set()
         self._ends: list[int] = []
@@ -219,6 +228,7 @@ class Council:
                 self._finish(CONFIG_ERROR, f"the supervisors count {sides} processes")
             case Joined():
                 self.status.members[member] = report.host
+                self._memories[member] = report.memory
                 self._since = self._clock()
             case Stopping():
                 self._is_stopping = True
@@ -267,7 +277,9 @@ class Council:
         self._is_in_attempt, self._began = True, self._clock()
         several = f" with {self._count} processes" if self._count > 1 else ""
         self._log(f"starts attempt {attempt}{several}")
-        self._orders.append(Start(attempt, self._free_port(), self._job))
+        memories = [self._memories[member] for member in range(self._count)]
+        shared = (",".join(memories), self._word) if all(memories) else ()
+        self._orders.append(Start(attempt, self._free_port(), self._job, *shared))
 
     def _end(self, member: int, code: int, how: str) -> None:
         if member not in self._running:

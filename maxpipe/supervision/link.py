@@ -177,7 +177,7 @@ class Hub:
 def connect(
     address: tuple[str, int],
     member: int,
-    report: Joined,
+    greet: Callable[[str], Joined],
     seconds: float,
     gives_up: Callable[[], bool],
 ) -> Line | None:
@@ -186,7 +186,7 @@ def connect(
     Args:
       address: host and port of supervisor 0.
       member: number of this one.
-      report: its first one.
+      greet: returns its first report, given the address of this host on the way to supervisor 0.
       seconds: to wait for supervisor 0.
       gives_up: whether to return None rather than wait on.
 
@@ -199,7 +199,7 @@ def connect(
             connection = socket.create_connection(address, timeout=SILENCE_SECONDS)
             line = Line(connection)
             line.send(str(member))
-            line.send(encode(report))
+            line.send(encode(greet(str(connection.getsockname()[0]))))
             return line
         except OSError as error:
             if time.monotonic() > until:

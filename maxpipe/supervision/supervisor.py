@@ -16,8 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from types import FrameType
 
+from maxpipe.checkpoint.steps import OWN
 from maxpipe.config.cli import CONFIG_ERROR
 from maxpipe.config.errors import ConfigError, Problem
 from maxpipe.config.terminal import INTERRUPTED
@@ -41,6 +43,7 @@ from maxpipe.supervision.council import (
 from maxpipe.supervision.ending import LOST
 from maxpipe.supervision.link import Hub, Line, LinkLost, connect, exchange, free_port
 from maxpipe.supervision.memory import MEMORY, shared_memory
+from maxpipe.supervision.partner import Partners
 from maxpipe.supervision.progress import (
     DOWNTIME,
     PROGRESS,
@@ -112,7 +115,8 @@ class Supervisor:
       place: of this host in the run.
       log: takes a line for each event.
       directory: for files of this supervisor.
-      memory: a directory for the trainer's replicas; None if there is none.
+      memory: a directory for replicas, the trainer's and a partner's; None if there is none.
+      partners: those with whom replicas are exchanged; None without them or without memory.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class Supervisor:
         log: Callable[[str], None],
         directory: Path,
         memory: Path | None,
+        partners: Partners | None,
     ):
         self.code: int | None = None
         self.progress_file = directory / "progress.json"
@@ -129,6 +134,8 @@ class Supervisor:
         self._place = place
         self._log = log
         self._memory = memory
+        self._partners = partners
+        self._starting: tuple[Start, Thread | None] | None = None
         self._attempt = 0
         self._trainer: TrainerProcess | None = None
         self._line: Line | None = None
@@ -146,7 +153,10 @@ class Supervisor:
         match order:
             case Start():
                 self._attempt = order.attempt
-                self._start(order)
+                self._starting = order, self._begin_fetch(order)
+            case End() if order.attempt == self._attempt and self._starting is not None:
+                self._starting = None
+                self._report(Ended(self._attempt, LOST))
             case End() if order.attempt == self._attempt and self._trainer is not None:
                 self._trainer.end_within(order.seconds)
             case Finish():
@@ -163,6 +173,7 @@ class Supervisor:
 
     def end(self) -> None:
         """End the trainer and wait for it."""
+        self._starting = None
         if self._trainer is not None:
             self._trainer.end_within(0)
         while self._trainer is not None:
@@ -170,17 +181,28 @@ class Supervisor:
             time.sleep(_LOOK_SECONDS)
 
     def look(self) -> None:
-        """Report the trainer's end, if it has ended."""
+        """Start the trainer when its memory is ready; report its end, if it has ended."""
+        if self._starting is not None:
+            order, fetching = self._starting
+            if fetching is None or not fetching.is_alive():
+                self._starting = None
+                self._start(order)
         code = self._take_end()
         if code is not None:
             self._report(Ended(self._attempt, code))
+
+    def _begin_fetch(self, order: Start) -> Thread | None:
+        """Return a thread that fetches what this host's memory has lost; None if none is needed."""
+        if self._partners is None or not order.memories:
+            return None
+        return self._partners.begin(order.memories.split(","), order.word)
 
     def _start(self, order: Start) -> None:
         environment = {"MAXPIPE_ATTEMPT": str(order.attempt), PROGRESS: str(self.progress_file)}
         if order.job:
             environment["MAXPIPE_JOB"] = order.job
         if self._memory is not None:
-            environment[MEMORY] = str(self._memory)
+            environment[MEMORY] = str(self._memory / OWN)
         if self._downtime:
             environment[DOWNTIME] = self._downtime
         if self._place.count > 1:
@@ -240,14 +262,25 @@ def supervise(
             port = place.port if place.count > 1 else 0
             hub = stack.enter_context(_hub(council, port))
             address = ("localhost", hub.port)
-        supervisor = Supervisor(command, place, log, directory, memory)
+        if memory is not None:
+            (memory / OWN).mkdir()
+        partners = None
+        if memory is not None and place.count > 1:
+            partners = stack.enter_context(Partners(memory, place.index, place.count))
+        supervisor = Supervisor(command, place, log, directory, memory, partners)
         stack.callback(supervisor.end)
         status = _StatusWriter(supervisor.progress_file)
-        greeting = Joined(place.count, platform.node())
+
+        def greet(host: str) -> Joined:
+            # Supervisor 0 reaches itself by an address that the others cannot use.
+            reached = place.host if place.index == 0 else host
+            served = f"{reached}:{partners.port}" if partners is not None else ""
+            return Joined(place.count, platform.node(), served)
+
         while supervisor.code is None:
             try:
                 seconds = policy.wait_seconds
-                line = connect(address, place.index, greeting, seconds, lambda: bool(signals))
+                line = connect(address, place.index, greet, seconds, lambda: bool(signals))
             except LinkLost as error:
                 log(f"{error}; exit code {LOST}")
                 return LOST
